@@ -1,0 +1,131 @@
+"""Tokens from the user's files, or from the English text that every CPython carries.
+
+Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, with llm.c's header of 256
+int32 (magic 20240520, version 1, number of tokens) or bare. A folder stands for all files in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.errors import DataError
+
+LLMC_MAGIC, LLMC_HEADER = 20240520, 256 * 4
+OTHER_MAGICS = {20240801: "llm.c's Llama 3 format (uint32)", 20240522: "llm.c's HellaSwag format"}
+BYTE_VOCABULARY = 512  # a larger vocabulary than this is not one of bytes, padding included
+
+
+def load_tokens(paths: tuple[str, ...], vocab_size: int):
+    """All tokens of `paths` in one array (uint8 or uint16), and a line that says what they are.
+
+    Raises DataError with every problem found: missing, empty, wrong size, ids outside the vocabulary.
+    """
+    if not paths:
+        tokens, what = _language_reference()
+        if vocab_size > BYTE_VOCABULARY:
+            raise DataError(_not_bytes("the built-in text", vocab_size))
+        return tokens, what
+    files, problems = _files(paths)
+    kinds = {path.suffix == ".bin" for path in files}
+    if len(kinds) > 1:
+        problems.append("--data mixes token files (.bin) and text: give one kind")
+    pieces = [_read(path, vocab_size, problems) for path in files]
+    if problems:
+        raise DataError(problems)
+    tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    unit = "tokens" if tokens.dtype == np.uint16 else "bytes"
+    return tokens, f"{len(tokens):,} {unit} from {len(files)} file{'s' * (len(files) > 1)}"
+
+
+def _language_reference():
+    """The language reference as pydoc carries it."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise DataError(
+            "this Python has no pydoc_data.topics, the built-in text: give your own text with"
+            " --data FILE_OR_FOLDER") from None
+    text = "\n".join(topics[name] for name in sorted(topics))
+    tokens = np.frombuffer(text.encode(), np.uint8)
+    return tokens, f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
+
+
+def _files(paths):
+    """Every file that the paths stand for, sorted inside each folder, and what is wrong with the rest."""
+    files, problems = [], []
+    for name in paths:
+        path = Path(name)
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name[0] != ".")
+            files += inside
+            if not inside:
+                problems.append(f"--data {name}: this folder holds no file")
+        else:
+            problems.append(f"--data {name}: no such file or folder (looked in {Path.cwd()})")
+    return files, problems
+
+
+def _read(path, vocab_size, problems):
+    """The tokens of one file; problems are appended and an empty array is returned."""
+    nothing = np.zeros(0, np.uint8)
+    try:
+        if path.stat().st_size == 0:
+            problems.append(f"--data {path}: the file is empty")
+            return nothing
+        if path.suffix == ".bin":
+            return _read_bin(path, vocab_size, problems)
+        if vocab_size > BYTE_VOCABULARY:
+            problems.append(_not_bytes(str(path), vocab_size))
+            return nothing
+        tokens = np.frombuffer(path.read_bytes(), np.uint8)
+    except OSError as error:
+        problems.append(f"--data {path}: {error.strerror}")
+        return nothing
+    _check_ids(path, tokens, vocab_size, problems)
+    return tokens
+
+
+def _read_bin(path, vocab_size, problems):
+    nbytes = path.stat().st_size
+    head = np.fromfile(path, "<i4", count=3)
+    start = 0
+    if len(head) == 3 and head[0] == LLMC_MAGIC:
+        start = LLMC_HEADER
+        stated = int(head[2])
+        if head[1] != 1 or nbytes != start + 2 * stated:
+            problems.append(
+                f"--data {path}: the header says version {head[1]} and {stated:,} tokens"
+                f" ({start + 2 * stated:,} bytes), the file has {nbytes:,} bytes")
+            return np.zeros(0, np.uint16)
+    elif len(head) and int(head[0]) in OTHER_MAGICS:
+        problems.append(
+            f"--data {path}: this is {OTHER_MAGICS[int(head[0])]}; uint16 tokens are read")
+        return np.zeros(0, np.uint16)
+    elif nbytes % 2:
+        problems.append(f"--data {path}: {nbytes:,} bytes are no whole number of uint16 tokens")
+        return np.zeros(0, np.uint16)
+    tokens = np.memmap(path, "<u2", mode="r", offset=start)
+    _check_ids(path, tokens, vocab_size, problems)
+    return tokens
+
+
+def _check_ids(path, tokens, vocab_size, problems):
+    """Every id must have a row in the table: looked at here, block by block, not inside a kernel."""
+    block = 1 << 24
+    for first in range(0, len(tokens), block):
+        piece = tokens[first:first + block]
+        if piece.max() >= vocab_size:
+            at = int(np.argmax(piece >= vocab_size))
+            problems.append(
+                f"--data {path}: token {int(piece[at])} at position {first + at:,} is outside the"
+                f" vocabulary of {vocab_size:,}; type --vocab-size {int(piece.max()) + 1} or more")
+            return
+
+
+def _not_bytes(what, vocab_size):
+    return (f"--data: {what} would be read as bytes, but a vocabulary of {vocab_size:,} is not one of"
+            " bytes; give token files (.bin, uint16), or --vocab-size 256")

@@ -1,0 +1,89 @@
+"""Errors that a user can cause, and the exit codes of every command.
+
+Each class carries its exit code. An error holds *all* problems found, not the first one: a user
+who made three mistakes reads three lines, not one line three times. A problem is one sentence that
+says what is wrong and what to type instead.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+EXIT_OK = 0
+EXIT_CHECK_FAILED = 1
+EXIT_USAGE = 2
+EXIT_DATA = 65
+EXIT_ENVIRONMENT = 69
+EXIT_INTERNAL = 70
+EXIT_OUTPUT = 74
+EXIT_STOPPED = 75
+EXIT_HANG = 76
+EXIT_NON_FINITE = 79
+EXIT_INTERRUPTED = 130
+
+EXIT_CODES = {
+    EXIT_OK: "finished",
+    EXIT_CHECK_FAILED: "a check that was asked for did not hold",
+    EXIT_USAGE: "wrong flags or configuration",
+    EXIT_DATA: "bad data or weights",
+    EXIT_ENVIRONMENT: "the environment does not fit (MPI, launcher, GPU)",
+    EXIT_INTERNAL: "an exception in a rank: a defect of mpipar",
+    EXIT_OUTPUT: "a file could not be written",
+    EXIT_STOPPED: "stopped on request, weights written",
+    EXIT_HANG: "a hang, or ranks that disagree",
+    EXIT_NON_FINITE: "a loss or gradient that is not finite",
+    EXIT_INTERRUPTED: "interrupted, nothing saved",
+}
+
+
+class UserError(Exception):
+    """A mistake the user can put right: `problems` lists all of it, `exit_code` is its code."""
+
+    exit_code = EXIT_INTERNAL
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        assert self.problems, "an error needs at least one problem"
+        super().__init__("\n".join(self.problems))
+
+
+class UsageError(UserError):
+    exit_code = EXIT_USAGE
+
+
+class DataError(UserError):
+    exit_code = EXIT_DATA
+
+
+class EnvironmentProblem(UserError):
+    exit_code = EXIT_ENVIRONMENT
+
+
+class OutputError(UserError):
+    exit_code = EXIT_OUTPUT
+
+
+class HangError(UserError):
+    exit_code = EXIT_HANG
+
+
+class NonFiniteError(UserError):
+    exit_code = EXIT_NON_FINITE
+
+
+def combine(errors: Sequence[UserError]) -> UserError:
+    """One error with the problems of all; its class is that of the lowest exit code among them.
+
+    Flags come first (2 < 65 < 69 < 74): with a wrong flag, what follows from it may be wrong too.
+    """
+    ordered = sorted(errors, key=lambda error: error.exit_code)
+    return type(ordered[0])([problem for error in ordered for problem in error.problems])
+
+
+def suggestion(word: str, options: Iterable[str] | dict[str, str]) -> str:
+    """'; did you mean X?' if an option is close to the word, else ''.
+
+    A dict maps what the word is compared with to what is shown.
+    """
+    shown = options if isinstance(options, dict) else {option: option for option in options}
+    close = difflib.get_close_matches(word, list(shown), n=1)
+    return f"; did you mean {shown[close[0]]}?" if close else ""

@@ -1,0 +1,85 @@
+"""Rank arithmetic: where a rank stands in the grid pp x dp x cp x tp, and who is in its groups.
+
+By default `world_rank = ((pp_rank*dp_size + dp_rank)*cp_size + cp_rank)*tp_size + tp_rank`: the axis with the
+most traffic (tp) is innermost, so its groups are neighbours and cross the slowest links least. `order` names
+the axes from outermost to innermost. Pure arithmetic: no MPI here, so every rank of every layout can be asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One rank's place in a grid of `pp_size * dp_size * cp_size * tp_size` ranks."""
+
+    world_rank: int
+    pp_size: int = 1
+    dp_size: int = 1
+    cp_size: int = 1
+    tp_size: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self):
+        assert sorted(self.order) == sorted(AXES), (self.order, AXES)
+        assert 0 <= self.world_rank < self.world_size, (self.world_rank, self.world_size)
+
+    @classmethod
+    def of(cls, config, world_rank: int) -> Grid:
+        """The place of `world_rank` in the layout of a resolved GridConfig."""
+        order = tuple(config.rank_order.split(","))
+        return cls(world_rank, config.pp, config.dp, config.cp, config.tp, order)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp_size * self.dp_size * self.cp_size * self.tp_size
+
+    def axis_size(self, axis: str) -> int:
+        return getattr(self, f"{axis}_size")
+
+    def axis_rank(self, axis: str) -> int:
+        """This rank's coordinate along `axis`."""
+        stride = 1
+        for name in reversed(self.order):
+            if name == axis:
+                return self.world_rank // stride % self.axis_size(axis)
+            stride *= self.axis_size(name)
+        raise AssertionError(axis)
+
+    @property
+    def pp_rank(self) -> int:
+        return self.axis_rank("pp")
+
+    @property
+    def dp_rank(self) -> int:
+        return self.axis_rank("dp")
+
+    @property
+    def cp_rank(self) -> int:
+        return self.axis_rank("cp")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.axis_rank("tp")
+
+    def at(self, **coordinates: int) -> int:
+        """World rank of the place that differs from this one in the given coordinates, e.g. at(pp=0)."""
+        world_rank = 0
+        for axis in self.order:
+            coordinate = coordinates.get(axis, self.axis_rank(axis))
+            world_rank = world_rank * self.axis_size(axis) + coordinate
+        return world_rank
+
+    def group(self, axis: str) -> tuple[int, ...]:
+        """World ranks of this rank's group along `axis`, in the order of that coordinate."""
+        return tuple(self.at(**{axis: i}) for i in range(self.axis_size(axis)))
+
+    def pp_subgroup(self, pp_ranks) -> tuple[int, ...]:
+        """World ranks of the given pipeline ranks in this rank's (dp, cp, tp) coordinate."""
+        return tuple(self.at(pp=pp_rank) for pp_rank in sorted(pp_ranks))
+
+    def describe(self) -> str:
+        return f"pp{self.pp_rank} dp{self.dp_rank} tp{self.tp_rank}"

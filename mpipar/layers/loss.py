@@ -1,0 +1,70 @@
+"""LM head and cross-entropy, both cut by vocabulary: the full logits never exist anywhere.
+
+Each rank makes the logits of its own rows of the table. The softmax needs three numbers per token from every
+rank (largest logit, sum of exponentials below it, the target's logit); they travel together in one
+all-gather and every rank combines them alike. Letters: B batch, T tokens, N = B*T, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from mpipar.layers.param import Param
+
+
+class Head:
+    """logits (N, V/tp) = x @ table^T. The table is stored (V, D), as an embedding's is, so the roles of the
+    product's three functions are exchanged: forward multiplies by the transposed table."""
+
+    def __init__(self, ops, table: Param, comm):
+        self.ops, self.table, self.comm, self.name = ops, table, comm, "head"
+        self.params = [table]
+
+    def forward(self, x, stash):
+        """logits (N, V/tp) of x (B, T, D). Comm: none."""
+        stash[self.name, "x"] = x
+        return self.ops.matmul_backward_input(x.reshape(-1, x.shape[-1]), self.table.data)
+
+    def backward_input(self, dy, stash):
+        """dx (B, T, D) of dlogits (N, V/tp). Comm: one all_reduce over tp (each rank knows its rows only)."""
+        stash[self.name, "dy"] = dy
+        dx = self.comm.all_reduce(self.ops.matmul_forward(dy, self.table.data), self.name)
+        return dx.reshape(stash[self.name, "x"].shape)
+
+    def backward_weight(self, stash):
+        """Accumulate the table's gradient. Comm: none."""
+        x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
+        self.ops.matmul_backward_weight(dy, x.reshape(-1, x.shape[-1]), self.table.grad)
+
+
+class CrossEntropy:
+    """Sum over the microbatch of -log softmax(logits)[target].
+
+    `scale`, set before the first backward of a step, is 1 / number of tokens in the global batch: with it the
+    gradients of all microbatches and data-parallel ranks add up to those of the mean loss.
+    """
+
+    params: list = []
+
+    def __init__(self, ops, vocab_size, table: Param, comm):
+        self.ops, self.comm, self.name = ops, comm, "loss"
+        self.vocab_size = vocab_size
+        self.start = table.cut_index * table.local_shape[0]
+        self.scale = 1.0
+
+    def forward(self, logits, stash):
+        """Sum of the token losses, a float; without targets the logits pass. Comm: one all_gather over tp."""
+        if stash.batch.targets is None:
+            return logits
+        targets = stash.batch.targets.reshape(-1)
+        stats = self.ops.cross_entropy_forward(logits, targets, self.start, self.vocab_size)
+        loss, lse = self.ops.cross_entropy_combine(self.comm.all_gather(stats, self.name))
+        stash[self.name, "logits"] = logits, targets, lse
+        return self.ops.sum(loss)
+
+    def backward_input(self, dy, stash):
+        """dlogits (N, V/tp), written over the logits; dy is None. Comm: none."""
+        logits, targets, lse = stash.pop((self.name, "logits"))
+        return self.ops.cross_entropy_backward_input(
+            logits, targets, lse, self.start, self.vocab_size, self.scale)
+
+    def backward_weight(self, stash):
+        """There is no weight. Comm: none."""

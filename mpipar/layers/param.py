@@ -1,0 +1,121 @@
+"""Parameters: global name, logical shape, the one axis that is cut, and the same start on any layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+
+
+class Param:
+    """One tensor of the model, or this rank's shard of it.
+
+    name: global name, the same on every layout. shape: logical N-d shape of the whole tensor.
+    cut_axis: the axis that is cut over `comm` (None: every rank of comm holds a replica).
+    std: standard deviation of the initial normal values; `fill` instead sets a constant.
+    decay: whether weight decay applies (matrices and embeddings yes, biases and norms no).
+    grad_groups: names of the groups over which the gradient is still partial when the last backward of the
+    step is done, besides dp. owner: false for replicas and tied copies, which norms and files must not count
+    again. data, grad: views into the flat buffers of the stage, set by `FlatParams`.
+    """
+
+    def __init__(self, name, shape, comm, cut_axis=None, std=0.0, fill=None, decay=True):
+        self.name = name
+        self.shape = tuple(shape)
+        self.cut_axis = cut_axis
+        self.cut_index = comm.index if cut_axis is not None else 0
+        self.cut_count = comm.size if cut_axis is not None else 1
+        self.std = std
+        self.fill = fill
+        self.decay = decay
+        self.grad_groups: tuple[str, ...] = ()
+        self.owner = cut_axis is not None or comm.index == 0
+        self.data = self.grad = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard; the cut axis is padded up so that all shards are equal."""
+        if self.cut_axis is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.cut_axis] = -(-shape[self.cut_axis] // self.cut_count)
+        return tuple(shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.local_shape)
+
+    def bounds(self) -> tuple[int, int]:
+        """[start, stop) of this shard on the cut axis, without padding."""
+        if self.cut_axis is None:
+            return 0, self.shape[0]
+        width = self.local_shape[self.cut_axis]
+        start = min(self.cut_index * width, self.shape[self.cut_axis])
+        return start, min(start + width, self.shape[self.cut_axis])
+
+    def initial_rows(self, seed: int):
+        """Yield (local row, values) for each first-axis row of this shard, without padding.
+
+        Row i of the whole tensor is a pure function of (seed, name, i): Philox keyed by a hash of seed and
+        name, its counter set to i. So any layout starts from the same model, and no rank ever makes more
+        than one row of a tensor it does not own.
+        """
+        key = int.from_bytes(hashlib.sha256(f"{seed}:{self.name}".encode()).digest()[:16], "little")
+        start, stop = self.bounds()
+        cut_rows = self.cut_axis in (None, 0)
+        first, last = (start, stop) if cut_rows else (0, self.shape[0])
+        for row in range(first, last):
+            generator = np.random.Generator(np.random.Philox(key=key, counter=row << 64))
+            values = generator.standard_normal(self.shape[1:]) * self.std
+            if not cut_rows:
+                values = np.moveaxis(values, self.cut_axis - 1, 0)[start:stop]
+                values = np.moveaxis(values, 0, self.cut_axis - 1)
+            yield row - first, values
+
+
+class FlatParams:
+    """Data and gradients of a list of parameters, each in one flat buffer, every Param a view into both.
+
+    Order: parameters whose gradient needs only dp first, then the rest; inside each, those with decay
+    first. So an optimizer update is a handful of long runs, and a bucket of gradients is a slice.
+    """
+
+    def __init__(self, ops, params):
+        self.ops = ops
+        self.params = sorted(params, key=lambda p: (bool(p.grad_groups), not p.decay))
+        total = sum(p.size for p in self.params)
+        self.data = ops.zeros((total,), label="weights")
+        self.grad = ops.zeros((total,), label="gradients")
+        self.slices = {}
+        start = 0
+        for param in self.params:
+            piece = slice(start, start + param.size)
+            self.slices[param.name] = piece
+            param.data = self.data[piece].reshape(param.local_shape)
+            param.grad = self.grad[piece].reshape(param.local_shape)
+            start += param.size
+
+    def runs(self, key):
+        """Contiguous runs of parameters with equal key(param): yields (key value, slice)."""
+        start = stop = 0
+        value = None
+        for param in self.params:
+            if start < stop and key(param) != value:
+                yield value, slice(start, stop)
+                start = stop
+            value = key(param)
+            stop += param.size
+        if start < stop:
+            yield value, slice(start, stop)
+
+    def initialize(self, seed: int) -> None:
+        """Set every parameter to its initial values (padding stays zero). Comm: none."""
+        for param in self.params:
+            if param.fill is not None:
+                self.ops.fill(param.data, param.fill)
+                continue
+            host = np.zeros(param.local_shape, self.ops.dtype)
+            for row, values in param.initial_rows(seed):
+                host[(row, *(slice(n) for n in values.shape))] = values
+            self.ops.copy(param.data, self.ops.asarray(host))

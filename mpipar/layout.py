@@ -1,0 +1,89 @@
+"""Which dp x pp x tp for a number of ranks: every layout that fits, and the one to take.
+
+Plain arithmetic on sizes; the flags are named in the messages because a user reads them.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+Layout = tuple[int, int, int]  # (dp, pp, tp)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    return [low for low in range(1, number + 1) if number % low == 0]
+
+
+def listing(values: Iterable[int], near: int, count: int = 6) -> str:
+    """The `count` values nearest to `near`, ascending, as '1, 2 or 4'."""
+    nearest = sorted(sorted(values, key=lambda value: (abs(value - near), value))[:count])
+    words = [str(value) for value in nearest]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def fitting(world_size: int, layers: int, heads: int, ffn: int) -> list[Layout]:
+    """Every (dp, pp, tp) that uses all ranks: tp divides heads and ffn, a block for each stage."""
+    return [(world_size // (tp * pp), pp, tp)
+            for tp in divisors(world_size) if heads % tp == 0 and ffn % tp == 0
+            for pp in divisors(world_size // tp) if pp <= layers]
+
+
+def choose(given: tuple[int | None, int | None, int | None], world_size: int,
+           layers: int, heads: int, ffn: int) -> tuple[Layout, list[str]]:
+    """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
+
+    With problems, the layout returned holds the given axes and 1 where nothing is known, so that
+    a caller can go on and look for more problems.
+    """
+    options = fitting(world_size, layers, heads, ffn)
+    matching = [one for one in options
+                if all(want in (None, have) for want, have in zip(given, one, strict=True))]
+    if matching:
+        return min(matching, key=_preference(given, world_size)), []
+    dp, pp, tp = given
+    found = _product_problems(given, world_size, options)
+    for name, value in (("--heads", heads), ("--ffn", ffn)):
+        if tp and value % tp:
+            legal = [tp * k for k in range(1, value // tp + 3)]
+            found.append(f"{name} {value}: must be a multiple of tp {tp}; use --tp "
+                         f"{listing(divisors(value), tp)}, or {name} {listing(legal, value, 2)}")
+    if pp and pp > layers:
+        found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; "
+                     f"use --pp {listing(range(1, layers + 1), pp)}, or --layers {pp}")
+    if not found:
+        found.append(f"no layout of {world_size} ranks fits the axes given and the model's shape; "
+                     f"use one of: {_shown(options)}")
+    return (dp or 1, pp or 1, tp or 1), found
+
+
+def _preference(given, world_size: int):
+    """Sort key for layouts: tp 2 if a multiple of 4 ranks is free, pp 2 if even, the rest dp.
+
+    A second tp rank divides memory and work but speaks most, so never more than two by default;
+    a second pp rank speaks least. dp takes what is left, because it needs no more memory per rank
+    to go on growing.
+    """
+    _, pp, tp = given
+    free = world_size // math.prod(axis or 1 for axis in given)
+    want_tp = tp or (2 if free % 4 == 0 else 1)
+    left = free if tp else free // want_tp
+    want_pp = pp or (2 if left % 2 == 0 else 1)
+    return lambda one: (abs(one[2] - want_tp), abs(one[1] - want_pp))
+
+
+def _product_problems(given, world_size: int, options: list[Layout]) -> list[str]:
+    """The axes given cannot make up the number of ranks that were started."""
+    product = math.prod(axis or 1 for axis in given)
+    if world_size % product == 0 and (None in given or product == world_size):
+        return []
+    named = [f"{name} {axis}" for name, axis in zip(("dp", "pp", "tp"), given, strict=True) if axis]
+    total = f"{' x '.join(named)} = {product}" if len(named) > 1 else named[0]
+    wants = f"a multiple of {product} ranks" if None in given else f"{product} ranks"
+    return [f"{total}: needs {wants}, but {world_size} {'was' if world_size == 1 else 'were'} "
+            f"started; start them with mpiexec -n {product}, or use one of: {_shown(options)}"]
+
+
+def _shown(options: Sequence[Layout], count: int = 8) -> str:
+    """Layouts as flags to type."""
+    shown = [f"--layout dp={dp},pp={pp},tp={tp}" for dp, pp, tp in options[:count]]
+    return " | ".join(shown) + (" | ..." if len(options) > count else "")

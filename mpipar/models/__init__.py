@@ -1,0 +1,1 @@
+"""Models: sequences of layers, cut into stages."""

@@ -1,0 +1,43 @@
+"""The array functions on a GPU through CuPy: the plain ones, and what only a device needs."""
+
+from mpipar.errors import EnvironmentProblem
+from mpipar.ops.array_ops import ArrayOps
+
+
+class CupyOps(ArrayOps):
+    """The array functions of `ArrayOps` on the current CUDA device.
+
+    Raises EnvironmentProblem when CuPy or a usable GPU is missing.
+    """
+
+    def __init__(self, dtype):
+        super().__init__(_usable_cupy(), dtype, "cuda")
+
+    def to_host(self, x):
+        """Return x copied to a NumPy array; waits for the device."""
+        return self.xp.asnumpy(x)
+
+    def synchronize(self):
+        """Wait until everything queued on the current stream is done."""
+        self.xp.cuda.get_current_stream().synchronize()
+
+
+def _usable_cupy():
+    """Return the module cupy after one small computation on the device."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"--device cuda needs CuPy, which cannot be imported here ({error}): install it with "
+            "pip install '.[cuda]', or type --device cpu"
+        ) from error
+    try:
+        # Not only a driver: a compiled kernel, which a missing CUDA library or a too new GPU
+        # stops. CUDA errors are RuntimeErrors; a library that cannot be loaded is one of the rest.
+        float((cupy.ones(2) * 2).sum())
+    except (RuntimeError, OSError, ImportError) as error:
+        raise EnvironmentProblem(
+            f"--device cuda needs a usable GPU, and CuPy cannot compute on one here ({error}): "
+            "start on a node with a GPU and its driver, or type --device cpu"
+        ) from error
+    return cupy

@@ -1,0 +1,158 @@
+"""An array without numbers: shape, type, strides, and a ledger of the bytes that are alive."""
+
+import math
+import operator
+from collections import Counter
+
+import numpy as np
+
+
+class Ledger:
+    """Live bytes by label, and the breakdown at the instant of the largest sum."""
+
+    def __init__(self):
+        self.live = Counter()
+        self.peak = {}
+        self.total = 0
+        self.peak_total = 0
+
+    def add(self, label, nbytes):
+        """Count nbytes more (or, if negative, fewer) under the label."""
+        self.live[label] += nbytes
+        self.total += nbytes
+        if self.total > self.peak_total:
+            self.peak_total = self.total
+            self.peak = {name: size for name, size in self.live.items() if size}
+
+
+class _Block:
+    """One allocation; every view holds it, and its bytes are alive as long as it is."""
+
+    __slots__ = ("_ledger", "label", "nbytes")
+
+    def __init__(self, ledger, label, nbytes):
+        self._ledger, self.label, self.nbytes = ledger, label, nbytes
+        ledger.add(label, nbytes)
+
+    def __del__(self):
+        self._ledger.add(self.label, -self.nbytes)
+
+
+class ShapeArray:
+    """An array of a shape and a type; slicing, transposing and reshaping follow NumPy.
+
+    Strides are kept (in elements), because a reshape that NumPy does by a copy must allocate.
+    """
+
+    __slots__ = ("_block", "_ledger", "dtype", "shape", "strides")
+
+    def __init__(self, ledger, block, shape, dtype, strides):
+        self._ledger, self._block = ledger, block
+        self.shape, self.dtype, self.strides = shape, dtype, strides
+
+    @classmethod
+    def allocate(cls, ledger, shape, dtype, label):
+        """Return a new C-contiguous array whose bytes are counted under the label."""
+        shape, dtype = tuple(operator.index(n) for n in shape), np.dtype(dtype)
+        assert all(n >= 0 for n in shape), shape
+        block = _Block(ledger, label, math.prod(shape) * dtype.itemsize)
+        return cls(ledger, block, shape, dtype, _c_strides(shape))
+
+    @property
+    def ndim(self):
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self):
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self):
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self):
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    @property
+    def contiguous(self):
+        """Whether the elements lie in C order without gaps."""
+        expected = _c_strides(self.shape)
+        return self.size == 0 or all(
+            n == 1 or have == want
+            for n, have, want in zip(self.shape, self.strides, expected, strict=True)
+        )
+
+    @property
+    def T(self):
+        """The array with its dimensions reversed."""
+        return self.transpose()
+
+    def __len__(self):
+        assert self.shape, "len() of an array without dimensions"
+        return self.shape[0]
+
+    def __repr__(self):
+        return f"ShapeArray({self.shape}, {self.dtype.name}, {self._block.label!r})"
+
+    def _view(self, shape, strides):
+        return ShapeArray(self._ledger, self._block, tuple(shape), self.dtype, tuple(strides))
+
+    def reshape(self, *shape):
+        """Return a view in another shape, or a new array where NumPy would have to copy."""
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        if -1 in shape:
+            known = -math.prod(shape)
+            filled = self.size // known if known else 0
+            shape = tuple(filled if n == -1 else n for n in shape)
+        assert math.prod(shape) == self.size, (shape, self.shape)
+        if self.contiguous:
+            return self._view(shape, _c_strides(shape))
+        return ShapeArray.allocate(self._ledger, shape, self.dtype, self._block.label)
+
+    def transpose(self, *axes):
+        """Return a view with its dimensions in another order (reversed by default)."""
+        if len(axes) == 1 and isinstance(axes[0], tuple | list):
+            axes = tuple(axes[0])
+        axes = axes or tuple(range(self.ndim))[::-1]
+        axes = tuple(axis % self.ndim for axis in axes)
+        assert sorted(axes) == list(range(self.ndim)), (axes, self.shape)
+        return self._view((self.shape[a] for a in axes), (self.strides[a] for a in axes))
+
+    def __getitem__(self, index):
+        """Return the view that integers, slices, None and Ellipsis select."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        used = sum(item is not None and item is not Ellipsis for item in items)
+        assert used <= self.ndim, (index, self.shape)
+        if Ellipsis not in items:
+            items.append(Ellipsis)
+        where = items.index(Ellipsis)
+        items[where : where + 1] = [slice(None)] * (self.ndim - used)
+        shape, strides, axis = [], [], 0
+        for item in items:
+            if item is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            length, stride = self.shape[axis], self.strides[axis]
+            axis += 1
+            if isinstance(item, slice):
+                start, stop, step = item.indices(length)
+                shape.append(len(range(start, stop, step)))
+                strides.append(stride * step)
+            else:
+                assert -length <= operator.index(item) < length, (index, self.shape)
+        return self._view(shape, strides)
+
+
+def _c_strides(shape):
+    """Return the strides in elements of a C-contiguous array."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

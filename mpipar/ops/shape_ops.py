@@ -1,0 +1,239 @@
+"""The array functions on shapes only: no numbers, but FLOPs, bytes and live memory.
+
+The real engine and the real layers run on these, which makes the cost model the code itself. Every
+function allocates what the one of `NumpyOps` allocates; its tile buffers, bounded by a constant,
+are not counted. B T D H d V N as in `array_ops`.
+"""
+
+# The signatures are those of the real functions, so most arguments here have only a shape to check.
+# ruff: noqa: ARG002
+
+from collections import Counter
+
+import numpy as np
+
+from mpipar.ops.shape_array import Ledger, ShapeArray
+
+
+class ShapeOps:
+    """The array functions on `ShapeArray`.
+
+    flops: phase -> FLOPs of products (2 M K N each); flops_by_op: (phase, function) -> the same.
+    live: label -> bytes alive now; peak: label -> bytes alive when their sum was largest.
+    """
+
+    def __init__(self, dtype, recorder=None):
+        self.xp = None
+        self.dtype = np.dtype(dtype)
+        self.device = "shapes"
+        self.recorder = recorder
+        self.flops = Counter()
+        self.flops_by_op = Counter()
+        self._ledger = Ledger()
+
+    @property
+    def live(self):
+        """Label -> bytes of the arrays that are alive now."""
+        return {label: size for label, size in self._ledger.live.items() if size}
+
+    @property
+    def peak(self):
+        """Label -> bytes alive at the instant at which their sum was largest."""
+        return dict(self._ledger.peak)
+
+    def _count(self, op, flops):
+        phase = "" if self.recorder is None else self.recorder.phase
+        self.flops[phase] += flops
+        self.flops_by_op[phase, op] += flops
+
+    # Memory.
+
+    def empty(self, shape, dtype=None, label="stash"):
+        """Return a new array, its bytes counted under the label until its last view is gone."""
+        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        dtype = self.dtype if dtype is None else dtype
+        return ShapeArray.allocate(self._ledger, shape, dtype, label)
+
+    def zeros(self, shape, dtype=None, label="stash"):
+        """Return a new array."""
+        return self.empty(shape, dtype, label)
+
+    def asarray(self, host):
+        """Return an array of the shape and type of a host array; an own array passes through."""
+        return host if isinstance(host, ShapeArray) else self.empty(host.shape, host.dtype)
+
+    def to_host(self, x):
+        """Return a NumPy array of zeros in the shape of x."""
+        return np.zeros(x.shape, x.dtype)
+
+    def synchronize(self):
+        """Do nothing."""
+
+    # Elementwise basics.
+
+    def fill(self, x, value):
+        """Do nothing: x keeps its shape."""
+
+    def copy(self, dst, src):
+        """Check that both have the same shape."""
+        assert dst.shape == src.shape, (dst.shape, src.shape)
+
+    def scale(self, x, factor):
+        """Return x itself."""
+        return x
+
+    def accumulate(self, x, y):
+        """Check the shapes and return x itself."""
+        assert x.shape == y.shape, (x.shape, y.shape)
+        return x
+
+    def add(self, x, y):
+        """Return a new array shaped like x."""
+        assert x.shape[x.ndim - y.ndim :] == y.shape, (x.shape, y.shape)
+        return self.empty(x.shape)
+
+    def sum(self, x):
+        """Return 0.0."""
+        return 0.0
+
+    def square_sum(self, x):
+        """Return 0.0."""
+        return 0.0
+
+    # Products.
+
+    def matmul_forward(self, x, w):
+        """(..., K) times (K, M) gives (..., M)."""
+        assert x.shape[-1] == w.shape[0], (x.shape, w.shape)
+        self._count("matmul_forward", 2 * x.size * w.shape[1])
+        return self.empty((*x.shape[:-1], w.shape[1]))
+
+    def matmul_backward_input(self, dy, w):
+        """(..., M) and (K, M) give (..., K)."""
+        assert dy.shape[-1] == w.shape[1], (dy.shape, w.shape)
+        self._count("matmul_backward_input", 2 * dy.size * w.shape[0])
+        return self.empty((*dy.shape[:-1], w.shape[0]))
+
+    def matmul_backward_weight(self, x, dy, dw):
+        """(..., K) and (..., M) are added to (K, M)."""
+        assert x.shape[:-1] == dy.shape[:-1], (x.shape, dy.shape)
+        assert dw.shape == (x.shape[-1], dy.shape[-1]), (dw.shape, x.shape, dy.shape)
+        self._count("matmul_backward_weight", 2 * x.size * dy.shape[-1])
+
+    def bias_forward(self, y, b):
+        """Return y itself."""
+        assert y.shape[-1:] == b.shape, (y.shape, b.shape)
+        return y
+
+    def bias_backward_weight(self, dy, db):
+        """Check the shapes."""
+        assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
+
+    # GELU and LayerNorm.
+
+    def gelu_forward(self, x):
+        """Return a new array shaped like x."""
+        return self.empty(x.shape)
+
+    def gelu_backward_input(self, dy, x):
+        """Return a new array shaped like x."""
+        assert dy.shape == x.shape, (dy.shape, x.shape)
+        return self.empty(x.shape)
+
+    def layernorm_forward(self, x, w, b, eps):
+        """Return (y, mean, rstd)."""
+        assert x.shape[-1:] == w.shape == b.shape, (x.shape, w.shape, b.shape)
+        return self.empty(x.shape), self.empty(x.shape[:-1]), self.empty(x.shape[:-1])
+
+    def layernorm_backward_input(self, dy, x, w, mean, rstd):
+        """Return dx."""
+        _check_norm(dy, x, mean, rstd)
+        assert x.shape[-1:] == w.shape, (x.shape, w.shape)
+        return self.empty(x.shape)
+
+    def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
+        """Check the shapes."""
+        _check_norm(dy, x, mean, rstd)
+        assert x.shape[-1:] == dw.shape == db.shape, (x.shape, dw.shape, db.shape)
+
+    # Attention: FLOPs of the full square, the convention of published model FLOPs.
+
+    def attention_forward(self, qkv, positions):
+        """Return (y (B, T, H, d), probs (B, H, T, T)); two products."""
+        batch, tokens, heads, width = _heads(qkv, positions)
+        self._count("attention_forward", 4 * batch * heads * tokens * tokens * width)
+        y = self.empty((batch, tokens, heads, width))
+        return y, self.empty((batch, heads, tokens, tokens))
+
+    def attention_backward_input(self, dy, qkv, probs, positions):
+        """Return dqkv (B, T, 3, H, d); four products."""
+        batch, tokens, heads, width = _heads(qkv, positions)
+        assert dy.shape == (batch, tokens, heads, width), (dy.shape, qkv.shape)
+        assert probs.shape == (batch, heads, tokens, tokens), (probs.shape, qkv.shape)
+        self._count("attention_backward_input", 8 * batch * heads * tokens * tokens * width)
+        return self.empty(qkv.shape)
+
+    # Embeddings.
+
+    def embedding_forward(self, ids, table, start):
+        """Return (..., D)."""
+        return self.empty((*ids.shape, table.shape[1]))
+
+    def embedding_backward_weight(self, ids, dy, dtable, start):
+        """Check the shapes."""
+        assert dy.shape == (*ids.shape, dtable.shape[1]), (dy.shape, ids.shape, dtable.shape)
+
+    def position_forward(self, x, positions, table):
+        """Return a new array shaped like x (B, T, D)."""
+        assert x.shape[1:] == (*positions.shape, table.shape[1]), (x.shape, positions.shape)
+        return self.empty(x.shape)
+
+    def position_backward_weight(self, positions, dy, dtable):
+        """Check the shapes."""
+        assert dy.shape[1:] == (*positions.shape, dtable.shape[1]), (dy.shape, positions.shape)
+
+    # Loss over a vocabulary shard.
+
+    def cross_entropy_forward(self, logits, targets, start, num_valid):
+        """Return stats (N, 3)."""
+        assert logits.shape[:1] == targets.shape, (logits.shape, targets.shape)
+        return self.empty((logits.shape[0], 3))
+
+    def cross_entropy_combine(self, stats):
+        """Return (loss (N,), lse (N,))."""
+        assert stats.shape[2:] == (3,), stats.shape
+        return self.empty(stats.shape[1:2]), self.empty(stats.shape[1:2])
+
+    def cross_entropy_backward_input(self, logits, targets, lse, start, num_valid, scale):
+        """Return logits itself."""
+        assert logits.shape[:1] == targets.shape == lse.shape, (logits.shape, targets.shape)
+        return logits
+
+    def argmax_forward(self, logits, start, num_valid, noise=None):
+        """Return (N, 2) float64."""
+        assert noise is None or noise.shape == logits.shape, (noise.shape, logits.shape)
+        return self.empty((logits.shape[0], 2), np.float64)
+
+    # Updates of flat buffers.
+
+    def sgd_step(self, data, grad, lr):
+        """Check the shapes."""
+        assert data.shape == grad.shape, (data.shape, grad.shape)
+
+    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step):
+        """Check the shapes."""
+        shapes = (data.shape, grad.shape, m.shape, v.shape)
+        assert len(set(shapes)) == 1, shapes
+
+
+def _check_norm(dy, x, mean, rstd):
+    assert dy.shape == x.shape, (dy.shape, x.shape)
+    assert mean.shape == rstd.shape == x.shape[:-1], (mean.shape, rstd.shape, x.shape)
+
+
+def _heads(qkv, positions):
+    """Return (B, T, H, d) of a packed (B, T, 3, H, d) array."""
+    batch, tokens, three, heads, width = qkv.shape
+    assert three == 3, qkv.shape
+    assert positions.shape == (tokens,), (positions.shape, qkv.shape)
+    return batch, tokens, heads, width

@@ -1,0 +1,22 @@
+"""Cut by output channels, the outputs left where they are: y (.., N/q) = x (.., K) @ w (K, N/q).
+
+Every rank reads all of x and makes its own columns of y, so forward needs no barrier. Each rank's
+dx = dy @ w^T is only its columns' part of the sum over N: one all-reduce, backward.
+"""
+
+shard_axis = 1
+
+
+def forward(ops, x, w, comm, name):
+    """y (.., N/q) of x (.., K). Comm: none."""
+    return ops.matmul_forward(x, w)
+
+
+def backward_input(ops, dy, w, comm, name):
+    """dx (.., K), summed over everybody's columns. Comm: one all_reduce of dx."""
+    return comm.all_reduce(ops.matmul_backward_input(dy, w), name)
+
+
+def backward_weight(ops, x, dy, dw, comm, name):
+    """dw (K, N/q) += x^T dy. Comm: none."""
+    ops.matmul_backward_weight(x, dy, dw)

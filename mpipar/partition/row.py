@@ -1,0 +1,22 @@
+"""Cut by input channels: y (.., N) = sum over ranks of x (.., K/q) @ w (K/q, N).
+
+The other half of a pair: it reads what a column cut left behind and pays with one all-reduce, forward.
+Backward, dy is whole on every rank and each rank makes its own channels of dx: no barrier.
+"""
+
+shard_axis = 0
+
+
+def forward(ops, x, w, comm, name):
+    """y (.., N), summed over everybody's channels. Comm: one all_reduce of y."""
+    return comm.all_reduce(ops.matmul_forward(x, w), name)
+
+
+def backward_input(ops, dy, w, comm, name):
+    """dx (.., K/q) of dy (.., N). Comm: none."""
+    return ops.matmul_backward_input(dy, w)
+
+
+def backward_weight(ops, x, dy, dw, comm, name):
+    """dw (K/q, N) += x^T dy. Comm: none."""
+    ops.matmul_backward_weight(x, dy, dw)

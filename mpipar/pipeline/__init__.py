@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: made (schedules), proved (check), timed (simulate), drawn (draw) and run (engine)."""

@@ -1,0 +1,111 @@
+"""DualPipe and DualPipeV: two streams of microbatches cross on each rank, so forwards overlap backwards.
+
+Letters: p = pp_size, r = pp_rank, m = num_microbatches. Sources: arXiv 2412.19437 and the step list that its authors
+published.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from mpipar.pipeline.instructions import Instr
+
+
+class TwoStreams:
+    """Appends passes of two streams to a program, counting the microbatches of each stream and kind.
+
+    streams: (stage, first microbatch) of stream 0 and stream 1 on this rank.
+    """
+
+    def __init__(self, streams: tuple[tuple[int, int], tuple[int, int]]):
+        self.stages = [stage for stage, _ in streams]
+        self.next_forward = [first for _, first in streams]
+        self.next_backward = [first for _, first in streams]
+        self.late_weights = deque()
+        self.program = []
+
+    def forward(self, stream: int) -> None:
+        """The next forward of the stream."""
+        self.program.append(Instr("F", self.stages[stream], self.next_forward[stream]))
+        self.next_forward[stream] += 1
+
+    def backward(self, stream: int, split: bool = False) -> None:
+        """The next backward of the stream; split: only I, its W joins the queue."""
+        stage, mb = self.stages[stream], self.next_backward[stream]
+        self.program.append(Instr("I" if split else "B", stage, mb))
+        if split:
+            self.late_weights.append(Instr("W", stage, mb))
+        self.next_backward[stream] += 1
+
+    def weight(self) -> None:
+        """The oldest postponed W of either stream; none when the queue is empty."""
+        if self.late_weights:
+            self.program.append(self.late_weights.popleft())
+
+    def overlapped(self, forward: int, backward: int) -> None:
+        """The next forward of one stream run together with the next backward of the other."""
+        mb, mb_b = self.next_forward[forward], self.next_backward[backward]
+        self.program.append(
+            Instr("OVERLAP_F_B", self.stages[forward], mb, self.stages[backward], mb_b)
+        )
+        self.next_forward[forward] += 1
+        self.next_backward[backward] += 1
+
+
+def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Instr]:
+    """The published step list; depth hops to the fold, this rank near hops from where stream 0 enters.
+
+    1  2(depth-near-1) x F0          fill stream 0 up to the fold
+    2  (near+1) x (F0, F1)           stream 1 comes back
+    3  (depth-near-1) x (I1, W, F1)
+    4  pairs x (F0&B1, F1&B0)        steady state
+    5  (depth-near-1) x (B1, F1&B0)
+    6  (near+1) x (B1, B0)           I instead of B from half way on: W waits for the drain
+    7  (depth-near-1) x (W, I0)
+    8  (near+1) x W
+    """
+    far = depth - near - 1
+    repeat(2 * far, lambda: two.forward(0))
+    repeat(near + 1, lambda: (two.forward(0), two.forward(1)))
+    repeat(far, lambda: (two.backward(1, split=True), two.weight(), two.forward(1)))
+    for k in range(pairs):
+        if k == 0 and far == 0:
+            # at the fold the first pair is what everybody waits for: B1 must not wait for F0's overlap
+            two.forward(0)
+            two.backward(1)
+        else:
+            two.overlapped(0, 1)
+        two.overlapped(1, 0)
+    repeat(far, lambda: (two.backward(1), two.overlapped(1, 0)))
+    half = (near + 1) // 2
+    for k in range(near + 1):
+        two.backward(1, split=k > half or (k == half and near % 2 == 1))
+        two.backward(0, split=k >= half)
+    repeat(far, lambda: (two.weight(), two.backward(0, split=True)))
+    repeat(near + 1, two.weight)
+    return two.program
+
+
+def repeat(times: int, action: Callable) -> None:
+    """Calls action that many times; not at all for a negative count."""
+    for _ in range(times):
+        action()
+
+
+def dualpipe(p: int, r: int, m: int) -> list[Instr]:
+    """Two copies of the model, fed from both ends: rank r holds stage r and stage p-1-r (p even, m even, m >= 2p).
+
+    Microbatches below m/2 enter at rank 0 (direction A), the others at rank p-1 (direction B). Stream 0 of a rank is
+    the direction whose entrance is nearer; the fold lies between the two middle ranks.
+    """
+    direction_a, direction_b = (r, 0), (p - 1 - r, m // 2)
+    streams = (direction_a, direction_b) if r < p // 2 else (direction_b, direction_a)
+    near = min(r, p - 1 - r)
+    return eight_steps(TwoStreams(streams), p // 2, near, m // 2 - p + near + 1)
+
+
+def dualpipe_v(p: int, r: int, m: int) -> list[Instr]:
+    """DualPipe cut in half: one copy of the model on the V placement, stream 1 is what stream 0 became at the fold.
+
+    Rank r holds stage r (stream 0) and stage 2p-1-r (stream 1); every microbatch passes both (m >= 2p).
+    """
+    return eight_steps(TwoStreams(((r, 0), (2 * p - 1 - r, 0))), p, r, m - 2 * p + r + 1)

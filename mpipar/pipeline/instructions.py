@@ -1,0 +1,121 @@
+"""The words of a pipeline schedule: Instr, Schedule, and the lowering to wire instructions.
+
+The words are those of torch.distributed.pipelining, and so is the text form: 2F0 = stage 2,
+forward, microbatch 0.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WIRE_KINDS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
+
+
+class Instr(NamedTuple):
+    """One instruction of one rank; stage_b and mb_b belong to OVERLAP_F_B and are -1 elsewhere.
+
+    F forward, B full backward, I input gradient, W weight gradient; OVERLAP_F_B: F(stage, mb), then
+    B(stage_b, mb_b); REDUCE_GRAD: the stage's gradients are complete on this rank.
+    SEND_F (s, mb): output of stage s, to the rank of stage s+1. RECV_F (s, mb): input of stage s.
+    SEND_B (s, mb): input gradient of s, to the rank of s-1. RECV_B (s, mb): output gradient of s.
+    """
+
+    kind: str
+    stage: int
+    mb: int = -1
+    stage_b: int = -1
+    mb_b: int = -1
+
+    def __str__(self) -> str:
+        if self.kind == "OVERLAP_F_B":
+            return f"({self.stage}F{self.mb};{self.stage_b}B{self.mb_b})OVERLAP_F_B"
+        return f"{self.stage}{self.kind}{self.mb if self.mb >= 0 else ''}"
+
+
+def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
+    """The (kind, stage, mb) passes of a compute instruction: two for OVERLAP_F_B, else one."""
+    if instr.kind == "OVERLAP_F_B":
+        return ("F", instr.stage, instr.mb), ("B", instr.stage_b, instr.mb_b)
+    return ((instr.kind, instr.stage, instr.mb),)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training step of a pipeline as a value: for each pipeline rank its instructions in order.
+
+    placement: which rank holds a stage. linear: s on rank s. looped: s on rank s mod pp_size.
+    v: rank r holds r and 2*pp_size-1-r. mirror: two copies of each stage, rank s for the first half
+    of the microbatches, rank pp_size-1-s for the second half.
+    """
+
+    name: str
+    pp_size: int
+    num_stages: int
+    num_microbatches: int
+    placement: str
+    programs: tuple[tuple[Instr, ...], ...]
+
+    def rank_of(self, stage: int, mb: int) -> int:
+        """The pipeline rank on which stage handles microbatch mb."""
+        if self.placement == "linear":
+            return stage
+        if self.placement == "looped":
+            return stage % self.pp_size
+        if self.placement == "v":
+            return stage if stage < self.pp_size else 2 * self.pp_size - 1 - stage
+        return stage if 2 * mb < self.num_microbatches else self.pp_size - 1 - stage
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages whose weights pp_rank holds, ascending."""
+        if self.placement == "linear":
+            return (pp_rank,)
+        if self.placement == "looped":
+            return tuple(range(pp_rank, self.num_stages, self.pp_size))
+        if self.placement == "v":
+            return (pp_rank, 2 * self.pp_size - 1 - pp_rank)
+        return tuple(sorted({pp_rank, self.pp_size - 1 - pp_rank}))
+
+
+def receives(schedule: Schedule, pp_rank: int, instr: Instr) -> list[Instr]:
+    """The receives that instr waits for on pp_rank; none where the producer is the same rank."""
+    wires = []
+    for kind, stage, mb in parts(instr):
+        if kind == "F" and stage > 0 and schedule.rank_of(stage - 1, mb) != pp_rank:
+            wires.append(Instr("RECV_F", stage, mb))
+        above = stage + 1
+        if kind in ("B", "I") and above < schedule.num_stages:
+            if schedule.rank_of(above, mb) != pp_rank:
+                wires.append(Instr("RECV_B", stage, mb))
+    return wires
+
+
+def sends(schedule: Schedule, pp_rank: int, instr: Instr) -> list[Instr]:
+    """The sends of what instr made on pp_rank; none where the consumer is the same rank."""
+    wires = []
+    for kind, stage, mb in parts(instr):
+        above = stage + 1
+        if kind == "F" and above < schedule.num_stages:
+            if schedule.rank_of(above, mb) != pp_rank:
+                wires.append(Instr("SEND_F", stage, mb))
+        if kind in ("B", "I") and stage > 0 and schedule.rank_of(stage - 1, mb) != pp_rank:
+            wires.append(Instr("SEND_B", stage, mb))
+    return wires
+
+
+def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
+    """The program of pp_rank with wire instructions, which the engine runs.
+
+    A receive is posted one compute instruction ahead of the one that needs it, so that its data
+    can arrive during the other; a send stands right behind its producer. Both are non-blocking:
+    only a compute instruction waits, and only for its own receives. The peers' programs follow
+    from the same rule, so nothing is agreed at run time.
+    """
+    program = schedule.programs[pp_rank]
+    needed = [receives(schedule, pp_rank, instr) for instr in program if instr.kind != "REDUCE_GRAD"]
+    ahead = iter(needed)
+    lowered = list(next(ahead, []))
+    for instr in program:
+        if instr.kind != "REDUCE_GRAD":
+            lowered += next(ahead, [])
+        lowered.append(instr)
+        lowered += sends(schedule, pp_rank, instr)
+    return lowered

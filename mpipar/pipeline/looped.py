@@ -1,0 +1,86 @@
+"""Schedules on the looped placement: each rank holds v stages, stage s on rank s mod p.
+
+Letters: p = pp_size, r = pp_rank, m = num_microbatches, v = chunks (stages per rank), g = group
+size (None: chosen here). Chunk c of rank r is stage c*p + r.
+"""
+
+from mpipar.pipeline.instructions import Instr
+
+
+def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
+    """How many microbatches pass through one chunk before the next chunk takes its turn.
+
+    Without g: max(1, m div p) groups as even as possible, the larger ones first, so that any m can
+    be run; p microbatches each when p divides m. With g: g each, the last may be smaller.
+    """
+    if g is None:
+        rounds = max(1, m // p)
+        return [m // rounds + (k < m % rounds) for k in range(rounds)]
+    return [min(g, m - first) for first in range(0, m, g)]
+
+
+def visiting_order(groups: list[int], v: int) -> list[tuple[int, int]]:
+    """The (chunk, mb) order of the forwards; backwards use v-1-chunk in its place.
+
+    A group goes through chunk 0, then chunk 1, ..., and only then comes the next group.
+    """
+    order = []
+    first = 0
+    for size in groups:
+        order += [(chunk, mb) for chunk in range(v) for mb in range(first, first + size)]
+        first += size
+    return order
+
+
+def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
+    """Interleaved 1F1B: 1F1B over (chunk, mb) pairs; the bubble is v times smaller (2104.04473).
+
+    p = 2, v = 2, m = 2; stages 0 and 2 live on rank 0, stages 1 and 3 on rank 1
+    rank 0  0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
+    rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    groups = group_sizes(p, m, g)
+    order = visiting_order(groups, v)
+    warmup = min(2 * (p - 1 - r) + (v - 1) * groups[0], m * v)
+    forwards = [Instr("F", chunk * p + r, mb) for chunk, mb in order]
+    program = forwards[:warmup]
+    for k, (chunk, mb) in enumerate(order):
+        program += forwards[warmup + k : warmup + k + 1]
+        program.append(Instr("B", (v - 1 - chunk) * p + r, mb))
+    return program
+
+
+def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
+    """Interleaved ZB1P: one warm-up forward per hop, weight gradients r passes late (2401.10241).
+
+    The late W of a rank fill what is the drain of interleaved 1F1B.
+    p = 2, v = 2, m = 2
+    rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1   (it waits where 1F1B would)
+    rank 1  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    """
+    groups = group_sizes(p, m, g)
+    order = visiting_order(groups, v)
+    warmup = min((p - 1 - r) + (v - 1) * groups[0], m * v)
+    forwards = [Instr("F", chunk * p + r, mb) for chunk, mb in order]
+    weights = [Instr("W", (v - 1 - chunk) * p + r, mb) for chunk, mb in order]
+    program = forwards[:warmup]
+    for k, (_, stage, mb, *_) in enumerate(weights):
+        program += forwards[warmup + k : warmup + k + 1]
+        program.append(Instr("I", stage, mb))
+        if k >= r:
+            program.append(weights[k - r])
+    return program + weights[max(m * v - r, 0) :]
+
+
+def looped_bfs(p: int, r: int, m: int, v: int, _g: int | None) -> list[Instr]:
+    """Breadth first: all microbatches through chunk 0, then chunk 1, ... (2211.05953).
+
+    Backwards run newest first. A stage's weights are in use during one run of m forwards and one
+    of m backwards: the fewest gathers when weights are sharded.
+    p = 2, v = 2, m = 2
+    rank 0  0F0 0F1 2F0 2F1 ... 2B1 2B0 0B1 0B0
+    rank 1  ... 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    """
+    stages = [chunk * p + r for chunk in range(v)]
+    program = [Instr("F", stage, mb) for stage in stages for mb in range(m)]
+    return program + [Instr("B", stage, mb) for stage in stages[::-1] for mb in range(m)[::-1]]

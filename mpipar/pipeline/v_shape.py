@@ -1,0 +1,93 @@
+"""Schedules on the V placement: rank r holds stage r (chunk 0) and stage 2p-1-r (chunk 1).
+
+The first and the last stage share rank 0, and stages p-1 and p share rank p-1, so a microbatch
+goes down the ranks and comes back up. Letters: p = pp_size, r = pp_rank, m = num_microbatches.
+"""
+
+from collections import deque
+
+from mpipar.pipeline.instructions import Instr
+
+BLOCK = 6  # unit passes of one microbatch on one rank: F, I and W of both chunks
+
+
+def zb_v(p: int, r: int, m: int) -> list[Instr]:
+    """ZB-V: no rank waits between its first and last pass, with the stash of 1F1B (2401.10241 sec. 6).
+
+    Made for n = max(m, 2p-1) microbatches, of which those that do not exist are left out.
+    1  2(p-r)-1 x F0            down to the fold and back to this rank
+    2  r x (F1, F0)
+    3  (p-r) x (F1, I1, W1)
+    4  until all n forwards of both chunks are done: [F0], I0, W0, F1, I1, W1
+    5  r x (I0, I1)             6  (p-r) x (I0, oldest W0)            7  all W1, all W0 that are left
+    """
+    n = max(m, 2 * p - 1)
+    stages = (r, 2 * p - 1 - r)
+    done = dict.fromkeys(((kind, chunk) for kind in "FIW" for chunk in (0, 1)), 0)
+    program = []
+
+    def run(*passes: tuple[str, int]) -> None:
+        for kind, chunk in passes:
+            mb = done[kind, chunk]
+            done[kind, chunk] += 1
+            if mb < m:
+                program.append(Instr(kind, stages[chunk], mb))
+
+    f0, f1, i0, i1, w0, w1 = [(kind, chunk) for kind in "FIW" for chunk in (0, 1)]
+    run(*[f0] * (2 * (p - r) - 1))
+    run(*[f1, f0] * r)
+    run(*[f1, i1, w1] * (p - r))
+    while done[f1] < n:
+        if done[f0] < n:
+            run(f0)
+        run(i0, w0, f1, i1, w1)
+    run(*[i0, i1] * r)
+    run(*[i0, w0] * (p - r))
+    run(*[w1] * (n - done[w1]), *[w0] * (n - done[w0]))
+    return program
+
+
+def v_half(p: int, r: int, m: int) -> list[Instr]:
+    """Half the stash of 1F1B: chunk 0 lives 6p - 3r passes, chunk 1 only 3r (arXiv 2405.15362).
+
+    Offsets of a microbatch's block: F0 2r, F1 3p-2-r, I1 3p-1+2r, I0 6p-3-r for odd p, where I0
+    is one later, as its slot is taken on odd r. For even p the search over shifts found F1 and I1
+    three later, I0 seven later: the least stash, then the shortest step.
+    """
+    if p % 2:
+        return repeated_block(p, r, m, (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r, 6 * p - 2 - r))
+    return repeated_block(p, r, m, (2 * r, 3 * p + 1 - r, 3 * p + 2 + 2 * r, 6 * p + 4 - r))
+
+
+def v_min(p: int, r: int, m: int) -> list[Instr]:
+    """A third of the stash of 1F1B, the least for a V: chunk 0 lives about 4p, chunk 1 2r passes.
+
+    Offsets of a microbatch's block: F0 r, F1 2p-1-r, I1 2p+r, I0 4p-1-r; where 3 divides p, F0
+    and I1 would fall on the same slot, so I1 and I0 are two later (arXiv 2405.15362).
+    """
+    late = 2 if p % 3 == 0 else 0
+    return repeated_block(p, r, m, (r, 2 * p - 1 - r, 2 * p + r + late, 4 * p - 1 - r + late))
+
+
+def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -> list[Instr]:
+    """The order in which microbatch k runs F0, F1, I1, I0 at offset + 6k, and W in the free slots.
+
+    W runs first in, first out. Only the order is kept: each pass then runs as early as it can.
+
+    p = 2, v-min, slots 0 to 14    rank 0  F0 .. .. F1 I1 W1 F0 I0 W0 F1 I1 W1 F0 I0 W0
+    (F0 F1 I1 I0 at 0 3 4 7)       rank 1  .. F0 F1 .. .. I1 I0 F0 F1 W1 W0 I1 I0 ...
+    """
+    passes = zip(offsets, "FFII", (r, 2 * p - 1 - r, 2 * p - 1 - r, r), strict=True)
+    slots = {offset + BLOCK * mb: Instr(kind, stage, mb)
+             for offset, kind, stage in passes for mb in range(m)}
+    assert len(slots) == 4 * m, f"two passes in one slot: rank {r} of {p}, offsets {offsets}"
+    program, late_weights = [], deque()
+    for slot in range(max(slots) + 1):
+        instr = slots.get(slot)
+        if instr is not None:
+            program.append(instr)
+            if instr.kind == "I":
+                late_weights.append(Instr("W", instr.stage, instr.mb))
+        elif late_weights:
+            program.append(late_weights.popleft())
+    return program + list(late_weights)

@@ -1,0 +1,155 @@
+"""One rank's part of a training run: what it holds, and a training step in execution order.
+
+The same Worker runs under MPI on numbers, alone on one rank, and without MPI on shapes (the cost model): they
+differ in the `ops` and the transport that they are given, not in a line of code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+from mpipar.comm import Comms
+from mpipar.errors import NonFiniteError
+from mpipar.gradsync import GradSync, agree, is_finite
+from mpipar.models.decoder import Stage, balanced_layers
+from mpipar.optim import OPTIMIZERS, learning_rate
+from mpipar.pipeline import schedules
+from mpipar.pipeline.engine import Engine, forward_only
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after a step: mean loss in nats per token, norm of the whole gradient."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_seconds: float
+    stop: bool
+
+
+def holders(schedule, stages) -> tuple[int, ...]:
+    """Pipeline ranks that hold a copy of any of the stages, ascending."""
+    mbs = range(schedule.num_microbatches)
+    return tuple(sorted({schedule.rank_of(stage, mb) for stage in stages for mb in mbs}))
+
+
+class Worker:
+    """Stages, groups, engine, gradient synchronization and optimizer of one rank.
+
+    config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None for no MPI.
+    Comm: makes the groups, one split over the world each; every rank must build its Worker.
+    """
+
+    def __init__(self, config, grid, ops, recorder, mpi_world=None):
+        self.config, self.grid, self.ops, self.recorder = config, grid, ops, recorder
+        self.schedule = schedules.make(
+            config.grid.schedule, grid.pp_size, config.grid.num_microbatches, config.grid.chunks)
+        self.program = schedules.lower(self.schedule, grid.pp_rank)
+        self.stage_layers = config.grid.stage_layers or balanced_layers(
+            config.model, self.schedule.num_stages)
+        # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and stages that a
+        # bidirectional schedule holds twice ("mirror"). Their gradients are summed over these groups.
+        last = self.schedule.num_stages - 1
+        mirrors = {holders(self.schedule, (stage,)) for stage in range(last + 1)}
+        subgroups = {"tie": [holders(self.schedule, (0, last))], "mirror": sorted(mirrors)}
+        self.comms = Comms(
+            grid, ops, recorder, mpi_world, config.run.sync_sends, subgroups)
+        tables: dict = {}
+        self.stages = {
+            stage: Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,
+                         self._copies(stage))
+            for stage in self.schedule.stages_of(grid.pp_rank)
+        }
+        self.gradsync = GradSync(
+            ops, self.stages, self.comms, recorder, config.train.bucket_bytes)
+        self.engine = Engine(
+            ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync)
+        self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.stages, config.train)
+        self.num_tokens = config.train.batch_size * config.model.seq_len  # of the global batch
+
+    def _copies(self, stage):
+        """Groups that hold copies of the stage's parameters and of its tied table; and who owns them.
+
+        Each tensor has one owner: the rank that runs its first stage on microbatch 0.
+        """
+        mirrored = len(holders(self.schedule, (stage,))) > 1
+        return {
+            "groups": ("mirror",) if mirrored else (),
+            "tied_groups": ("tie",) if self.schedule.num_stages > 1 else (),
+            "owner": self.schedule.rank_of(stage, 0) == self.grid.pp_rank,
+            "table_owner": self.schedule.rank_of(0, 0) == self.grid.pp_rank,
+        }
+
+    def initialize(self) -> None:
+        """Give every parameter its initial values, the same model on every layout. Comm: none."""
+        for stage in self.stages.values():
+            stage.flat.initialize(self.config.run.seed)
+
+    def gradients(self, step: int, get_batch, stop_asked=False) -> tuple[float, float, bool]:
+        """Run forward and backward of one step; returns (mean loss, gradient norm, whether to stop).
+
+        get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the mean loss over
+        the global batch, on every rank that holds the parameter.
+        Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums, and one
+        all_reduce of three numbers over world.
+        """
+        self.recorder.step = step
+        self.gradsync.zero()
+        for stage in self.stages.values():
+            stage.set_loss_scale(1.0 / self.num_tokens)
+        losses = self.engine.run(self.program, get_batch)
+        self.recorder.phase, self.recorder.stage, self.recorder.mb = "sync", -1, -1
+        self.gradsync.finish()
+        # tp ranks know the same loss: one of them reports it.
+        loss = sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+        loss, squares, stop = agree(
+            self.ops, self.comms, [loss, self.gradsync.square_sum(), float(stop_asked)], "step.norm")
+        return loss / self.num_tokens, math.sqrt(squares), stop > 0
+
+    def train_step(self, step: int, get_batch, stop_asked=False) -> StepResult:
+        """One optimizer update; step counts from 1.
+
+        Raises NonFiniteError on every rank, before any weight changes, when loss or gradient is not finite.
+        """
+        start = perf_counter_ns()
+        loss, norm, stop = self.gradients(step, get_batch, stop_asked)
+        if not is_finite(loss, norm):
+            raise NonFiniteError(
+                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update;"
+                f" try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps")
+        lr = learning_rate(self.config.train, step)
+        self.recorder.phase = "opt"
+        opt_start = perf_counter_ns()
+        self.gradsync.clip(norm, self.config.train.clip)
+        self.optimizer.step(lr, step)
+        self.ops.synchronize()
+        self.recorder.span("opt", opt_start)
+        return StepResult(step, loss, norm, lr, (perf_counter_ns() - start) * 1e-9, stop)
+
+    def forward(self, num_microbatches: int, get_batch) -> dict:
+        """Forward passes alone; returns the last stage's outputs by microbatch, where this rank has it.
+
+        Outputs are sums of token losses, or logits (N, V/tp) for batches without targets.
+        Comm: the sends and receives of the forward passes, and the layers' forward barriers.
+        """
+        self.recorder.phase = "eval"
+        program = schedules.lower(
+            forward_only(self.schedule, num_microbatches), self.grid.pp_rank)
+        return self.engine.run(program, get_batch, training=False)
+
+    def evaluate(self, rows) -> tuple[float, int]:
+        """Mean loss in nats per token over one sweep of held-out rows, and the number of tokens.
+
+        Comm: one sweep of forward passes and one all_reduce over world.
+        """
+        total, sweeps = 0.0, rows.num_sweeps()
+        for number in range(sweeps):
+            losses = self.forward(
+                self.schedule.num_microbatches, lambda mb, number=number: rows.sweep(number, mb))
+            total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+        total, = agree(self.ops, self.comms, [total], "eval.loss")
+        return total / (sweeps * self.num_tokens), sweeps * self.num_tokens

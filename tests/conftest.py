@@ -1,0 +1,83 @@
+"""Fixtures and skips that hold for every test.
+
+A test that needs something that this machine may lack is skipped with the reason, never passed.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import slurm_cluster
+
+MPI_FOLDER = Path(__file__).parent / "mpi"
+
+hypothesis.settings.register_profile("mpipar", deadline=None, print_blob=True)
+# The same examples in every CI run: a red run has to mean the change, not the dice.
+hypothesis.settings.register_profile(
+    "ci", parent=hypothesis.settings.get_profile("mpipar"), derandomize=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "mpipar")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that are a function of the test's name, so that a failure can be repeated alone."""
+    digest = hashlib.sha256(request.node.nodeid.encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "little"))
+
+
+@functools.cache
+def missing_gpu() -> str | None:
+    """Return why the tests marked gpu cannot run here, or None."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    import cupy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no usable CUDA device: {error}"
+    return None if count else "no CUDA device"
+
+
+@functools.cache
+def missing_peers() -> str | None:
+    """Return why the tests marked peers cannot run here, or None."""
+    return None if importlib.util.find_spec("torch") else "PyTorch is not installed"
+
+
+@functools.cache
+def missing_slurm() -> str | None:
+    """Return why the tests marked slurm cannot run here, or None."""
+    names = slurm_cluster.missing_programs()
+    return f"not installed: {', '.join(names)}" if names else None
+
+
+NEEDS = {"gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose marker names something that is not here."""
+    for marker, missing in NEEDS.items():
+        if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
+            pytest.skip(f"{marker}: {reason}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests/mpi to the sessions that test_mpi_sessions.py starts under mpiexec."""
+    if collection_path == MPI_FOLDER and not config.getoption("--with-mpi"):
+        return True
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Repeat what the sessions under mpiexec skipped: their own output is shown only when they fail."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "skipped_inside" and report.when == "call":
+                terminalreporter.write_line(f"{value} [inside {report.nodeid}]")

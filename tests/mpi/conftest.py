@@ -1,0 +1,104 @@
+"""Rules for the tests that run as one pytest session on every rank of ``mpiexec -n P``.
+
+All ranks run the same tests in the same order. A rank that fails reports and then aborts the whole
+session: the others may already wait for it inside MPI and would wait for ever.
+"""
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+TEST_LIMIT = float(os.environ.get("MPIPAR_TEST_LIMIT", "100"))  # seconds for one test
+HARNESS = MPI.COMM_WORLD.Dup()  # own messages of this file: they must not meet those of a test
+NAME = f"rank {HARNESS.Get_rank()} of {HARNESS.Get_size()}"
+
+
+def say(text: str) -> None:
+    """Print a report of this rank in one piece, past pytest's capture."""
+    sys.__stderr__.write(f"\n===== {NAME}{text}\n")
+    sys.__stderr__.flush()
+
+
+def abort(text: str) -> None:
+    """Report and end all ranks."""
+    say(f" failed =====\n{text}")
+    sys.__stdout__.flush()
+    MPI.COMM_WORLD.Abort(1)
+
+
+def assert_same_everywhere(value: int, what: str) -> None:
+    """Assert that all ranks hold the same integer. Comm: one all-reduce of 16 bytes."""
+    ends = np.array([value, -value], dtype=np.int64)
+    HARNESS.Allreduce(MPI.IN_PLACE, ends, op=MPI.MAX)
+    low, high = int(-ends[1]), int(ends[0])
+    assert low == high, f"ranks differ in {what}: from {low} to {high}, here {value}"
+
+
+def stuck(nodeid: str, thread_id: int) -> None:
+    """Print where the main thread is, let the other ranks do the same, and end all ranks.
+
+    Runs in a thread of its own: a signal handler would have to wait for the MPI call that hangs.
+    """
+    frames = traceback.extract_stack(sys._current_frames()[thread_id])
+    own = [x for x in frames if not re.search(r"/(_pytest|pluggy|runpy)\b", x.filename)]
+    say(f": {TEST_LIMIT} s in {nodeid} =====\n{''.join(traceback.format_list(own))}")
+    time.sleep(1.0)
+    MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Limit the time of each test, set-up and clean-up included."""
+    timer = threading.Timer(TEST_LIMIT, stuck, [item.nodeid, threading.get_ident()])
+    timer.daemon = True
+    timer.start()
+    try:
+        return (yield)
+    finally:
+        timer.cancel()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let rank 0 alone print progress and summary."""
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        return
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    config.pluginmanager.unregister(reporter)
+    silent = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+    config.pluginmanager.register(pytest.TerminalReporter(config, silent), "terminalreporter")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Check that all ranks have come to the same test: drift shows here, not as a later hang."""
+    assert_same_everywhere(zlib.crc32(item.nodeid.encode()), f"the test they run ({item.nodeid})")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """End all ranks when one fails, in set-up, test or clean-up."""
+    if report.failed:
+        abort(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n" + captured(report))
+    if report.when == "call" or report.skipped:
+        assert_same_everywhere(report.skipped, f"the outcome of {report.nodeid}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """End all ranks when one cannot import a test file."""
+    if report.failed:
+        abort(f"{report.nodeid} (collection)\n{report.longreprtext}")
+
+
+def captured(report: pytest.TestReport) -> str:
+    """Return what the failing test printed."""
+    return "\n".join(f"--- {name}\n{text}" for name, text in report.sections)

@@ -1,0 +1,265 @@
+"""A real SLURM cluster of several nodes on this one host: munged, slurmctld, one slurmd for each node.
+
+Everything (configuration, keys, sockets, logs, state) lies in one temporary folder. It shows allocation,
+environment, exit codes and signals truthfully, never timing.
+"""
+
+import contextlib
+import dataclasses
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from helpers import kill_with, processes_with
+
+START_LIMIT = 60.0  # seconds for all nodes to become idle
+DAEMONS = ("munged", "slurmctld", "slurmd")
+CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo")
+FINAL_STATES = frozenset(
+    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
+)
+
+
+def find_program(name: str) -> str | None:
+    """Return the path of a program; daemons lie in sbin, which a user's PATH often lacks."""
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin")
+
+
+def missing_programs() -> list[str]:
+    """Return the names of the programs that a cluster needs and this host lacks."""
+    return [name for name in DAEMONS + CLIENTS if find_program(name) is None]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobResult:
+    """How a batch job ended: SLURM's state, the script's exit code and signal, what it printed."""
+
+    job_id: int
+    state: str
+    exit_code: int
+    signal: int
+    output: str
+
+
+class SlurmCluster:
+    """Handle of a running cluster: runs SLURM's commands against it."""
+
+    def __init__(self, folder: Path, nodes: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.nodes = nodes
+        self.config = folder / "slurm.conf"
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return a clean environment whose SLURM commands talk to this cluster."""
+        # Variables of an outer job or launcher would tell the ranks of a job that is not theirs.
+        foreign = ("SLURM", "SBATCH", "PMI", "PMIX", "OMPI", "PRTE", "HYDRA", "MPI_LOCAL")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+        return env | {"SLURM_CONF": str(self.config)} | dict(extra or {})
+
+    def run(
+        self,
+        *argv: str,
+        timeout: float = 60.0,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command (srun, sinfo, ...) against this cluster, at most ``timeout`` seconds."""
+        return subprocess.run(
+            argv,
+            env=self.environment(env),
+            cwd=cwd,
+            timeout=timeout,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+
+    def submit(self, *argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> int:
+        """Submit a batch job with sbatch's flags, script and arguments; return its number."""
+        result = self.run("sbatch", "--parsable", *argv, cwd=cwd, env=env)
+        assert result.returncode == 0, f"sbatch failed:\n{result.stdout}{result.stderr}"
+        return int(result.stdout.split(";")[0])
+
+    def job_fields(self, job_id: int) -> dict[str, str]:
+        """Return what ``scontrol show job`` knows, by SLURM's own field names."""
+        result = self.run("scontrol", "show", "job", str(job_id), "-o")
+        assert result.returncode == 0, result.stderr
+        return dict(word.split("=", 1) for word in result.stdout.split() if "=" in word)
+
+    def wait(self, job_id: int, timeout: float) -> JobResult:
+        """Wait for the end of a job; past ``timeout`` seconds it is cancelled and the test fails."""
+        deadline = time.monotonic() + timeout
+        fields = self.job_fields(job_id)
+        while fields["JobState"] not in FINAL_STATES:
+            if time.monotonic() > deadline:
+                self.run("scancel", "--signal=KILL", "--full", str(job_id))
+                raise AssertionError(
+                    f"job {job_id} is {fields['JobState']} after {timeout} s\n"
+                    f"{job_output(fields)}\n{self.logs()}"
+                )
+            time.sleep(0.2)
+            fields = self.job_fields(job_id)
+        code, signal_number = (int(part) for part in fields["ExitCode"].split(":"))
+        return JobResult(job_id, fields["JobState"], code, signal_number, job_output(fields))
+
+    def logs(self, lines: int = 30) -> str:
+        """Return the last lines of every daemon's log, for the message of a failing test."""
+        parts = []
+        for path in sorted(self.folder.glob("*.log")):
+            tail = path.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"--- {path.name}", *tail]))
+        return "\n".join(parts)
+
+
+def job_output(fields: Mapping[str, str]) -> str:
+    """Return what a batch job has printed so far."""
+    path = Path(fields["StdOut"])
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Return TCP ports that are free on loopback now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
+    """Return the text of slurm.conf."""
+    control_port, *node_ports = free_ports(1 + len(nodes))
+    host = socket.gethostname().split(".")[0]
+    user = getpass.getuser()
+    lines = [
+        "ClusterName=mpipar",
+        f"SlurmctldHost={host}(127.0.0.1)",
+        f"SlurmctldPort={control_port}",
+        f"SlurmUser={user}",
+        f"SlurmdUser={user}",
+        "AuthType=auth/munge",
+        "CredType=cred/munge",
+        f"AuthInfo=socket={folder}/munge.socket",
+        f"StateSaveLocation={folder}/state",
+        f"SlurmdSpoolDir={folder}/spool-%n",
+        f"SlurmctldPidFile={folder}/slurmctld.pid",
+        f"SlurmdPidFile={folder}/slurmd-%n.pid",
+        f"SlurmctldLogFile={folder}/slurmctld.log",
+        f"SlurmdLogFile={folder}/slurmd-%n.log",
+        # More CPUs are declared than this host has; nothing is bound, so no cgroups are needed.
+        "SlurmdParameters=config_overrides",
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "JobAcctGatherType=jobacct_gather/none",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_CPU",
+        "SchedulerType=sched/builtin",
+        "SchedulerParameters=batch_sched_delay=0",
+        "MpiDefault=none",
+        "ReturnToService=2",
+        "KillWait=5",
+        "MessageTimeout=30",
+        "SlurmdTimeout=120",
+    ]
+    for name, port in zip(nodes, node_ports, strict=True):
+        lines.append(
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}"
+            " State=UNKNOWN"
+        )
+    lines.append(f"PartitionName=test Nodes={','.join(nodes)} Default=YES MaxTime=30 State=UP")
+    return "\n".join(lines) + "\n"
+
+
+def start_daemons(cluster: SlurmCluster) -> list[subprocess.Popen[bytes]]:
+    """Start munged, slurmctld and one slurmd for each node, each in a process group of its own."""
+    folder = cluster.folder
+    munge = {
+        "key-file": folder / "munge.key",
+        "socket": folder / "munge.socket",
+        "pid-file": folder / "munged.pid",
+        "log-file": folder / "munged.log",
+        "seed-file": folder / "munge.seed",
+    }
+    commands = [["munged", "--foreground", *(f"--{key}={path}" for key, path in munge.items())]]
+    commands += [["slurmctld", "-D", "-c", "-f", str(cluster.config)]]
+    commands += [["slurmd", "-D", "-N", node, "-f", str(cluster.config)] for node in cluster.nodes]
+    processes = []
+    for number, command in enumerate(commands):
+        with (folder / f"start-{number}-{command[0]}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [find_program(command[0]), *command[1:]],
+                env=cluster.environment(),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        processes.append(process)
+        if command[0] == "munged":
+            wait_for(munge["socket"].exists, "munged's socket", cluster, processes)
+    return processes
+
+
+def wait_for(condition, what: str, cluster: SlurmCluster, processes) -> None:
+    """Poll ``condition`` until it holds; a daemon that ends or too long a wait is an error."""
+    deadline = time.monotonic() + START_LIMIT
+    while not condition():
+        ended = [process.args for process in processes if process.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            raise RuntimeError(f"no {what}; daemons that ended: {ended}\n{cluster.logs()}")
+        time.sleep(0.1)
+
+
+def stop(cluster: SlurmCluster, daemons: list[subprocess.Popen[bytes]]) -> None:
+    """End the daemons and every process they started; leave nothing behind.
+
+    Job steps leave the daemons' process groups, so they are found by their environment.
+    """
+    mark = ("SLURM_CONF", str(cluster.config))
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        kill_with(*mark, sign)
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            for process in daemons:
+                process.poll()  # reaps a daemon that has ended
+            if not processes_with(*mark):
+                return
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def slurm_cluster(nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4) -> Iterator[SlurmCluster]:
+    """Run a cluster of ``nodes`` with ``cpus`` declared CPUs each; tear it down on leaving."""
+    # Not pytest's folder: too long for a unix socket, and munged refuses folders closed to others.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    folder.chmod(0o755)
+    for name in ("state", *(f"spool-{node}" for node in nodes)):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    cluster = SlurmCluster(folder, nodes)
+    cluster.config.write_text(configuration(folder, nodes, cpus))
+    daemons: list[subprocess.Popen[bytes]] = []
+
+    def all_idle() -> bool:
+        result = cluster.run("sinfo", "-h", "-N", "-o", "%T", timeout=30.0)
+        return result.stdout.split() == ["idle"] * len(nodes)
+
+    try:
+        daemons = start_daemons(cluster)
+        wait_for(all_idle, "idle nodes", cluster, daemons)
+        yield cluster
+    finally:
+        stop(cluster, daemons)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""Runs tests/mpi as whole pytest sessions under mpiexec, one session for each number of ranks."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+
+SESSION_LIMIT = 240.0  # seconds for one session
+TEST_LIMIT = 100.0  # seconds for one test inside; then every rank prints where it is, and all end
+MPI_FOLDER = REPOSITORY / "tests" / "mpi"
+
+needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+
+
+def session_command(folder: Path) -> list[str]:
+    """Return the command that every rank runs."""
+    return [
+        *(sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", str(folder)),
+        *("-o", "timeout=0"),  # tests/mpi/conftest.py has a limit that works inside MPI calls
+        *("-p", "no:cacheprovider"),  # the ranks would write one cache at the same time
+        *("-m", ""),  # no marker is left out here: nothing else would ever run it
+        # Not by file descriptor: what the MPI library prints before it aborts has to come through.
+        *("--capture=sys", "-rs", "--color=no"),
+    ]
+
+
+def count(summary: str, word: str) -> int:
+    """Return the number in front of a word of pytest's last line, 0 where the word is missing."""
+    match = re.search(rf"(\d+) {word}", summary)
+    return int(match[1]) if match else 0
+
+
+def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT):
+    """Run one session; return (passed, skip lines); anything else than these fails."""
+    env = {"MPIPAR_TEST_LIMIT": str(test_limit)}
+    result = run_ranks(num_ranks, session_command(folder), SESSION_LIMIT, env=env)
+    assert result.returncode == 0, result.tail()
+    lines = result.stdout.splitlines()
+    summaries = [line for line in lines if re.fullmatch(r"=+ .* in [\d.]+s.* =+", line)]
+    assert len(summaries) == 1, f"one summary expected, from rank 0\n{result.tail()}"
+    bad = {word: count(summaries[0], word) for word in ("failed", "errors?", "xfailed", "xpassed")}
+    assert not any(bad.values()), f"{bad}\n{result.tail()}"
+    assert count(summaries[0], "passed") > 0, f"no test ran\n{result.tail()}"
+    return count(summaries[0], "passed"), [x for x in lines if x.startswith("SKIPPED")]
+
+
+@needs_launcher
+@pytest.mark.timeout(SESSION_LIMIT + 30)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_session(num_ranks, record_property):
+    passed, skipped = check_session(num_ranks, MPI_FOLDER)
+    record_property("passed_inside", passed)
+    for line in skipped:
+        record_property("skipped_inside", line)
+
+
+# What the harness has to catch, each a small session of its own: file, what the message must say.
+BROKEN = {
+    "one rank fails": (
+        """
+def test_a():
+    if WORLD.Get_rank() == 1:
+        raise ValueError("only here")
+    WORLD.Barrier()
+def test_b():
+    WORLD.Barrier()
+""",
+        r"rank 1 of 2 failed(.|\n)*ValueError: only here",
+    ),
+    "one rank skips": (
+        """
+def test_a():
+    if WORLD.Get_rank() == 1:
+        pytest.skip("only here")
+def test_b():
+    WORLD.Barrier()
+""",
+        r"ranks differ in the outcome of .*test_a",
+    ),
+    "ranks run different tests": (
+        """
+@pytest.mark.parametrize("number", [WORLD.Get_rank()])
+def test_a(number):
+    pass
+""",
+        r"ranks differ in the test they run",
+    ),
+    "a hang": (
+        """
+def test_a():
+    if WORLD.Get_rank() == 1:
+        WORLD.Recv(bytearray(1), source=0)
+    WORLD.Barrier()
+""",
+        r"rank 1 of 2: 2.0 s in .*test_a(.|\n)*WORLD.Recv",
+    ),
+    "broken import": ("import no_such_module\n", r"No module named 'no_such_module'"),
+    "no test": ("", r"no tests ran"),
+}
+
+
+@needs_launcher
+@pytest.mark.parametrize("case", BROKEN)
+def test_harness_catches(case, tmp_path):
+    text, message = BROKEN[case]
+    shutil.copy(MPI_FOLDER / "conftest.py", tmp_path)
+    head = "import pytest\nfrom mpi4py import MPI\nWORLD = MPI.COMM_WORLD\n"
+    (tmp_path / "test_broken.py").write_text(head + text)
+    with pytest.raises(AssertionError, match=message):
+        check_session(2, tmp_path, test_limit=2.0)
+
+
+@needs_launcher
+def test_harness_lets_pass(tmp_path):
+    shutil.copy(MPI_FOLDER / "conftest.py", tmp_path)
+    (tmp_path / "test_fine.py").write_text(
+        "import pytest\n"
+        "def test_a(): pass\n"
+        "def test_b(): pytest.skip('not today')\n"
+    )
+    passed, skipped = check_session(2, tmp_path)
+    assert passed == 1
+    assert len(skipped) == 1
+    assert "not today" in skipped[0]

@@ -1,0 +1,91 @@
+"""SLURM for real: slurm/train.sbatch through sbatch and srun, on two nodes that share this host."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY
+from slurm_cluster import SlurmCluster, slurm_cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+
+TINY = (
+    "--steps 4 --log-interval 2 --layers 2 --d-model 16 --heads 2 --seq-len 16 --batch-size 4"
+    " --num-microbatches 2 --sample-tokens 8"
+).split()
+OPENMPI_VENV = os.environ.get("MPIPAR_OPENMPI_VENV")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm_cluster() as running:
+        yield running
+
+
+def submit(cluster: SlurmCluster, folder: Path, venv: str, *flags: str):
+    """Run slurm/train.sbatch the way the README says, on 2 nodes with 2 ranks each, and wait."""
+    job_id = cluster.submit(
+        f"--output={folder}/job.log",
+        "slurm/train.sbatch",
+        *TINY,
+        *flags,
+        cwd=REPOSITORY,
+        env={"MPIPAR_VENV": venv},
+    )
+    return cluster.wait(job_id, timeout=120.0)
+
+
+def test_ranks_see_each_other_across_nodes(cluster):
+    program = (
+        "import os; from mpi4py import MPI; w = MPI.COMM_WORLD\n"
+        "nodes = w.gather(os.environ['SLURMD_NODENAME'])\n"
+        "if w.rank == 0: print(w.size, *nodes)"
+    )
+    result = cluster.run(
+        *"srun --mpi=pmi2 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1".split(),
+        *(sys.executable, "-c", program),
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["4", "n1", "n1", "n2", "n2"]
+
+
+def test_train_script(cluster, tmp_path):
+    result = submit(cluster, tmp_path, sys.prefix, "--pp", "2", "--tp", "2", "--out", f"{tmp_path}/run")
+    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "weights" / "model.safetensors").stat().st_size > 0
+    assert "n1" in result.output, result.output
+    assert "n2" in result.output, result.output
+
+
+def test_exit_code_of_a_user_error_arrives(cluster, tmp_path):
+    result = submit(cluster, tmp_path, sys.prefix, "--tp", "3", "--out", f"{tmp_path}/run")
+    assert (result.state, result.exit_code) == ("FAILED", 2), result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_environment_is_named(cluster, tmp_path):
+    result = submit(cluster, tmp_path, f"{tmp_path}/nothing")
+    assert (result.state, result.exit_code) == ("FAILED", 69), result.output
+    assert "MPIPAR_VENV" in result.output
+
+
+def test_submitted_from_elsewhere(cluster, tmp_path):
+    job_id = cluster.submit(
+        f"--output={tmp_path}/job.log", str(REPOSITORY / "slurm" / "train.sbatch"), cwd=tmp_path
+    )
+    result = cluster.wait(job_id, timeout=60.0)
+    assert (result.state, result.exit_code) == ("FAILED", 2), result.output
+    assert "from the top of the repository" in result.output
+
+
+@pytest.mark.skipif(not OPENMPI_VENV, reason="MPIPAR_OPENMPI_VENV names no environment with Open MPI")
+def test_open_mpi_under_pmi2_is_caught(cluster, tmp_path):
+    """Open MPI speaks no PMI-2: each of the four processes believes to be alone."""
+    result = submit(cluster, tmp_path, OPENMPI_VENV, "--out", f"{tmp_path}/run")
+    assert (result.state, result.exit_code) == ("FAILED", 69), result.output
+    assert "--mpi=pmix" in result.output, result.output
+    assert not (tmp_path / "run").exists()
