@@ -55,7 +55,7 @@ class GridConfig:
     schedule: str = setting("1f1b", "order of forward and backward in the pipeline")
     chunks: int | None = setting(None, "stages per pipeline rank (default: the schedule's)", low=1)
     stage_layers: tuple[int, ...] | None = setting(
-        None, "blocks of each stage, as 3,2,2,1 (default: equal cost, head counted)", low=1)
+        None, "blocks of each stage, as 3,2,2,1 (default: equal cost, head counted)", low=0)
     num_microbatches: int | None = setting(
         None, "microbatches per step and dp copy; more = smaller pipeline bubble", low=1)
 

@@ -1,4 +1,4 @@
-"""What several tests share: closeness, commands under a launcher with a hard time limit, leftovers."""
+"""What several tests share: closeness, and commands with a hard time limit, under a launcher too."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# More ranks than cores: a waiting rank has to give its core away, and one thread per rank is enough.
+# More ranks than cores: a waiting rank has to give its core away; one thread per rank is enough.
 # Variables of the library that is not in use do no harm.
 OVERSUBSCRIBED = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
@@ -38,8 +38,8 @@ def assert_close(actual, expected, tol: float, name: str, largest: float = 0.0) 
     """Assert max|a-b| <= tol * max(max|b|, 1e-3 * largest), naming the tensor and the worst place.
 
     ``largest`` is the largest absolute value over all tensors of this kind (gradients, weights) of
-    the model, so that a tensor that is zero by mathematics and noise in practice is measured against
-    something. NaN in either array fails.
+    the model: a tensor that is zero by mathematics is noise in practice, and no scale for itself.
+    NaN in either array fails.
     """
     actual = np.asarray(actual)
     expected = np.asarray(expected)

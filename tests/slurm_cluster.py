@@ -1,7 +1,7 @@
-"""A real SLURM cluster of several nodes on this one host: munged, slurmctld, one slurmd for each node.
+"""A real SLURM cluster of several nodes on this host: munged, slurmctld, one slurmd for each node.
 
-Everything (configuration, keys, sockets, logs, state) lies in one temporary folder. It shows allocation,
-environment, exit codes and signals truthfully, never timing.
+Everything (configuration, keys, sockets, logs, state) lies in one temporary folder. It shows
+allocation, environment, exit codes and signals truthfully, never timing.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ START_LIMIT = 60.0  # seconds for all nodes to become idle
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo")
 FINAL_STATES = frozenset(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
+    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY TIMEOUT".split()
 )
 
 
@@ -96,14 +96,14 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in result.stdout.split() if "=" in word)
 
     def wait(self, job_id: int, timeout: float) -> JobResult:
-        """Wait for the end of a job; past ``timeout`` seconds it is cancelled and the test fails."""
+        """Wait for a job to end; past ``timeout`` seconds it is cancelled and the test fails."""
         deadline = time.monotonic() + timeout
         fields = self.job_fields(job_id)
         while fields["JobState"] not in FINAL_STATES:
             if time.monotonic() > deadline:
                 self.run("scancel", "--signal=KILL", "--full", str(job_id))
                 raise AssertionError(
-                    f"job {job_id} is {fields['JobState']} after {timeout} s\n"
+                    f"job {job_id} is {fields['JobState']} ({fields['Reason']}) after {timeout} s\n"
                     f"{job_output(fields)}\n{self.logs()}"
                 )
             time.sleep(0.2)
@@ -162,8 +162,7 @@ def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
         "JobAcctGatherType=jobacct_gather/none",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_CPU",
-        "SchedulerType=sched/builtin",
-        "SchedulerParameters=batch_sched_delay=0",
+        "SchedulerParameters=batch_sched_delay=0,sched_interval=1",
         "MpiDefault=none",
         "ReturnToService=2",
         "KillWait=5",
@@ -175,7 +174,7 @@ def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}"
             " State=UNKNOWN"
         )
-    lines.append(f"PartitionName=test Nodes={','.join(nodes)} Default=YES MaxTime=30 State=UP")
+    lines.append(f"PartitionName=test Nodes={','.join(nodes)} Default=YES State=UP")
     return "\n".join(lines) + "\n"
 
 

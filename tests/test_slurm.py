@@ -52,7 +52,8 @@ def test_ranks_see_each_other_across_nodes(cluster):
 
 
 def test_train_script(cluster, tmp_path):
-    result = submit(cluster, tmp_path, sys.prefix, "--pp", "2", "--tp", "2", "--out", f"{tmp_path}/run")
+    flags = ["--layout", "pp=2,tp=2", "--out", f"{tmp_path}/run"]
+    result = submit(cluster, tmp_path, sys.prefix, *flags)
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
@@ -82,7 +83,7 @@ def test_submitted_from_elsewhere(cluster, tmp_path):
     assert "from the top of the repository" in result.output
 
 
-@pytest.mark.skipif(not OPENMPI_VENV, reason="MPIPAR_OPENMPI_VENV names no environment with Open MPI")
+@pytest.mark.skipif(not OPENMPI_VENV, reason="MPIPAR_OPENMPI_VENV names no Open MPI environment")
 def test_open_mpi_under_pmi2_is_caught(cluster, tmp_path):
     """Open MPI speaks no PMI-2: each of the four processes believes to be alone."""
     result = submit(cluster, tmp_path, OPENMPI_VENV, "--out", f"{tmp_path}/run")

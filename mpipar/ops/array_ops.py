@@ -32,11 +32,11 @@ class ArrayOps:
 
     # Memory. `label` says what the bytes are for; only the shape implementation counts them.
 
-    def empty(self, shape, dtype=None, label="stash"):  # noqa: ARG002
+    def empty(self, shape, dtype=None, label="stash"):
         """Return an uninitialised array."""
         return self.xp.empty(shape, self.dtype if dtype is None else dtype)
 
-    def zeros(self, shape, dtype=None, label="stash"):  # noqa: ARG002
+    def zeros(self, shape, dtype=None, label="stash"):
         """Return an array of zeros."""
         return self.xp.zeros(shape, self.dtype if dtype is None else dtype)
 
@@ -90,16 +90,16 @@ class ArrayOps:
 
     def matmul_forward(self, x, w):
         """Return x w: (..., K) times (K, M) gives (..., M)."""
-        return (_rows(x) @ w).reshape(*x.shape[:-1], w.shape[1])
+        return (as_rows(x) @ w).reshape(*x.shape[:-1], w.shape[1])
 
     def matmul_backward_input(self, dy, w):
         """Return dx = dy w^T: (..., M) and (K, M) give (..., K)."""
-        return (_rows(dy) @ w.T).reshape(*dy.shape[:-1], w.shape[0])
+        return (as_rows(dy) @ w.T).reshape(*dy.shape[:-1], w.shape[0])
 
     def matmul_backward_weight(self, x, dy, dw):
         """Add x^T dy to dw: (..., K) and (..., M) give (K, M); dw may be a transposed view."""
         assert dw.shape == (x.shape[-1], dy.shape[-1]), (dw.shape, x.shape, dy.shape)
-        dw += _rows(x).T @ _rows(dy)
+        dw += as_rows(x).T @ as_rows(dy)
 
     def bias_forward(self, y, b):
         """Add b (M,) to the freshly made y (..., M) in place and return y."""
@@ -110,7 +110,7 @@ class ArrayOps:
     def bias_backward_weight(self, dy, db):
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
-        db += _rows(dy).sum(axis=0)
+        db += as_rows(dy).sum(axis=0)
 
     # GELU. x * x * x, never x**3: a power is computed through logarithms, 70 times slower.
 
@@ -147,8 +147,8 @@ class ArrayOps:
     def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
         """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
         xhat = (x - mean[..., None]) * rstd[..., None]
-        dw += _rows(dy * xhat).sum(axis=0)
-        db += _rows(dy).sum(axis=0)
+        dw += as_rows(dy * xhat).sum(axis=0)
+        db += as_rows(dy).sum(axis=0)
 
     # Attention. Query i sees key j if and only if positions[j] <= positions[i].
 
@@ -165,7 +165,7 @@ class ArrayOps:
         probs /= probs.sum(axis=-1, keepdims=True)
         return self.xp.ascontiguousarray((probs @ v).transpose(0, 2, 1, 3)), probs
 
-    def attention_backward_input(self, dy, qkv, probs, positions):  # noqa: ARG002
+    def attention_backward_input(self, dy, qkv, probs, positions):
         """Return dqkv (B, T, 3, H, d); of a row, dscores = probs (dprobs - sum(probs dprobs))."""
         q, k, v = self._heads_first(qkv)
         dqkv = self.xp.empty_like(qkv)
@@ -224,12 +224,16 @@ class ArrayOps:
         stats = self.xp.zeros((logits.shape[0], 3), self.dtype)
         stats[:, 0] = self.scalar(EMPTY_MAX)
         if valid.shape[1]:
-            stats[:, 0] = valid.max(axis=1)
-            stats[:, 1] = self.xp.exp(valid - stats[:, :1]).sum(axis=1)
+            self._max_and_sum(valid, stats)
             column, inside = self._local_rows(targets, start, valid.shape[1])
             picked = valid[self.xp.arange(len(targets)), column]
             stats[:, 2] = self.xp.where(inside, picked, self.scalar(0.0))
         return stats
+
+    def _max_and_sum(self, valid, stats):
+        """Write the maximum of each row of valid and the sum of exp(it - maximum) to stats."""
+        stats[:, 0] = valid.max(axis=1)
+        stats[:, 1] = self.xp.exp(valid - stats[:, :1]).sum(axis=1)
 
     def cross_entropy_combine(self, stats):
         """Return (loss (N,), lse (N,)) from the stats of all shards (shards, N, 3)."""
@@ -243,11 +247,15 @@ class ArrayOps:
         columns = _valid_columns(logits, start, num_valid)
         valid = logits[:, :columns]
         logits[:, columns:] = self.scalar(0.0)
-        valid[...] = self.xp.exp(valid - lse[:, None]) * self.scalar(scale)
+        self._scaled_softmax(valid, lse, scale)
         column, inside = self._local_rows(targets, start, columns)
         rows = self.xp.nonzero(inside)[0]
         valid[rows, column[rows]] -= self.scalar(scale)  # one target a row: no index occurs twice
         return logits
+
+    def _scaled_softmax(self, valid, lse, scale):
+        """Write softmax * scale over valid."""
+        valid[...] = self.xp.exp(valid - lse[:, None]) * self.scalar(scale)
 
     def argmax_forward(self, logits, start, num_valid, noise=None):
         """Return (N, 2) float64: the best of logits (+ noise) and its global id, the lowest."""
@@ -281,7 +289,7 @@ class ArrayOps:
         data -= cast(lr / (1.0 - beta1**step)) * m / root
 
 
-def _rows(x):
+def as_rows(x):
     """Return x (..., K) as a matrix (rows, K)."""
     return x.reshape(-1, x.shape[-1])
 

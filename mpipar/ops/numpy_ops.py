@@ -1,21 +1,18 @@
 """The array functions tuned for the CPU: the arithmetic of `array_ops` in tiles that stay in cache.
 
 What an elementwise chain costs on a CPU is its temporaries, so each chain runs over a tile of rows
-with `out=` and in-place operators, the next tile after it. Attention works on strided views of the
-packed arrays (BLAS takes them as they are) and leaves out the products that the causal mask hides.
-Buffers belong to the object and are bounded by a tile. Letters as in `array_ops`.
+with `out=` and in-place operators, the next tile after it. Buffers belong to the object and are
+bounded by a tile. Letters as in `array_ops`.
 """
 
 import numpy as np
 
-from mpipar.ops.array_ops import GELU_A, GELU_B, ArrayOps, _rows
+from mpipar.ops import numpy_attention
+from mpipar.ops.array_ops import GELU_A, GELU_B, ArrayOps, as_rows
 
-# Elements of a tile: 170 rows of 384. Two or three float32 tiles fit a 1 MiB L2 cache; 2^14 is 20 %
-# slower (interpreter time), 2^18 gains nothing where the L3 cache is large and loses where it is not.
+# Elements of a tile: 170 rows of 384. Three float32 tiles fit a 1 MiB L2 cache. 2^14 is 20 % slower
+# (interpreter time); no tiles at all cost the same only where the L3 cache holds the whole array.
 TILE = 1 << 16
-# Query rows of an attention tile. 64 and 128 are equal within 5 %; 256 (no tiles at T = 256) computes
-# the hidden triangle and takes 10 % longer forward, 30 % longer backward.
-QUERY_TILE = 64
 # Elements of the scratch buffer through which a product is added to a weight gradient.
 PRODUCT_TILE = 1 << 20
 
@@ -57,10 +54,10 @@ class NumpyOps(ArrayOps):
         blocks of rows of dw: the added pass reads it from cache (0.05 ms after a product of 9 ms).
         """
         assert dw.shape == (x.shape[-1], dy.shape[-1]), (dw.shape, x.shape, dy.shape)
-        left, right = _rows(x), _rows(dy)
+        left, right = as_rows(x), as_rows(dy)
         if dw.strides[0] < dw.strides[1]:  # the gradient of a tied table: (x^T dy)^T = dy^T x
             left, right, dw = right, left, dw.T
-        step = max(QUERY_TILE, PRODUCT_TILE // max(1, dw.shape[1]))
+        step = max(64, PRODUCT_TILE // max(1, dw.shape[1]))
         for first in range(0, dw.shape[0], step):
             block = dw[first : first + step]
             product = self._buffer("product", block.shape)
@@ -70,7 +67,7 @@ class NumpyOps(ArrayOps):
     def bias_backward_weight(self, dy, db):
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
-        rows = _rows(dy)
+        rows = as_rows(dy)
         db += self._ones(len(rows)) @ rows  # BLAS adds rows up twice as fast as sum(axis=0)
 
     def _ones(self, count):
@@ -128,7 +125,7 @@ class NumpyOps(ArrayOps):
         """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
         y = np.empty(x.shape, self.dtype)
         mean, rstd = np.empty(x.shape[:-1], self.dtype), np.empty(x.shape[:-1], self.dtype)
-        x_rows, y_rows, mean_flat, rstd_flat = _rows(x), _rows(y), mean.ravel(), rstd.ravel()
+        x_rows, y_rows, mean_flat, rstd_flat = as_rows(x), as_rows(y), mean.ravel(), rstd.ravel()
         width = self.scalar(x.shape[-1])
         average = self._ones(x.shape[-1]) / width
         for tile in self._tiles(*x_rows.shape):
@@ -148,7 +145,7 @@ class NumpyOps(ArrayOps):
     def layernorm_backward_input(self, dy, x, w, mean, rstd):
         """Return dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w."""
         dx = np.empty(x.shape, self.dtype)
-        dy_rows, x_rows, dx_rows = _rows(dy), _rows(x), _rows(dx)
+        dy_rows, x_rows, dx_rows = as_rows(dy), as_rows(x), as_rows(dx)
         mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1, 1)
         width = self.scalar(x.shape[-1])
         average = self._ones(x.shape[-1]) / width
@@ -169,7 +166,7 @@ class NumpyOps(ArrayOps):
 
     def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
         """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-        dy_rows, x_rows = _rows(dy), _rows(x)
+        dy_rows, x_rows = as_rows(dy), as_rows(x)
         mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1)
         for tile in self._tiles(*x_rows.shape):
             part = self._buffer("first", x_rows[tile].shape)
@@ -178,87 +175,79 @@ class NumpyOps(ArrayOps):
             dw += rstd[tile] @ part  # the factor rstd of each row comes with the sum over rows
         self.bias_backward_weight(dy, db)
 
-    # Attention.
+    # Attention: see `numpy_attention`.
 
     def attention_forward(self, qkv, positions):
         """Return (y, probs) of causal attention.
 
         qkv (B, T, 3, H, d), positions (T,); y (B, T, H, d), probs (B, H, T, T), hidden part 0.
         """
-        batch, tokens, _, heads, width = qkv.shape
-        y = np.empty((batch, tokens, heads, width), self.dtype)
-        probs = np.empty((batch, heads, tokens, tokens), self.dtype)
-        factor, ones = self.scalar(width**-0.5), self._ones(tokens)
-        tiles = self._query_tiles(positions)
-        hide = [self._hidden(positions, tile, keys) for tile, keys in tiles]
-        for one in range(batch):
-            q, k, v = (qkv[one, :, i].transpose(1, 0, 2) for i in range(3))  # (H, T, d)
-            y_heads = y[one].transpose(1, 0, 2)
-            for (tile, keys), (first, minus_inf) in zip(tiles, hide, strict=True):
-                probs[one, :, tile, keys:] = 0
-                p = probs[one, :, tile, :keys]
-                scaled = self._buffer("query", q[:, tile].shape)
-                np.multiply(q[:, tile], factor, out=scaled)
-                np.matmul(scaled, k[:, :keys].transpose(0, 2, 1), out=p)
-                p[..., first:] += minus_inf
-                p -= p.max(axis=-1, keepdims=True)
-                np.exp(p, out=p)
-                p *= np.reciprocal(p @ ones[:keys])[..., None]
-                np.matmul(p, v[:, :keys], out=y_heads[:, tile])
-        return y, probs
+        return numpy_attention.forward(qkv, positions, self._buffer)
 
     def attention_backward_input(self, dy, qkv, probs, positions):
-        """Return dqkv (B, T, 3, H, d); of a row, dscores = probs (dprobs - sum(probs dprobs))."""
-        dqkv = np.empty(qkv.shape, self.dtype)
-        for one in range(len(qkv)):
-            q, k, v = (qkv[one, :, i].transpose(1, 0, 2) for i in range(3))  # (H, T, d)
-            dq, dk, dv = (dqkv[one, :, i].transpose(1, 0, 2) for i in range(3))
-            dy_heads = dy[one].transpose(1, 0, 2)
-            # From the last tile on: it sees every key, so its products start dk and dv.
-            for tile, keys in reversed(self._query_tiles(positions)):
-                p, g = probs[one, :, tile, :keys], dy_heads[:, tile]
-                ds = self._buffer("scores", p.shape)
-                np.matmul(g, v[:, :keys].transpose(0, 2, 1), out=ds)
-                ds -= np.vecdot(ds, p)[..., None]
-                ds *= p
-                np.matmul(ds, k[:, :keys], out=dq[:, tile])
-                last = tile.stop == len(positions)
-                for left, right, out in ((p, g, dv), (ds, q[:, tile], dk)):
-                    if last:
-                        np.matmul(left.transpose(0, 2, 1), right, out=out)
-                        continue
-                    part = self._buffer("keys", out[:, :keys].shape)
-                    np.matmul(left.transpose(0, 2, 1), right, out=part)
-                    out[:, :keys] += part
-        dqkv[:, :, :2] *= self.scalar(qkv.shape[-1] ** -0.5)
-        return dqkv
-
-    @staticmethod
-    def _query_tiles(positions):
-        """Return (slice of queries, number of keys from the first on that some of them see)."""
-        tokens = len(positions)
-        increasing = bool(np.all(positions[1:] > positions[:-1]))  # then query i sees keys 0..i
-        stops = [min(first + QUERY_TILE, tokens) for first in range(0, tokens, QUERY_TILE)]
-        return [
-            (slice(stop - 1 - (stop - 1) % QUERY_TILE, stop), stop if increasing else tokens)
-            for stop in stops
-        ]
-
-    def _hidden(self, positions, tile, keys):
-        """Return (first key that a query of the tile may not see, -inf where it does not, else 0)."""
-        first = tile.start if keys == tile.stop else 0
-        visible = positions[None, first:keys] <= positions[tile, None]
-        return first, np.where(visible, self.scalar(0.0), self.scalar(-np.inf))
+        """Return dqkv (B, T, 3, H, d)."""
+        return numpy_attention.backward_input(dy, qkv, probs, positions, self._buffer)
 
     # Embeddings.
 
     def embedding_backward_weight(self, ids, dy, dtable, start):
         """Add each row of dy (..., D) to the row of dtable of its id, if this shard holds it."""
         local = (ids - start).reshape(-1).tolist()
-        for row, dy_row in zip(local, _rows(dy), strict=True):  # 5 times faster than np.add.at
+        for row, dy_row in zip(local, as_rows(dy), strict=True):  # 5 times faster than np.add.at
             if 0 <= row < len(dtable):
                 dtable[row] += dy_row
 
     def position_backward_weight(self, positions, dy, dtable):
         """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
         self.embedding_backward_weight(positions, dy.sum(axis=0), dtable, 0)
+
+    # Loss over a vocabulary shard.
+
+    def _max_and_sum(self, valid, stats):
+        ones = self._ones(valid.shape[1])
+        for tile in self._tiles(*valid.shape):
+            part = self._buffer("first", valid[tile].shape)
+            np.max(valid[tile], axis=1, out=stats[tile, 0])
+            np.subtract(valid[tile], stats[tile, :1], out=part)
+            np.exp(part, out=part)
+            np.matmul(part, ones, out=stats[tile, 1])
+
+    def _scaled_softmax(self, valid, lse, scale):
+        for tile in self._tiles(*valid.shape):
+            part = valid[tile]
+            part -= lse[tile, None]
+            np.exp(part, out=part)
+            part *= self.scalar(scale)
+
+    # Updates of flat buffers in place.
+
+    def sgd_step(self, data, grad, lr):
+        """Subtract lr * grad from data."""
+        for tile in self._tiles(data.size, 1):
+            part = self._buffer("first", data[tile].shape)
+            np.multiply(grad[tile], self.scalar(lr), out=part)
+            data[tile] -= part
+
+    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step):
+        """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
+        cast = self.scalar
+        rest1, rest2, decay = cast(1.0 - beta1), cast(1.0 - beta2), cast(1.0 - lr * weight_decay)
+        root, rate = cast((1.0 - beta2**step) ** -0.5), cast(lr / (1.0 - beta1**step))
+        beta1, beta2, eps = cast(beta1), cast(beta2), cast(eps)
+        for tile in self._tiles(data.size, 1):
+            g, m_tile, v_tile, data_tile = grad[tile], m[tile], v[tile], data[tile]
+            part = self._buffer("first", g.shape)
+            np.multiply(g, rest1, out=part)
+            m_tile *= beta1
+            m_tile += part
+            np.multiply(g, g, out=part)
+            part *= rest2
+            v_tile *= beta2
+            v_tile += part
+            np.sqrt(v_tile, out=part)
+            part *= root
+            part += eps
+            np.divide(m_tile, part, out=part)
+            part *= rate
+            data_tile *= decay
+            data_tile -= part

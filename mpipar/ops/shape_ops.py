@@ -5,9 +5,6 @@ function allocates what the one of `NumpyOps` allocates; its tile buffers, bound
 are not counted. B T D H d V N as in `array_ops`.
 """
 
-# The signatures are those of the real functions, so most arguments here have only a shape to check.
-# ruff: noqa: ARG002
-
 from collections import Counter
 
 import numpy as np

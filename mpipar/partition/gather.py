@@ -11,7 +11,8 @@ shard_axis = 1
 def forward(ops, x, w, comm, name):
     """y (.., N) of x (.., K). Comm: one all_gather of y."""
     parts = comm.all_gather(ops.matmul_forward(x, w), name)  # (q, .., N/q)
-    return ops.merge_last(parts)
+    outer = range(1, parts.ndim - 1)
+    return parts.transpose(*outer, 0, parts.ndim - 1).reshape(*parts.shape[1:-1], -1)
 
 
 def backward_input(ops, dy, w, comm, name):

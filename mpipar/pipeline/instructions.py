@@ -5,8 +5,11 @@ forward, microbatch 0.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from mpipar.errors import UsageError
+
+COMPUTE_KINDS = frozenset(("F", "B", "I", "W", "OVERLAP_F_B"))
 WIRE_KINDS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
 
 
@@ -31,6 +34,11 @@ class Instr(NamedTuple):
         return f"{self.stage}{self.kind}{self.mb if self.mb >= 0 else ''}"
 
 
+def is_compute(instr: Instr) -> bool:
+    """Whether the instruction runs a pass of a stage, rather than moving or summing data."""
+    return instr.kind in COMPUTE_KINDS
+
+
 def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
     """The (kind, stage, mb) passes of a compute instruction: two for OVERLAP_F_B, else one."""
     if instr.kind == "OVERLAP_F_B":
@@ -44,7 +52,8 @@ class Schedule:
 
     placement: which rank holds a stage. linear: s on rank s. looped: s on rank s mod pp_size.
     v: rank r holds r and 2*pp_size-1-r. mirror: two copies of each stage, rank s for the first half
-    of the microbatches, rank pp_size-1-s for the second half.
+    of the microbatches, rank pp_size-1-s for the second half. wired: the programs state their sends
+    and receives themselves, as a schedule read from a file may; see lower.
     """
 
     name: str
@@ -53,6 +62,7 @@ class Schedule:
     num_microbatches: int
     placement: str
     programs: tuple[tuple[Instr, ...], ...]
+    wired: bool = False
 
     def rank_of(self, stage: int, mb: int) -> int:
         """The pipeline rank on which stage handles microbatch mb."""
@@ -75,30 +85,42 @@ class Schedule:
         return tuple(sorted({pp_rank, self.pp_size - 1 - pp_rank}))
 
 
+class ScheduleError(UsageError):
+    """A schedule that cannot run; the message names rank, position and instruction."""
+
+    @classmethod
+    def at(cls, schedule: Schedule, pp_rank: int, position: int, reason: str) -> Self:
+        """The error for one position of a rank's program; just behind the program is allowed."""
+        program = schedule.programs[pp_rank]
+        instr = program[position] if position < len(program) else "end of the program"
+        return cls(
+            f"schedule {schedule.name}: rank {pp_rank} position {position} ({instr}): {reason}"
+        )
+
+
 def receives(schedule: Schedule, pp_rank: int, instr: Instr) -> list[Instr]:
     """The receives that instr waits for on pp_rank; none where the producer is the same rank."""
-    wires = []
-    for kind, stage, mb in parts(instr):
-        if kind == "F" and stage > 0 and schedule.rank_of(stage - 1, mb) != pp_rank:
-            wires.append(Instr("RECV_F", stage, mb))
-        above = stage + 1
-        if kind in ("B", "I") and above < schedule.num_stages:
-            if schedule.rank_of(above, mb) != pp_rank:
-                wires.append(Instr("RECV_B", stage, mb))
-    return wires
+    return [
+        Instr("RECV_F" if kind == "F" else "RECV_B", stage, mb)
+        for kind, stage, mb in parts(instr)
+        if kind in ("F", "B", "I")
+        and is_remote(schedule, pp_rank, stage - 1 if kind == "F" else stage + 1, mb)
+    ]
 
 
 def sends(schedule: Schedule, pp_rank: int, instr: Instr) -> list[Instr]:
     """The sends of what instr made on pp_rank; none where the consumer is the same rank."""
-    wires = []
-    for kind, stage, mb in parts(instr):
-        above = stage + 1
-        if kind == "F" and above < schedule.num_stages:
-            if schedule.rank_of(above, mb) != pp_rank:
-                wires.append(Instr("SEND_F", stage, mb))
-        if kind in ("B", "I") and stage > 0 and schedule.rank_of(stage - 1, mb) != pp_rank:
-            wires.append(Instr("SEND_B", stage, mb))
-    return wires
+    return [
+        Instr("SEND_F" if kind == "F" else "SEND_B", stage, mb)
+        for kind, stage, mb in parts(instr)
+        if kind in ("F", "B", "I")
+        and is_remote(schedule, pp_rank, stage + 1 if kind == "F" else stage - 1, mb)
+    ]
+
+
+def is_remote(schedule: Schedule, pp_rank: int, stage: int, mb: int) -> bool:
+    """Whether that stage exists and handles mb on another rank than pp_rank."""
+    return 0 <= stage < schedule.num_stages and schedule.rank_of(stage, mb) != pp_rank
 
 
 def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
@@ -107,14 +129,15 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
     A receive is posted one compute instruction ahead of the one that needs it, so that its data
     can arrive during the other; a send stands right behind its producer. Both are non-blocking:
     only a compute instruction waits, and only for its own receives. The peers' programs follow
-    from the same rule, so nothing is agreed at run time.
+    from the same rule, so nothing is agreed at run time. A wired schedule is kept as it is.
     """
     program = schedule.programs[pp_rank]
-    needed = [receives(schedule, pp_rank, instr) for instr in program if instr.kind != "REDUCE_GRAD"]
-    ahead = iter(needed)
+    if schedule.wired:
+        return list(program)
+    ahead = iter([receives(schedule, pp_rank, instr) for instr in program if is_compute(instr)])
     lowered = list(next(ahead, []))
     for instr in program:
-        if instr.kind != "REDUCE_GRAD":
+        if is_compute(instr):
             lowered += next(ahead, [])
         lowered.append(instr)
         lowered += sends(schedule, pp_rank, instr)

@@ -1,0 +1,86 @@
+"""What the launcher says, and what must be set before NumPy and MPI are loaded.
+
+Everything here reads and returns plain dictionaries: BLAS reads its thread count, and MPI its
+settings, once, when they are loaded, so the guard applies these first (launch.py).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+                    "BLIS_NUM_THREADS")
+# Waiting in MPI spins. With more ranks than cores a spinning rank takes the core from the one it
+# waits for, so it has to give the core away after each poll.
+YIELD_VARIABLES = {
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",  # MPICH
+    "OMPI_MCA_mpi_yield_when_idle": "true",  # Open MPI
+}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The process's place as the launcher's variables give it; without a launcher rank 0 of 1."""
+
+    name: str | None = None
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def read_launcher(environ: Mapping[str, str]) -> Launcher:
+    """The launcher that started this process, the innermost first.
+
+    Only a SLURM *step* starts ranks: the batch script itself and a shell under salloc see
+    SLURM_NTASKS too, but are one process; SLURM_STEP_NUM_TASKS is set in steps alone.
+    """
+    def number(name, default):
+        text = environ.get(name, "")
+        return int(text) if text.isdecimal() else default
+
+    for name, rank, size, local_rank, local_size in (
+            ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+            ("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
+        if number(size, 0) and local_size in environ:
+            return Launcher(name, number(rank, 0), number(size, 1), number(local_rank, 0),
+                            number(local_size, 1))
+    if number("SLURM_STEP_NUM_TASKS", 0):
+        on_node = _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"),
+                                 number("SLURM_NODEID", 0))
+        return Launcher("srun", number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", 1),
+                        number("SLURM_LOCALID", 0), on_node)
+    if number("PMI_SIZE", 0):
+        return Launcher("a PMI launcher", number("PMI_RANK", 0), number("PMI_SIZE", 1),
+                        number("PMI_RANK", 0), number("PMI_SIZE", 1))
+    return Launcher()
+
+
+def _tasks_on_node(text: str, node: int) -> int:
+    """Tasks on one node from SLURM's compressed list, as 2(x3),1."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else max(counts, default=1)
+
+
+def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
+    """Variables to set for this process; `num_cores` = cores it may run on.
+
+    The ranks of a host share its cores. What the user set stays: one thread variable of theirs is
+    enough to leave all of them alone, because BLAS libraries read each other's.
+    """
+    launcher = read_launcher(environ)
+    local_size = launcher.local_size
+    threads = max(1, num_cores // local_size)
+    bound = environ.get("SLURM_CPUS_PER_TASK", "")
+    if launcher.name == "srun" and bound.isdecimal():
+        threads = min(num_cores, int(bound))  # srun gives each task its own cores
+    chosen = {}
+    if not any(name in environ for name in THREAD_VARIABLES):
+        chosen.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    if local_size > num_cores:
+        chosen.update({name: value for name, value in YIELD_VARIABLES.items()
+                       if name not in environ})
+    return chosen

@@ -1,0 +1,53 @@
+"""What one rank of any layout would do, without MPI and without numbers: the cost model is the code itself.
+
+The real Worker takes one step on shapes: memory, FLOPs, and every barrier with its bytes come out of the same
+lines that will run. So a prediction can only be wrong where shapes are not all there is to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpipar import ops as ops_module
+from mpipar.data.rows import Batch
+from mpipar.grid import Grid
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+MEMORY_LABELS = ("weights", "gradients", "optimizer", "stash", "buffers")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One rank, one training step.
+
+    peak_bytes: label -> bytes at the instant of the largest sum. flops: phase -> FLOPs of products.
+    recorder: the records and counters of the step. spans per step and records per step size the rings.
+    """
+
+    world_rank: int
+    peak_bytes: dict
+    flops: dict
+    recorder: Recorder
+    num_params: int
+
+    @property
+    def peak_total(self) -> int:
+        return sum(self.peak_bytes.values())
+
+
+def predict(config, world_rank: int) -> Prediction:
+    """Run one step of `world_rank` in the layout of a resolved config, on shapes. Comm: none."""
+    recorder = Recorder(capacity=1 << 20)
+    ops = ops_module.make("shapes", config.run.dtype, recorder)
+    worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
+    num_rows = config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
+    shape = (num_rows, config.model.seq_len)
+
+    def get_batch(mb):
+        tokens, targets = (ops.empty(shape, "int64", label="buffers") for _ in range(2))
+        return Batch(tokens, targets, ops.empty(shape[1:], "int64", label="buffers"))
+
+    worker.train_step(1, get_batch)
+    return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
+                      sum(stage.flat.data.size for stage in worker.stages.values()))

@@ -1,0 +1,92 @@
+"""The proof any user can run: one float64 step in this layout and on one rank, compared parameter by parameter.
+
+Same seed, same rows; the one-rank step runs the whole batch as one microbatch, so it shares no schedule, no
+message and no reduction with the layout under test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpipar import ops as ops_module
+from mpipar.checkpoint import hf_name, stream
+from mpipar.data.rows import Rows
+from mpipar.grid import Grid
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ by less
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one tensor: `error` as a share of `bound`'s scale, and where it is."""
+
+    name: str
+    kind: str
+    error: float
+    where: tuple[int, ...]
+    ok: bool
+
+
+def serial_config(config):
+    """The same model and rows on one rank, as one microbatch."""
+    grid = replace(config.grid, dp=1, pp=1, cp=1, tp=1, schedule="naive", chunks=None,
+                   stage_layers=None, num_microbatches=1)
+    return replace(config, grid=grid)
+
+
+def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
+    """Whole tensors by name on world rank 0, nothing elsewhere. Comm: see `checkpoint.stream`."""
+    blocks: dict[str, list] = {}
+    for name, _, _, block in stream(worker, array_of):
+        blocks.setdefault(name, []).append(block)
+    return {name: np.concatenate(parts) for name, parts in blocks.items()}
+
+
+def step_tensors(config, tokens, grid, mpi_world=None):
+    """Run one plain step; returns (loss, norm, gradients, weights after the update) as whole tensors.
+
+    Comm: everything that a training step crosses, and two streams to world rank 0.
+    """
+    ops = ops_module.make(config.run.device, config.run.dtype)
+    worker = Worker(config, grid, ops, Recorder(), mpi_world)
+    worker.initialize()
+    rows = Rows(ops, tokens, config, grid.dp_rank)
+    loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
+    gradients = full_tensors(worker, lambda param: param.grad)
+    worker.optimizer.step(config.train.lr, 1)
+    return loss, norm, gradients, full_tensors(worker, lambda param: param.data)
+
+
+def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
+    """Largest difference of every tensor: |a-b| <= tolerance * max(max|b|, 1e-3 * g), g the largest |b|."""
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
+    largest = max(float(np.abs(x).max()) for x in expected.values())
+    found = []
+    for name in sorted(expected, key=hf_name):
+        difference = np.abs(actual[name] - expected[name])
+        where = np.unravel_index(int(np.argmax(difference)), difference.shape)
+        scale = max(float(np.abs(expected[name]).max()), 1e-3 * largest)
+        error = float(difference[where]) / scale
+        found.append(Difference(name, kind, error, tuple(map(int, where)), error <= TOLERANCE))
+    return found
+
+
+def compare(config, tokens, mpi_world=None) -> list[Difference]:
+    """All differences between this layout and one rank, on world rank 0; empty elsewhere.
+
+    config: resolved, float64, optimizer sgd (Adam would hide a wrong scale).
+    """
+    world_rank = mpi_world.rank if mpi_world else 0
+    parallel = step_tensors(config, tokens, Grid.of(config.grid, world_rank), mpi_world)
+    if world_rank > 0:
+        return []
+    serial = step_tensors(serial_config(config), tokens, Grid(0))
+    found = differences("value", {"embedding.tokens": np.array(parallel[:2])},
+                        {"embedding.tokens": np.array(serial[:2])})
+    found = [replace(found[0], name="loss and gradient norm")]
+    found += differences("gradient", parallel[2], serial[2])
+    return found + differences("weight", parallel[3], serial[3])

@@ -1,0 +1,56 @@
+"""A decoder of odd, unequal sizes, and the comparison of a layout with one rank that many tests make."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+from mpi4py import MPI
+
+from mpipar import config as config_module
+from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
+from mpipar.verify import compare
+
+WORLD = MPI.COMM_WORLD
+LAYOUTS = {  # number of ranks: (dp, pp, tp)
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    3: [(1, 1, 3)],
+    4: [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)],
+    8: [(2, 2, 2)],
+}
+# 6 heads of width 3, ffn 30, 5 layers, 7 tokens; 29 tokens in the vocabulary: padded for every tp > 1.
+MODEL = ModelConfig(layers=5, d_model=18, heads=6, ffn=30, seq_len=7, vocab_size=29)
+
+
+def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid) -> Config:
+    """A resolved float64, plain-SGD configuration for (dp, pp, tp)."""
+    dp, pp, tp = layout
+    config = Config(
+        model=model,
+        grid=GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **grid),
+        train=TrainConfig(batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
+        run=RunConfig(dtype="float64", seed=3),
+    )
+    return config_module.resolve(config, dp * pp * tp)[0]
+
+
+@functools.cache
+def tokens():
+    """Random tokens of the small vocabulary, the same on every rank."""
+    return np.random.default_rng(7).integers(0, MODEL.vocab_size, 2000).astype(np.uint8)
+
+
+def assert_equals_one_rank(config: Config) -> None:
+    """Assert that loss, norm, every gradient and every weight after a step equal those of one rank.
+
+    The verdict is world rank 0's, and all ranks raise with it. Comm: a step, two streams, one broadcast.
+    """
+    bad = [f"{d.kind} of {d.name}: {d.error:.1e} at {d.where}"
+           for d in compare(config, tokens(), WORLD) if not d.ok]
+    count = np.array([len(bad)])
+    WORLD.Bcast(count)
+    assert not count[0], f"{config.grid}: {count[0]} tensors differ, e.g. {bad[:5]}"
+
+
+def with_sync_sends(config: Config) -> Config:
+    return replace(config, run=replace(config.run, sync_sends=True))

@@ -1,0 +1,180 @@
+"""The comparison with one rank must fail for every bug that the field knows: each is planted here once."""
+
+import numpy as np
+import pytest
+from small_model import WORLD, assert_equals_one_rank, small_config
+
+from mpipar.comm import Comm
+from mpipar.gradsync import GradSync
+from mpipar.layers.linear import Linear
+from mpipar.partition import row
+from mpipar.pipeline.engine import Engine
+from mpipar.train import Worker
+
+pytestmark = pytest.mark.skipif(WORLD.size != 2, reason="one fixed number of ranks")
+DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+
+
+def assert_caught(layout, **options):
+    with pytest.raises(AssertionError, match=r"tensors differ"):
+        assert_equals_one_rank(small_config(layout, **options))
+
+
+def test_unbroken_passes():
+    for layout in (DP, PP, TP):
+        assert_equals_one_rank(small_config(layout))
+
+
+def test_reduce_dropped_in_a_layer(monkeypatch):
+    plain = Comm.all_reduce
+
+    def all_reduce(self, x, name, op="sum"):
+        return x if name == "block1.ffn.up" else plain(self, x, name, op)
+
+    monkeypatch.setattr(Comm, "all_reduce", all_reduce)
+    assert_caught(TP)
+
+
+def test_gradient_bucket_dropped(monkeypatch):
+    plain = Comm.iall_reduce
+    calls = []
+
+    def iall_reduce(self, x, name):
+        calls.append(name)
+        return plain(self, x.copy() if len(calls) == 3 else x, name)
+
+    monkeypatch.setattr(Comm, "iall_reduce", iall_reduce)
+    assert_caught(DP)
+
+
+def test_reduce_doubled(monkeypatch):
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        self.comms.dp.all_reduce(next(iter(self.stages.values())).flat.grad, "again")
+
+    monkeypatch.setattr(GradSync, "finish", finish)
+    assert_caught(DP)
+
+
+def test_row_bias_added_on_every_rank(monkeypatch):
+    def forward(self, x, stash):
+        stash[self.name, "x"] = x
+        w, b = self._matrix(self.w.data), self.b.data.reshape(-1)
+        if self.cut is row:  # before the sum: counted once per rank
+            return self.comm.all_reduce(
+                self.ops.bias_forward(self.ops.matmul_forward(x, w), b), self.name)
+        return self.ops.bias_forward(self.cut.forward(self.ops, x, w, self.comm, self.name), b)
+
+    monkeypatch.setattr(Linear, "forward", forward)
+    initialize = Worker.initialize
+
+    def nonzero_biases(self):
+        """Biases start at zero, which would hide it; and a norm would hide a constant one."""
+        initialize(self)
+        for stage in self.stages.values():
+            for param in stage.flat.params:
+                if param.name.endswith((".proj.b", ".down.b")):
+                    self.ops.copy(param.data, np.linspace(-0.1, 0.2, param.data.size))
+
+    monkeypatch.setattr(Worker, "initialize", nonzero_biases)
+    assert_caught(TP)
+    monkeypatch.undo()
+    monkeypatch.setattr(Worker, "initialize", nonzero_biases)
+    assert_equals_one_rank(small_config(TP))
+
+
+def test_tied_gradient_twice(monkeypatch):
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        for stage in self.stages.values():
+            for groups, run in stage.flat.runs(lambda param: param.grad_groups):
+                if groups:
+                    self.comms.by_axis["tie"].all_reduce(stage.flat.grad[run], "again")
+
+    monkeypatch.setattr(GradSync, "finish", finish)
+    assert_caught(PP)
+
+
+def test_tie_forgotten(monkeypatch):
+    plain = Comm.all_reduce
+    monkeypatch.setattr(
+        Comm, "all_reduce",
+        lambda self, x, name, op="sum": x if self.axis == "tie" else plain(self, x, name, op))
+    assert_caught(PP)
+
+
+@pytest.mark.parametrize("layout", [PP, TP], ids=["tied copies", "replicated norms"])
+def test_norm_counts_copies(monkeypatch, layout):
+    plain = GradSync.square_sum
+
+    def square_sum(self):
+        for stage in self.stages.values():
+            for param in stage.flat.params:
+                param.owner = True
+        return plain(self)
+
+    # One row of the comparison is enough to be caught: the norm.
+    monkeypatch.setattr(GradSync, "square_sum", square_sum)
+    assert_caught(layout)
+
+
+def test_weight_gradient_skipped_once(monkeypatch):
+    plain = Linear.backward_weight
+    calls = []
+
+    def backward_weight(self, stash):
+        calls.append(self.name)
+        if len(calls) == 5:
+            stash.pop((self.name, "x"))
+            stash.pop((self.name, "dy"))
+        else:
+            plain(self, stash)
+
+    monkeypatch.setattr(Linear, "backward_weight", backward_weight)
+    assert_caught(PP)
+
+
+def test_microbatches_swapped(monkeypatch):
+    plain = Engine.run
+
+    def run(self, program, get_batch, training=True):
+        if self.comm.index == 1 and self.comm.size == 2:
+            return plain(self, program, lambda mb: get_batch(mb ^ 1), training)
+        return plain(self, program, get_batch, training)
+
+    monkeypatch.setattr(Engine, "run", run)
+    assert_caught(PP)
+
+
+def test_receive_buffer_aliased(monkeypatch):
+    plain = Engine._receive
+
+    def receive(self, direction, stage, mb, peer):
+        if not hasattr(self, "buffer"):
+            self.buffer = self.ops.empty(self.stages[stage].in_shape(self.get_batch(mb)))
+        empty, self.ops.empty = self.ops.empty, lambda shape, label: self.buffer
+        try:
+            plain(self, direction, stage, mb, peer)
+        finally:
+            self.ops.empty = empty
+
+    monkeypatch.setattr(Engine, "_receive", receive)
+    assert_caught(PP, schedule="gpipe")
+
+
+def test_loss_scaled_per_microbatch(monkeypatch):
+    plain = Worker.gradients
+
+    def gradients(self, step, get_batch, stop_asked=False):
+        self.num_tokens //= self.schedule.num_microbatches
+        try:
+            return plain(self, step, get_batch, stop_asked)
+        finally:
+            self.num_tokens *= self.schedule.num_microbatches
+
+    monkeypatch.setattr(Worker, "gradients", gradients)
+    assert_caught(PP)

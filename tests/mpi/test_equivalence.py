@@ -1,0 +1,59 @@
+"""Every layout against one rank: loss, norm, every gradient, every weight after a plain SGD step, to 1e-12."""
+
+from dataclasses import replace
+
+import pytest
+from small_model import LAYOUTS, MODEL, WORLD, assert_equals_one_rank, small_config, with_sync_sends
+
+from mpipar.ops.numpy_ops import NumpyOps
+
+HERE = LAYOUTS[WORLD.size]
+SIMPLE = ("naive", "gpipe", "1f1b")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Every array that is handed out unwritten, receive buffers among them, is full of NaN."""
+    plain = NumpyOps.empty
+
+    def empty(self, shape, dtype=None, label="stash"):
+        x = plain(self, shape, dtype, label)
+        if x.dtype.kind == "f":
+            x.fill(float("nan"))
+        return x
+
+    monkeypatch.setattr(NumpyOps, "empty", empty)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+@pytest.mark.parametrize("schedule", SIMPLE)
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_layout_equals_one_rank(layout, schedule, num_microbatches):
+    assert_equals_one_rank(small_config(layout, num_microbatches, schedule=schedule))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_untied_head_equals_one_rank(layout):
+    assert_equals_one_rank(small_config(layout, model=replace(MODEL, tied=False)))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_gathered_ffn_equals_one_rank(layout):
+    assert_equals_one_rank(small_config(layout, model=replace(MODEL, ffn_cut="gather")))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_synchronous_sends_equal_one_rank(layout):
+    assert_equals_one_rank(with_sync_sends(small_config(layout, 5)))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_other_rank_order_equals_one_rank(layout):
+    assert_equals_one_rank(small_config(layout, rank_order="tp,cp,dp,pp"))
+
+
+@pytest.mark.skipif(WORLD.size not in (2, 4), reason="needs 2 or 4 pipeline ranks")
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_uneven_stages_equal_one_rank(last):
+    split = {2: (5 - last, last), 4: (2, 3 - last, 0, last)}[WORLD.size]
+    assert_equals_one_rank(small_config((1, WORLD.size, 1), stage_layers=split))

@@ -1,0 +1,166 @@
+"""Every array function called once on odd, unequal sizes, with any implementation."""
+
+from collections import namedtuple
+
+import numpy as np
+
+from mpipar.ops.array_ops import ArrayOps
+
+Sizes = namedtuple("Sizes", "batch tokens width inner heads head rows")
+SMALL = Sizes(batch=2, tokens=5, width=7, inner=9, heads=3, head=2, rows=11)
+# More than one tile of everything: queries, rows, and rows of a weight gradient.
+LARGE = Sizes(batch=2, tokens=131, width=193, inner=301, heads=3, head=5, rows=307)
+
+
+def plain(dtype="float64"):
+    """The readable implementation on NumPy: the oracle."""
+    return ArrayOps(np, dtype, "cpu")
+
+
+def positions_of(kind, tokens, rng):
+    """Global positions of the tokens of one rank."""
+    if kind == "shuffled":
+        return rng.permutation(tokens)
+    if kind == "ties":
+        return np.sort(rng.integers(0, max(2, tokens // 2), tokens))
+    return np.arange(tokens) * 2 + 3
+
+
+class Inputs:
+    """Makes arrays of one implementation from random host arrays of its type."""
+
+    def __init__(self, ops, seed):
+        self.ops = ops
+        self.rng = np.random.default_rng(seed)
+
+    def real(self, *shape):
+        return self.ops.asarray(self.rng.standard_normal(shape).astype(self.ops.dtype))
+
+    def positive(self, *shape):
+        return self.ops.asarray(self.rng.uniform(0.5, 2.0, shape).astype(self.ops.dtype))
+
+    def ids(self, high, *shape):
+        return self.ops.asarray(self.rng.integers(0, high, shape))
+
+
+def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5):
+    """Return name -> result of every array function (in-place ones: what they changed)."""
+    make = Inputs(ops, seed)
+    return {
+        **_basics(ops, make, sizes),
+        **_products(ops, make, sizes),
+        **_norm(ops, make, sizes),
+        **_attention(ops, make, sizes, kind),
+        **_embeddings(ops, make, sizes),
+        **_loss(ops, make, sizes),
+        **_updates(ops, make, sizes),
+    }
+
+
+def _basics(ops, make, sizes):
+    x, y = make.real(sizes.batch, sizes.width), make.real(sizes.batch, sizes.width)
+    copied, filled = ops.zeros(x.shape), ops.empty((sizes.inner,), label="buffers")
+    out = {"sum": ops.sum(x), "square_sum": ops.square_sum(x), "add": ops.add(x, y)}
+    out["add_broadcast"] = ops.add(make.real(3, *x.shape), y)
+    ops.copy(copied, x)
+    ops.fill(filled, 2.5)
+    ops.synchronize()
+    out |= {"copy": copied, "fill": filled, "accumulate": ops.accumulate(x, y)}
+    out["scale"] = ops.scale(y, 0.3)
+    return out
+
+
+def _products(ops, make, sizes):
+    x = make.real(sizes.batch, sizes.tokens, sizes.width)
+    dy = make.real(sizes.batch, sizes.tokens, sizes.inner)
+    w, dw = make.real(sizes.width, sizes.inner), make.real(sizes.width, sizes.inner)
+    table, dtable = make.real(sizes.inner, sizes.width), make.real(sizes.inner, sizes.width)
+    b, db = make.real(sizes.inner), make.real(sizes.inner)
+    out = {
+        "matmul_forward": ops.matmul_forward(x, w),
+        "matmul_forward_tied": ops.matmul_forward(x, table.T),
+        "matmul_backward_input": ops.matmul_backward_input(dy, w),
+        "matmul_backward_input_tied": ops.matmul_backward_input(dy, table.T),
+        "gelu_forward": ops.gelu_forward(x),
+        "gelu_backward_input": ops.gelu_backward_input(make.real(*x.shape), x),
+    }
+    ops.matmul_backward_weight(x, dy, dw)
+    ops.matmul_backward_weight(x, dy, dtable.T)
+    ops.bias_backward_weight(dy, db)
+    out |= {"matmul_backward_weight": dw, "matmul_backward_weight_tied": dtable}
+    return out | {"bias_backward_weight": db, "bias_forward": ops.bias_forward(dy, b)}
+
+
+def _norm(ops, make, sizes):
+    x = make.real(sizes.batch, sizes.tokens, sizes.width)
+    dy, dw, db = make.real(*x.shape), make.real(sizes.width), make.real(sizes.width)
+    w, b = make.real(sizes.width), make.real(sizes.width)
+    y, mean, rstd = ops.layernorm_forward(x, w, b, 1e-5)
+    dx = ops.layernorm_backward_input(dy, x, w, mean, rstd)
+    ops.layernorm_backward_weight(dy, x, mean, rstd, dw, db)
+    return {
+        "layernorm_forward": y,
+        "layernorm_forward mean": mean,
+        "layernorm_forward rstd": rstd,
+        "layernorm_backward_input": dx,
+        "layernorm_backward_weight dw": dw,
+        "layernorm_backward_weight db": db,
+    }
+
+
+def _attention(ops, make, sizes, kind):
+    qkv = make.real(sizes.batch, sizes.tokens, 3, sizes.heads, sizes.head)
+    positions = ops.asarray(positions_of(kind, sizes.tokens, make.rng))
+    y, probs = ops.attention_forward(qkv, positions)
+    dqkv = ops.attention_backward_input(make.real(*y.shape), qkv, probs, positions)
+    return {
+        "attention_forward y": y,
+        "attention_forward probs": probs,
+        "attention_backward_input": dqkv,
+    }
+
+
+def _embeddings(ops, make, sizes):
+    ids = make.ids(3 * sizes.rows, sizes.batch, sizes.tokens)  # some belong to other shards
+    table, dtable = make.real(sizes.rows, sizes.width), make.real(sizes.rows, sizes.width)
+    places, dplaces = make.real(sizes.tokens, sizes.width), make.real(sizes.tokens, sizes.width)
+    positions = ops.asarray(make.rng.permutation(sizes.tokens))
+    y = ops.embedding_forward(ids, table, sizes.rows)
+    dy = make.real(*y.shape)
+    ops.embedding_backward_weight(ids, dy, dtable, sizes.rows)
+    ops.position_backward_weight(positions, dy, dplaces)
+    return {
+        "embedding_forward": y,
+        "embedding_backward_weight": dtable,
+        "position_forward": ops.position_forward(y, positions, places),
+        "position_backward_weight": dplaces,
+    }
+
+
+def _loss(ops, make, sizes):
+    count, start = sizes.batch * sizes.tokens, sizes.rows
+    num_valid = start + sizes.rows - 2  # the last two columns are padding
+    logits, noise = make.real(count, sizes.rows), make.real(count, sizes.rows)
+    targets = make.ids(num_valid, count)
+    best = ops.argmax_forward(logits, start, num_valid)
+    noisy = ops.argmax_forward(logits, start, num_valid, noise)
+    stats = ops.cross_entropy_forward(logits, targets, start, num_valid)
+    loss, lse = ops.cross_entropy_combine(stats.reshape(1, *stats.shape))
+    dlogits = ops.cross_entropy_backward_input(logits, targets, lse, start, num_valid, 0.2)
+    return {
+        "argmax_forward": best,
+        "argmax_forward noise": noisy,
+        "cross_entropy_forward": stats,
+        "cross_entropy_combine loss": loss,
+        "cross_entropy_combine lse": lse,
+        "cross_entropy_backward_input": dlogits,
+    }
+
+
+def _updates(ops, make, sizes):
+    size = sizes.width * sizes.inner
+    data, grad, m, v = make.real(size), make.real(size), make.real(size), make.positive(size)
+    plain_data = make.real(size)
+    ops.sgd_step(plain_data, grad, 0.1)
+    ops.adamw_step(data, grad, m, v, 0.01, 0.9, 0.95, 1e-8, 0.1, 3)
+    return {"sgd_step": plain_data, "adamw data": data, "adamw m": m, "adamw v": v}

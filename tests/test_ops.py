@@ -1,0 +1,273 @@
+"""Array functions on numbers: against finite differences, each other, and themselves in shards."""
+
+import numpy as np
+import pytest
+from helpers import assert_close
+from ops_cases import LARGE, SMALL, call_every_op, plain, positions_of
+
+from mpipar.ops import make, numpy_attention, numpy_ops
+from mpipar.ops.array_ops import EMPTY_MAX
+
+DIFFERENCES = 1e-6
+
+
+@pytest.fixture(params=["plain", "tuned", "tuned in tiny tiles"])
+def ops(request, monkeypatch):
+    """An implementation in float64; tiny tiles make small arrays cross every tile border."""
+    if request.param == "tuned in tiny tiles":
+        monkeypatch.setattr(numpy_ops, "TILE", 16)
+        monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
+    return plain() if request.param == "plain" else make("cpu", "float64")
+
+
+def numeric_gradient(function, x, step=3e-5):
+    """Central differences of a scalar function by every element of x, which it reads in place."""
+    gradient = np.empty_like(x)
+    for place in np.ndindex(x.shape):
+        kept = x[place]
+        x[place] = kept + step
+        above = function()
+        x[place] = kept - step
+        below = function()
+        x[place] = kept
+        gradient[place] = (above - below) / (2 * step)
+    return gradient
+
+
+def test_matmul_and_bias_gradients(ops, rng):
+    x, w, b = rng.standard_normal((2, 3, 5)), rng.standard_normal((5, 7)), rng.standard_normal(7)
+    dy = rng.standard_normal((2, 3, 7))
+
+    def loss():
+        return float((ops.bias_forward(ops.matmul_forward(x, w), b) * dy).sum())
+
+    dw, db = np.ones_like(w), np.ones_like(b)
+    ops.matmul_backward_weight(x, dy, dw)
+    ops.bias_backward_weight(dy, db)
+    dx = ops.matmul_backward_input(dy, w)
+    assert_close(dx, numeric_gradient(loss, x), DIFFERENCES, "dx")
+    assert_close(dw, 1 + numeric_gradient(loss, w), DIFFERENCES, "dw")
+    assert_close(db, 1 + numeric_gradient(loss, b), DIFFERENCES, "db")
+
+
+def test_gelu_gradient(ops, rng):
+    x, dy = 2 * rng.standard_normal((3, 5, 7)), rng.standard_normal((3, 5, 7))
+    numeric = numeric_gradient(lambda: float((ops.gelu_forward(x) * dy).sum()), x)
+    assert_close(ops.gelu_backward_input(dy, x), numeric, DIFFERENCES, "dx")
+
+
+def test_gelu_is_finite_and_right_far_out(ops):
+    x = np.array([-1e4, -50.0, 0.0, 50.0, 1e4])
+    assert_close(ops.gelu_forward(x), np.maximum(x, 0.0), 1e-15, "y")
+    dx = ops.gelu_backward_input(np.ones(5), x)
+    assert_close(dx, np.array([0.0, 0.0, 0.5, 1.0, 1.0]), 1e-15, "dx")
+
+
+def test_layernorm_gradients(ops, rng):
+    x, dy = rng.standard_normal((3, 5, 7)) + 2.0, rng.standard_normal((3, 5, 7))
+    w, b = rng.standard_normal(7), rng.standard_normal(7)
+
+    def loss():
+        return float((ops.layernorm_forward(x, w, b, 1e-3)[0] * dy).sum())
+
+    _, mean, rstd = ops.layernorm_forward(x, w, b, 1e-3)
+    dx = ops.layernorm_backward_input(dy, x, w, mean, rstd)
+    dw, db = np.ones_like(w), np.ones_like(b)
+    ops.layernorm_backward_weight(dy, x, mean, rstd, dw, db)
+    assert_close(dx, numeric_gradient(loss, x), DIFFERENCES, "dx")
+    assert_close(dw, 1 + numeric_gradient(loss, w), DIFFERENCES, "dw")
+    assert_close(db, 1 + numeric_gradient(loss, b), DIFFERENCES, "db")
+
+
+@pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
+def test_attention_gradient(ops, rng, kind):
+    qkv, dy = rng.standard_normal((2, 5, 3, 3, 2)), rng.standard_normal((2, 5, 3, 2))
+    positions = positions_of(kind, 5, rng)
+    numeric = numeric_gradient(
+        lambda: float((ops.attention_forward(qkv, positions)[0] * dy).sum()), qkv
+    )
+    _, probs = ops.attention_forward(qkv, positions)
+    dqkv = ops.attention_backward_input(dy, qkv, probs, positions)
+    assert_close(dqkv, numeric, DIFFERENCES, "dqkv")
+
+
+@pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
+def test_attention_hides_exactly_the_later_positions(ops, rng, kind):
+    qkv, positions = rng.standard_normal((2, 67, 3, 3, 5)), positions_of(kind, 67, rng)
+    qkv[:, :, :2] *= 3.0
+    y, probs = ops.attention_forward(qkv, positions)
+    visible = positions[None, :] <= positions[:, None]
+    assert ((probs > 0) == visible).all()
+    assert_close(probs.sum(axis=-1), np.ones((2, 3, 67)), 1e-14, "row sums")
+    assert_close(y, np.einsum("bhij,bjhd->bihd", probs, qkv[:, :, 2]), 1e-13, "y")
+
+
+def test_embedding_gradients(ops, rng):
+    ids, positions = rng.integers(0, 9, (2, 5)), np.array([6, 0, 3, 1, 4])
+    table, places = rng.standard_normal((4, 3)), rng.standard_normal((7, 3))
+    dy, start = rng.standard_normal((2, 5, 3)), 3
+
+    def loss():
+        x = ops.embedding_forward(ids, table, start)
+        return float((ops.position_forward(x, positions, places) * dy).sum())
+
+    dtable, dplaces = np.ones_like(table), np.ones_like(places)
+    ops.embedding_backward_weight(ids, dy, dtable, start)
+    ops.position_backward_weight(positions, dy, dplaces)
+    assert_close(dtable, 1 + numeric_gradient(loss, table), DIFFERENCES, "dtable")
+    assert_close(dplaces, 1 + numeric_gradient(loss, places), DIFFERENCES, "dplaces")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_embedding_shards_add_up(ops, rng, shards):
+    table, ids = rng.standard_normal((12, 3)), rng.integers(0, 12, (2, 5))
+    rows = 12 // shards
+    parts = [
+        ops.embedding_forward(ids, table[start : start + rows].copy(), start)
+        for start in range(0, 12, rows)
+    ]
+    assert np.array_equal(sum(parts), table[ids])
+
+
+def padded_loss(ops, logits, targets, num_valid, shards, scale):
+    """Loss and logit gradients (padding included) with the padded vocabulary in shards."""
+    width = logits.shape[1] // shards
+    starts = range(0, logits.shape[1], width)
+    parts = [logits[:, start : start + width].copy() for start in starts]
+    stats = np.stack(
+        [
+            ops.cross_entropy_forward(part, targets, start, num_valid)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+    )
+    loss, lse = ops.cross_entropy_combine(stats)
+    for part, start in zip(parts, starts, strict=True):
+        out = ops.cross_entropy_backward_input(part, targets, lse, start, num_valid, scale)
+        assert out is part, "the gradient is written over the logits"
+    return loss, np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_cross_entropy_over_vocabulary_shards(ops, rng, shards):
+    """With 7 of 12 columns valid, the last of three shards and of four are all padding."""
+    num_valid, count = 7, 5
+    logits = 3.0 * rng.standard_normal((count, 12))
+    logits[:, num_valid:] = 1e3  # padding that is looked at would win
+    targets = rng.integers(0, num_valid, count)
+
+    def loss():
+        valid = logits[:, :num_valid]
+        peak = valid.max(axis=1)
+        lse = peak + np.log(np.exp(valid - peak[:, None]).sum(axis=1))
+        return lse - valid[np.arange(count), targets]
+
+    got, dlogits = padded_loss(ops, logits, targets, num_valid, shards, 0.25)
+    assert_close(got, loss(), 1e-13, "loss")
+    numeric = numeric_gradient(lambda: float(loss().sum()) * 0.25, logits)
+    assert_close(dlogits, numeric, DIFFERENCES, "dlogits")
+    assert not dlogits[:, num_valid:].any()
+
+
+def test_cross_entropy_of_large_logits_does_not_overflow(ops):
+    logits = np.array([[1e4, -1e4, 0.0], [-1e4, 1e4, 1e4]])
+    loss, dlogits = padded_loss(ops, logits, np.array([1, 2]), 3, 1, 1.0)
+    assert_close(loss, np.array([2e4, np.log(2.0)]), 1e-12, "loss")
+    expected = np.array([[1.0, -1.0, 0.0], [0.0, 0.5, -0.5]])
+    assert_close(dlogits, expected, 1e-12, "dlogits")
+
+
+def test_shard_of_padding_only(ops):
+    stats = ops.cross_entropy_forward(np.full((2, 3), np.nan), np.array([0, 1]), 6, 5)
+    assert np.array_equal(stats, [[EMPTY_MAX, 0.0, 0.0]] * 2)
+    best = ops.argmax_forward(np.full((2, 3), np.nan), 6, 5)
+    assert np.array_equal(best, [[-np.inf, 6.0]] * 2)
+
+
+def test_argmax_takes_the_lowest_of_equals(ops):
+    logits = np.array([[1.0, 5.0, 5.0, 2.0, 5.0, 9.0], [3.0, 3.0, 3.0, 3.0, 3.0, 9.0]])
+    parts = [ops.argmax_forward(logits[:, s : s + 2].copy(), s, 5) for s in (0, 2, 4)]
+    assert np.array_equal(parts[0], [[5.0, 1.0], [3.0, 0.0]])
+    assert np.array_equal(parts[1], [[5.0, 2.0], [3.0, 2.0]])
+    assert np.array_equal(parts[2], [[5.0, 4.0], [3.0, 4.0]])
+    noise = np.zeros_like(logits)
+    noise[:, 3] = 4.0
+    noise[:, 5] = 100.0  # padding
+    assert np.array_equal(ops.argmax_forward(logits, 0, 5, noise), [[6.0, 3.0], [7.0, 3.0]])
+
+
+@pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_tuned_equals_plain(monkeypatch, sizes, kind):
+    monkeypatch.setattr(numpy_ops, "TILE", 4096)
+    monkeypatch.setattr(numpy_ops, "PRODUCT_TILE", 1)  # 64 rows of a weight gradient at a time
+    expected = call_every_op(plain(), sizes, kind)
+    for name, value in call_every_op(make("cpu", "float64"), sizes, kind).items():
+        assert_close(value, expected[name], 1e-12, name)
+
+
+@pytest.mark.parametrize("implementation", ["plain", "tuned"])
+def test_float32_stays_float32_and_is_close(implementation):
+    ops = plain("float32") if implementation == "plain" else make("cpu", "float32")
+    expected = call_every_op(plain("float64"), LARGE)
+    for name, value in call_every_op(ops, LARGE).items():
+        if not name.startswith("argmax") and not isinstance(value, float):
+            assert value.dtype == np.float32, name
+        assert_close(value, expected[name], 2e-5, name)
+
+
+@pytest.mark.parametrize("implementation", ["plain", "tuned"])
+def test_no_result_depends_on_what_was_in_the_memory(monkeypatch, implementation):
+    ops = plain() if implementation == "plain" else make("cpu", "float64")
+    expected = call_every_op(ops, LARGE)
+
+    def poisoned(shape, dtype=float):
+        return np.full(shape, np.nan if np.dtype(dtype).kind == "f" else -7, dtype)
+
+    monkeypatch.setattr(np, "empty", poisoned)
+    monkeypatch.setattr(np, "empty_like", lambda x: poisoned(x.shape, x.dtype))
+    fresh = plain() if implementation == "plain" else make("cpu", "float64")
+    for name, value in call_every_op(fresh, LARGE).items():
+        assert np.array_equal(value, expected[name]), name
+
+
+def test_a_result_survives_the_next_call(ops, rng):
+    """No result may live in a buffer that the next call of the same function overwrites."""
+    first = call_every_op(ops, SMALL)
+    kept = {name: np.copy(value) for name, value in first.items()}
+    call_every_op(ops, SMALL, seed=6)
+    for name, value in first.items():
+        assert np.array_equal(value, kept[name]), name
+
+
+def test_nan_is_not_swallowed(ops, rng):
+    x = rng.standard_normal((2, 5, 6))
+    x[1, 0, 2] = np.nan
+    assert np.isnan(ops.gelu_forward(x)[1, 0, 2])
+    assert np.isnan(ops.gelu_backward_input(np.ones_like(x), x)[1, 0, 2])
+    assert np.isnan(ops.layernorm_forward(x, np.ones(6), np.zeros(6), 1e-5)[0][1, 0]).all()
+    assert np.isnan(ops.matmul_forward(x, np.ones((6, 3)))[1, 0]).all()
+    assert np.isnan(ops.sum(x))
+    assert np.isnan(ops.square_sum(x))
+    qkv = np.repeat(x[:, :, None, None, :], 3, axis=2)
+    assert np.isnan(ops.attention_forward(qkv, np.arange(5))[0][1]).any(axis=(1, 2)).all()
+    logits = x.reshape(10, 6)
+    stats = ops.cross_entropy_forward(logits, np.zeros(10, np.int64), 0, 6)
+    loss, _ = ops.cross_entropy_combine(stats[None])
+    assert np.array_equal(np.isnan(loss), np.arange(10) == 5)
+    assert np.isnan(ops.argmax_forward(logits, 0, 6)[5, 0])
+
+
+def test_in_place_functions_return_their_argument(ops, rng):
+    x, y, b = rng.standard_normal((3, 5)), rng.standard_normal((3, 5)), rng.standard_normal(5)
+    expected = (x + y) * 0.5 + b
+    assert ops.accumulate(x, y) is x
+    assert ops.scale(x, 0.5) is x
+    assert ops.bias_forward(x, b) is x
+    assert_close(x, expected, 1e-15, "x")
+
+
+def test_accumulating_another_shape_is_refused(ops):
+    with pytest.raises(AssertionError, match=r"\(3, 5\), \(5,\)"):
+        ops.accumulate(np.zeros((3, 5)), np.zeros(5))
+    with pytest.raises(AssertionError, match=r"\(3, 5\), \(3, 1\)"):
+        ops.copy(np.zeros((3, 5)), np.zeros((3, 1)))
