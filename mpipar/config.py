@@ -17,7 +17,7 @@ from mpipar.errors import UsageError, UserError, combine, suggestion
 from mpipar.layout import divisors, listing
 
 AXES = ("pp", "dp", "cp", "tp")
-Check = tuple[Callable[["Config"], list[str]], type[UserError]]
+Check = Callable[["Config"], object]  # raises UserError with all it finds
 
 
 def setting(default, text, *, low=None, above=None, below=None, choices=None):
@@ -101,8 +101,8 @@ class RunConfig:
 
     preset: str = setting("tiny", "start from these values", choices=tuple(PRESETS))
     data: tuple[str, ...] = setting((), "text or token files or folders (default: Python's docs)")
-    out: str = setting("runs", "folder that receives the run folder")
-    run_name: str | None = setting(None, "name of the run folder (default: the next number)")
+    out: str | None = setting(None, "run folder; must be new (default: runs/NUMBER, the next one)")
+    run_name: str | None = setting(None, "name of the run folder in runs/, in place of --out")
     device: str = setting("cpu", "where arrays live", choices=("cpu", "cuda"))
     dtype: str = setting("float32", "of weights and activations", choices=("float32", "float64"))
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
@@ -191,8 +191,10 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
         found.append(f"--stage-layers {','.join(map(str, grid.stage_layers))}: the sum is "
                      f"{total}, but --layers is {model.layers}")
     if run.run_name is not None and (run.run_name in ("", ".", "..") or "/" in run.run_name):
-        found.append(f"--run-name {run.run_name!r}: must be a plain name; "
-                     "the folder it goes into is --out")
+        found.append(f"--run-name {run.run_name!r}: must be a plain name; it goes into runs/, "
+                     "and --out takes any other folder")
+    if run.run_name is not None and run.out is not None:
+        found.append(f"--run-name {run.run_name} and --out {run.out}: give one of them")
     return found
 
 
@@ -229,8 +231,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
              bad: Iterable[str] = ()) -> tuple[Config, list[str], list[UserError]]:
     """Fill in every None; return the config, notes for the user, and all problems as errors.
 
-    `checks` are the other floors' problems(config) with the error each stands for; they get the
-    completed config. `bad` names fields whose text could not even be read: they hold defaults, so
+    `checks` are those of the floors above: they get the completed config. `bad` names fields whose text could not even be read: they hold defaults, so
     nothing is concluded from them.
     """
     found = _value_problems(config)
@@ -244,9 +245,11 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])
-        for check, error in checks:
-            texts = check(config)
-            errors += [error(texts)] if texts else []
+        for check in checks:
+            try:
+                check(config)
+            except UserError as error:
+                errors.append(error)
     if usage:
         errors.insert(0, UsageError(usage))
     return config, notes, errors

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+OPEN_MPI = "Open MPI's mpirun"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
                     "BLIS_NUM_THREADS")
 # Waiting in MPI spins. With more ranks than cores a spinning rank takes the core from the one it
@@ -40,7 +41,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
         return int(text) if text.isdecimal() else default
 
     for name, rank, size, local_rank, local_size in (
-            ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+            (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
              "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
             ("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
         if number(size, 0) and local_size in environ:

@@ -15,12 +15,15 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from mpipar import errors, failure
-from mpipar.environment import Launcher, presets, read_launcher
+from mpipar.environment import OPEN_MPI, Launcher, presets, read_launcher
 from mpipar.errors import EnvironmentProblem, UserError
 
 STOP_SECONDS = 4.0  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
@@ -126,9 +129,7 @@ class Session:
             self.fail(KeyboardInterrupt("interrupted (SIGINT)"))
         self.stop_requested = True
         late = KeyboardInterrupt(f"interrupted (SIGINT), and not done {self._grace:g} s later")
-        timer = threading.Timer(self._grace, self.fail, (late,))
-        timer.daemon = True
-        timer.start()
+        _later(self._grace, self.fail, late)
 
     def finish(self, exit_code: int) -> int:
         """The regular end, reached by all ranks together; returns the highest of their codes.
@@ -156,9 +157,131 @@ class Session:
         prints its block and aborts with its code; the others are silent and take over that code.
         """
         self._failing.acquire()  # never released: a second failing thread of this rank stops here
-        place = self._place() + (f", thread {thread}" if thread else "")
-        report = failure.report(error, place)
+        if self._others_may_wait_in_init(error):
+            with contextlib.suppress(Exception):
+                self.start()
+        found = failure.report(error, self._place() + (f", thread {thread}" if thread else ""))
         if self.world is None:
-            if isinstance(error, UserError | KeyboardInterrupt):
-                speaks = self.launcher.local_rank == 0
-            ...
+            # the same on every rank (a flag), or on every rank of a host (its installation)
+            per_host = isinstance(error, EnvironmentProblem | KeyboardInterrupt)
+            if (self.launcher.local_rank if per_host else self.launcher.rank) == 0:
+                failure.show(found)
+            os._exit(found.exit_code)
+        code, speaks, record = failure.claim(self._error_folders(), self.world.Get_rank(), found)
+        if speaks:
+            # a console that nobody reads must not keep the job alive
+            _later(ABORT_SECONDS, self._abort, code)
+            failure.show(found, record)
+        else:
+            time.sleep(ABORT_SECONDS)  # the speaker's abort ends this process while it sleeps
+        self._abort(code)
+
+    def _others_may_wait_in_init(self, error: BaseException) -> bool:
+        """A defect before MPI on one rank: launchers let the others wait in MPI_Init for it.
+
+        So the rank starts MPI and aborts from within. Mistakes of the user come alike to all.
+        """
+        return (self.world is None and self.launcher.size > 1
+                and not isinstance(error, UserError | KeyboardInterrupt)
+                and threading.current_thread() is threading.main_thread())
+
+    def _error_folders(self) -> list[Path]:
+        own = [Path(self.run_folder) / "errors"] if self.run_folder else []
+        return [*own, Path(tempfile.gettempdir()) / f"mpipar-errors-{self._token}"]
+
+    def _abort(self, code: int):
+        """Kill every rank; where MPI cannot, at least this process."""
+        _later(ABORT_SECONDS, os._exit, code)
+        if self.launcher.name:
+            self.world.Abort(code)
+        os._exit(code)
+
+
+def _later(seconds: float, function: Callable, *arguments) -> None:
+    timer = threading.Timer(seconds, function, arguments)
+    timer.daemon = True
+    timer.start()
+
+
+def _import_mpi():
+    """mpi4py.MPI, not yet initialized: the library is checked against the launcher first."""
+    try:
+        import mpi4py
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem(f"MPI cannot be loaded ({reason}); install one with "
+                                 "pip install '.[mpich]', or load your cluster's MPI") from error
+    return MPI
+
+
+def _check_library(launcher: Launcher, library: str) -> None:
+    """MPICH does not start under Open MPI's mpirun: it would abort inside MPI_Init, with no hint."""
+    if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
+        raise EnvironmentProblem(
+            f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
+            f"{_short(library)}: start them with the mpiexec of MPICH "
+            f"({Path(sys.executable).parent / 'mpiexec'}), or install mpi4py for Open MPI")
+
+
+def _check_alone(launcher: Launcher, world_size: int, library: str) -> None:
+    """N processes that each believe to be rank 0 of 1 would run the job N times over."""
+    if world_size > 1 or launcher.size == 1:
+        return
+    cure = {"srun": "with MPICH use srun --mpi=pmi2, with Open MPI srun --mpi=pmix"}.get(
+        launcher.name, "use the mpiexec that belongs to the library, or install the library that "
+        "belongs to the launcher: pip install '.[mpich]' for MPICH")
+    raise EnvironmentProblem(
+        f"this process is alone (rank 0 of 1), but {launcher.name} started {launcher.size}: the "
+        f"MPI library ({_short(library)}) does not hear this launcher; {cure}")
+
+
+def _short(library: str) -> str:
+    return " ".join(library.split("\n")[0].split(",")[0].split())
+
+
+def _listen(session: Session) -> None:
+    """Take SIGINT in a thread: a Python handler would wait until the MPI call returns."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def watch():
+        while True:
+            for number in os.read(read_end, 64):
+                if number == signal.SIGINT:
+                    session.interrupt()
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def _run(main: Callable, argv: list[str], session: Session) -> int:
+    try:
+        exit_code = main(argv, session)
+    except AgreedError as agreed:
+        exit_code = agreed.exit_code
+    except SystemExit as leaving:
+        if session.world is not None:
+            raise
+        exit_code = leaving.code
+    return session.finish(exit_code)
+
+
+def guard(main: Callable, argv: list[str] | None = None):
+    """Run main(argv, session) -> exit code as this process's whole life; does not return.
+
+    Call it before NumPy is imported: it sets the number of BLAS threads.
+    """
+    os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
+    session = Session(read_launcher(os.environ))
+    threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
+    _listen(session)
+    try:
+        exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
+        sys.stdout.flush()
+    except BaseException as error:
+        session.fail(error)
+    sys.exit(exit_code)

@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "mpipar")
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers that are a function of the test's name, so that a failure can be repeated alone."""
+    """Random numbers that depend on the test's name alone: a failing test can be repeated alone."""
     digest = hashlib.sha256(request.node.nodeid.encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "little"))
 
@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Repeat what the sessions under mpiexec skipped: their own output is shown only when they fail."""
+    """Repeat what the sessions under mpiexec skipped; their output is shown only on failure."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "skipped_inside" and report.when == "call":

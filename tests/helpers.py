@@ -1,4 +1,4 @@
-"""What several tests share: closeness, and commands with a hard time limit, under a launcher too."""
+"""What several tests share: closeness, commands with a hard time limit, commands under mpiexec."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ def assert_all_close(actual: Mapping, expected: Mapping, tol: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A command that has ended: exit code (negative: killed by that signal), output, wall seconds."""
+    """A command that has ended: exit code (negative: ended by that signal), output, seconds."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -83,7 +83,7 @@ class Finished:
 
 
 def find_launcher() -> str | None:
-    """Return the mpiexec of the environment that runs the tests, else that of the PATH, else None."""
+    """Return the mpiexec of the environment that runs the tests, else of the PATH, else None."""
     own = Path(sys.prefix) / "bin" / "mpiexec"
     return str(own) if own.exists() else shutil.which("mpiexec")
 
@@ -100,7 +100,7 @@ def processes_with(variable: str, value: str) -> list[int]:
 
 
 def kill_with(variable: str, value: str, sign: int = signal.SIGKILL) -> None:
-    """Signal every process that was started with this environment variable, whatever group it is in."""
+    """Signal every process started with this environment variable, whatever group it is in."""
     for pid in processes_with(variable, value):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sign)
@@ -112,17 +112,19 @@ def run_command(
     env: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
 ) -> Finished:
-    """Run a command to its end; past ``timeout`` seconds all its processes are killed and the test fails.
+    """Run a command to its end; past ``timeout`` seconds it is killed whole and the test fails.
 
     Processes that outlive the command are killed, and are a failure as well.
     """
     mark = uuid.uuid4().hex
     argv = tuple(map(str, argv))
+    # Options for the pytest that runs this test are not meant for one that the command may start.
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.monotonic()
         process = subprocess.Popen(
             argv,
-            env={**os.environ, **(env or {}), MARK: mark},
+            env={**inherited, **(env or {}), MARK: mark},
             cwd=cwd or REPOSITORY,
             stdin=subprocess.DEVNULL,
             stdout=out,

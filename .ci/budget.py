@@ -1,0 +1,57 @@
+"""Check what keeps the code readable: file <= 300 lines, function <= 60, line <= 100, no leftovers.
+
+Prints every finding as path:line: text; exits 1 if there is one.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FILE_LINES = 300
+FUNCTION_LINES = 60
+LINE_LENGTH = 100
+SUFFIXES = {".py", ".cu", ".cuh", ".sbatch"}
+LEFTOVER = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|NotImplemented[E]rror)\b")
+
+
+def problems(path: Path, text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line number, what is wrong) for one source file."""
+    lines = text.splitlines()
+    if len(lines) > FILE_LINES:
+        yield 1, f"{len(lines)} lines, more than {FILE_LINES}"
+    for number, line in enumerate(lines, 1):
+        if len(line) > LINE_LENGTH:
+            yield number, f"{len(line)} characters, more than {LINE_LENGTH}"
+        if not line.isascii():
+            yield number, "a character that is not ASCII"
+        if found := LEFTOVER.search(line):
+            yield number, f"leftover: {found[0]}"
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    yield node.lineno, f"{node.name} has {length} lines, more than {FUNCTION_LINES}"
+
+
+def source_files(root: Path) -> list[Path]:
+    """Return the sources that git knows or would take in."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, check=True, text=True)
+    paths = [root / name for name in listed.stdout.split("\0") if name]
+    return sorted(path for path in paths if path.suffix in SUFFIXES and path.is_file())
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parent.parent
+    files = source_files(root)
+    found = [
+        f"{path.relative_to(root)}:{number}: {text}"
+        for path in files
+        for number, text in problems(path, path.read_text(encoding="utf-8"))
+    ]
+    print("\n".join([*found, f"{len(files)} files, {len(found)} findings"]))
+    sys.exit(1 if found or not files else 0)

@@ -1,0 +1,85 @@
+"""Read pytest's JUnit files of all sections; print what was skipped and why, and the sum.
+
+    python3 .ci/summary.py FOLDER [--must-run PREFIX ...]
+
+A test that one section skipped and another one ran counts as run. Exits 1 when a test failed, when
+none passed, or when a skip remains whose reason starts with one of the prefixes.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+
+def outcome(case: ET.Element) -> tuple[str, str]:
+    """Return ("passed" | "failed" | "skipped", reason) of one test case."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed", ""
+    skip = case.find("skipped")
+    if skip is None:
+        return "passed", ""
+    message = skip.get("message", "")
+    if message == "collection skipped":  # a whole file: (path, line, 'Skipped: reason')
+        message = (skip.text or "").rpartition("Skipped: ")[2].rstrip("\")' ")
+    return "skipped", message
+
+
+def read(folder: Path):
+    """Return names of passed, names of failed tests, {name: reason} of skips, lines from inside."""
+    names: dict[str, list[str]] = {"passed": [], "failed": []}
+    skips: dict[str, str] = {}
+    inside: list[str] = []
+    for path in sorted(folder.glob("*.xml")):
+        root = ET.parse(path)  # noqa: S314 (written by our own pytest)
+        for case in root.iter("testcase"):
+            name = ".".join(part for part in (case.get("classname"), case.get("name")) if part)
+            kind, reason = outcome(case)
+            if kind == "skipped":
+                skips[name] = reason
+            else:
+                names[kind].append(name)
+            inside += [
+                f"{item.get('value')} [inside {name}]"
+                for item in case.iter("property")
+                if item.get("name") == "skipped_inside"
+            ]
+    return names["passed"], names["failed"], skips, inside
+
+
+def remaining(skips: dict[str, str], ran: set[str]) -> dict[str, list[str]]:
+    """Return {reason: names} of the tests that no section ran; a skipped file by its file name."""
+    by_reason = defaultdict(list)
+    for name, reason in sorted(skips.items()):
+        if name not in ran and not any(other.startswith(f"{name}.") for other in ran):
+            by_reason[reason].append(name)
+    return dict(by_reason)
+
+
+def main() -> int:
+    """Print the summary; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--must-run", nargs="*", default=[])
+    options = parser.parse_args()
+    passed, failed, skips, inside = read(options.folder)
+    left = remaining(skips, {*passed, *failed})
+    print("skipped, and why:" if left or inside else "skipped: nothing")
+    for reason, names in left.items():
+        examples = ", ".join(names[:3]) + " ..." * (len(names) > 3)
+        print(f"  {len(names)} test(s): {reason} [{examples}]")
+    for line in inside:
+        print(f"  {line}")
+    for name in failed:
+        print(f"failed: {name}")
+    unwanted = [reason for reason in left if reason.startswith(tuple(options.must_run))]
+    for reason in unwanted:
+        print(f"must not be skipped here: {reason}")
+    num_skipped = sum(map(len, left.values()))
+    print(f"total: {len(passed)} passed, {len(failed)} failed, {num_skipped} skipped")
+    return 1 if failed or unwanted or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""`mpipar` and `python -m mpipar`: every command runs inside the guard."""
+
+from mpipar.cli import main as run_command
+from mpipar.launch import guard
+
+
+def main() -> None:
+    """The console script; does not return."""
+    guard(run_command)
+
+
+if __name__ == "__main__":
+    main()

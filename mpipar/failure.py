@@ -1,0 +1,90 @@
+"""One error block for one failed job: what went wrong, where, why, what to do.
+
+claim() decides which of several ranks that fail at the same time speaks: the first to create one
+file, by a hard link to a record that is already complete, so whoever finds it can read it.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpipar import errors
+from mpipar.errors import EXIT_CODES, UserError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the block shows and errors/rank-N.json holds."""
+
+    exit_code: int
+    what: tuple[str, ...]
+    where: str
+    why: str
+    do: str
+    trace: str
+
+
+def report(error: BaseException, where: str) -> Report:
+    """The report of an exception; a traceback only for what is not the user's doing."""
+    if isinstance(error, UserError):
+        return Report(error.exit_code, tuple(error.problems), where, "", "", "")
+    if isinstance(error, KeyboardInterrupt):
+        what = str(error) or "interrupted (SIGINT)"
+        return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "nothing was saved", "")
+    if isinstance(error, BrokenPipeError):
+        what = "the program that read the output has ended"
+        return Report(errors.EXIT_OUTPUT, (what,), where, "", "let it read to the end", "")
+    what = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SystemExit):
+        what = f"sys.exit({error.code!r}) on this rank, while the others go on"
+    elif isinstance(error, MemoryError):
+        what += "; more ranks or fewer rows need less: --memory shows the bytes of each rank"
+    frames = traceback.extract_tb(error.__traceback__)
+    why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return Report(errors.EXIT_INTERNAL, (what,), where, why,
+                  "report this with the command line and the traceback",
+                  "".join(traceback.format_exception(error)))
+
+
+def show(found: Report, record: Path | None = None) -> None:
+    """Print the block on stderr, after everything printed so far."""
+    lines = [f"mpipar: stopped, exit code {found.exit_code} ({EXIT_CODES[found.exit_code]})"]
+    for title, texts in (("what", found.what), ("where", (found.where,)), ("why", (found.why,)),
+                         ("do", (found.do,)), ("record", (str(record or ""),))):
+        label = f"{title}:"
+        for text in filter(None, texts):
+            lines.append(f"  {label:<8}" + text.replace("\n", "\n" + " " * 10))
+            label = ""
+    with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the block
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write("\n".join(lines) + "\n" + found.trace)
+        sys.stderr.flush()
+
+
+def claim(folders: list[Path], world_rank: int, found: Report) -> tuple[int, bool, Path | None]:
+    """Write the rank's record; return (exit code of the job, whether this rank speaks, record).
+
+    `folders`: where records go, the first that can be written. Without any, every rank speaks.
+    """
+    text = json.dumps(asdict(found) | {"world_rank": world_rank, "time": time.time()}, indent=1)
+    for folder in folders:
+        record, first = folder / f"rank-{world_rank}.json", folder / "first.json"
+        try:
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            record.write_text(text + "\n")
+            os.link(record, first)
+        except FileExistsError:
+            return json.loads(first.read_text())["exit_code"], False, record
+        except OSError as problem:
+            if problem.errno in (errno.EPERM, errno.EOPNOTSUPP):  # no hard links here
+                return found.exit_code, True, record
+            continue
+        return found.exit_code, True, record
+    return found.exit_code, True, None

@@ -1,0 +1,71 @@
+"""Text from the model, token by token, through the same pipeline and the same cut layers that train.
+
+No rank ever sees all logits: each offers its best token, and the best of those wins. Sampling adds Gumbel noise
+to logits / temperature and takes the largest sum, which is a draw from the softmax (arXiv 1611.01144); the noise
+of a token is a pure function of (seed, position, token id), so every layout draws the same text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipar.data.rows import Batch
+from mpipar.data.source import BYTE_VOCABULARY
+from mpipar.errors import UsageError
+
+
+def encode(prompt: str, vocab_size: int) -> list[int]:
+    """Prompt -> tokens: bytes for a byte model, else ids separated by blanks. Raises UsageError."""
+    if vocab_size <= BYTE_VOCABULARY:
+        tokens = list(prompt.encode())
+        bad = [token for token in tokens if token >= vocab_size]
+    else:
+        words = prompt.split()
+        bad = [word for word in words if not word.isdecimal() or int(word) >= vocab_size]
+        tokens = [] if bad else [int(word) for word in words]
+    if bad or not tokens:
+        raise UsageError(
+            f"--prompt {prompt!r}: needs at least one token, all below the model's vocabulary of"
+            f" {vocab_size:,}; a model of bytes takes text, any other takes ids, as --prompt '464 318'")
+    return tokens
+
+
+def decode(tokens: list[int], vocab_size: int) -> str:
+    """Tokens -> text: the inverse of `encode`; bytes that are no UTF-8 become replacement marks."""
+    if vocab_size <= BYTE_VOCABULARY:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+    return " ".join(map(str, tokens))
+
+
+def generate(worker, prompt: list[int], num_tokens: int, temperature: float, seed: int):
+    """Yield num_tokens further tokens, the same on every rank; temperature 0 takes the likeliest.
+
+    The last T tokens are the context, and each token runs the whole context through the model again.
+    Comm: per token one forward pass, one all_gather of two numbers over tp, one broadcast over world.
+    """
+    ops, model = worker.ops, worker.config.model
+    last_stage = worker.schedule.num_stages - 1
+    root = worker.grid.at(pp=worker.schedule.rank_of(last_stage, 0), dp=0, cp=0, tp=0)
+    tokens = list(prompt)
+    for position in range(len(prompt), len(prompt) + num_tokens):
+        context = np.array([tokens[-model.seq_len:]])
+        batch = Batch(ops.asarray(context), None, ops.asarray(np.arange(context.shape[1])))
+        outputs = worker.forward(1, lambda mb, batch=batch: batch)
+        token = np.zeros(1, np.int64)
+        if outputs:
+            loss = worker.stages[last_stage].loss
+            logits = outputs[0][-1:]  # (1, V/tp)
+            noise = None
+            if temperature > 0:
+                own = slice(loss.start, loss.start + logits.shape[1])
+                padded = logits.shape[1] * worker.comms.tp.size
+                generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, position, 0, 1]))
+                noise = temperature * generator.gumbel(size=padded)[None, own]
+                noise = ops.asarray(noise.astype(ops.dtype))
+            best = ops.argmax_forward(logits, loss.start, model.vocab_size, noise)
+            best = ops.to_host(worker.comms.tp.all_gather(best, "generate.token"))[:, 0]
+            # The largest value wins; of equal ones the lowest id, as on one rank.
+            token[0] = int(min(best, key=lambda pair: (-pair[0], pair[1]))[1])
+        token = ops.to_host(worker.comms.world.broadcast(ops.asarray(token), root, "generate.next"))
+        tokens.append(int(token[0]))
+        yield tokens[-1]
