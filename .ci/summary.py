@@ -26,11 +26,19 @@ def outcome(case: ET.Element) -> tuple[str, str]:
     return "skipped", message
 
 
+def properties(case: ET.Element, name: str) -> list[str]:
+    """Return the values of the properties with this name that a test has recorded."""
+    return [item.get("value") for item in case.iter("property") if item.get("name") == name]
+
+
 def read(folder: Path):
-    """Return names of passed, names of failed tests, {name: reason} of skips, lines from inside."""
+    """Return the names of passed, of failed tests, {name: reason} of skips, and MPI sessions.
+
+    A session is (number of tests that passed in it, "test - reason" of those that it skipped).
+    """
     names: dict[str, list[str]] = {"passed": [], "failed": []}
     skips: dict[str, str] = {}
-    inside: list[str] = []
+    sessions: list[tuple[int, set[str]]] = []
     for path in sorted(folder.glob("*.xml")):
         root = ET.parse(path)  # noqa: S314 (written by our own pytest)
         for case in root.iter("testcase"):
@@ -40,12 +48,11 @@ def read(folder: Path):
                 skips[name] = reason
             else:
                 names[kind].append(name)
-            inside += [
-                f"{item.get('value')} [inside {name}]"
-                for item in case.iter("property")
-                if item.get("name") == "skipped_inside"
+            sessions += [
+                (int(count), set(properties(case, "skipped_inside")))
+                for count in properties(case, "passed_inside")
             ]
-    return names["passed"], names["failed"], skips, inside
+    return names["passed"], names["failed"], skips, sessions
 
 
 def remaining(skips: dict[str, str], ran: set[str]) -> dict[str, list[str]]:
@@ -63,14 +70,16 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--must-run", nargs="*", default=[])
     options = parser.parse_args()
-    passed, failed, skips, inside = read(options.folder)
+    passed, failed, skips, sessions = read(options.folder)
     left = remaining(skips, {*passed, *failed})
+    inside = set.intersection(*(lines for _, lines in sessions)) if sessions else set()
+    print(f"{sum(count for count, _ in sessions)} tests inside {len(sessions)} MPI sessions")
     print("skipped, and why:" if left or inside else "skipped: nothing")
     for reason, names in left.items():
         examples = ", ".join(names[:3]) + " ..." * (len(names) > 3)
         print(f"  {len(names)} test(s): {reason} [{examples}]")
-    for line in inside:
-        print(f"  {line}")
+    for line in sorted(inside):
+        print(f"  in every MPI session: {line}")
     for name in failed:
         print(f"failed: {name}")
     unwanted = [reason for reason in left if reason.startswith(tuple(options.must_run))]

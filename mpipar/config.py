@@ -17,7 +17,7 @@ from mpipar.errors import UsageError, UserError, combine, suggestion
 from mpipar.layout import divisors, listing
 
 AXES = ("pp", "dp", "cp", "tp")
-Check = Callable[["Config"], object]  # raises UserError with all it finds
+Check = tuple[Callable[["Config"], list[str]], type[UserError]]
 
 
 def setting(default, text, *, low=None, above=None, below=None, choices=None):
@@ -113,6 +113,7 @@ class RunConfig:
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
     prompt: str = setting("The ", "start of the text generated at the end")
     sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0)
+    temperature: float = setting(0.8, "of that text; 0 = always the likeliest token", low=0.0)
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,9 @@ def _one_value(name: str, legal: dict, value) -> str | None:
         return f"{shown}: must be at least {legal['low']}"
     if legal["above"] is not None and value <= legal["above"]:
         return f"{shown}: must be greater than {legal['above']:g}"
-    if legal["below"] is not None and value >= legal["below"]:
-        return f"{shown}: must be less than {legal['below']}"
+    below = legal["below"] or (2**31 if isinstance(value, int) else math.inf)
+    if isinstance(value, int | float) and value >= below:
+        return f"{shown}: must be less than {below}"
     if legal["choices"] and value not in legal["choices"]:
         hint = suggestion(value, legal["choices"])
         return f"{flag(name)} {value!r}: must be one of {', '.join(legal['choices'])}{hint}"
@@ -231,7 +233,8 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
              bad: Iterable[str] = ()) -> tuple[Config, list[str], list[UserError]]:
     """Fill in every None; return the config, notes for the user, and all problems as errors.
 
-    `checks` are those of the floors above: they get the completed config. `bad` names fields whose text could not even be read: they hold defaults, so
+    `checks` are the other floors' problems(config), each with the error it stands for; they get the
+    completed config. `bad` names fields whose text could not even be read: they hold defaults, so
     nothing is concluded from them.
     """
     found = _value_problems(config)
@@ -240,16 +243,15 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
     if not bad & SHAPE_FIELDS:
         model = replace(config.model, ffn=config.model.ffn or 4 * config.model.d_model)
         given = config.grid
-        (dp, pp, tp), misfits = layout.choose((given.dp, given.pp, given.tp), world_size,
-                                              model.layers, model.heads, model.ffn)
+        (dp, pp, tp), misfits = layout.choose(
+            (given.dp, given.pp, given.tp), world_size,
+            model.layers, model.heads, model.ffn, model.d_model)
         config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])
-        for check in checks:
-            try:
-                check(config)
-            except UserError as error:
-                errors.append(error)
+        for check, error in checks:
+            texts = check(config)
+            errors += [error(texts)] if texts else []
     if usage:
         errors.insert(0, UsageError(usage))
     return config, notes, errors

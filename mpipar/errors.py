@@ -47,26 +47,38 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
+    """Flags, config file or layout: what was typed cannot be meant."""
+
     exit_code = EXIT_USAGE
 
 
 class DataError(UserError):
+    """Text, token files or weights that cannot be used."""
+
     exit_code = EXIT_DATA
 
 
 class EnvironmentProblem(UserError):
+    """MPI, launcher or GPU do not fit what was asked for."""
+
     exit_code = EXIT_ENVIRONMENT
 
 
 class OutputError(UserError):
+    """A file or folder could not be written."""
+
     exit_code = EXIT_OUTPUT
 
 
 class HangError(UserError):
+    """A rank is stuck, or ranks disagree about what comes next."""
+
     exit_code = EXIT_HANG
 
 
 class NonFiniteError(UserError):
+    """The loss or a gradient is NaN or infinite."""
+
     exit_code = EXIT_NON_FINITE
 
 

@@ -1,7 +1,7 @@
 """Flags, TOML keys and config.toml, all generated from the fields of config.py.
 
-Precedence: preset < config file < flags. Every mistake is collected; a field whose text could not be
-read keeps its default and is named in `bad`, so that the checks that follow do not judge it.
+Precedence: preset < config file < flags. Every mistake is collected; a field whose text could not
+be read keeps its default and is named in `bad`, so that the checks that follow do not judge it.
 """
 
 import argparse
@@ -29,11 +29,15 @@ EXAMPLES = {"stage_layers": "3,2,2,1", "data": "text.txt"}
 
 @dataclass(frozen=True)
 class Reading:
-    """What flags and file say: an unresolved Config, all problems of reading it, fields not read."""
+    """What flags and file say: an unresolved Config and all problems of reading it.
+
+    given: fields that the user named. bad: those of them whose text could not be read.
+    """
 
     config: Config
-    problems: tuple[str, ...]
-    bad: frozenset[str]
+    problems: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()
+    bad: frozenset[str] = frozenset()
 
 
 def kind(field: dataclasses.Field) -> tuple[type, bool]:
@@ -136,9 +140,12 @@ def join_negative(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]
     return joined
 
 
-def read(namespace: argparse.Namespace) -> Reading:
-    """The unresolved Config that --config and the flags make up; nothing is raised."""
-    problems, bad = [], set()
+def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Reading:
+    """The unresolved Config that --config and the flags make up; nothing is raised.
+
+    `problems`: found before (unknown flags); they stand first.
+    """
+    problems, bad = list(problems or []), set()
     from_file = {}
     if getattr(namespace, "config", None):
         from_file = _read_file(namespace.config, problems)
@@ -153,7 +160,7 @@ def read(namespace: argparse.Namespace) -> Reading:
                 shown = raw if is_text else f"= {raw!r} in {namespace.config}"
                 problems.append(f"{flag(name)} {shown}: {error}")
                 bad.add(name)
-    return Reading(build(values), tuple(problems), frozenset(bad))
+    return Reading(build(values), tuple(problems), frozenset(values), frozenset(bad))
 
 
 def _read_file(path: str, problems: list[str]) -> dict:

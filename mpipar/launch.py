@@ -13,6 +13,7 @@ No state outside the Session object, which the command gets as an argument.
 import array
 import contextlib
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from mpipar import errors, failure
 from mpipar.environment import OPEN_MPI, Launcher, presets, read_launcher
-from mpipar.errors import EnvironmentProblem, UserError
+from mpipar.errors import EnvironmentProblem, UsageError, UserError
 
 STOP_SECONDS = 4.0  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
@@ -146,7 +147,7 @@ class Session:
     def _place(self) -> str:
         doing = f", {self.where()}" if self.where() else ""
         if self.world is None:
-            return f"before MPI started, on host {os.uname().nodename} (pid {os.getpid()}){doing}"
+            return f"host {os.uname().nodename} (pid {os.getpid()}){doing}"
         return (f"rank {self.world.Get_rank()} of {self.world.Get_size()} on host "
                 f"{os.uname().nodename} (pid {os.getpid()}){doing}")
 
@@ -160,12 +161,17 @@ class Session:
         if self._others_may_wait_in_init(error):
             with contextlib.suppress(Exception):
                 self.start()
-        found = failure.report(error, self._place() + (f", thread {thread}" if thread else ""))
+        place = self._place() + (f", thread {thread}" if thread else "")
+        symmetric = self.world is None and isinstance(error, UsageError)
+        found = failure.report(error, "" if symmetric else place)
         if self.world is None:
             # the same on every rank (a flag), or on every rank of a host (its installation)
             per_host = isinstance(error, EnvironmentProblem | KeyboardInterrupt)
             if (self.launcher.local_rank if per_host else self.launcher.rank) == 0:
-                failure.show(found)
+                if not isinstance(error, BrokenPipeError):  # `mpipar schedule ... | head`
+                    failure.show(found)
+            else:  # the first to leave makes some launchers kill the others: let one speak before
+                time.sleep(ABORT_SECONDS / 4)
             os._exit(found.exit_code)
         code, speaks, record = failure.claim(self._error_folders(), self.world.Get_rank(), found)
         if speaks:
@@ -218,7 +224,7 @@ def _import_mpi():
 
 
 def _check_library(launcher: Launcher, library: str) -> None:
-    """MPICH does not start under Open MPI's mpirun: it would abort inside MPI_Init, with no hint."""
+    """MPICH does not start under Open MPI's mpirun: it would abort inside MPI_Init, hint or no."""
     if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
         raise EnvironmentProblem(
             f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
@@ -239,7 +245,7 @@ def _check_alone(launcher: Launcher, world_size: int, library: str) -> None:
 
 
 def _short(library: str) -> str:
-    return " ".join(library.split("\n")[0].split(",")[0].split())
+    return " ".join(re.split("[\n,]", library, maxsplit=1)[0].split())
 
 
 def _listen(session: Session) -> None:
@@ -266,7 +272,7 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
     except SystemExit as leaving:
         if session.world is not None:
             raise
-        exit_code = leaving.code
+        exit_code = leaving.code or errors.EXIT_OK
     return session.finish(exit_code)
 
 
@@ -282,6 +288,6 @@ def guard(main: Callable, argv: list[str] | None = None):
     try:
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
         sys.stdout.flush()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
         session.fail(error)
     sys.exit(exit_code)

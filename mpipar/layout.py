@@ -11,7 +11,8 @@ Layout = tuple[int, int, int]  # (dp, pp, tp)
 
 def divisors(number: int) -> list[int]:
     """The divisors of a number, ascending."""
-    return [low for low in range(1, number + 1) if number % low == 0]
+    low = [small for small in range(1, math.isqrt(number) + 1) if number % small == 0]
+    return sorted({*low, *(number // small for small in low)})
 
 
 def listing(values: Iterable[int], near: int, count: int = 6) -> str:
@@ -29,7 +30,7 @@ def fitting(world_size: int, layers: int, heads: int, ffn: int) -> list[Layout]:
 
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
-           layers: int, heads: int, ffn: int) -> tuple[Layout, list[str]]:
+           layers: int, heads: int, ffn: int, d_model: int) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
     With problems, the layout returned holds the given axes and 1 where nothing is known, so that
@@ -42,18 +43,28 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
         return min(matching, key=_preference(given, world_size)), []
     dp, pp, tp = given
     found = _product_problems(given, world_size, options)
-    for name, value in (("--heads", heads), ("--ffn", ffn)):
-        if tp and value % tp:
-            legal = [tp * k for k in range(1, value // tp + 3)]
-            found.append(f"{name} {value}: must be a multiple of tp {tp}; use --tp "
-                         f"{listing(divisors(value), tp)}, or {name} {listing(legal, value, 2)}")
+    if tp:
+        found += _cut_problems(tp, heads, ffn, d_model)
     if pp and pp > layers:
-        found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; "
-                     f"use --pp {listing(range(1, layers + 1), pp)}, or --layers {pp}")
+        found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; use --pp "
+                     f"{listing(range(max(1, layers - 5), layers + 1), pp)}, or --layers {pp}")
     if not found:
         found.append(f"no layout of {world_size} ranks fits the axes given and the model's shape; "
                      f"use one of: {_shown(options)}")
     return (dp or 1, pp or 1, tp or 1), found
+
+
+def _cut_problems(tp: int, heads: int, ffn: int, d_model: int) -> list[str]:
+    """Heads or FFN width cannot be cut over tp ranks; what can."""
+    cuts = listing(divisors(math.gcd(heads, ffn)), tp)
+    legal = {"heads": [number for number in divisors(d_model) if number % tp == 0],
+             "ffn": [number for number in (ffn - ffn % tp, ffn - ffn % tp + tp) if number]}
+    found = []
+    for name, value in (("heads", heads), ("ffn", ffn)):
+        if value % tp:
+            other = f", or --{name} {listing(legal[name], value, 2)}" if legal[name] else ""
+            found.append(f"--{name} {value}: must be a multiple of tp {tp}; use --tp {cuts}{other}")
+    return found
 
 
 def _preference(given, world_size: int):
@@ -79,8 +90,9 @@ def _product_problems(given, world_size: int, options: list[Layout]) -> list[str
     named = [f"{name} {axis}" for name, axis in zip(("dp", "pp", "tp"), given, strict=True) if axis]
     total = f"{' x '.join(named)} = {product}" if len(named) > 1 else named[0]
     wants = f"a multiple of {product} ranks" if None in given else f"{product} ranks"
-    return [f"{total}: needs {wants}, but {world_size} {'was' if world_size == 1 else 'were'} "
-            f"started; start them with mpiexec -n {product}, or use one of: {_shown(options)}"]
+    started = "1 was started" if world_size == 1 else f"{world_size} were started"
+    return [f"{total}: needs {wants}, but {started}; start them with mpiexec -n {product}, "
+            + f"or use one of: {_shown(options)}"]
 
 
 def _shown(options: Sequence[Layout], count: int = 8) -> str:

@@ -76,8 +76,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Repeat what the sessions under mpiexec skipped; their output is shown only on failure."""
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            if name == "skipped_inside" and report.when == "call":
-                terminalreporter.write_line(f"{value} [inside {report.nodeid}]")
+    """Say what every session under mpiexec skipped: those are tests that did not run at all."""
+    sessions = [
+        {value for name, value in report.user_properties if name == "skipped_inside"}
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call" and "passed_inside" in dict(report.user_properties)
+    ]
+    for line in sorted(set.intersection(*sessions)) if sessions else []:
+        terminalreporter.write_line(f"SKIPPED in each of {len(sessions)} MPI sessions: {line}")

@@ -23,7 +23,7 @@ def session_command(folder: Path) -> list[str]:
         *("-p", "no:cacheprovider"),  # the ranks would write one cache at the same time
         *("-m", ""),  # no marker is left out here: nothing else would ever run it
         # Not by file descriptor: what the MPI library prints before it aborts has to come through.
-        *("--capture=sys", "-rs", "--color=no"),
+        *("--capture=sys", "-rs", "--no-fold-skipped", "--color=no"),
     ]
 
 
@@ -34,7 +34,7 @@ def count(summary: str, word: str) -> int:
 
 
 def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT):
-    """Run one session; return (passed, skip lines); anything else than these fails."""
+    """Run one session; return (number passed, ["test - reason" of skips]); all else fails."""
     env = {"MPIPAR_TEST_LIMIT": str(test_limit)}
     result = run_ranks(num_ranks, session_command(folder), SESSION_LIMIT, env=env)
     assert result.returncode == 0, result.tail()
@@ -44,7 +44,8 @@ def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT):
     bad = {word: count(summaries[0], word) for word in ("failed", "errors?", "xfailed", "xpassed")}
     assert not any(bad.values()), f"{bad}\n{result.tail()}"
     assert count(summaries[0], "passed") > 0, f"no test ran\n{result.tail()}"
-    return count(summaries[0], "passed"), [x for x in lines if x.startswith("SKIPPED")]
+    skipped = [x.removeprefix("SKIPPED ") for x in lines if x.startswith("SKIPPED ")]
+    return count(summaries[0], "passed"), skipped
 
 
 @needs_launcher

@@ -102,6 +102,15 @@ def test_attention_hides_exactly_the_later_positions(ops, rng, kind):
     assert_close(y, np.einsum("bhij,bjhd->bihd", probs, qkv[:, :, 2]), 1e-13, "y")
 
 
+def test_attention_of_large_scores_does_not_overflow(ops):
+    qkv = np.zeros((1, 3, 3, 1, 1))
+    qkv[0, :, 0, 0, 0], qkv[0, :, 1, 0, 0] = 1.0, [-1e5, 1e5, -1e5]
+    qkv[0, :, 2, 0, 0] = [5.0, 7.0, 9.0]
+    y, probs = ops.attention_forward(qkv, np.arange(3))
+    assert np.array_equal(probs[0, 0], [[1, 0, 0], [0, 1, 0], [0, 1, 0]])
+    assert np.array_equal(y[0, :, 0, 0], [5.0, 7.0, 7.0])
+
+
 def test_embedding_gradients(ops, rng):
     ids, positions = rng.integers(0, 9, (2, 5)), np.array([6, 0, 3, 1, 4])
     table, places = rng.standard_normal((4, 3)), rng.standard_normal((7, 3))

@@ -9,18 +9,11 @@ from statistics import median
 from time import perf_counter
 
 from mpipar import checkpoint, flags
-from mpipar import ops as ops_module
+from mpipar.commands.inputs import prepare
 from mpipar.data.bigram import bigram_loss
-from mpipar.data.rows import Rows, split
-from mpipar.data.source import BYTE_VOCABULARY, load_tokens
-from mpipar.errors import (
-    EXIT_OK,
-    EXIT_STOPPED,
-    DataError,
-    EnvironmentProblem,
-    OutputError,
-    UsageError,
-)
+from mpipar.data.rows import Rows
+from mpipar.data.source import BYTE_VOCABULARY
+from mpipar.errors import EXIT_OK, EXIT_STOPPED, OutputError, UsageError
 from mpipar.generate import decode, encode, generate
 from mpipar.grid import Grid
 from mpipar.pipeline import draw
@@ -169,47 +162,10 @@ def finish(session, worker, parts, log, folder, seconds) -> None:
     log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {folder}")
 
 
-def prepare(reading, world_size: int):
-    """Check everything that can be checked before anything is allocated.
-
-    Returns (config, notes, ops, training part, held-out part); raises with all problems found.
-    """
-    found = {}
-
-    def data_problems(config):
-        try:
-            tokens, found["what"] = load_tokens(config.run.data, config.model.vocab_size)
-            found["parts"] = split(tokens, config.train.batch_size, config.model.seq_len)
-        except DataError as error:
-            return error.problems
-        return []
-
-    def device_problems(config):
-        try:
-            found["ops"] = ops_module.make(config.run.device, config.run.dtype)
-        except EnvironmentProblem as error:
-            return error.problems
-        return []
-
-    def prompt_problems(config):
-        try:
-            encode(config.run.prompt, config.model.vocab_size)
-        except UsageError as error:
-            return error.problems
-        return []
-
-    checks = [(prompt_problems, UsageError), (data_problems, DataError),
-              (device_problems, EnvironmentProblem)]
-    config, notes = resolve(reading, world_size, checks)
-    train_part, held_out = found["parts"]
-    notes.append(f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out")
-    return config, notes, found["ops"], train_part, held_out
-
-
 def run(session, reading) -> int:
     """Train as the flags say; returns the exit code. Comm: everything."""
     world = session.start()
-    config, notes, ops, *parts = session.agree(lambda: prepare(reading, world.size))
+    config, notes, ops, parts = session.agree(lambda: prepare(reading, world.size))
     folder = session.agree(lambda: make_run_folder(config, world.rank))
     session.run_folder = str(folder)
     memory = PeakMemory(ops)

@@ -5,6 +5,8 @@ with `out=` and in-place operators, the next tile after it. Buffers belong to th
 bounded by a tile. Letters as in `array_ops`.
 """
 
+import math
+
 import numpy as np
 
 from mpipar.ops import numpy_attention
@@ -26,7 +28,7 @@ class NumpyOps(ArrayOps):
 
     def _buffer(self, name, shape):
         """Return an uninitialised array that the next call with this name overwrites."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].size < size:
             self._buffers[name] = np.empty(size, self.dtype)
         return self._buffers[name][:size].reshape(shape)

@@ -1,1 +1,4 @@
-"""Pipeline schedules as data: made (schedules), proved (check), timed (simulate), drawn (draw) and run (engine)."""
+"""Pipeline schedules as data: made (schedules), proved (check), timed (simulate), drawn (draw).
+
+One engine runs any of them.
+"""

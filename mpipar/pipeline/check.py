@@ -4,23 +4,30 @@ What is assumed of the engine: a compute instruction waits for its own receives 
 else; sends and receives never block by themselves; at the end every send is matched. A synchronous
 send is complete once its receive is posted, which a rank does before it waits for the data. So a
 schedule can hang only where ranks wait for each other's results in a circle (progress.py).
-
-A rank's program is checked as columns of numbers, because a million instructions are checked in
-front of a training run. NEVER, the position of what does not happen, is behind all positions.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from mpipar.pipeline.instructions import Schedule, ScheduleError, is_remote
+from mpipar.pipeline.columns import (
+    FORWARD,
+    FULL,
+    INPUT,
+    KINDS,
+    REDUCE,
+    SEND_F,
+    WEIGHT,
+    columns,
+    refuse_first,
+)
+from mpipar.pipeline.instructions import Schedule, ScheduleError
 from mpipar.pipeline.progress import message_events, prove_progress
 
-KINDS = ("F", "B", "I", "W", "OVERLAP_F_B", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
-FORWARD, FULL, INPUT, WEIGHT, OVERLAP, REDUCE, *WIRES = range(len(KINDS))
-CODES = {kind: code for code, kind in enumerate(KINDS)}
 STASH_CHANGE = np.array([1, -1, 0, -1])  # by F, B, I, W: a stash lives until its last reader
-NEVER = np.iinfo(np.int64).max
+NEEDED = np.array([FORWARD, FORWARD, FORWARD, INPUT])  # what B, I and W need of the same microbatch
+RIVAL = np.array([FORWARD, INPUT, FULL, WEIGHT])  # B and I exclude each other
+NEVER = np.iinfo(np.int64).max  # the position of what does not happen: behind all others
 
 
 @dataclass(frozen=True)
@@ -73,52 +80,115 @@ def check_shape(schedule: Schedule) -> None:
         )
 
 
-def columns(schedule: Schedule, pp_rank: int) -> np.ndarray:
-    """The program as an int array (4, n): position, kind, stage, mb; an overlap is its F and its B."""
-    program = schedule.programs[pp_rank]
-    if not program:
-        raise ScheduleError.at(schedule, pp_rank, 0, "this rank has nothing to do")
-    kinds, stages, mbs, *_ = zip(*program, strict=True)
-    table = np.empty((4, len(program)), np.int64)
-    table[0] = np.arange(len(program))
-    table[1] = [CODES.get(kind, -1) for kind in kinds]
-    table[2], table[3] = stages, mbs
-    overlaps = np.flatnonzero(table[1] == OVERLAP)
-    if not overlaps.size:
-        return table
-    halves = [(position, FULL, *program[position][3:]) for position in overlaps]
-    table[1, overlaps] = FORWARD
-    return np.insert(table, overlaps + 1, np.transpose(halves), axis=1)
-
-
-def refuse_first(schedule, pp_rank, positions, bad, reason) -> None:
-    """Raise at the earliest position that is bad, if any; reason(k) words what entry k violates."""
-    where = np.flatnonzero(bad)
-    if where.size:
-        k = where[np.argmin(positions[where])]
-        position = min(int(positions[k]), len(schedule.programs[pp_rank]))
-        raise ScheduleError.at(schedule, pp_rank, position, reason(k))
-
-
 def check_fits(schedule: Schedule, pp_rank: int, table: np.ndarray) -> None:
-    """Every instruction is known, and every pass belongs to this rank."""
+    """Every instruction is known, and its stage and microbatch belong to this rank."""
     positions, codes, stages, mbs = table
-    allowed = (codes >= 0) & (schedule.wired | (codes <= REDUCE))
-    words = " ".join(KINDS if schedule.wired else KINDS[:WIRES[0]])
-    refuse_first(schedule, pp_rank, positions, ~allowed, lambda k: f"it has only {words} here")
-    held = schedule.stages_of(pp_rank)
+    m, held = schedule.num_microbatches, schedule.stages_of(pp_rank)
+    known = KINDS if schedule.wired else KINDS[:SEND_F]
+    refuse_first(
+        schedule, pp_rank, positions, (codes < 0) | (codes >= len(known)),
+        lambda k: f"only {' '.join(known)} may stand in this program",
+    )
     refuse_first(
         schedule, pp_rank, positions, ~np.isin(stages, held),
-        lambda k: f"stage {stages[k]} is not on this rank, which holds {held}",
+        lambda k: f"stage {stages[k]} is not on this rank, which holds {list(held)}",
     )
-    m = schedule.num_microbatches
+    of_mb = codes != REDUCE
     refuse_first(
-        schedule, pp_rank, positions, (codes != REDUCE) & ((mbs < 0) | (mbs >= m)),
+        schedule, pp_rank, positions, of_mb & ((mbs < 0) | (mbs >= m)),
         lambda k: f"microbatch {mbs[k]} does not exist, there are {m}",
     )
     if schedule.placement == "mirror":
         home = np.where(2 * mbs < m, stages, schedule.pp_size - 1 - stages)
         refuse_first(
-            schedule, pp_rank, positions, (codes != REDUCE) & (home != pp_rank),
+            schedule, pp_rank, positions, of_mb & (home != pp_rank),
             lambda k: f"microbatch {mbs[k]} passes stage {stages[k]} on rank {home[k]}",
+        )
+
+
+def check_order(schedule: Schedule, pp_rank: int, passes: np.ndarray) -> None:
+    """Each pass runs once, behind what it needs of this rank, and none is missing."""
+    positions, codes, stages, mbs = passes
+    held = schedule.stages_of(pp_rank)
+    slots = np.searchsorted(held, stages)
+    at = np.full((WEIGHT + 1, len(held), schedule.num_microbatches), NEVER)
+    at[codes[::-1], slots[::-1], mbs[::-1]] = positions[::-1]  # of repeated ones the first stays
+    first = at[codes, slots, mbs]
+    refuse_first(
+        schedule, pp_rank, positions, first != positions,
+        lambda k: f"has already run at position {first[k]}",
+    )
+    needed = np.where(codes == FORWARD, -1, at[NEEDED[codes], slots, mbs])
+    refuse_first(
+        schedule, pp_rank, positions, needed >= positions,
+        lambda k: f"needs {stages[k]}{KINDS[NEEDED[codes[k]]]}{mbs[k]}, {when(needed[k])}",
+    )
+    rival = np.where(RIVAL[codes] == codes, NEVER, at[RIVAL[codes], slots, mbs])
+    refuse_first(
+        schedule, pp_rank, positions, rival < positions,
+        lambda k: f"the other form of this backward has run at position {rival[k]}",
+    )
+    check_neighbours(schedule, pp_rank, at)
+    check_complete(schedule, pp_rank, at)
+
+
+def when(position: int) -> str:
+    """Words for where a pass stands that was needed earlier."""
+    return "which this rank never runs" if position == NEVER else f"which stands at {position}"
+
+
+def check_neighbours(schedule: Schedule, pp_rank: int, at: np.ndarray) -> None:
+    """Where a rank hands data to itself, the producer stands before the consumer.
+
+    at: positions (4 kinds, stages held, microbatches).
+    """
+    held = schedule.stages_of(pp_rank)
+    backward = np.minimum(at[FULL], at[INPUT])
+    for low, high in zip(range(len(held)), range(1, len(held)), strict=False):
+        stage, above = held[low], held[high]
+        if above != stage + 1 or schedule.placement == "mirror":
+            continue
+        for consumer, producer, source in (
+            (at[FORWARD, high], at[FORWARD, low], f"{stage}F"),
+            (backward[low], backward[high], f"the backward of {above}F"),
+        ):
+            refuse_first(
+                schedule, pp_rank, consumer, (consumer != NEVER) & (producer >= consumer),
+                lambda mb, source=source, at=producer: f"needs {source}{mb}, {when(at[mb])}",
+            )
+
+
+def check_complete(schedule: Schedule, pp_rank: int, at: np.ndarray) -> None:
+    """No pass of this rank is missing; the position named is the end of the program."""
+    end = len(schedule.programs[pp_rank])
+    for slot, stage in enumerate(schedule.stages_of(pp_rank)):
+        forward, full, inputs, weight = at[:, slot] == NEVER
+        for words, missing in (
+            ("{0}F{1}", forward),
+            ("{0}B{1} (or {0}I{1} and {0}W{1})", full & inputs),
+            ("{0}W{1}", ~inputs & weight),
+        ):
+            for mb in np.flatnonzero(missing):
+                if schedule.rank_of(stage, mb) == pp_rank:
+                    reason = f"{words.format(stage, mb)} is missing"
+                    raise ScheduleError.at(schedule, pp_rank, end, reason)
+
+
+def check_reduce(schedule: Schedule, pp_rank: int, table: np.ndarray) -> None:
+    """One REDUCE_GRAD for each stage of the rank, behind the stage's last B or W."""
+    positions, codes, stages, _ = table
+    for stage in schedule.stages_of(pp_rank):
+        here = stages == stage
+        last = positions[here & ((codes == FULL) | (codes == WEIGHT))].max()
+        reduces = positions[here & (codes == REDUCE)]
+        if not reduces.size:
+            end = len(schedule.programs[pp_rank])
+            raise ScheduleError.at(schedule, pp_rank, end, f"{stage}REDUCE_GRAD is missing")
+        refuse_first(
+            schedule, pp_rank, reduces, reduces < last,
+            lambda k, last=last: f"stage {stage} has a backward at position {last}",  # noqa: B023
+        )
+        refuse_first(
+            schedule, pp_rank, reduces, np.arange(reduces.size) > 0,
+            lambda k, first=reduces[0]: f"the stage's gradients were reduced at {first}",
         )

@@ -1,7 +1,7 @@
-"""DualPipe and DualPipeV: two streams of microbatches cross on each rank, so forwards overlap backwards.
+"""DualPipe and DualPipeV: two streams of microbatches cross on each rank, F beside B.
 
-Letters: p = pp_size, r = pp_rank, m = num_microbatches. Sources: arXiv 2412.19437 and the step list that its authors
-published.
+Letters: p = pp_size, r = pp_rank, m = num_microbatches. Sources: arXiv 2412.19437 and the step
+list that its authors published.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from mpipar.pipeline.instructions import Instr
 
 
 class TwoStreams:
-    """Appends passes of two streams to a program, counting the microbatches of each stream and kind.
+    """A program that grows by passes of two streams, each with its own count of microbatches.
 
     streams: (stage, first microbatch) of stream 0 and stream 1 on this rank.
     """
@@ -52,7 +52,7 @@ class TwoStreams:
 
 
 def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Instr]:
-    """The published step list; depth hops to the fold, this rank near hops from where stream 0 enters.
+    """The published step list of a rank `near` hops from where stream 0 enters; fold at `depth`.
 
     1  2(depth-near-1) x F0          fill stream 0 up to the fold
     2  (near+1) x (F0, F1)           stream 1 comes back
@@ -69,7 +69,7 @@ def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Inst
     repeat(far, lambda: (two.backward(1, split=True), two.weight(), two.forward(1)))
     for k in range(pairs):
         if k == 0 and far == 0:
-            # at the fold the first pair is what everybody waits for: B1 must not wait for F0's overlap
+            # All ranks wait for this first B1 at the fold, which must not wait for an overlap.
             two.forward(0)
             two.backward(1)
         else:
@@ -92,10 +92,11 @@ def repeat(times: int, action: Callable) -> None:
 
 
 def dualpipe(p: int, r: int, m: int) -> list[Instr]:
-    """Two copies of the model, fed from both ends: rank r holds stage r and stage p-1-r (p even, m even, m >= 2p).
+    """Two copies of the model, fed from both ends (p even, m even, m >= 2p).
 
-    Microbatches below m/2 enter at rank 0 (direction A), the others at rank p-1 (direction B). Stream 0 of a rank is
-    the direction whose entrance is nearer; the fold lies between the two middle ranks.
+    Rank r holds stage r and stage p-1-r. Microbatches below m/2 enter at rank 0 (direction A), the
+    others at rank p-1 (direction B). Stream 0 of a rank is the direction whose entrance is nearer;
+    the fold lies between the two middle ranks.
     """
     direction_a, direction_b = (r, 0), (p - 1 - r, m // 2)
     streams = (direction_a, direction_b) if r < p // 2 else (direction_b, direction_a)
@@ -104,8 +105,9 @@ def dualpipe(p: int, r: int, m: int) -> list[Instr]:
 
 
 def dualpipe_v(p: int, r: int, m: int) -> list[Instr]:
-    """DualPipe cut in half: one copy of the model on the V placement, stream 1 is what stream 0 became at the fold.
+    """DualPipe cut in half: one copy of the model, stream 1 is what stream 0 became at the fold.
 
-    Rank r holds stage r (stream 0) and stage 2p-1-r (stream 1); every microbatch passes both (m >= 2p).
+    Rank r holds stage r (stream 0) and stage 2p-1-r (stream 1); every microbatch passes both
+    (m >= 2p).
     """
     return eight_steps(TwoStreams(((r, 0), (2 * p - 1 - r, 0))), p, r, m - 2 * p + r + 1)

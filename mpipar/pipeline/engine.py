@@ -14,6 +14,8 @@ from time import perf_counter_ns
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.instructions import Schedule
 
+PHASE_OF = {"F": "F", "B": "I"}  # what travels up belongs to forward, what travels down to input gradients
+
 
 def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The forward passes of a schedule on its first microbatches, in its order: to evaluate or generate."""
@@ -82,6 +84,7 @@ class Engine:
 
     def _receive(self, direction, stage, mb, peer):
         """Post the receive of what enters `stage`, into a buffer that then belongs to the stage."""
+        self.recorder.phase = PHASE_OF[direction]
         shape = self.stages[stage].in_shape(self.get_batch(mb))
         buffer = self.ops.empty(shape, label="buffers")
         tag = self._tag(direction, stage, mb)
@@ -90,6 +93,7 @@ class Engine:
 
     def _send(self, direction, stage, mb):
         """Post the send of what enters `stage` on its rank."""
+        self.recorder.phase = PHASE_OF[direction]
         x = self.outbox.pop((direction, stage, mb))
         peer = self.schedule.rank_of(stage, mb)
         name = "activations" if direction == "F" else "gradients"

@@ -1,136 +1,166 @@
 """Who waits for whom: the part of the proof that looks at several ranks at once.
 
-A rank is a list of events in program order: a key >= 0 waits for a message, ~key posts it. The key
-of the message into (stage, mb) is stage * m + mb for an activation and num_stages * m more for a
-gradient. Waiting is all that can block, so any order of running the ranks finds the same end.
+A rank becomes a list of events in program order: a key >= 0 waits for a message, ~key posts it.
+The key of the message into (stage, mb) is stage * m + mb for an activation, and num_stages * m more
+for a gradient. Waiting is all that can block, so any order of running the ranks ends the same way.
 """
 
+import numpy as np
+
+from mpipar.pipeline.columns import (
+    FORWARD,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    WEIGHT,
+    refuse_first,
+)
 from mpipar.pipeline.instructions import (
-    WIRE_KINDS,
-    Instr,
     Schedule,
     ScheduleError,
     is_compute,
+    is_remote,
     parts,
-    receives,
-    sends,
 )
 
 
-def message_key(schedule: Schedule, wire: Instr) -> int:
-    """The key of the message that a wire instruction sends or receives."""
-    m, kind = schedule.num_microbatches, wire.kind
-    into = wire.stage + {"SEND_F": 1, "SEND_B": -1}.get(kind, 0)
-    gradient = kind in ("SEND_B", "RECV_B")
-    return (into + gradient * schedule.num_stages) * m + wire.mb
+def message_events(
+    schedule: Schedule, pp_rank: int, passes: np.ndarray, wires: np.ndarray
+) -> list[int]:
+    """The events of a rank; passes and wires: its columns (position, code, stage, mb).
 
-
-def wired_events(schedule: Schedule, pp_rank: int) -> list[int]:
-    """The events of a rank that states its sends and receives, each checked against its passes.
-
-    A receive has to be posted before the pass that needs it, a send stands behind its producer,
-    and each message of the rank's passes has exactly one of them.
+    The messages follow from the passes. A result is posted right behind its pass, or, where the
+    schedule is wired, at its SEND, after its sends and receives have been matched with the passes.
     """
-    program = schedule.programs[pp_rank]
-    consumer, producer = {}, {}
-    for position, instr in enumerate(program):
-        if is_compute(instr):
-            consumer |= dict.fromkeys(receives(schedule, pp_rank, instr), position)
-            producer |= dict.fromkeys(sends(schedule, pp_rank, instr), position)
-    events, seen = [], set()
-    for position, instr in enumerate(program):
-        if is_compute(instr):
-            for wire in receives(schedule, pp_rank, instr):
-                if wire not in seen:
-                    reason = f"its receive {wire} is missing, or posted later"
-                    raise ScheduleError.at(schedule, pp_rank, position, reason)
-                events.append(message_key(schedule, wire))
-        elif instr.kind in WIRE_KINDS:
-            check_wire(schedule, pp_rank, position, consumer, producer, seen)
-            seen.add(instr)
-            if instr in producer:
-                events.append(~message_key(schedule, instr))
-    for wire, position in producer.items():
-        if wire not in seen:
-            raise ScheduleError.at(schedule, pp_rank, position, f"its send {wire} is missing")
-    return events
+    posted_at, posts, waits_at, waits = messages(schedule, pp_rank, passes)
+    if schedule.wired:
+        match(schedule, pp_rank, wires, (RECV_F, RECV_B), waits, waits_at)
+        match(schedule, pp_rank, wires, (SEND_F, SEND_B), posts, posted_at)
+        positions, codes, _, _ = wires
+        sends = (codes == SEND_F) | (codes == SEND_B)
+        posted_at, posts = positions[sends], wire_keys(schedule, wires[:, sends])
+    # At one position (an overlap) all waits come before the posts.
+    order = np.argsort(np.concatenate((2 * waits_at, 2 * posted_at + 1)), kind="stable")
+    return np.concatenate((waits, ~posts))[order].tolist()
 
 
-def check_wire(
+def messages(
+    schedule: Schedule, pp_rank: int, passes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Positions and keys of what the passes send, then positions and keys of what they receive."""
+    m, stages_in_all = schedule.num_microbatches, schedule.num_stages
+    positions, codes, stages, mbs = passes[:, passes[1] < WEIGHT]
+    below, above = np.zeros((2, stages_in_all), bool)  # is that neighbour on another rank?
+    for stage in schedule.stages_of(pp_rank):
+        mb = next(mb for mb in (0, m - 1) if schedule.rank_of(stage, mb) == pp_rank)
+        below[stage] = is_remote(schedule, pp_rank, stage - 1, mb)
+        above[stage] = is_remote(schedule, pp_rank, stage + 1, mb)
+    forward = codes == FORWARD
+    into = np.where(forward, stages, stages_in_all + stages) * m + mbs
+    out = np.where(forward, stages + 1, stages_in_all + stages - 1) * m + mbs
+    received = np.where(forward, below[stages], above[stages])
+    sent = np.where(forward, above[stages], below[stages])
+    return positions[sent], out[sent], positions[received], into[received]
+
+
+def wire_keys(schedule: Schedule, wires: np.ndarray) -> np.ndarray:
+    """The keys of the messages that wire instructions send or receive."""
+    _, codes, stages, mbs = wires
+    into = stages + (codes == SEND_F) - (codes == SEND_B)
+    gradient = (codes == SEND_B) | (codes == RECV_B)
+    return (into + gradient * schedule.num_stages) * schedule.num_microbatches + mbs
+
+
+def match(
     schedule: Schedule,
     pp_rank: int,
-    position: int,
-    consumer: dict[Instr, int],
-    producer: dict[Instr, int],
-    seen: set[Instr],
+    wires: np.ndarray,
+    codes: tuple[int, int],
+    keys: np.ndarray,
+    positions: np.ndarray,
 ) -> None:
-    """Refuse a wire instruction that has no pass, stands twice, or sends what is not there yet."""
-    instr = schedule.programs[pp_rank][position]
-    if instr in seen:
-        raise ScheduleError.at(schedule, pp_rank, position, "stands here a second time")
-    if instr not in consumer and instr not in producer:
-        reason = "no pass of this rank makes or needs this message: wrong stage, microbatch or rank"
-        raise ScheduleError.at(schedule, pp_rank, position, reason)
-    if position < producer.get(instr, -1):
-        reason = f"sends before {schedule.programs[pp_rank][producer[instr]]} has made the data"
-        raise ScheduleError.at(schedule, pp_rank, position, reason)
+    """Refuse what is wrong between a rank's receives (or sends) and the messages of its passes.
+
+    keys, positions: the messages that the passes need (or make) and where. Each has one wire
+    instruction; a receive is posted before its pass, a send stands behind it.
+    """
+    wires = wires[:, np.isin(wires[1], codes)]
+    found, found_at = wire_keys(schedule, wires), wires[0]
+    refuse_first(
+        schedule, pp_rank, found_at, ~np.isin(found, keys),
+        lambda k: "no pass of this rank has this message: wrong stage, microbatch or rank",
+    )
+    order = np.argsort(found, kind="stable")
+    again = np.zeros(found.size, bool)
+    again[order[1:]] = found[order[1:]] == found[order[:-1]]
+    refuse_first(schedule, pp_rank, found_at, again, lambda k: "stands here a second time")
+    receives = codes[0] == RECV_F
+    word = "receive" if receives else "send"
+    refuse_first(
+        schedule, pp_rank, positions, ~np.isin(keys, found),
+        lambda k: f"the {word} of its message is missing",
+    )
+    pass_at = positions[np.argsort(keys)][np.argsort(order)]
+    refuse_first(
+        schedule, pp_rank, found_at, (found_at > pass_at) if receives else (found_at < pass_at),
+        lambda k: f"the {word} is on the wrong side of its pass at position {pass_at[k]}",
+    )
 
 
 def prove_progress(schedule: Schedule, events: list[list[int]]) -> None:
-    """Run all events; raise ScheduleError with the circle of waiting ranks when not all can run."""
+    """Run all events; raise ScheduleError with the circle of waiting ranks if some cannot run."""
     posted = bytearray(2 * schedule.num_stages * schedule.num_microbatches)
     reached = [0] * len(events)
-    waiting = {}  # key -> the rank that stands there
+    waiting = {}  # key: the rank that waits for it
     runnable = list(range(len(events)))
     while runnable:
         pp_rank = runnable.pop()
         keys = events[pp_rank]
-        for position in range(reached[pp_rank], len(keys)):
-            key = keys[position]
+        for k in range(reached[pp_rank], len(keys)):
+            key = keys[k]
             if key < 0:
                 posted[~key] = 1
                 if ~key in waiting:
                     runnable.append(waiting.pop(~key))
             elif not posted[key]:
                 waiting[key] = pp_rank
-                reached[pp_rank] = position
+                reached[pp_rank] = k
                 break
     if waiting:
         raise ScheduleError(describe_circle(schedule, waiting))
 
 
 def describe_circle(schedule: Schedule, waiting: dict[int, int]) -> str:
-    """One line for each rank of a circle in which every rank waits for the next one's message."""
+    """A line for each rank of a circle in which every rank waits for a result of the next one."""
     m = schedule.num_microbatches
-    stands_at = {pp_rank: key for key, pp_rank in waiting.items()}
-    pp_rank = next(iter(stands_at))
-    path = []
-    while pp_rank not in path:
-        path.append(pp_rank)
-        gradient, rest = divmod(stands_at[pp_rank], schedule.num_stages * m)
-        stage, mb = divmod(rest, m)
-        pp_rank = schedule.rank_of(stage + (1 if gradient else -1), mb)
-    lines = [f"schedule {schedule.name}: deadlock, these ranks wait for each other:"]
-    for pp_rank in path[path.index(pp_rank) :]:
-        gradient, rest = divmod(stands_at[pp_rank], schedule.num_stages * m)
-        stage, mb = divmod(rest, m)
-        kinds, source = (("B", "I"), stage + 1) if gradient else (("F",), stage - 1)
-        position, instr = find_pass(schedule, pp_rank, kinds, stage, mb)
+    awaited = {}  # by rank: (kinds, producing stage, consuming stage, mb)
+    for key, pp_rank in waiting.items():
+        stage, mb = divmod(key % (schedule.num_stages * m), m)
+        gradient = key >= schedule.num_stages * m
+        awaited[pp_rank] = ("BI", stage + 1, stage, mb) if gradient else ("F", stage - 1, stage, mb)
+    path = [next(iter(awaited))]
+    while True:
+        _, source, _, mb = awaited[path[-1]]
         peer = schedule.rank_of(source, mb)
-        needed_at, needed = find_pass(schedule, peer, kinds, source, mb)
+        if peer in path:
+            break
+        path.append(peer)
+    lines = [f"schedule {schedule.name}: deadlock, these ranks wait for each other in a circle:"]
+    for member in path[path.index(peer) :]:
+        kinds, source, stage, mb = awaited[member]
+        owner = schedule.rank_of(source, mb)
         lines.append(
-            f"  rank {pp_rank} position {position} ({instr}) waits for rank {peer} "
-            f"position {needed_at} ({needed})"
+            f"  rank {member} position {find_pass(schedule, member, kinds, stage, mb)} waits for "
+            f"rank {owner} position {find_pass(schedule, owner, kinds, source, mb)}"
         )
     return "\n".join(lines)
 
 
-def find_pass(
-    schedule: Schedule, pp_rank: int, kinds: tuple[str, ...], stage: int, mb: int
-) -> tuple[int, Instr]:
-    """Position and instruction of a rank's pass of one of these kinds on (stage, mb)."""
+def find_pass(schedule: Schedule, pp_rank: int, kinds: str, stage: int, mb: int) -> str:
+    """Position and instruction of the rank's pass of one of these kinds on (stage, mb)."""
     return next(
-        (position, instr)
+        f"{position} ({instr})"
         for position, instr in enumerate(schedule.programs[pp_rank])
         if is_compute(instr)
         and any(part[0] in kinds and part[1:] == (stage, mb) for part in parts(instr))

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: who computes what in which order. Pure data, no communication, no clock.
+"""Pipeline schedules by name: who computes what in which order. Pure data, no clock, no messages.
 
 Letters: p = pp_size, r = pp_rank, m = num_microbatches, v = chunks (stages per rank), g = group
 size. The simple schedules stand here; each other family has a file of its own.
@@ -71,8 +71,8 @@ def warmed_up(stage: int, m: int, warmup: int) -> list[Instr]:
 class Family(NamedTuple):
     """How a schedule is made: the compute order of one rank, and the placement it is made for.
 
-    order(p, r, m), or order(p, r, m, v, g) on the looped placement, where v is free. stages_per_rank
-    is how far the model is cut: num_stages / p.
+    order(p, r, m), or order(p, r, m, v, g) on the looped placement, where v is free.
+    stages_per_rank: num_stages / p, the default of v.
     """
 
     order: Callable[..., list[Instr]]
@@ -130,16 +130,18 @@ def with_reduce_grad(program: list[Instr]) -> tuple[Instr, ...]:
 
     That is the earliest moment at which a stage's gradients are complete on this rank.
     """
-    last = {}
-    for position, (kind, stage, _, stage_b, _) in enumerate(program):
-        if kind in ("B", "W"):
-            last[stage] = position
-        elif kind == "OVERLAP_F_B":
-            last[stage_b] = position
-    full = list(program)
-    for stage, position in sorted(last.items(), key=lambda item: item[1], reverse=True):
-        full.insert(position + 1, Instr("REDUCE_GRAD", stage))
-    return tuple(full)
+    full, missing = [], {stage for _, stage, *_ in program}
+    for position in reversed(range(len(program))):
+        kind, stage, _, stage_b, _ = program[position]
+        if kind == "OVERLAP_F_B":
+            kind, stage = "B", stage_b
+        if kind in ("B", "W") and stage in missing:
+            missing.remove(stage)
+            full.append(Instr("REDUCE_GRAD", stage))
+        full.append(program[position])
+        if not missing:
+            return (*program[:position], *reversed(full))
+    raise AssertionError(f"no backward of stages {missing}")
 
 
 def problems(
@@ -151,11 +153,15 @@ def problems(
 ) -> list[str]:
     """Everything wrong with these counts for this schedule: the rule, and the next valid values."""
     if name not in FAMILIES:
-        choices = ", ".join(SCHEDULES)
-        return [f"--schedule {name} does not exist{suggestion(name, SCHEDULES)}; use one of {choices}"]
+        close = suggestion(name, SCHEDULES)
+        return [f"--schedule {name} does not exist{close}; use one of {', '.join(SCHEDULES)}"]
     counts = {"--pp": pp_size, "--num-microbatches": num_microbatches}
-    counts |= {"--chunks": chunks or 1 if chunks is None else chunks}
-    found = [f"{flag} {count} must be at least 1" for flag, count in counts.items() if count < 1]
+    counts |= {"--chunks": chunks, "--group-size": group_size}
+    found = [
+        f"{flag} {count} must be at least 1"
+        for flag, count in counts.items()
+        if count is not None and count < 1
+    ]
     if found:
         return found
     _, placement, stages_per_rank = FAMILIES[name]
@@ -179,11 +185,12 @@ def group_problems(name: str, p: int, m: int, g: int) -> list[str]:
     if g >= m or (g >= p and (m % g == 0 or m % g >= p)):
         return []
     valid = [str(size) for size in range(p, m) if m % size == 0 or m % size >= p][:3]
-    return [
+    problem = (
         f"--schedule {name} needs groups of at least --pp {p} microbatches, the last one too; "
         f"--group-size {g} cuts {m} otherwise: use {', '.join([*valid, f'{m} or more'])}, "
         "or leave --group-size out"
-    ]
+    )
+    return [problem]
 
 
 def dualpipe_problems(name: str, p: int, m: int) -> list[str]:
@@ -195,9 +202,9 @@ def dualpipe_problems(name: str, p: int, m: int) -> list[str]:
         found.append(f"--schedule {name} pairs the ranks up, --pp {p} is odd: use {valid}")
     if m < 2 * p or m % even:
         first = max(2 * p, m + m % even)
-        rule = f"an even number of at least 2 * pp = {2 * p}" if even == 2 else f"at least 2 * pp = {2 * p}"
+        rule = "an even number, " if even == 2 else ""
         found.append(
-            f"--schedule {name} needs {rule} microbatches, not {m}: "
+            f"--schedule {name} needs {rule}at least 2 * pp = {2 * p} microbatches, not {m}: "
             f"use --num-microbatches {first} or {first + even}"
         )
     return found

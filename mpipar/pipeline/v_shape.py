@@ -12,14 +12,16 @@ BLOCK = 6  # unit passes of one microbatch on one rank: F, I and W of both chunk
 
 
 def zb_v(p: int, r: int, m: int) -> list[Instr]:
-    """ZB-V: no rank waits between its first and last pass, with the stash of 1F1B (2401.10241 sec. 6).
+    """ZB-V: ranks never wait between first and last pass, with 1F1B's stash (2401.10241, sec. 6).
 
     Made for n = max(m, 2p-1) microbatches, of which those that do not exist are left out.
     1  2(p-r)-1 x F0            down to the fold and back to this rank
     2  r x (F1, F0)
     3  (p-r) x (F1, I1, W1)
     4  until all n forwards of both chunks are done: [F0], I0, W0, F1, I1, W1
-    5  r x (I0, I1)             6  (p-r) x (I0, oldest W0)            7  all W1, all W0 that are left
+    5  r x (I0, I1)
+    6  (p-r) x (I0, oldest W0)
+    7  all W1, all W0 that are left
     """
     n = max(m, 2 * p - 1)
     stages = (r, 2 * p - 1 - r)

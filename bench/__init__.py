@@ -1,0 +1,1 @@
+"""Measurements: each checks first that the data is right, then times it."""

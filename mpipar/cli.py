@@ -1,0 +1,102 @@
+"""The sub-commands: reads the command line and hands over to the one module that was asked for.
+
+Only that module is imported, and only now: `mpipar schedule` never loads MPI, and NumPy is loaded
+after the guard has set the number of BLAS threads.
+"""
+
+import contextlib
+import importlib
+import io
+import sys
+
+from mpipar import __version__, errors, flags
+from mpipar.errors import UsageError, suggestion
+from mpipar.launch import Session
+
+COMMANDS = {
+    "train": "train a decoder on all ranks, over any layout dp x pp x tp",
+    "generate": "continue a text with a trained model",
+    "verify": "prove this layout: one step here against one rank, tensor by tensor",
+    "schedule": "show, prove and time a pipeline schedule; needs no MPI",
+    "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
+}
+USAGE = """\
+usage: mpipar COMMAND [flags]
+       mpiexec -n RANKS mpipar COMMAND [flags]
+"""
+GENERATE_FLAGS = {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
+                  "rank_order", "device", "dtype"}
+
+
+def exit_codes() -> str:
+    """The table that every --help ends with."""
+    lines = [f"  {code:>3}  {meaning}" for code, meaning in errors.EXIT_CODES.items()]
+    return "\n".join(["exit codes:", *lines])
+
+
+def overview() -> str:
+    """What `mpipar` and `mpipar --help` print."""
+    commands = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join([USAGE, "commands:", *commands, "",
+                      "mpipar COMMAND --help lists the flags of a command.", "", exit_codes()])
+
+
+def command_parser(name: str) -> flags.Parser:
+    """The parser of one command, with the program's name in its messages."""
+    if name == "schedule":
+        subparsers = flags.Parser(prog="mpipar").add_subparsers()
+        importlib.import_module("mpipar.commands.schedule").add_parser(subparsers)
+        return subparsers.choices[name]
+    parser = flags.Parser(prog=f"mpipar {name}", usage=f"mpipar {name} [flags]",
+                          description=COMMANDS[name], epilog=exit_codes())
+    if name == "generate":
+        parser.usage = "mpipar generate RUN --prompt TEXT [flags]"
+        parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train")
+        flags.add_flags(parser, GENERATE_FLAGS)
+    elif name != "doctor":
+        flags.add_flags(parser)
+    return parser
+
+
+def main(argv: list[str], session: Session) -> int:
+    """Run one command; returns its exit code. Raises UserError for what the user can put right."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        _print_once(session, overview())
+        return errors.EXIT_OK
+    if argv[0] == "--version":
+        _print_once(session, f"mpipar {__version__}")
+        return errors.EXIT_OK
+    name = argv[0]
+    if name not in COMMANDS:
+        raise UsageError(f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
+                         f"use one of {', '.join(COMMANDS)}")
+    parser = command_parser(name)
+    # --help prints and raises SystemExit inside argparse, on every rank: one of them is heard
+    shown = sys.stdout if session.launcher.rank == 0 else io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        args, extras = parser.parse_known_args(flags.join_negative(parser, argv[1:]))
+    unknown = flags.unknown_flags(parser, extras)
+    reading = flags.read(args, unknown)
+    if getattr(args, "print_config", False):
+        return _print_config(reading, session)
+    module = importlib.import_module(f"mpipar.commands.{name}")
+    if name in ("schedule", "doctor"):
+        if unknown:
+            raise UsageError(unknown)
+        return module.run(args) if name == "schedule" else module.run(session)
+    if name == "generate":
+        return module.run(session, reading, args.run_folder)
+    return module.run(session, reading)
+
+
+def _print_config(reading: flags.Reading, session: Session) -> int:
+    """The complete configuration for the ranks that the launcher has started; MPI stays off."""
+    resolve = importlib.import_module("mpipar.commands.resolve").resolve
+    config, notes = resolve(reading, session.launcher.size)
+    _print_once(session, "".join(f"# {note}\n" for note in notes) + flags.to_toml(config).rstrip())
+    return errors.EXIT_OK
+
+
+def _print_once(session: Session, text: str) -> None:
+    if session.launcher.rank == 0:
+        print(text)

@@ -1,0 +1,147 @@
+"""`mpipar doctor`: what MPI, launcher, hosts, cores, threads and GPUs these ranks really have.
+
+Only facts that the ranks can see themselves; what cannot be known safely is called unknown.
+"""
+
+import ctypes
+import os
+import platform
+from collections.abc import Sequence
+
+import mpi4py
+import numpy as np
+import threadpoolctl
+
+from mpipar import __version__
+from mpipar.errors import EXIT_OK
+from mpipar.report.gather import gather_facts
+
+
+def run(session) -> int:
+    """Print the facts of all ranks on world rank 0. Comm: one gather over the world."""
+    world = session.start()
+    facts = gather_facts(world, rank_facts(world.Get_rank(), session.host_ranks))
+    if facts is not None:
+        print("\n".join([*job_lines(session, facts), "", *rank_table(facts), *remarks(facts)]))
+    return EXIT_OK
+
+
+def rank_facts(world_rank: int, host_ranks: Sequence[int]) -> dict:
+    """What one rank sees of its own host."""
+    pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    return {
+        "world_rank": world_rank,
+        "host": platform.node(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "blas": [f"{pool['internal_api']} {pool['version']}" for pool in pools],
+        "threads": max((pool["num_threads"] for pool in pools), default=1),
+        "device": own_device(host_ranks.index(world_rank)),
+    }
+
+
+def own_device(host_index: int) -> str:
+    """The GPU that the host_index-th rank of a host uses: they are dealt out in turn."""
+    try:
+        import cupy
+    except ImportError:
+        return "none: CuPy is not installed"
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return f"none: {error}"
+    if count == 0:
+        return "none: CuPy sees no GPU"
+    index = host_index % count
+    name = runtime.getDeviceProperties(index)["name"].decode()
+    return f"{index} of {count}: {name}, PCI {runtime.deviceGetPCIBusId(index)}"
+
+
+def gpu_awareness(library: str, kinds: str | None, environ, cuda_support: int | None) -> str:
+    """Whether MPI takes GPU buffers: yes, no or unknown, and how it is known.
+
+    Never tried out: a library that does not would crash on the pointer. `kinds`: the value of the
+    MPI-4.1 info key mpi_memory_alloc_kinds; `cuda_support`: MPIX_Query_cuda_support(), if there is
+    one. A no of that function is believed of MPICH alone: Open MPI's only tells how it was built,
+    and with UCX below it may take GPU buffers all the same.
+    """
+    if kinds is not None:
+        return f"{'yes' if 'cuda' in kinds else 'no'} (mpi_memory_alloc_kinds: {kinds})"
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
+        return "yes (MPICH_GPU_SUPPORT_ENABLED=1)"
+    if cuda_support:
+        return "yes (MPIX_Query_cuda_support)"
+    if cuda_support == 0 and library.startswith("MPICH"):
+        return "no (MPIX_Query_cuda_support)"
+    return "unknown (buffers will go through host memory)"
+
+
+def query_cuda_support(path: str) -> int | None:
+    """MPIX_Query_cuda_support() of the library below mpi4py's extension file, None if it has none."""
+    try:
+        return int(ctypes.CDLL(path).MPIX_Query_cuda_support())
+    except (OSError, AttributeError):
+        return None
+
+
+def job_lines(session, facts: list[dict]) -> list[str]:
+    """The lines about the whole job."""
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().split("\n", maxsplit=1)[0].strip("\0 ")
+    info = session.world.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
+              MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
+    hosts = {fact["host"] for fact in facts}
+    rows = [
+        ("versions", f"mpipar {__version__}, Python {platform.python_version()}, NumPy "
+                     f"{np.__version__}, mpi4py {mpi4py.__version__}"),
+        ("MPI library", " ".join(library.split())),
+        ("MPI standard", ".".join(map(str, MPI.Get_version()))),
+        ("launcher", session.launcher.name or "none (one process)"),
+        ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
+        ("thread level", levels[MPI.Query_thread()]),
+        ("GPU-aware MPI", gpu_awareness(library, kinds, os.environ, query_cuda_support(MPI.__file__))),
+        ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
+        ("BLAS threads", f"{facts[0]['threads']} per rank"),
+    ]
+    return [f"{title:<15}{text}" for title, text in rows]
+
+
+def rank_table(facts: list[dict]) -> list[str]:
+    """One line per rank: host, cores, BLAS threads, device."""
+    cells = [("rank", "host", "cores", "threads", "device")]
+    cells += [(str(fact["world_rank"]), fact["host"], ranges(fact["cores"]), str(fact["threads"]),
+               fact["device"]) for fact in facts]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    return ["  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)),
+                       row[4]]) for row in cells]
+
+
+def remarks(facts: list[dict]) -> list[str]:
+    """What the table means where it is not what one would want."""
+    found = []
+    for host in sorted({fact["host"] for fact in facts}):
+        here = [fact for fact in facts if fact["host"] == host]
+        cores = set().union(*(fact["cores"] for fact in here))
+        threads = sum(fact["threads"] for fact in here)
+        if len(here) > len(cores):
+            found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s): times measured "
+                         "here say little about a machine with a core for each rank")
+        elif threads > len(cores):
+            found.append(f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
+                         f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")
+    return ["", *found] if found else []
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

@@ -1,0 +1,67 @@
+"""`mpipar generate RUN --prompt TEXT`: continue a text with a trained model, on any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mpipar import checkpoint
+from mpipar import ops as ops_module
+from mpipar.commands.resolve import resolve
+from mpipar.errors import EXIT_OK, DataError, UsageError
+from mpipar.generate import decode, encode, generate
+from mpipar.grid import Grid
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+
+def run(session, reading, run_folder: str) -> int:
+    """Print the prompt and what follows, piece by piece; returns the exit code.
+
+    run_folder: what `mpipar train` wrote, or a folder with model.safetensors and config.json.
+    Comm: see `mpipar.generate.generate`.
+    """
+    world = session.start()
+    config, ops, prompt = session.agree(lambda: prepare(reading, run_folder, world.size))
+    worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
+    session.agree(lambda: checkpoint.load(worker, config.run.init_from))
+    worker.recorder.phase = "eval"
+    run = config.run
+    shown = 0
+    tokens = list(prompt)
+    for token in generate(worker, prompt, run.sample_tokens, run.temperature, run.seed):
+        tokens.append(token)
+        text = decode(tokens, config.model.vocab_size)
+        # The last character may be a part of one that the next byte completes.
+        ready = len(text) - text.endswith("\ufffd")
+        if world.rank == 0:
+            print(text[shown:ready], end="", flush=True)
+        shown = max(shown, ready)
+    if world.rank == 0:
+        print(decode(tokens, config.model.vocab_size)[shown:], flush=True)
+    return EXIT_OK
+
+
+def prepare(reading, run_folder: str, world_size: int):
+    """(config, ops, prompt tokens), all checked; raises one UserError. Comm: none."""
+    folder = Path(run_folder)
+    options = [folder / "weights", folder]
+    weights = next((path for path in options if (path / "config.json").exists()), None)
+    if weights is None:
+        raise DataError(f"{run_folder}: no weights here (looked for config.json in"
+                        f" {options[0]} and {options[1]}); give the run folder of mpipar train")
+    one_row = replace(
+        reading.config,
+        run=replace(reading.config.run, init_from=str(weights)),
+        train=replace(reading.config.train, batch_size=None, optimizer="sgd"))
+    found = {}
+
+    def prompt_problems(config):
+        try:
+            found["prompt"] = encode(config.run.prompt, config.model.vocab_size)
+        except UsageError as error:
+            return error.problems
+        return []
+
+    config, _ = resolve(replace(reading, config=one_row), world_size, [(prompt_problems, UsageError)])
+    return config, ops_module.make(config.run.device, config.run.dtype), found["prompt"]

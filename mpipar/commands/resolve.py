@@ -1,0 +1,61 @@
+"""From what the user typed to a complete Config, with the mistakes of all floors named at once."""
+
+from collections.abc import Iterable
+
+from mpipar import checkpoint
+from mpipar.config import Check, Config, complete, flag, settings
+from mpipar.errors import UsageError, UserError, combine
+from mpipar.flags import Reading, build
+from mpipar.pipeline import schedules
+
+
+def resolve(reading: Reading, world_size: int,
+            checks: Iterable[Check] = ()) -> tuple[Config, list[str]]:
+    """The complete Config of a command for this number of ranks, and notes for the user.
+
+    `checks`: a command's own, beside those of values, layout, weights' shape and schedule. Raises
+    one UserError with all problems. Comm: none; every rank that calls it comes to the same Config.
+    """
+    errors: list[UserError] = [UsageError(reading.problems)] if reading.problems else []
+    config = reading.config
+    if config.run.init_from is not None:
+        try:
+            config = with_weights_shape(reading, checkpoint.model_settings(config.run.init_from))
+        except UserError as error:
+            errors.append(error)
+    checks = ((stage_problems, UsageError), *checks)
+    config, notes, found = complete(config, world_size, checks, reading.bad)
+    errors += found
+    if errors:
+        raise combine(errors)
+    return config, notes
+
+
+def with_weights_shape(reading: Reading, shape: dict) -> Config:
+    """The Config with the shape of the weights it starts from; UsageError if flags contradict."""
+    typed = {field.name: value for _, field, value in settings(reading.config)}
+    found = [f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
+             f"is {value}; leave {flag(name)} out"
+             for name, value in shape.items()
+             if name in reading.given - reading.bad and typed[name] not in (None, value)]
+    if found:
+        raise UsageError(found)
+    named = {name: value for name, value in typed.items() if value is not None}
+    return build(named | shape)
+
+
+def stage_problems(config: Config) -> list[str]:
+    """The schedule takes these counts, and each of its stages gets a block."""
+    grid, layers = config.grid, config.model.layers
+    found = schedules.problems(grid.schedule, grid.pp, grid.num_microbatches, grid.chunks)
+    if found:
+        return found
+    stages = schedules.num_stages(grid.schedule, grid.pp, grid.chunks)
+    if stages > layers >= grid.pp:
+        found.append(f"--layers {layers}: --schedule {grid.schedule} cuts the model into {stages} "
+                     f"stages of at least one block; use --layers {stages} or a smaller --pp")
+    if grid.stage_layers is not None and len(grid.stage_layers) != stages:
+        found.append(f"--stage-layers {','.join(map(str, grid.stage_layers))}: names "
+                     f"{len(grid.stage_layers)} stages, but --schedule {grid.schedule} with "
+                     f"pp {grid.pp} has {stages}")
+    return found

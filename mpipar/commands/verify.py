@@ -1,0 +1,42 @@
+"""`mpipar verify`: prove this layout on this machine, one float64 step against one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpipar import verify
+from mpipar.commands.inputs import prepare
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
+from mpipar.report.console import table
+
+
+def run(session, reading) -> int:
+    """Print the largest difference of every tensor; 0 if all are small, 1 if not.
+
+    dtype and optimizer are float64 and plain SGD whatever the flags say: float32 would hide a small error in
+    rounding, Adam a wrong scale. Comm: one training step and two streams of tensors to world rank 0.
+    """
+    world = session.start()
+    config, notes, _, (tokens, _) = session.agree(lambda: prepare(exact(reading), world.size))
+    grid = config.grid
+    found = verify.compare(config, tokens, world)
+    bad = [d for d in found if not d.ok]
+    if world.rank == 0:
+        for note in notes:
+            print(note)
+        print(f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"
+              f" {grid.num_microbatches} microbatches, against one rank and one microbatch; float64\n")
+        rows = [("tensor", "of the step", "largest difference", "at", "")]
+        rows += [(d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS") for d in found]
+        print(table(rows, left=2))
+        print(f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their largest"
+              f" entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
+    return EXIT_CHECK_FAILED if bad else EXIT_OK  # world rank 0 knows; the highest code is everybody's
+
+
+def exact(reading):
+    """The reading with float64 and SGD in place of what the flags or the preset say."""
+    config = reading.config
+    config = replace(config, run=replace(config.run, dtype="float64"),
+                     train=replace(config.train, optimizer="sgd"))
+    return replace(reading, config=config)

@@ -1,0 +1,1 @@
+"""What a layout will cost: costs of passes, and what is predicted from them."""

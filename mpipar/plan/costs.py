@@ -1,0 +1,71 @@
+"""Costs of passes and messages, by stage: for the simulator, schedule choice and prediction."""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from numbers import Real
+
+from mpipar.errors import UsageError
+
+PER_STAGE = ("f", "i", "w", "stash_bytes", "kept_bytes", "weight_bytes")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time and memory by stage: a tuple with a value for each stage, or a number for all of them.
+
+    Time in any one unit (seconds where measured); ints and Fractions are computed with exactly.
+    f, i, w: forward, input gradient, weight gradient of one microbatch; a full backward is i + w.
+    overlap: cost of OVERLAP_F_B divided by that of its forward and backward one after the other.
+    latency: from the end of a pass to the start of the one that waits for its result elsewhere.
+    bandwidth: bytes per unit of time of a link, None for unlimited. message_bytes: one activation.
+    stash_bytes: kept from F to B or I. kept_bytes: of these, what stays from I to W.
+    weight_bytes: weights, gradients and optimizer state of one copy of a stage.
+    """
+
+    f: Real | tuple[Real, ...] = 1
+    i: Real | tuple[Real, ...] = 1
+    w: Real | tuple[Real, ...] = 1
+    overlap: Real = 1
+    latency: Real = 0
+    bandwidth: Real | None = None
+    message_bytes: Real = 0
+    stash_bytes: Real | tuple[Real, ...] = 0
+    kept_bytes: Real | tuple[Real, ...] = 0
+    weight_bytes: Real | tuple[Real, ...] = 0
+
+    def by_stage(self, name: str, num_stages: int) -> tuple[Real, ...]:
+        """The values of a per-stage field; raises UsageError unless there is one for each stage."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * num_stages
+        if len(value) != num_stages:
+            raise UsageError(f"costs have {len(value)} values of {name} for {num_stages} stages")
+        return value
+
+    def hop(self) -> Real:
+        """Time from the end of a pass until its result has arrived on another rank."""
+        if self.bandwidth is None:
+            return self.latency
+        return self.latency + self.message_bytes / self.bandwidth
+
+    def divided(self, parts: int) -> "Costs":
+        """The costs of stages that are each 1/parts of these; messages stay as they are."""
+        share = Fraction(1, parts)
+        scaled = {}
+        for name in PER_STAGE:
+            value = getattr(self, name)
+            many = isinstance(value, tuple)
+            scaled[name] = tuple(part * share for part in value) if many else value * share
+        return replace(self, **scaled)
+
+    def merged(self, counts: tuple[int, ...]) -> "Costs":
+        """Costs of stages from costs of layers: stage k sums the next counts[k] values."""
+        layers = sum(counts)
+        ends = [sum(counts[: k + 1]) for k in range(len(counts))]
+        summed = {}
+        for name in PER_STAGE:
+            values = self.by_stage(name, layers)
+            summed[name] = tuple(
+                sum(values[end - count : end]) for count, end in zip(counts, ends, strict=True)
+            )
+        return replace(self, **summed)

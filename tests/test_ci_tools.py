@@ -1,0 +1,90 @@
+"""The small programs under .ci/: each has to find what it is there for."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY
+
+TOOLS = REPOSITORY / ".ci"
+
+CASES = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_runs" />
+<testcase classname="tests.test_a" name="test_waits">
+  <skipped type="pytest.skip" message="gpu: none">x.py:1: gpu: none</skipped></testcase>
+<testcase classname="" name="tests.test_b">
+  <skipped type="pytest.skip" message="collection skipped">('/x', 7, "Skipped: no b")</skipped>
+</testcase>
+<testcase classname="tests.test_c" name="test_session">
+  <properties><property name="passed_inside" value="3" />
+  <property name="skipped_inside" value="test_d - no d" /></properties></testcase>
+</testsuite></testsuites>"""
+
+
+def tool(name: str) -> dict:
+    return runpy.run_path(str(TOOLS / name))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n" * 301, "301 lines"),
+        ("x = '" + "y" * 100 + "'\n", "characters, more"),
+        ("x = '\u00e9'\n", "not ASCII"),
+        ("# TO" + "DO\n", "leftover"),
+        ("def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+    ],
+)
+def test_budget_finds(text, message):
+    found = list(tool("budget.py")["problems"](Path("x.py"), text))
+    assert len(found) == 1
+    assert message in found[0][1]
+
+
+def test_budget_lets_pass():
+    text = "def f():\n" + "    x = 1\n" * 59 + "y = 1\n" * 240
+    assert not list(tool("budget.py")["problems"](Path("x.py"), text))
+
+
+def test_readme_command():
+    readme_command = tool("readme_command.py")["readme_command"]
+    text = "a\n<!-- command: train -->\n```bash\nx && \\\n  y\n```\n<!-- command: test -->\n```\nz\n```\n"
+    assert readme_command(text, "train") == "x && \\\n  y"
+    assert readme_command(text, "test") == "z"
+    with pytest.raises(LookupError, match="command: other"):
+        readme_command(text, "other")
+
+
+def summary(folder: Path, *argv: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, TOOLS / "summary.py", folder, *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_summary_names_skips(tmp_path):
+    (tmp_path / "one.xml").write_text(CASES)
+    result = summary(tmp_path, "--must-run", "slurm:")
+    assert result.returncode == 0, result.stdout
+    for line in ("gpu: none [tests.test_a.test_waits]", "no b [tests.test_b]", "test_d - no d"):
+        assert line in result.stdout
+    assert result.stdout.splitlines()[-1] == "total: 2 passed, 0 failed, 2 skipped"
+
+
+def test_summary_a_later_section_ran_it(tmp_path):
+    (tmp_path / "one.xml").write_text(CASES)
+    case = '<testcase classname="tests.test_{}" name="test_{}" />'
+    cases = case.format("a", "waits") + case.format("b", "any")
+    (tmp_path / "two.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    result = summary(tmp_path)
+    assert result.stdout.splitlines()[-1] == "total: 4 passed, 0 failed, 0 skipped"
+
+
+def test_summary_fails(tmp_path):
+    assert summary(tmp_path).returncode == 1, "no test at all"
+    (tmp_path / "one.xml").write_text(CASES)
+    assert summary(tmp_path, "--must-run", "gpu:").returncode == 1
+    (tmp_path / "one.xml").write_text(CASES.replace("<skipped", "<failure").replace("</skipped", "</failure"))
+    result = summary(tmp_path)
+    assert result.returncode == 1
+    assert "failed: tests.test_a.test_waits" in result.stdout
