@@ -71,7 +71,10 @@ class TorchSide:
         plain = [w for w in self.leaves.values() if w.ndim == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
-            betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay)
+            betas=(train.beta1, train.beta2),
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+        )
 
     @staticmethod
     def _their_layout(name, w):
@@ -127,10 +130,14 @@ def parse(argv):
     """Sizes of the model and of the measurement."""
     parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
     for name, default, text in (
-        ("layers", 6, "transformer blocks"), ("d-model", 384, "model width"),
-        ("heads", 6, "attention heads"), ("seq-len", 256, "tokens per row"),
-        ("batch-size", 4, "rows per step"), ("vocab-size", 256, "tokens in the vocabulary"),
-        ("threads", 1, "threads of the products, for both"), ("repeats", 20, "timed steps"),
+        ("layers", 6, "transformer blocks"),
+        ("d-model", 384, "model width"),
+        ("heads", 6, "attention heads"),
+        ("seq-len", 256, "tokens per row"),
+        ("batch-size", 4, "rows per step"),
+        ("vocab-size", 256, "tokens in the vocabulary"),
+        ("threads", 1, "threads of the products, for both"),
+        ("repeats", 20, "timed steps"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     return parser.parse_args(argv)
@@ -138,11 +145,22 @@ def parse(argv):
 
 def setup(args, torch):
     """Both sides, on one random batch and from equal weights."""
-    model = ModelConfig(layers=args.layers, d_model=args.d_model, heads=args.heads,
-                        seq_len=args.seq_len, vocab_size=args.vocab_size)
-    config, _ = resolve(Config(
-        model, GridConfig(num_microbatches=1),
-        TrainConfig(batch_size=args.batch_size, warmup_steps=0), RunConfig()), 1)
+    model = ModelConfig(
+        layers=args.layers,
+        d_model=args.d_model,
+        heads=args.heads,
+        seq_len=args.seq_len,
+        vocab_size=args.vocab_size,
+    )
+    config, _ = resolve(
+        Config(
+            model,
+            GridConfig(num_microbatches=1),
+            TrainConfig(batch_size=args.batch_size, warmup_steps=0),
+            RunConfig(),
+        ),
+        1,
+    )
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, args.vocab_size, (args.batch_size, args.seq_len + 1))
     batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(args.seq_len))
@@ -189,7 +207,7 @@ def table(seconds):
         a, b = seconds["mpipar", part], seconds["torch", part]
         line = f"{part:<18}"
         for pick, widths in ((statistics.median, (11, 10)), (min, (16, 15))):
-            line += f"{pick(a) * 1e3:>{widths[0]}.1f}{pick(b) * 1e3:>{widths[1]}.1f}"
+            line += f"{pick(a) * 1e3:>{widths[0]}.2f}{pick(b) * 1e3:>{widths[1]}.2f}"
             line += f"{pick(a) / pick(b):>7.2f}"
         lines.append(line)
     return lines
@@ -212,9 +230,11 @@ def main(argv=None):
             print(f"not timed, the two models differ: {problem}", file=sys.stderr)
             return EXIT_CHECK_FAILED
         seconds = measure({"mpipar": ours, "torch": theirs}, args.repeats)
-    print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
-          f"{args.seq_len} tokens, V {args.vocab_size}, float32, {args.threads} thread(s), numpy "
-          f"{np.__version__}, torch {torch.__version__}, {args.repeats} steps, losses equal")
+    print(
+        f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
+        f"{args.seq_len} tokens, V {args.vocab_size}, float32, {args.threads} thread(s), numpy "
+        f"{np.__version__}, torch {torch.__version__}, {args.repeats} steps, losses equal"
+    )
     print("\n".join(table(seconds)))
     return 0
 

@@ -153,15 +153,22 @@ class Comms:
         self.grid = grid
         self.recorder = recorder
 
-        def connect(axis, ranks):
-            """A Comm for my group `ranks`, or for a group of one when I am in none."""
-            ranks = ranks if grid.world_rank in ranks else (grid.world_rank,)
-            wire = transport.connect(ops, mpi_world, ranks, sync_sends)
+        def connect(axis, ranks, alone=False):
+            """My group's Comm; alone: there is no group of several ranks on this axis, so no split."""
+            wire = None if alone else transport.connect(ops, mpi_world, ranks, sync_sends)
             return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder)
 
-        self.world = connect("world", tuple(range(grid.world_size)))
-        self.by_axis = {axis: connect(axis, grid.group(axis)) for axis in AXES}
+        self.world = connect("world", tuple(range(grid.world_size)), grid.world_size == 1)
+        self.by_axis = {
+            axis: connect(axis, grid.group(axis), grid.axis_size(axis) == 1) for axis in AXES}
         self.pp, self.dp, self.cp, self.tp = (self.by_axis[axis] for axis in AXES)
         for name, groups in (subgroups or {}).items():
-            mine = next((group for group in groups if grid.pp_rank in group), ())
-            self.by_axis[name] = connect(name, grid.pp_subgroup(mine))
+            mine = next((group for group in groups if grid.pp_rank in group), (grid.pp_rank,))
+            alone = all(len(group) == 1 for group in groups)
+            self.by_axis[name] = connect(name, grid.pp_subgroup(mine), alone)
+
+    def close(self) -> None:
+        """Free the communicators: MPI has only some two thousand. Comm: every rank, in the same order."""
+        for comm in (self.world, *self.by_axis.values()):
+            if comm.wire is not None:
+                comm.wire.close()

@@ -27,7 +27,7 @@ from mpipar import errors, failure
 from mpipar.environment import OPEN_MPI, Launcher, presets, read_launcher
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 
-STOP_SECONDS = 4.0  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
+STOP_SECONDS = 3.5  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
 
 
@@ -115,7 +115,7 @@ class Session:
         """Inside, the first Ctrl-C only sets stop_requested: the loop ends at a step boundary.
 
         The ranks must agree on it there: a signal may reach one rank, or each at another step.
-        A process that has not ended max(4, grace) seconds later leaves at once with code 130; so
+        A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once with code 130; so
         does a second Ctrl-C.
         """
         self._grace = max(STOP_SECONDS, grace)

@@ -44,7 +44,7 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     dp, pp, tp = given
     found = _product_problems(given, world_size, options)
     if tp:
-        found += _cut_problems(tp, heads, ffn, d_model)
+        found += _cut_problems(tp, world_size, heads, ffn, d_model)
     if pp and pp > layers:
         found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; use --pp "
                      f"{listing(range(max(1, layers - 5), layers + 1), pp)}, or --layers {pp}")
@@ -54,9 +54,9 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     return (dp or 1, pp or 1, tp or 1), found
 
 
-def _cut_problems(tp: int, heads: int, ffn: int, d_model: int) -> list[str]:
+def _cut_problems(tp: int, world_size: int, heads: int, ffn: int, d_model: int) -> list[str]:
     """Heads or FFN width cannot be cut over tp ranks; what can."""
-    cuts = listing(divisors(math.gcd(heads, ffn)), tp)
+    cuts = listing(divisors(math.gcd(heads, ffn, world_size)), tp)
     legal = {"heads": [number for number in divisors(d_model) if number % tp == 0],
              "ffn": [number for number in (ffn - ffn % tp, ffn - ffn % tp + tp) if number]}
     found = []
@@ -91,8 +91,8 @@ def _product_problems(given, world_size: int, options: list[Layout]) -> list[str
     total = f"{' x '.join(named)} = {product}" if len(named) > 1 else named[0]
     wants = f"a multiple of {product} ranks" if None in given else f"{product} ranks"
     started = "1 was started" if world_size == 1 else f"{world_size} were started"
-    return [f"{total}: needs {wants}, but {started}; start them with mpiexec -n {product}, "
-            + f"or use one of: {_shown(options)}"]
+    cure = f"start them with mpiexec -n {product}, or use one of: {_shown(options)}"
+    return [f"{total}: needs {wants}, but {started}; {cure}"]
 
 
 def _shown(options: Sequence[Layout], count: int = 8) -> str:

@@ -84,6 +84,10 @@ class Worker:
             "table_owner": self.schedule.rank_of(0, 0) == self.grid.pp_rank,
         }
 
+    def close(self) -> None:
+        """Free the groups, when nothing more will be sent. Comm: every rank must call it."""
+        self.comms.close()
+
     def initialize(self) -> None:
         """Give every parameter its initial values, the same model on every layout. Comm: none."""
         for stage in self.stages.values():

@@ -95,6 +95,9 @@ class NoTransport:
     def max_tag(self):
         return 2**30
 
+    def close(self):
+        pass
+
 
 class MpiRequest:
     """An MPI request, and what is left to do when it completes (for staged receives)."""
@@ -170,6 +173,9 @@ class HostTransport:
 
     def max_tag(self):
         return self.tag_ub
+
+    def close(self):
+        self.mpi.Free()
 
 
 class DeviceTransport(HostTransport):

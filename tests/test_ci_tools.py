@@ -50,7 +50,8 @@ def test_budget_lets_pass():
 
 def test_readme_command():
     readme_command = tool("readme_command.py")["readme_command"]
-    text = "a\n<!-- command: train -->\n```bash\nx && \\\n  y\n```\n<!-- command: test -->\n```\nz\n```\n"
+    text = "a\n<!-- command: train -->\n```bash\nx && \\\n  y\n```\n"
+    text += "<!-- command: test -->\n```\nz\n```\n"
     assert readme_command(text, "train") == "x && \\\n  y"
     assert readme_command(text, "test") == "z"
     with pytest.raises(LookupError, match="command: other"):
@@ -84,7 +85,8 @@ def test_summary_fails(tmp_path):
     assert summary(tmp_path).returncode == 1, "no test at all"
     (tmp_path / "one.xml").write_text(CASES)
     assert summary(tmp_path, "--must-run", "gpu:").returncode == 1
-    (tmp_path / "one.xml").write_text(CASES.replace("<skipped", "<failure").replace("</skipped", "</failure"))
+    failing = CASES.replace("<skipped", "<failure").replace("</skipped", "</failure")
+    (tmp_path / "one.xml").write_text(failing)
     result = summary(tmp_path)
     assert result.returncode == 1
     assert "failed: tests.test_a.test_waits" in result.stdout

@@ -12,11 +12,11 @@ PACKAGE = REPOSITORY / "mpipar"
 
 @pytest.fixture(scope="module")
 def installed():
-    """Return the installed distribution; skip where there is none, or only a link to this folder."""
+    """Return the installed distribution; skip where there is none or only a link to this folder."""
     found = [
         distribution
         for distribution in importlib.metadata.distributions(name="mpipar")
-        if distribution.read_text("direct_url.json")  # not the build folder of the repository itself
+        if distribution.read_text("direct_url.json")  # not what a build left in this folder
     ]
     if not found:
         pytest.skip("mpipar is not installed here: pip install .")
@@ -37,7 +37,7 @@ def test_installed_files_are_the_sources(installed):
         for path in installed.files
         if path.parts[0] == "mpipar" and path.suffix != ".pyc"
     }
-    assert sorted(theirs) == sorted(ours), "run pip install again (from a folder without build/)"
+    assert sorted(theirs) == sorted(ours), "remove build/ and run pip install again"
     changed = [name for name in ours if ours[name] != theirs[name]]
     assert not changed, f"run pip install again: {changed}"
 

@@ -77,7 +77,7 @@ def gpu_awareness(library: str, kinds: str | None, environ, cuda_support: int | 
 
 
 def query_cuda_support(path: str) -> int | None:
-    """MPIX_Query_cuda_support() of the library below mpi4py's extension file, None if it has none."""
+    """MPIX_Query_cuda_support() of the library below mpi4py's extension file; None without one."""
     try:
         return int(ctypes.CDLL(path).MPIX_Query_cuda_support())
     except (OSError, AttributeError):
@@ -95,15 +95,17 @@ def job_lines(session, facts: list[dict]) -> list[str]:
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
               MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
     hosts = {fact["host"] for fact in facts}
+    versions = {"mpipar": __version__, "Python": platform.python_version(),
+                "NumPy": np.__version__, "mpi4py": mpi4py.__version__}
+    aware = gpu_awareness(library, kinds, os.environ, query_cuda_support(MPI.__file__))
     rows = [
-        ("versions", f"mpipar {__version__}, Python {platform.python_version()}, NumPy "
-                     f"{np.__version__}, mpi4py {mpi4py.__version__}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("MPI library", " ".join(library.split())),
         ("MPI standard", ".".join(map(str, MPI.Get_version()))),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
         ("thread level", levels[MPI.Query_thread()]),
-        ("GPU-aware MPI", gpu_awareness(library, kinds, os.environ, query_cuda_support(MPI.__file__))),
+        ("GPU-aware MPI", aware),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
     ]

@@ -29,7 +29,7 @@ def _usable_cupy():
     except ImportError as error:
         raise EnvironmentProblem(
             f"--device cuda needs CuPy, which cannot be imported here ({error}): install it with "
-            "pip install '.[cuda]', or type --device cpu"
+            "pip install '.[cuda]' (CUDA 12: '.[cuda12]'), or type --device cpu"
         ) from error
     try:
         # Not only a driver: a compiled kernel, which a missing CUDA library or a too new GPU

@@ -25,6 +25,7 @@ def real_step(config):
     worker.initialize()
     rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
     worker.train_step(1, lambda mb: rows.train(1, mb))
+    worker.close()
     return worker, recorder
 
 
@@ -117,6 +118,7 @@ def test_memory_is_predicted(layout):
     worker.initialize()
     rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
     worker.train_step(1, lambda mb: rows.train(1, mb))
+    worker.close()
     memory.stop()
     predicted = predict(config, WORLD.rank).peak_total
     assert 0.95 * predicted <= memory.peak <= 1.05 * predicted + 2**21, (memory.peak, predicted)

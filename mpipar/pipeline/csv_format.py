@@ -1,0 +1,116 @@
+"""Schedules as CSV files, in the form that torch.distributed.pipelining writes and reads.
+
+A row is a rank, a cell an instruction such as 2F0 (stage 2, forward, microbatch 0); empty cells are
+idle time and mean nothing here. Its "compute_only" files hold passes, its "compute_comms" files
+also SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are read over, as weights are
+not sharded over the step here.
+
+The mirror placement (dualpipe) has no counterpart there, where a stage lives on one rank. Its file
+begins with a line of its own, MIRROR_LINE, at which torch.distributed.pipelining stops.
+"""
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from mpipar.errors import OutputError, UsageError
+from mpipar.pipeline.check import check
+from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
+from mpipar.pipeline.schedules import with_reduce_grad
+
+FORMATS = ("compute_only", "compute_comms")
+MIRROR_LINE = "# mpipar mirror placement: two copies of each stage; not for torch.distributed.pipelining"
+CELL = re.compile(r"(\d+)(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD)(\d*)")
+OVERLAP = re.compile(r"\((\d+)F(\d+);(\d+)B(\d+)\)OVERLAP_F_B")
+SKIPPED = ("UNSHARD", "RESHARD")
+WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
+
+
+def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> None:
+    """Write a schedule; raises OutputError if the file cannot be written."""
+    assert form in FORMATS, form
+    try:
+        with path.open("w", newline="", encoding="ascii") as file:
+            if schedule.placement == "mirror":
+                file.write(MIRROR_LINE + "\n")
+            writer = csv.writer(file)
+            for pp_rank, program in enumerate(schedule.programs):
+                if form == "compute_only":
+                    writer.writerow(str(instr) for instr in program if is_compute(instr))
+                else:
+                    writer.writerow(map(str, lower(schedule, pp_rank)))
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_csv(path: Path) -> Schedule:
+    """The schedule in a file, proved; raises UsageError naming what cannot be read or cannot run."""
+    try:
+        with path.open(newline="", encoding="ascii") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a CSV file of a schedule: {error.reason}") from error
+    mirror = bool(lines) and lines[0] == MIRROR_LINE
+    problems, programs = [], []
+    for row, cells in enumerate(csv.reader(lines[mirror:])):
+        texts = [(column, text.strip()) for column, text in enumerate(cells) if text.strip()]
+        instrs = [(column, text, parse(text)) for column, text in texts]
+        problems += [
+            f"{path}: rank {row} column {column}: {text!r} is no instruction such as 2F0"
+            for column, text, instr in instrs
+            if instr is None
+        ]
+        programs.append([instr for *_, instr in instrs if instr and instr.kind not in SKIPPED])
+    if problems:
+        raise UsageError(problems[:20])
+    if not programs or not all(programs):
+        raise UsageError(f"{path}: every rank needs a row of instructions")
+    schedule = build(path, programs, mirror)
+    check(schedule)
+    return schedule
+
+
+def parse(text: str) -> Instr | None:
+    """The instruction of a cell, or None."""
+    if match := OVERLAP.fullmatch(text):
+        stage, mb, stage_b, mb_b = map(int, match.groups())
+        return Instr("OVERLAP_F_B", stage, mb, stage_b, mb_b)
+    match = CELL.fullmatch(text)
+    if match is None or bool(match[3]) == (match[2] in WITHOUT_MB):
+        return None
+    return Instr(match[2], int(match[1]), int(match[3] or -1))
+
+
+def build(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
+    """The schedule of these programs: counts, placement and missing REDUCE_GRAD are filled in."""
+    passes = [part for program in programs for instr in program if is_compute(instr)
+              for part in parts(instr)]
+    if not passes:
+        raise UsageError(f"{path}: no pass (F, B, I, W) of any stage")
+    num_stages = 1 + max(stage for _, stage, _ in passes)
+    num_microbatches = 1 + max(mb for *_, mb in passes)
+    p = len(programs)
+    wired = any(instr.kind in WIRE_KINDS for program in programs for instr in program)
+    if not any(instr.kind == "REDUCE_GRAD" for program in programs for instr in program):
+        programs = [with_reduce_grad(program) for program in programs]
+    candidate = Schedule(
+        path.stem, p, num_stages, num_microbatches, "mirror", tuple(map(tuple, programs)), wired
+    )
+    if mirror:
+        return candidate
+    for placement, stages in (("linear", p), ("looped", num_stages // p * p), ("v", 2 * p)):
+        schedule = replace(candidate, placement=placement)
+        if num_stages == stages and all(
+            schedule.rank_of(stage, mb) == pp_rank
+            for pp_rank, program in enumerate(programs)
+            for instr in program if is_compute(instr)
+            for _, stage, mb in parts(instr)
+        ):
+            return schedule
+    raise UsageError(
+        f"{path}: {num_stages} stages on {p} ranks lie neither one on each rank, nor stage s on "
+        "rank s mod ranks, nor in a V (rank r holds r and 2 * ranks - 1 - r)"
+    )

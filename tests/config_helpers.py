@@ -1,0 +1,27 @@
+"""Configurations as a user would type them, for the tests of configuration and command line."""
+
+import dataclasses
+
+from mpipar import flags
+from mpipar.config import Config
+
+
+def changed(config=None, **values):
+    """A Config with flat values replaced."""
+    config = config or Config()
+    parts = {}
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        names = {field.name for field in dataclasses.fields(part)}
+        parts[section.name] = dataclasses.replace(
+            part, **{name: value for name, value in values.items() if name in names}
+        )
+    return Config(**parts)
+
+
+def reading_of(*argv):
+    """What `mpipar train` reads from these words."""
+    parser = flags.Parser(prog="mpipar train")
+    flags.add_flags(parser)
+    args, extras = parser.parse_known_args(flags.join_negative(parser, list(argv)))
+    return flags.read(args, flags.unknown_flags(parser, extras))

@@ -1,0 +1,110 @@
+"""A job for test_launch.py: `launch_job.py HOW [FOLDER]`, each HOW one way to end or to go wrong.
+
+Rank 1 is the one at fault, where one is. FOLDER receives a file for each rank that is up, and is
+the run folder. Before it goes wrong a rank prints the time, as a start under load can take seconds.
+"""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.launch import guard
+
+
+def announce():
+    print(f"wrong at {time.time()}", flush=True)
+
+
+def fail_with(error):
+    raise error
+
+
+def no_return(world):
+    """What the ranks do that are not at fault: they wait for the one that is."""
+    world.Barrier()
+    time.sleep(60)
+
+
+def wait_for_stop(session, world):
+    """A loop of steps that all ranks leave at the same one."""
+    with session.stop_on_request():
+        ready(session, world)
+        for step in range(600):
+            time.sleep(0.05)
+            asked = bytearray(world.Get_size())
+            world.Allgather(bytes([session.stop_requested]), asked)
+            if any(asked):
+                print(f"left at step {step}", flush=True)
+                return 75
+    return 70
+
+
+def ready(session, world):
+    (Path(session.run_folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
+
+
+def go_wrong(how, session, world):
+    rank = world.Get_rank()
+    if how == "two":
+        world.Barrier()
+        if rank == 1:
+            raise OutputError("disk full")
+        if rank == 2:
+            raise ValueError("a defect")
+    elif how == "unheard" and rank == 1:
+        # nobody sees this error, because nobody reads the console any more
+        for stream in (1, 2):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
+        raise ValueError("a defect")
+    elif rank == 1:
+        announce()
+        if how == "exception":
+            raise ValueError("a defect")
+        if how == "user-error":
+            raise OutputError("disk full")
+        if how.startswith("exit-"):
+            sys.exit(int(how[5:]))
+        if how.startswith("thread"):
+            daemon = how == "thread"
+            threading.Thread(
+                target=fail_with, args=(ValueError("a defect"),), name="helper", daemon=daemon
+            ).start()
+            time.sleep(60)
+    no_return(world)
+
+
+def main(argv, session):
+    how, folder = argv[0], argv[1] if len(argv) > 1 else None
+    if how == "early-exception" and session.launcher.rank == 1:
+        announce()
+        raise ValueError("a defect")
+    if how == "early-usage":
+        raise UsageError(["--x: unknown flag", "--y: wrong"])
+    world = session.start()
+    session.run_folder = folder
+    session.where = lambda: "step 17"
+    if how == "ranks-leave-with-different-codes":
+        return 1 if world.Get_rank() == 2 else 0
+    if how == "agree-one":
+        return session.agree(lambda: fail_with(DataError("missing")) if world.Get_rank() else 3)
+    if how == "agree-all":
+        return session.agree(lambda: fail_with(DataError(["missing", "empty"])))
+    if how == "agree":
+        assert session.agree(world.Get_rank) == world.Get_rank()
+        assert session.host_ranks == tuple(range(world.Get_size()))
+        return 0
+    if how == "stop":
+        return wait_for_stop(session, world)
+    if how in ("stuck", "busy"):
+        ready(session, world)
+        if how == "stuck":  # rank 0 waits in MPI for ever; in a loop that allows a stop
+            with session.stop_on_request():
+                no_return(world)
+        no_return(world)
+    return go_wrong(how, session, world)
+
+
+guard(main)

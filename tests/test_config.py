@@ -1,0 +1,233 @@
+"""Configuration: what is legal, what is chosen, and what is said about the rest."""
+
+import dataclasses
+import math
+
+import pytest
+from config_helpers import changed, reading_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipar.config import (
+    PRESETS,
+    Config,
+    GridConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    problems,
+    resolve,
+    settings,
+)
+from mpipar.errors import DataError, EnvironmentProblem, UsageError, combine
+from mpipar.layout import choose, fitting
+
+
+def usage_problems(config, world_size):
+    with pytest.raises(UsageError) as caught:
+        resolve(config, world_size)
+    return caught.value.problems
+
+
+# --- the fields themselves
+
+
+def test_every_field_says_what_it_is_and_has_a_flag_of_its_own():
+    names = [field.name for _, field, _ in settings(Config())]
+    assert len(names) == len(set(names))
+    for _, field, _ in settings(Config()):
+        assert len(field.metadata["help"]) > 10, field.name
+
+
+def test_configs_are_frozen():
+    for part in (Config(), ModelConfig(), GridConfig(), TrainConfig(), RunConfig()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            part.anything = 1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_every_preset_resolves_for_every_number_of_ranks(preset, world_size):
+    config, _ = resolve(reading_of("--preset", preset).config, world_size)
+    grid = config.grid
+    assert grid.dp * grid.pp * grid.cp * grid.tp == world_size
+    assert config.train.batch_size % (grid.dp * grid.num_microbatches) == 0
+    assert config.model.ffn == 4 * config.model.d_model
+    assert resolve(config, world_size) == (config, [])
+
+
+def test_gpt2_shapes():
+    model = reading_of("--preset", "gpt2-xl").config.model
+    assert (model.layers, model.d_model, model.heads) == (48, 1600, 25)
+    assert (model.seq_len, model.vocab_size, model.tied) == (1024, 50257, True)
+
+
+# --- the layout
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, (1, 1, 1)),
+        (2, (1, 2, 1)),
+        (3, (3, 1, 1)),
+        (4, (1, 2, 2)),
+        (5, (5, 1, 1)),
+        (6, (3, 2, 1)),
+        (7, (7, 1, 1)),
+        (8, (2, 2, 2)),
+        (12, (3, 2, 2)),
+        (16, (4, 2, 2)),
+    ],
+)
+def test_layout_for_a_number_of_ranks(world_size, layout):
+    grid = resolve(Config(), world_size)[0].grid
+    assert (grid.dp, grid.pp, grid.tp) == layout
+
+
+@pytest.mark.parametrize(
+    ("axes", "world_size", "layout"),
+    [
+        ({"dp": 4}, 4, (4, 1, 1)),
+        ({"pp": 4}, 4, (1, 4, 1)),
+        ({"tp": 4}, 4, (1, 1, 4)),
+        ({"tp": 1}, 4, (2, 2, 1)),
+        ({"pp": 1}, 4, (2, 1, 2)),
+        ({"dp": 1}, 6, (1, 3, 2)),
+        ({"pp": 2, "tp": 2}, 8, (2, 2, 2)),
+        ({"tp": 2}, 8, (2, 2, 2)),
+    ],
+)
+def test_axes_that_are_given_stay(axes, world_size, layout):
+    grid = resolve(changed(**axes), world_size)[0].grid
+    assert (grid.dp, grid.pp, grid.tp) == layout
+
+
+def test_a_model_that_cannot_be_cut_is_not_cut():
+    grid = resolve(changed(heads=3, d_model=96), 4)[0].grid
+    assert (grid.dp, grid.pp, grid.tp) == (2, 2, 1)
+    grid = resolve(changed(heads=3, d_model=96, layers=1), 4)[0].grid
+    assert (grid.dp, grid.pp, grid.tp) == (4, 1, 1)
+
+
+@given(
+    st.integers(1, 24),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(1, 64),
+    st.tuples(*[st.none() | st.integers(1, 6)] * 3),
+)
+def test_choice_fits_or_says_why(world_size, layers, heads, ffn, axes):
+    layout, found = choose(axes, world_size, layers, heads, ffn, 8 * heads)
+    if not found:
+        assert math.prod(layout) == world_size
+        assert heads % layout[2] == ffn % layout[2] == 0
+        assert layout[1] <= layers
+        assert all(axis in (None, one) for axis, one in zip(axes, layout, strict=True))
+    else:
+        assert not [
+            one
+            for one in fitting(world_size, layers, heads, ffn)
+            if all(axis in (None, size) for axis, size in zip(axes, one, strict=True))
+        ]
+
+
+def test_wrong_product_shows_product_ranks_and_what_to_type():
+    text = "\n".join(usage_problems(changed(dp=2, pp=2, tp=2), 4))
+    assert "dp 2 x pp 2 x tp 2 = 8" in text
+    assert "4 were started" in text
+    assert "mpiexec -n 8" in text
+    for dp, pp, tp in fitting(4, 4, 4, 512):
+        assert f"--layout dp={dp},pp={pp},tp={tp}" in text
+
+
+def test_layouts_in_messages_can_be_typed():
+    text = usage_problems(changed(tp=3, heads=6, d_model=96), 8)[0]
+    offered = [part.split()[0] for part in text.split("--layout ")[1:]]
+    assert offered
+    for layout in offered:
+        resolve(reading_of("--layout", layout, "--heads", "6", "--d-model", "96").config, 8)
+
+
+@pytest.mark.parametrize(
+    ("values", "world_size", "words"),
+    [
+        ({"heads": 6, "d_model": 96, "tp": 4}, 4, ["--heads 6", "tp 4", "--tp 1 or 2", "4 or 8"]),
+        ({"ffn": 510, "tp": 4}, 4, ["--ffn 510", "--tp 1 or 2", "--ffn 508 or 512"]),
+        ({"layers": 2, "pp": 4}, 4, ["--pp 4", "--layers is 2", "--pp 1 or 2", "--layers 4"]),
+        ({"stage_layers": (3, 2)}, 2, ["--stage-layers 3,2", "sum is 5", "--layers is 4"]),
+        ({"batch_size": 30}, 1, ["--batch-size 30", "28 or 32", "--num-microbatches 1, 2, 3"]),
+        ({"batch_size": 5, "dp": 2}, 2, ["--batch-size 5", "dp 2 * 4", "= 8", "--batch-size 8"]),
+        ({"d_model": 130}, 1, ["--heads 4", "--d-model 130", "1, 2, 5, 10"]),
+        ({"cp": 2}, 2, ["--cp 2", "not built", "--cp 1"]),
+        ({"rank_order": "pp,dp,tp"}, 1, ["--rank-order", "pp,dp,cp,tp"]),
+        ({"preset": "tny"}, 1, ["--preset 'tny'", "did you mean tiny?"]),
+        ({"run_name": "a/b"}, 1, ["--run-name 'a/b'", "--out"]),
+        ({"run_name": "a", "out": "b"}, 1, ["--run-name a", "--out b", "one of them"]),
+    ],
+)
+def test_misfit_is_refused_with_legal_values(values, world_size, words):
+    found = usage_problems(changed(**values), world_size)
+    text = "\n".join(found)
+    assert all(word in text for word in words), text
+    assert len(found) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", math.nan), ("lr", -1.0), ("lr", 0.0), ("lr", math.inf), ("eps", 0.0),
+        ("beta1", 1.0), ("beta2", -0.1), ("clip", -1.0), ("weight_decay", math.nan),
+        ("layers", 0), ("heads", -1), ("steps", 0), ("seed", -1), ("seed", 2**63),
+        ("num_microbatches", 0), ("stage_layers", (3, 0)), ("batch_size", 0), ("vocab_size", 1),
+        ("device", "gpu"), ("dtype", "float16"), ("optimizer", "adam"), ("ffn_cut", "row"),
+        ("d_model", 10**18), ("prompt", "\udcff"), ("temperature", -1.0), ("log_interval", 0),
+    ],
+)  # fmt: skip
+def test_value_out_of_range_is_refused(name, value):
+    found = problems(changed(**{name: value}))
+    assert len(found) == 1, found
+    assert found[0].startswith("--" + name.replace("_", "-")), found
+
+
+def test_odd_sizes_are_fine():
+    odd = changed(seq_len=63, d_model=33, heads=3, vocab_size=257, ffn=7, layers=3)
+    assert resolve(odd, 2)[0].model.ffn == 7
+
+
+def test_preset_batch_is_rounded_up_and_said():
+    config, notes = resolve(Config(), 3)
+    assert config.train.batch_size == 36
+    assert len(notes) == 1
+    assert "32" in notes[0]
+    assert "36" in notes[0]
+    assert resolve(Config(), 4)[1] == []
+
+
+def test_all_problems_at_once():
+    bad = changed(lr=math.nan, steps=0, out="a", run_name="b", heads=3, batch_size=7, tp=3, dp=2)
+    text = "\n".join(usage_problems(bad, 4))
+    for word in ("--lr", "--steps", "--run-name", "--heads", "--batch-size", "= 6", "--ffn"):
+        assert word in text, (word, text)
+
+
+def test_checks_of_other_floors_are_collected_and_usage_decides_the_code():
+    def data(config):
+        return ["no data"]
+
+    def gpu(config):
+        return ["no GPU"]
+
+    checks = [(gpu, EnvironmentProblem), (data, DataError)]
+    with pytest.raises(DataError) as caught:
+        resolve(Config(), 1, checks)
+    assert caught.value.problems == ["no data", "no GPU"]
+    with pytest.raises(UsageError) as caught:
+        resolve(changed(lr=-1.0), 1, checks)
+    assert caught.value.problems[1:] == ["no data", "no GPU"]
+    assert caught.value.exit_code == 2
+
+
+def test_combine_takes_the_lowest_code():
+    error = combine([EnvironmentProblem("c"), DataError(["a", "b"])])
+    assert (error.exit_code, error.problems) == (65, ["a", "b", "c"])

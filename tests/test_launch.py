@@ -1,0 +1,282 @@
+"""However a rank ends, the job ends: at once, with one block, one exit code, and nobody left."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from helpers import MARK, REPOSITORY, find_launcher, kill_with, run_command, wait_for_end
+
+JOB = Path(__file__).parent / "launch_job.py"
+LIMIT = 30.0  # for the whole command, start under load included
+QUICK = 5.0  # from the failure to the end of the last process
+BLOCK = "mpipar: stopped, exit code "
+
+needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec is installed")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    """No launcher above this one, no thread counts from outside, error folders of its own."""
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")) or name.endswith(
+            "_NUM_THREADS"
+        ):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+
+
+def launch(num_ranks, *argv, env=None):
+    """Run the job under mpiexec; asserts that it ended soon after it went wrong."""
+    result = run_command(
+        [find_launcher(), "-n", str(num_ranks), sys.executable, JOB, *argv], LIMIT, env
+    )
+    ended = time.time()
+    for at in re.findall(r"wrong at ([\d.]+)", result.stdout):
+        assert ended - float(at) < QUICK, result.tail()
+    return result
+
+
+def one_block(result):
+    """The only block: its exit code, which is also that of the job, and its text."""
+    blocks = result.stderr.split(BLOCK)[1:]
+    assert len(blocks) == 1, result.tail()
+    code = int(blocks[0].split()[0])
+    assert result.returncode == code, result.tail()
+    return code, blocks[0]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("exception", 70, ["ValueError: a defect", "rank 1 of 3", "step 17", "launch_job.py"]),
+        ("exit-3", 70, ["sys.exit(3)", "rank 1 of 3"]),
+        ("exit-0", 70, ["sys.exit(0)", "rank 1 of 3"]),
+        ("user-error", 74, ["disk full", "rank 1 of 3", "step 17"]),
+        ("thread", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"]),
+        ("thread-that-is-no-daemon", 70, ["ValueError: a defect", "thread helper"]),
+        ("early-exception", 70, ["ValueError: a defect", "rank 1 of 3"]),
+    ],
+)
+def test_failure_on_one_rank_ends_the_job(how, code, words):
+    result = launch(3, how)
+    found, block = one_block(result)
+    assert found == code
+    assert all(word in block for word in words), result.tail()
+    assert ("Traceback" in result.stderr) == (code == 70), result.tail()
+
+
+@needs_mpiexec
+def test_failing_rank_leaves_a_record_in_the_run_folder(tmp_path):
+    result = launch(2, "exception", str(tmp_path))
+    record = tmp_path / "errors" / "rank-1.json"
+    assert str(record) in result.stderr
+    content = json.loads(record.read_text())
+    assert content["exit_code"] == 70
+    assert content["what"] == ["ValueError: a defect"]
+    assert "launch_job.py" in content["trace"]
+    assert not (tmp_path / "errors" / "rank-0.json").exists()
+    assert list((tmp_path / "tmp").glob("mpipar*")) == []
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("attempt", range(6))
+def test_two_ranks_failing_differently_at_once_give_one_code(attempt, tmp_path):
+    folder = [str(tmp_path)] if attempt % 2 else []
+    code, block = one_block(launch(4, "two", *folder))
+    assert code in (70, 74)
+    assert ("rank 1 of 4" if code == 74 else "rank 2 of 4") in block
+
+
+@needs_mpiexec
+def test_console_that_takes_nothing_does_not_keep_the_job():
+    assert launch(2, "unheard").returncode == 70
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("how", "code", "words", "absent"),
+    [
+        ("agree-one", 65, ["missing", "rank 1 of 3"], "Abort("),
+        ("agree-all", 65, ["missing", "empty"], "rank "),
+        ("early-usage", 2, ["--x: unknown flag", "--y: wrong"], "rank "),
+    ],
+)
+def test_mistake_of_the_user_is_told_once_and_needs_no_abort(how, code, words, absent):
+    result = launch(3, how)
+    found, block = one_block(result)
+    assert found == code
+    assert all(word in block for word in words), result.tail()
+    assert absent not in block, result.tail()
+    assert "Traceback" not in result.stderr
+
+
+@needs_mpiexec
+def test_regular_ends():
+    assert launch(3, "agree").returncode == 0
+    assert launch(3, "ranks-leave-with-different-codes").returncode == 1
+
+
+@needs_mpiexec
+def test_installed_console_script_is_guarded(tmp_path):
+    """A defect put into one rank from outside the package."""
+    script = Path(sys.executable).with_name("mpipar")
+    command = [str(script)] if script.exists() else [sys.executable, "-m", "mpipar"]
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
+        "    import mpipar.report.gather as gather\n"
+        "    gather.gather_facts = lambda *facts: 1 / 0\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    result = run_command([find_launcher(), "-n", "3", *command, "doctor"], LIMIT, env)
+    code, block = one_block(result)
+    assert code == 70
+    assert "ZeroDivisionError" in block
+
+
+# --- Ctrl-C
+
+
+@contextlib.contextmanager
+def running(num_ranks, how, folder):
+    """The job in the background, all ranks up: (process, ids of the ranks, output file)."""
+    mark, output = uuid.uuid4().hex, folder / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [find_launcher(), "-n", str(num_ranks), sys.executable, str(JOB), how, str(folder)],
+            env=os.environ | {MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + LIMIT
+        files = [folder / f"up-{rank}" for rank in range(num_ranks)]
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline, output.read_text()
+            assert process.poll() is None, output.read_text()
+            time.sleep(0.02)
+        time.sleep(0.3)  # now they wait inside MPI
+        yield process, [int(file.read_text()) for file in files], output
+        assert wait_for_end(mark) == []
+    finally:
+        kill_with(MARK, mark)
+        process.wait()
+
+
+def is_hydra():
+    """Open MPI's launcher answers Ctrl-C itself: it kills the ranks and ends with its own code."""
+    version = subprocess.run(
+        [find_launcher(), "--version"], capture_output=True, text=True, check=False
+    )
+    return "HYDRA" in version.stdout
+
+
+needs_hydra = pytest.mark.skipif(
+    find_launcher() is None or not is_hydra(), reason="the launcher is not MPICH's"
+)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("target", ["launcher", "rank"])
+@pytest.mark.parametrize("how", ["busy", "stuck"])
+def test_ctrl_c_ends_the_job(how, target, tmp_path):
+    """Also while a rank waits in MPI, and where a stop at the next step was asked for in vain."""
+    with running(3, how, tmp_path) as (process, ranks, output):
+        start = time.monotonic()
+        os.kill(process.pid if target == "launcher" else ranks[1], signal.SIGINT)
+        code = process.wait(QUICK)
+        assert time.monotonic() - start < QUICK
+    text = output.read_text()
+    if target == "rank" or is_hydra():
+        assert code == 130, text
+        assert text.count(BLOCK) == 1, text
+        assert "interrupted" in text
+    else:
+        assert code != 0
+
+
+@needs_hydra
+@pytest.mark.parametrize("target", ["launcher", "rank"])
+def test_first_ctrl_c_in_a_loop_stops_all_ranks_at_the_same_step(target, tmp_path):
+    with running(3, "stop", tmp_path) as (process, ranks, output):
+        os.kill(process.pid if target == "launcher" else ranks[1], signal.SIGINT)
+        assert process.wait(QUICK) == 75, output.read_text()
+    steps = re.findall(r"left at step (\d+)", output.read_text())
+    assert len(steps) == 3
+    assert len(set(steps)) == 1
+    assert BLOCK not in output.read_text()
+
+
+@needs_mpiexec
+def test_second_ctrl_c_does_not_wait(tmp_path):
+    with running(2, "stuck", tmp_path) as (process, ranks, output):
+        os.kill(ranks[1], signal.SIGINT)
+        time.sleep(0.5)
+        start = time.monotonic()
+        os.kill(ranks[1], signal.SIGINT)
+        assert process.wait(QUICK) == 130
+        assert time.monotonic() - start < 2.0
+    assert output.read_text().count(BLOCK) == 1
+
+
+# --- alone
+
+
+def alone(**variables):
+    """`mpipar doctor` as a single process with these variables of a launcher."""
+    return run_command([sys.executable, "-m", "mpipar", "doctor"], LIMIT, variables)
+
+
+def test_one_of_many_that_finds_itself_alone_stops():
+    result = alone(SLURM_STEP_NUM_TASKS="4", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_LOCALID="0")
+    code, block = one_block(result)
+    assert code == 69
+    assert all(word in block for word in ("alone", "srun started 4", "--mpi=pmi2", "--mpi=pmix"))
+    assert "RuntimeWarning" not in result.stderr
+
+
+def test_only_one_of_them_tells():
+    variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    result = alone(**variables, SLURM_STEP_TASKS_PER_NODE="2")
+    assert result.returncode == 69
+    assert result.stderr == ""
+
+
+def test_one_process_in_a_batch_script_or_without_launcher_is_fine():
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NPROCS": "4"}
+    assert alone(**batch).returncode == 0
+    assert alone().returncode == 0
+
+
+@pytest.mark.skipif(
+    not os.environ.get("MPIPAR_OPENMPI_VENV") or find_launcher() is None,
+    reason="MPIPAR_OPENMPI_VENV names no Open MPI environment",
+)
+def test_open_mpi_under_mpich_s_launcher_and_the_reverse():
+    other = Path(os.environ["MPIPAR_OPENMPI_VENV"]) / "bin"
+    job = ["-n", "2"]
+    mixed = [
+        [find_launcher(), *job, other / "python", "-m", "mpipar", "doctor"],
+        [other / "mpiexec", *job, sys.executable, "-m", "mpipar", "doctor"],
+    ]
+    for command in mixed:
+        result = run_command(command, LIMIT)
+        assert one_block(result)[0] == 69, result.tail()
+        assert "Open MPI" in result.stderr
+        assert "RuntimeWarning" not in result.stderr
