@@ -52,8 +52,14 @@ class GridConfig:
     tp: int | None = setting(None, "tensor-parallel ranks (default 2 from 4 ranks on)", low=1)
     rank_order: str = setting(
         "pp,dp,cp,tp", "axes from outermost to innermost; neighbours of the last are nearest")
-    schedule: str = setting("1f1b", "order of forward and backward in the pipeline")
+    schedule: str = setting(
+        "1f1b", "order of forward and backward in the pipeline, or auto: the shortest simulated "
+        "step, from costs measured at the start")
+    schedule_csv: str | None = setting(
+        None, "run the schedule of this CSV file (torch.distributed.pipelining's format)")
     chunks: int | None = setting(None, "stages per pipeline rank (default: the schedule's)", low=1)
+    group_size: int | None = setting(
+        None, "interleaved: microbatches that go round the ranks together (default: pp)", low=1)
     stage_layers: tuple[int, ...] | None = setting(
         None, "blocks of each stage, as 3,2,2,1 (default: equal cost, head counted)", low=0)
     num_microbatches: int | None = setting(
@@ -110,6 +116,8 @@ class RunConfig:
     save_interval: int = setting(0, "steps between two writes of weights; 0 = at the end", low=0)
     log_interval: int = setting(20, "steps per line on the console", low=1)
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
+    memory_limit: int | None = setting(
+        None, "bytes per rank that --schedule auto may plan with (default: no limit)", low=1)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
     prompt: str = setting("The ", "start of the text generated at the end")
     sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0)

@@ -115,8 +115,8 @@ class Session:
         """Inside, the first Ctrl-C only sets stop_requested: the loop ends at a step boundary.
 
         The ranks must agree on it there: a signal may reach one rank, or each at another step.
-        A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once with code 130; so
-        does a second Ctrl-C.
+        A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once with
+        code 130; so does a second Ctrl-C.
         """
         self._grace = max(STOP_SECONDS, grace)
         try:

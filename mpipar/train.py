@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter_ns
 
 from mpipar.comm import Comms
@@ -16,6 +17,7 @@ from mpipar.gradsync import GradSync, agree, is_finite
 from mpipar.models.decoder import Stage, balanced_layers
 from mpipar.optim import OPTIMIZERS, learning_rate
 from mpipar.pipeline import schedules
+from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
 
 
@@ -29,6 +31,17 @@ class StepResult:
     lr: float
     step_seconds: float
     stop: bool
+
+
+def make_schedule(grid_config):
+    """The schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
+
+    Raises UsageError for counts that the schedule can't take, or a file that can't be read or can't run.
+    """
+    if grid_config.schedule_csv is not None:
+        return read_csv(Path(grid_config.schedule_csv))
+    return schedules.make(grid_config.schedule, grid_config.pp, grid_config.num_microbatches,
+                          grid_config.chunks, grid_config.group_size)
 
 
 def holders(schedule, stages) -> tuple[int, ...]:
@@ -46,8 +59,7 @@ class Worker:
 
     def __init__(self, config, grid, ops, recorder, mpi_world=None):
         self.config, self.grid, self.ops, self.recorder = config, grid, ops, recorder
-        self.schedule = schedules.make(
-            config.grid.schedule, grid.pp_size, config.grid.num_microbatches, config.grid.chunks)
+        self.schedule = make_schedule(config.grid)
         self.program = schedules.lower(self.schedule, grid.pp_rank)
         self.stage_layers = config.grid.stage_layers or balanced_layers(
             config.model, self.schedule.num_stages)

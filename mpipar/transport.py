@@ -50,12 +50,12 @@ def cuda_aware() -> str:
 
 
 class Done:
-    """The request of an operation that needs no waiting."""
+    """The request of an operation that needs no waiting; Test and Wait are those of an mpi4py request."""
 
-    def test(self):
+    def Test(self):
         return True
 
-    def wait(self):
+    def Wait(self):
         pass
 
 
@@ -99,21 +99,21 @@ class NoTransport:
         pass
 
 
-class MpiRequest:
-    """An MPI request, and what is left to do when it completes (for staged receives)."""
+class StagedRequest:
+    """An MPI request on host memory, and what is left to do when it completes (for receives)."""
 
-    def __init__(self, request, keep=None, finish=None):
+    def __init__(self, request, keep, finish=None):
         self.request = request
         self.keep = keep  # a buffer that must live as long as the request
         self.finish = finish
 
-    def test(self):
+    def Test(self):
         if not self.request.Test():
             return False
         self._finish()
         return True
 
-    def wait(self):
+    def Wait(self):
         self.request.Wait()
         self._finish()
 
@@ -142,7 +142,7 @@ class HostTransport:
         self.mpi.Allreduce(self.in_place, x, op=self.reduce_ops[op])
 
     def iall_reduce(self, x):
-        return MpiRequest(self.mpi.Iallreduce(self.in_place, x))
+        return self.mpi.Iallreduce(self.in_place, x)
 
     def all_gather(self, x, group_size):
         y = self.ops.empty((group_size, *x.shape), x.dtype, label="buffers")
@@ -166,10 +166,10 @@ class HostTransport:
         self.mpi.Barrier()
 
     def isend(self, x, peer, tag):
-        return MpiRequest(self._isend(x, peer, tag))
+        return self._isend(x, peer, tag)
 
     def irecv(self, x, peer, tag):
-        return MpiRequest(self.mpi.Irecv(x, peer, tag))
+        return self.mpi.Irecv(x, peer, tag)
 
     def max_tag(self):
         return self.tag_ub
@@ -229,7 +229,7 @@ class StagedTransport(HostTransport):
     def iall_reduce(self, x):
         host = self._to_host(x)
         request = self.mpi.Iallreduce(self.in_place, host)
-        return MpiRequest(request, host, lambda: x.set(host))
+        return StagedRequest(request, host, lambda: x.set(host))
 
     def all_gather(self, x, group_size):
         host = self.ops.pinned((group_size, *x.shape), x.dtype)
@@ -253,8 +253,8 @@ class StagedTransport(HostTransport):
 
     def isend(self, x, peer, tag):
         host = self._to_host(x)
-        return MpiRequest(self._isend(host, peer, tag), host)
+        return StagedRequest(self._isend(host, peer, tag), host)
 
     def irecv(self, x, peer, tag):
         host = self.ops.pinned(x.shape, x.dtype)
-        return MpiRequest(self.mpi.Irecv(host, peer, tag), host, lambda: x.set(host))
+        return StagedRequest(self.mpi.Irecv(host, peer, tag), host, lambda: x.set(host))

@@ -11,6 +11,7 @@ from mpipar.commands.resolve import resolve
 from mpipar.errors import EXIT_OK, DataError, UsageError
 from mpipar.generate import decode, encode, generate
 from mpipar.grid import Grid
+from mpipar.report.console import printable
 from mpipar.trace import Recorder
 from mpipar.train import Worker
 
@@ -35,10 +36,10 @@ def run(session, reading, run_folder: str) -> int:
         # The last character may be a part of one that the next byte completes.
         ready = len(text) - text.endswith("\ufffd")
         if world.rank == 0:
-            print(text[shown:ready], end="", flush=True)
+            print(printable(text[shown:ready]), end="", flush=True)
         shown = max(shown, ready)
     if world.rank == 0:
-        print(decode(tokens, config.model.vocab_size)[shown:], flush=True)
+        print(printable(decode(tokens, config.model.vocab_size)[shown:]), flush=True)
     return EXIT_OK
 
 

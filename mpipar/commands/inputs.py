@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mpipar import ops as ops_module
 from mpipar.commands.resolve import resolve
+from mpipar.config import Config, RunConfig
 from mpipar.data.rows import split
-from mpipar.data.source import load_tokens
+from mpipar.data.source import BYTE_VOCABULARY, load_tokens
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.generate import encode
 
 
-def prepare(reading, world_size: int):
+@dataclass(frozen=True)
+class Inputs:
+    """A complete configuration and what belongs to it; notes are lines for the user."""
+
+    config: Config
+    notes: list[str]
+    ops: object
+    train_part: object
+    held_out: object
+    prompt: list[int]
+
+
+def prepare(reading, world_size: int, checks=()) -> Inputs:
     """Check everything that can be checked before anything is allocated.
 
-    Returns (config, notes, ops, (training part, held-out part)); raises one UserError with all problems
-    found: flags, layout, schedule, prompt, data and device. Comm: none.
+    checks: a command's own (problems of a config, error class). Raises one UserError with all problems found:
+    flags, layout, schedule, prompt, data and device. Comm: none.
     """
     found = {}
 
@@ -35,14 +50,25 @@ def prepare(reading, world_size: int):
 
     def prompt_problems(config):
         try:
-            encode(config.run.prompt, config.model.vocab_size)
+            found["prompt"] = prompt_tokens(config)
         except UsageError as error:
             return error.problems
         return []
 
-    checks = [(prompt_problems, UsageError), (data_problems, DataError),
+    checks = [*checks, (prompt_problems, UsageError), (data_problems, DataError),
               (device_problems, EnvironmentProblem)]
     config, notes = resolve(reading, world_size, checks)
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out")
-    return config, notes, found["ops"], (train_part, held_out)
+    prompt = found["prompt"] or [int(token) for token in held_out[:1]]
+    return Inputs(config, notes, found["ops"], train_part, held_out, prompt)
+
+
+def prompt_tokens(config) -> list[int]:
+    """The prompt's tokens; none where nobody typed one that this vocabulary could understand.
+
+    The default prompt is text, so a model of token ids starts from the held-out part instead.
+    """
+    run, vocab_size = config.run, config.model.vocab_size
+    default = run.prompt == RunConfig().prompt and vocab_size > BYTE_VOCABULARY
+    return [] if default or not run.sample_tokens else encode(run.prompt, vocab_size)

@@ -1,12 +1,16 @@
 """From what the user typed to a complete Config, with the mistakes of all floors named at once."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from mpipar import checkpoint
 from mpipar.config import Check, Config, complete, flag, settings
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.flags import Reading, build
 from mpipar.pipeline import schedules
+from mpipar.pipeline.csv_format import read_csv
+
+AUTO = "auto"  # the schedule whose name is chosen after the costs have been measured
 
 
 def resolve(reading: Reading, world_size: int,
@@ -47,15 +51,41 @@ def with_weights_shape(reading: Reading, shape: dict) -> Config:
 def stage_problems(config: Config) -> list[str]:
     """The schedule takes these counts, and each of its stages gets a block."""
     grid, layers = config.grid, config.model.layers
-    found = schedules.problems(grid.schedule, grid.pp, grid.num_microbatches, grid.chunks)
+    if grid.schedule_csv is not None:
+        return csv_problems(grid)
+    if grid.schedule == AUTO:  # chosen later, from measured costs, among those that take the counts
+        return [] if grid.stage_layers is None else [
+            "--stage-layers fixes the stages, which --schedule auto chooses: give one of them"]
+    found = schedules.problems(
+        grid.schedule, grid.pp, grid.num_microbatches, grid.chunks, grid.group_size)
     if found:
         return found
     stages = schedules.num_stages(grid.schedule, grid.pp, grid.chunks)
     if stages > layers >= grid.pp:
         found.append(f"--layers {layers}: --schedule {grid.schedule} cuts the model into {stages} "
                      f"stages of at least one block; use --layers {stages} or a smaller --pp")
-    if grid.stage_layers is not None and len(grid.stage_layers) != stages:
-        found.append(f"--stage-layers {','.join(map(str, grid.stage_layers))}: names "
-                     f"{len(grid.stage_layers)} stages, but --schedule {grid.schedule} with "
-                     f"pp {grid.pp} has {stages}")
-    return found
+    return found + split_problems(grid, stages)
+
+
+def split_problems(grid, stages: int) -> list[str]:
+    """--stage-layers names as many stages as there are."""
+    if grid.stage_layers is None or len(grid.stage_layers) == stages:
+        return []
+    return [f"--stage-layers {','.join(map(str, grid.stage_layers))}: names "
+            f"{len(grid.stage_layers)} stages, but --schedule {grid.schedule} with "
+            f"pp {grid.pp} has {stages}"]
+
+
+def csv_problems(grid) -> list[str]:
+    """The schedule in the file is for these numbers of ranks and microbatches."""
+    try:
+        schedule = read_csv(Path(grid.schedule_csv))
+    except UserError as error:
+        return [f"--schedule-csv {grid.schedule_csv}: {text}" for text in error.problems]
+    found = []
+    for name, have, want in (("--pp", grid.pp, schedule.pp_size),
+                             ("--num-microbatches", grid.num_microbatches,
+                              schedule.num_microbatches)):
+        if have != want:
+            found.append(f"--schedule-csv {grid.schedule_csv}: is made for {name} {want}, not {have}")
+    return found + split_problems(grid, schedule.num_stages)

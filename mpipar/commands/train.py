@@ -8,22 +8,31 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from mpipar import checkpoint, flags
+from mpipar import checkpoint
+from mpipar.commands.auto import with_schedule
 from mpipar.commands.inputs import prepare
+from mpipar.commands.run_folder import (
+    folder_problems,
+    full_disk_is_an_output_error,
+    make_run_folder,
+)
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.rows import Rows
 from mpipar.data.source import BYTE_VOCABULARY
-from mpipar.errors import EXIT_OK, EXIT_STOPPED, OutputError, UsageError
-from mpipar.generate import decode, encode, generate
+from mpipar.errors import EXIT_OK, EXIT_STOPPED, NonFiniteError, UsageError
+from mpipar.generate import decode, generate
 from mpipar.grid import Grid
+from mpipar.models.decoder import balanced_layers
 from mpipar.pipeline import draw
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
 from mpipar.plan.predict import predict
 from mpipar.report import console
-from mpipar.report.gather import gather_facts
+from mpipar.report.gather import broadcast_text, gather_facts
 from mpipar.report.memory import PeakMemory, process_peak
 from mpipar.report.metrics import Metrics
 from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.train import Worker, make_schedule
 
 
 class Log:
@@ -34,48 +43,10 @@ class Log:
 
     def __call__(self, text: str = "") -> None:
         if self.speaks:
-            print(text, flush=True)
+            print(console.printable(text), flush=True)
             if self.file is not None:
                 self.file.write(text + "\n")
                 self.file.flush()
-
-
-def make_run_folder(config, world_rank: int) -> Path:
-    """Create the run folder on world rank 0; an existing one is never written to.
-
-    Raises UsageError when it exists, OutputError when it can't be made.
-    """
-    run = config.run
-    if run.out is not None:
-        folder = Path(run.out)
-    else:
-        parent = Path("runs")
-        numbers = [int(p.name) for p in parent.glob("[0-9]*") if p.name.isdecimal()]
-        folder = parent / (run.run_name or f"{max(numbers, default=0) + 1:04d}")
-    if world_rank > 0:
-        return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(
-            f"{folder} exists and is not empty; a run never overwrites another:"
-            " give another --out or --run-name")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(flags.to_toml(config))
-    except OSError as error:
-        raise OutputError(f"{folder}: the run folder can't be made: {error.strerror}") from None
-    return folder
-
-
-def facts_of(worker, predicted) -> dict:
-    """What this rank tells about itself before the run."""
-    tp = worker.comms.tp
-    return {
-        "rank": worker.grid.world_rank, "host": os.uname().nodename.split(".")[0],
-        "place": worker.grid.describe(),
-        "stages": [console.describe_stage(stage, worker.stage_layers) for stage in worker.stages],
-        "share": f"{tp.index + 1}/{tp.size} of heads, ffn, vocabulary" if tp.size > 1 else "all",
-        "params": predicted.num_params, "memory": predicted.peak_bytes,
-    }
 
 
 def train(session, worker, rows, metrics, memory, log, folder) -> tuple[int, bool]:
@@ -85,8 +56,12 @@ def train(session, worker, rows, metrics, memory, log, folder) -> tuple[int, boo
     durations: list[float] = []
     for step in range(1, steps + 1):
         session.where = lambda step=step: f"step {step}"
-        result = worker.train_step(
-            step, lambda mb, step=step: rows.train(step, mb), session.stop_requested)
+        try:
+            result = worker.train_step(
+                step, lambda mb, step=step: rows.train(step, mb), session.stop_requested)
+        except NonFiniteError:  # on every rank: the steps that led here are not lost
+            metrics.flush(session.world)
+            raise
         metrics.add(result)
         if step == 1:
             memory.stop()
@@ -100,25 +75,41 @@ def train(session, worker, rows, metrics, memory, log, folder) -> tuple[int, boo
         if result.stop:
             return step, True
         if run.save_interval and step % run.save_interval == 0 and step < steps:
-            worker.recorder.phase = "save"
-            checkpoint.save(worker, folder / "weights")
+            save(worker, folder)
             metrics.skip()
     return steps, False
 
 
-def describe(worker, config, log, session) -> dict:
-    """Print who holds what and the schedule of a step, before anything runs."""
-    predicted = predict(config, worker.grid.world_rank)
+def describe(session, inputs, recorder, log) -> dict:
+    """Print layout, who holds what and the schedule of a step, before anything is allocated.
+
+    Returns what this rank told about itself. Comm: two gathers over the world.
+    """
+    world, config = session.world, inputs.config
+    grid = Grid.of(config.grid, world.rank)
+    schedule = make_schedule(config.grid)
+    split = config.grid.stage_layers or balanced_layers(config.model, schedule.num_stages)
+    hosts = {min(ranks) for ranks in gather_facts(world, session.host_ranks) or [(0,)]}
+    for line in (console.headline(config, world.size, len(hosts), schedule.num_stages), *inputs.notes):
+        log(line)
+    predicted = predict(config, grid.world_rank)
     # Room for two whole steps, so that what led to a failure is still there.
-    worker.recorder.resize(2 * (len(predicted.recorder.records) + len(worker.program)))
-    fact = facts_of(worker, predicted)
-    facts = gather_facts(session.world, fact)
+    recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
+    share = f"{grid.tp_rank + 1}/{grid.tp_size} of heads, ffn, vocabulary"
+    fact = {
+        "rank": grid.world_rank, "host": os.uname().nodename.split(".")[0],
+        "place": grid.describe(), "share": share if grid.tp_size > 1 else "all",
+        "stages": [console.describe_stage(stage, split)
+                   for stage in schedule.stages_of(grid.pp_rank)],
+        "params": predicted.num_params, "memory": predicted.peak_bytes,
+    }
+    facts = gather_facts(world, fact)
     if facts:
         log(console.holdings(facts))
         if config.run.memory:
             log("\n" + console.memory_breakdown(facts))
-        log(f"\none step of {worker.schedule.name}, one row per pipeline rank:")
-        log(draw.grid(worker.schedule) + "\n")
+        log(f"\none step of {schedule.name}, one row per pipeline rank:")
+        log(draw.grid(simulate(schedule, Costs())) + "\n")
     return fact
 
 
@@ -139,66 +130,84 @@ def report(session, worker, fact, memory, steps, log) -> None:
         log(console.measured_memory(facts))
 
 
-def finish(session, worker, parts, log, folder, seconds) -> None:
-    """Held-out loss beside the bigram model's, the weights, and text. Comm: evaluation, saving, generation."""
-    config = worker.config
-    train_part, held_out = parts
+def evaluate(worker, inputs, log, seconds) -> None:
+    """Held-out loss beside the bigram model's. Comm: forward passes over the held-out part."""
+    config, held_out = worker.config, inputs.held_out
     rows = Rows(worker.ops, held_out, config, worker.grid.dp_rank)
     loss, count = worker.evaluate(rows)
     trained = worker.num_tokens * config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
         f" (trained on {trained:,} tokens in {seconds:.1f} s)")
-    if config.model.vocab_size <= BYTE_VOCABULARY:
-        bar = bigram_loss(train_part, held_out[:count + 1], config.model.vocab_size)
-        log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is {bar - loss:+.4f} nats better")
+    vocab_size = config.model.vocab_size
+    if log.speaks and vocab_size <= BYTE_VOCABULARY:
+        bar = bigram_loss(inputs.train_part, held_out[:count + 1], vocab_size)
+        log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is"
+            f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
+
+
+def show_text(worker, inputs, log) -> None:
+    """Text that continues the prompt. Comm: generation."""
+    run, vocab_size = worker.config.run, worker.config.model.vocab_size
+    if run.sample_tokens:
+        prompt = inputs.prompt
+        text = list(generate(worker, prompt, run.sample_tokens, run.temperature, run.seed))
+        log(f"\ntext generated from {decode(prompt, vocab_size)!r}:")
+        log(decode([*prompt, *text], vocab_size))
+
+
+def save(worker, folder) -> None:
+    """Write the weights. Comm: see `checkpoint.stream`."""
     worker.recorder.phase = "save"
     checkpoint.save(worker, folder / "weights")
-    run = config.run
-    if run.sample_tokens:
-        prompt = encode(run.prompt, config.model.vocab_size)
-        text = list(generate(worker, prompt, run.sample_tokens, run.temperature, run.seed))
-        log(f"\ntext generated from {run.prompt!r}:")
-        log(decode([*prompt, *text], config.model.vocab_size))
-    log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {folder}")
 
 
 def run(session, reading) -> int:
     """Train as the flags say; returns the exit code. Comm: everything."""
     world = session.start()
-    config, notes, ops, parts = session.agree(lambda: prepare(reading, world.size))
-    folder = session.agree(lambda: make_run_folder(config, world.rank))
+    # What lies on the disk is world rank 0's to judge.
+    checks = [(folder_problems, UsageError)] if world.rank == 0 else []
+    inputs = session.agree(lambda: prepare(reading, world.size, checks))
+    inputs = with_schedule(session, inputs)
+    folder = session.agree(lambda: make_run_folder(inputs.config) if world.rank == 0 else None)
+    folder = Path(broadcast_text(world, str(folder)))
     session.run_folder = str(folder)
-    memory = PeakMemory(ops)
-    memory.start()
-    recorder = Recorder()
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
-    with ExitStack() as stack:
+    with full_disk_is_an_output_error(folder), ExitStack() as stack:
         def opened(name):
-            return stack.enter_context(open(folder / name, "w")) if world.rank == 0 else None
+            if world.rank > 0:
+                return None
+            return stack.enter_context(open(folder / name, "w", encoding="utf-8"))
 
         log = Log(world.rank, opened("log.txt"))
-        num_hosts = len({min(ranks) for ranks in gather_facts(world, session.host_ranks) or [(0,)]})
-        log(console.headline(config, world.size, num_hosts, worker.schedule.num_stages))
-        for note in notes:
-            log(note)
-        fact = describe(worker, config, log, session)
-        if config.run.init_from:
-            session.agree(lambda: checkpoint.load(worker, config.run.init_from))
-        else:
-            worker.initialize()
-        rows = Rows(ops, parts[0], config, worker.grid.dp_rank)
-        axes = [axis for axis, comm in worker.comms.by_axis.items() if comm.size > 1]
-        metrics = Metrics(recorder, [*axes, "world"], worker.num_tokens, opened("metrics.jsonl"))
-        recorder.reset_counters()
-        start = perf_counter()
-        with session.stop_on_request():
-            last, stopped = train(session, worker, rows, metrics, memory, log, folder)
-            seconds = perf_counter() - start
-            if stopped:
-                recorder.phase = "save"
-                checkpoint.save(worker, folder / "weights")
-                log(f"stopped on request after step {last}; the weights are in {folder / 'weights'}")
-                return EXIT_STOPPED
-        report(session, worker, fact, memory, last, log)
-        finish(session, worker, parts, log, folder, seconds)
+        return in_folder(session, inputs, folder, log, opened("metrics.jsonl"))
+
+
+def in_folder(session, inputs, folder, log, metrics_file) -> int:
+    """The run itself: describe, train, report, save, evaluate, generate. Comm: everything."""
+    world, config, recorder = session.world, inputs.config, Recorder()
+    fact = describe(session, inputs, recorder, log)
+    memory = PeakMemory(inputs.ops)
+    memory.start()
+    worker = Worker(config, Grid.of(config.grid, world.rank), inputs.ops, recorder, world)
+    if config.run.init_from:
+        session.agree(lambda: checkpoint.load(worker, config.run.init_from))
+    else:
+        worker.initialize()
+    rows = Rows(inputs.ops, inputs.train_part, config, worker.grid.dp_rank)
+    axes = [axis for axis, comm in worker.comms.by_axis.items() if comm.size > 1]
+    metrics = Metrics(recorder, [*axes, "world"], worker.num_tokens, metrics_file)
+    recorder.reset_counters()
+    start = perf_counter()
+    with session.stop_on_request():
+        last, stopped = train(session, worker, rows, metrics, memory, log, folder)
+        seconds = perf_counter() - start
+        if not stopped:
+            report(session, worker, fact, memory, last, log)
+        save(worker, folder)
+    if stopped:
+        log(f"stopped on request after step {last}; the weights are in {folder / 'weights'}")
+        return EXIT_STOPPED
+    session.where = lambda: f"evaluation; the weights are already in {folder / 'weights'}"
+    evaluate(worker, inputs, log, seconds)
+    show_text(worker, inputs, log)
+    log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {folder}")
     return EXIT_OK

@@ -17,12 +17,12 @@ def run(session, reading) -> int:
     rounding, Adam a wrong scale. Comm: one training step and two streams of tensors to world rank 0.
     """
     world = session.start()
-    config, notes, _, (tokens, _) = session.agree(lambda: prepare(exact(reading), world.size))
-    grid = config.grid
-    found = verify.compare(config, tokens, world)
+    inputs = session.agree(lambda: prepare(exact(reading), world.size))
+    grid = inputs.config.grid
+    found = verify.compare(inputs.config, inputs.train_part, world)
     bad = [d for d in found if not d.ok]
     if world.rank == 0:
-        for note in notes:
+        for note in inputs.notes:
             print(note)
         print(f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"
               f" {grid.num_microbatches} microbatches, against one rank and one microbatch; float64\n")

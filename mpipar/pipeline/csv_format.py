@@ -20,7 +20,7 @@ from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute
 from mpipar.pipeline.schedules import with_reduce_grad
 
 FORMATS = ("compute_only", "compute_comms")
-MIRROR_LINE = "# mpipar mirror placement: two copies of each stage; not for torch.distributed.pipelining"
+MIRROR_LINE = "# mpipar mirror placement: no counterpart in torch.distributed.pipelining"
 CELL = re.compile(r"(\d+)(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD)(\d*)")
 OVERLAP = re.compile(r"\((\d+)F(\d+);(\d+)B(\d+)\)OVERLAP_F_B")
 SKIPPED = ("UNSHARD", "RESHARD")
@@ -45,7 +45,7 @@ def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> Non
 
 
 def read_csv(path: Path) -> Schedule:
-    """The schedule in a file, proved; raises UsageError naming what cannot be read or cannot run."""
+    """The schedule in a file, proved; UsageError names what cannot be read or cannot run."""
     try:
         with path.open(newline="", encoding="ascii") as file:
             lines = file.read().splitlines()
@@ -66,7 +66,9 @@ def read_csv(path: Path) -> Schedule:
         programs.append([instr for *_, instr in instrs if instr and instr.kind not in SKIPPED])
     if problems:
         raise UsageError(problems[:20])
-    if not programs or not all(programs):
+    while programs and not programs[-1]:  # blank lines at the end
+        programs.pop()
+    if not all(programs) or not programs:
         raise UsageError(f"{path}: every rank needs a row of instructions")
     schedule = build(path, programs, mirror)
     check(schedule)
@@ -86,31 +88,39 @@ def parse(text: str) -> Instr | None:
 
 def build(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
     """The schedule of these programs: counts, placement and missing REDUCE_GRAD are filled in."""
-    passes = [part for program in programs for instr in program if is_compute(instr)
-              for part in parts(instr)]
-    if not passes:
+    homes = [
+        (pp_rank, stage, mb)
+        for pp_rank, program in enumerate(programs)
+        for instr in program
+        if is_compute(instr)
+        for _, stage, mb in parts(instr)
+    ]
+    if not homes:
         raise UsageError(f"{path}: no pass (F, B, I, W) of any stage")
-    num_stages = 1 + max(stage for _, stage, _ in passes)
-    num_microbatches = 1 + max(mb for *_, mb in passes)
+    num_stages = 1 + max(stage for _, stage, _ in homes)
+    num_microbatches = 1 + max(mb for *_, mb in homes)
+    if num_stages * num_microbatches > len(homes):
+        raise UsageError(
+            f"{path}: stages up to {num_stages - 1} and microbatches up to {num_microbatches - 1}, "
+            f"but only {len(homes)} passes"
+        )
     p = len(programs)
     wired = any(instr.kind in WIRE_KINDS for program in programs for instr in program)
     if not any(instr.kind == "REDUCE_GRAD" for program in programs for instr in program):
         programs = [with_reduce_grad(program) for program in programs]
-    candidate = Schedule(
-        path.stem, p, num_stages, num_microbatches, "mirror", tuple(map(tuple, programs)), wired
+    schedule = Schedule(
+        path.name, p, num_stages, num_microbatches, "mirror", tuple(map(tuple, programs)), wired
     )
     if mirror:
-        return candidate
-    for placement, stages in (("linear", p), ("looped", num_stages // p * p), ("v", 2 * p)):
-        schedule = replace(candidate, placement=placement)
-        if num_stages == stages and all(
-            schedule.rank_of(stage, mb) == pp_rank
-            for pp_rank, program in enumerate(programs)
-            for instr in program if is_compute(instr)
-            for _, stage, mb in parts(instr)
-        ):
-            return schedule
-    raise UsageError(
-        f"{path}: {num_stages} stages on {p} ranks lie neither one on each rank, nor stage s on "
-        "rank s mod ranks, nor in a V (rank r holds r and 2 * ranks - 1 - r)"
+        return schedule
+    fitting = {"linear": num_stages == p, "v": num_stages == 2 * p, "looped": num_stages % p == 0}
+    candidates = [replace(schedule, placement=name) for name, fits in fitting.items() if fits]
+    if not candidates:
+        raise UsageError(
+            f"{path}: {num_stages} stages on {p} ranks: not one on each rank, nor a multiple"
+        )
+    # A file with a mistake still belongs to the placement that most of it fits; check names it.
+    return max(
+        candidates,
+        key=lambda each: sum(each.rank_of(stage, mb) == rank for rank, stage, mb in homes),
     )

@@ -105,13 +105,8 @@ def ruler(first: int, length: int, scale: Real) -> str:
 
 def tick_step(least: Real) -> Real:
     """The first of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ... that is not less; exact from 1 on."""
-    power = floor(log10(least))
-    for power in (power, power + 1):
-        for digit in (1, 2, 5):
-            step = digit * 10**power
-            if step >= least:
-                return step
-    raise AssertionError(least)
+    power = 10 ** floor(log10(least))
+    return next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least)
 
 
 def symbols(timeline: Timeline, width: int = WIDTH) -> str:

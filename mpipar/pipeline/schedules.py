@@ -130,18 +130,18 @@ def with_reduce_grad(program: list[Instr]) -> tuple[Instr, ...]:
 
     That is the earliest moment at which a stage's gradients are complete on this rank.
     """
-    full, missing = [], {stage for _, stage, *_ in program}
-    for position in reversed(range(len(program))):
+    tail, missing = [], {stage for _, stage, *_ in program}
+    position = len(program)
+    while missing and position > 0:
+        position -= 1
         kind, stage, _, stage_b, _ = program[position]
         if kind == "OVERLAP_F_B":
             kind, stage = "B", stage_b
         if kind in ("B", "W") and stage in missing:
             missing.remove(stage)
-            full.append(Instr("REDUCE_GRAD", stage))
-        full.append(program[position])
-        if not missing:
-            return (*program[:position], *reversed(full))
-    raise AssertionError(f"no backward of stages {missing}")
+            tail.append(Instr("REDUCE_GRAD", stage))
+        tail.append(program[position])
+    return (*program[:position], *reversed(tail))
 
 
 def problems(

@@ -25,10 +25,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated step: by pipeline rank its spans, peak stash in bytes and sent messages."""
+    """The simulated step, by pipeline rank.
+
+    spans: every instruction in program order. peak_stash: most chunk-activations held at once, and
+    peak_stash_bytes what they take. messages: sent in the step.
+    """
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
+    peak_stash: tuple[int, ...]
     peak_stash_bytes: tuple[Real, ...]
     messages: tuple[int, ...]
 
@@ -73,8 +78,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     runnable = deque(range(schedule.pp_size))
     while runnable:
         runnable.extend(run.advance(runnable.popleft()))
-    peaks = tuple(peak_stash_bytes(schedule, costs))
-    return Timeline(schedule, tuple(map(tuple, run.spans)), peaks, report.messages)
+    spans = tuple(map(tuple, run.spans))
+    peak_bytes = tuple(peak_stash_bytes(schedule, costs))
+    return Timeline(schedule, spans, report.peak_stash, peak_bytes, report.messages)
 
 
 class _Run:

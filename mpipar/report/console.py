@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from mpipar.plan.predict import MEMORY_LABELS
 from mpipar.trace import BYTES, CALLS, NANOSECONDS
@@ -18,6 +19,12 @@ def table(rows: list[tuple], left: int = 1) -> str:
                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text with what standard output's encoding lacks replaced by question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def nbytes(count: float) -> str:
@@ -123,6 +130,8 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
             entry[0] += counter[CALLS]
             entry[1] += counter[BYTES]
             entry[2][rank] += counter[NANOSECONDS] * 1e-6
+    if not sums:
+        return "none: one rank waits for nobody"
     rows = [("axis", "barrier", "operation", "phase", "calls/step", "bytes/step", "ms mean", "ms max")]
     for key, (calls, size, times) in sorted(sums.items()):
         rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps),

@@ -1,4 +1,4 @@
-"""Bringing small facts of all ranks to world rank 0, outside the records: a report is not a barrier of training."""
+"""Small facts of all ranks to world rank 0, or back, outside the records: a report is not a barrier of training."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def gather_facts(mpi_world, fact) -> list | None:
     ends = np.cumsum(lengths)
     return [json.loads(bytes(everything[end - length:end]))
             for end, length in zip(ends, lengths, strict=True)]
+
+
+def broadcast_text(mpi_world, text: str) -> str:
+    """World rank 0's text, on every rank.
+
+    Comm: one Bcast of a length and one of bytes over the world.
+    """
+    if mpi_world is None or mpi_world.size == 1:
+        return text
+    own = np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+    length = np.array([len(own)], np.int64)
+    mpi_world.Bcast(length, root=0)
+    received = own.copy() if mpi_world.rank == 0 else np.empty(length[0], np.uint8)
+    mpi_world.Bcast(received, root=0)
+    return bytes(received).decode("utf-8", "surrogateescape")
 
 
 def gather_numbers(mpi_world, x: np.ndarray) -> np.ndarray | None:

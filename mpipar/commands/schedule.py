@@ -1,0 +1,280 @@
+"""`mpipar schedule`: make, prove, time and draw a pipeline schedule; no MPI, one process."""
+
+import argparse
+import json
+from fractions import Fraction
+from numbers import Real
+from pathlib import Path
+
+from mpipar.errors import EXIT_OK, OutputError, UsageError, UserError
+from mpipar.pipeline import csv_format, draw, schedules
+from mpipar.pipeline.closed_form import ClosedForm, closed_form
+from mpipar.pipeline.instructions import Schedule
+from mpipar.pipeline.simulate import Timeline, simulate
+from mpipar.pipeline.svg import svg
+from mpipar.plan.costs import Costs
+
+EPILOG = """\
+In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
+backward; I and W are its halves, input gradient and weight gradient. Costs are those of one stage;
+with --compare those of one worker's layers, which schedules with v stages a worker cut into v.
+
+examples:
+  mpipar schedule 1f1b --pp 4 --num-microbatches 8
+  mpipar schedule zb-v --costs 2,2,1 --latency 0.25 --symbols
+  mpipar schedule --compare --pp 4 --num-microbatches 16
+"""
+
+
+def add_parser(subparsers) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "schedule", help="show, prove and time a pipeline schedule; needs no MPI",
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help=", ".join(schedules.SCHEDULES))
+    add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
+    add("--num-microbatches", type=int, default=8, metavar="M", help="per step (default 8)")
+    add("--chunks", type=int, metavar="V", help="stages a worker, on looped schedules (default 2)")
+    add("--group-size", type=int, metavar="G",
+        help="microbatches that pass a chunk before the next chunk, on interleaved schedules")
+    add("--costs", default="1,1,1", metavar="F,I,W[,FB]",
+        help="time of forward, input gradient, weight gradient and, if it is less than the sum, "
+             "of an overlapped forward and backward (default 1,1,1)")
+    add("--latency", default="0", metavar="C", help="time of a message between workers (default 0)")
+    add("--symbols", action="store_true", help="print F_k and B_k in time order, not the grid")
+    add("--compare", action="store_true", help="table all schedules for these counts")
+    add("--svg", metavar="FILE", help="draw into an SVG file")
+    add("--json", action="store_true", help="print everything as JSON and nothing else")
+    add("--csv", metavar="FILE", help="write in the format of torch.distributed.pipelining")
+    add("--csv-format", choices=csv_format.FORMATS, default="compute_only",
+        help="passes only, or also sends and receives (default compute_only)")
+    add("--from-csv", metavar="FILE", help="read, prove and draw a schedule from such a file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit code. Raises UserError with all mistakes at once."""
+    problems = []
+    costs = None
+    try:
+        costs = parse_costs(args.costs, args.latency)
+    except UserError as error:
+        problems += error.problems
+    if args.from_csv is None and not (args.compare and args.name is None):
+        problems += name_problems(args)
+    elif args.from_csv is not None and (args.name is not None or args.compare):
+        problems.append("--from-csv brings its own schedule: leave NAME and --compare out")
+    if problems:
+        raise UsageError(problems)
+    if args.compare:
+        print(compare(args.pp, args.num_microbatches, args.chunks, costs))
+        return EXIT_OK
+    if args.from_csv is not None:
+        schedule = csv_format.read_csv(Path(args.from_csv))
+    else:
+        schedule = schedules.make(
+            args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
+        )
+    show(args, schedule, costs)
+    return EXIT_OK
+
+
+def name_problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the name and the counts."""
+    if args.name is None:
+        names = ", ".join(schedules.SCHEDULES)
+        return [f"which schedule? use mpipar schedule NAME with one of {names}, or --compare"]
+    return schedules.problems(
+        args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
+    )
+
+
+def parse_costs(text: str, latency: str) -> Costs:
+    """Costs from F,I,W[,FB] and C, exact; raises UsageError with all mistakes at once."""
+    problems, values = [], []
+    for flag, word, least in [("--costs", word, 1) for word in text.split(",")] + [
+        ("--latency", latency, 0)
+    ]:
+        try:
+            value = Fraction(word)
+        except (ValueError, ZeroDivisionError):
+            problems.append(f"{flag}: {word!r} is not a number")
+            continue
+        if value < 0 or (least and value == 0):
+            problems.append(f"{flag}: {word} must be {'more than' if least else 'at least'} 0")
+        values.append(int(value) if value.denominator == 1 else value)
+    if len(text.split(",")) not in (3, 4):
+        problems.append(f"--costs {text}: use three numbers F,I,W or four F,I,W,FB, as in 1,1,1")
+    if problems:
+        raise UsageError(problems)
+    f, i, w, *overlapped, hop = values
+    share = Fraction(overlapped[0]) / (f + i + w) if overlapped else 1
+    return Costs(f, i, w, share, hop)
+
+
+def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
+    """Print the schedule, and write the files that were asked for."""
+    timeline = simulate(schedule, costs)
+    form = None if args.group_size else closed_form(schedule, costs)
+    if args.svg:
+        try:
+            Path(args.svg).write_text(svg(timeline, title(schedule)), encoding="ascii")
+        except OSError as error:
+            raise OutputError(f"cannot write {args.svg}: {error.strerror}") from error
+    if args.csv:
+        csv_format.write_csv(schedule, Path(args.csv), args.csv_format)
+    if args.json:
+        print(json.dumps(as_dict(timeline, form), indent=1))
+        return
+    picture = draw.symbols(timeline) if args.symbols else draw.grid(timeline)
+    blocks = [headline(schedule, costs), picture, summary(timeline, form), workers(timeline)]
+    print("\n\n".join(blocks))
+    for path in (args.svg, args.csv):
+        if path:
+            print(f"wrote {path}")
+    if args.csv and schedule.placement == "mirror":
+        print("its form is our own: torch.distributed.pipelining has no two copies of a stage")
+
+
+def headline(schedule: Schedule, costs: Costs) -> str:
+    """Which schedule, which counts, which costs, and what has been proved by now."""
+    return (
+        f"{title(schedule)}; {cost_words(costs)}\n"
+        "proved: every pass once and in order, no deadlock even if every send is synchronous"
+    )
+
+
+def title(schedule: Schedule) -> str:
+    """Name and counts."""
+    return (
+        f"{schedule.name}: {schedule.pp_size} workers, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches"
+    )
+
+
+def cost_words(costs: Costs) -> str:
+    """The costs as the user gave them."""
+    values = (costs.f, costs.i, costs.w, costs.i + costs.w, costs.latency)
+    return "F {}, I {}, W {}, B {}, latency {}".format(*map(draw.number, values))
+
+
+def summary(timeline: Timeline, form: ClosedForm | None) -> str:
+    """Simulated figures of the whole step beside the closed forms."""
+    bubble, peak = spread(timeline.global_bubble), spread(timeline.peak_stash)
+    messages = draw.number(sum(timeline.messages))
+    rows = [
+        ("", "simulated", "closed form"),
+        ("step", draw.number(timeline.makespan), ""),
+        ("bubble, idle time of a worker", bubble, formula(form and form.bubble)),
+        ("bubble, share of the step", f"{100 * timeline.bubble_share:.1f} %", ""),
+        ("peak stash, stage activations", peak, formula(form and form.peak_stash)),
+        ("messages of all workers", messages, formula(form and form.messages)),
+    ]
+    if form and form.hops[1] is not None:
+        rows.append(("what a short latency c adds to the step", "", f"{formula(form.hops)} c"))
+    return table(rows)
+
+
+def formula(term: tuple[str, Real | None] | None) -> str:
+    """A closed form and its value, or a dash where none is known."""
+    if term is None or term[1] is None:
+        return "-"
+    text, value = term
+    return text if text == str(value) else f"{text} = {draw.number(value)}"
+
+
+def spread(values: tuple[Real, ...]) -> str:
+    """One number, or the range over the workers."""
+    low, high = draw.number(min(values)), draw.number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def workers(timeline: Timeline) -> str:
+    """A line for each worker."""
+    rows = [("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")]
+    columns = zip(
+        timeline.busy, timeline.busy_share, timeline.global_bubble, timeline.span_bubble,
+        timeline.peak_stash, timeline.messages, strict=True,
+    )
+    for pp_rank, (busy, share, idle, between, stash, sent) in enumerate(columns):
+        texts = map(draw.number, (idle, between, stash, sent))
+        rows.append((str(pp_rank), draw.number(busy), f"{100 * share:.1f} %", *texts))
+    return table(rows)
+
+
+def compare(p: int, m: int, chunks: int | None, costs: Costs) -> str:
+    """All schedules for one p, m: what each costs and saves, or why it cannot be used."""
+    rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
+    notes = []
+    slowest = None
+    for name in schedules.SCHEDULES:
+        own = chunks if schedules.FAMILIES[name].placement == "looped" else None
+        found = schedules.problems(name, p, m, own)
+        if found:
+            notes += found
+            continue
+        schedule = schedules.make(name, p, m, own)
+        v = schedule.num_stages // p
+        timeline = simulate(schedule, costs.divided(v))
+        slowest = slowest or timeline.makespan
+        stash = Fraction(max(timeline.peak_stash), v)
+        rows.append((
+            name, str(schedule.num_stages), draw.number(timeline.makespan),
+            f"{100 * timeline.bubble_share:.1f} %", f"{float(slowest / timeline.makespan):.2f} x",
+            draw.number(stash), draw.number(sum(timeline.messages)),
+        ))
+    if len(rows) == 1:
+        raise UsageError(notes)
+    head = f"{p} workers, {m} microbatches; a worker's layers take {cost_words(costs)}"
+    foot = "peak stash: microbatches of a worker's layers; dualpipe holds its weights twice"
+    return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])
+
+
+def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
+    """Everything as plain values; times are numbers in the unit of --costs."""
+    schedule = timeline.schedule
+    return {
+        "name": schedule.name,
+        "pp_size": schedule.pp_size,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "placement": schedule.placement,
+        "makespan": plain(timeline.makespan),
+        "bubble_share": timeline.bubble_share,
+        "busy": plain(timeline.busy),
+        "busy_share": list(timeline.busy_share),
+        "global_bubble": plain(timeline.global_bubble),
+        "span_bubble": plain(timeline.span_bubble),
+        "peak_stash": list(timeline.peak_stash),
+        "messages": list(timeline.messages),
+        "closed_form": form and {
+            name: {"formula": text, "value": plain(value)}
+            for name, (text, value) in vars(form).items()
+        },
+        "workers": [
+            [[str(span.instr), plain(span.start), plain(span.end)] for span in spans]
+            for spans in timeline.spans
+        ],
+    }
+
+
+def plain(value: Real | tuple[Real, ...] | None) -> int | float | list | None:
+    """JSON has no fractions: an int where that is exact, else a float."""
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    if value is None:
+        return None
+    return int(value) if value == int(value) else float(value)
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Columns of text, the first one aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if k else text.ljust(width)
+            for k, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,86 @@
+"""--schedule auto: the schedule with the shortest simulated step that fits in memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+
+from mpipar.errors import UsageError
+from mpipar.pipeline.schedules import FAMILIES, SCHEDULES, make, num_stages, problems
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
+
+FITS = "fits"
+OVER = "needs more memory than a rank has"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule as it was considered.
+
+    makespan: simulated step. peak_bytes: weights and stash of the fullest rank. Both None where the
+    schedule cannot take the counts. verdict: FITS, or why it cannot be used.
+    """
+
+    name: str
+    makespan: Real | None
+    peak_bytes: Real | None
+    verdict: str
+
+
+def choose(
+    pp_size: int,
+    num_microbatches: int,
+    costs_of: Callable[[int], Costs | None],
+    memory_cap_bytes: Real,
+    chunks: int | None = None,
+) -> tuple[str, tuple[Candidate, ...]]:
+    """Name of the shortest schedule under the cap, and all schedules, best first.
+
+    costs_of(num_stages) -> Costs of the model cut into that many stages, None if it cannot be (see
+    Costs.merged and Costs.divided). memory_cap_bytes is for weight_bytes and stash on one rank. Of
+    equally short schedules the smaller one is taken, then the first in SCHEDULES. Raises UsageError
+    when none fits, with what the smallest one needs.
+    """
+    table = [
+        consider(name, pp_size, num_microbatches, costs_of, memory_cap_bytes, chunks)
+        for name in SCHEDULES
+    ]
+    table.sort(key=lambda each: (each.verdict != FITS, each.makespan or 0, each.peak_bytes or 0))
+    if table[0].verdict == FITS:
+        return table[0].name, tuple(table)
+    sizes = [(each.peak_bytes, each.name) for each in table if each.peak_bytes is not None]
+    if not sizes:
+        raise UsageError([f"--schedule auto: {each.verdict}" for each in table])
+    least, name = min(sizes)
+    raise UsageError(
+        f"--schedule auto: no schedule fits in {memory_cap_bytes} bytes a rank; {name} needs the "
+        f"least, {least}: use a larger --pp or a smaller microbatch"
+    )
+
+
+def consider(
+    name: str,
+    pp_size: int,
+    num_microbatches: int,
+    costs_of: Callable[[int], Costs | None],
+    memory_cap_bytes: Real,
+    chunks: int | None,
+) -> Candidate:
+    """Simulate one schedule; chunks counts for the looped schedules, the others fix their own."""
+    if FAMILIES[name].placement != "looped":
+        chunks = None
+    found = problems(name, pp_size, num_microbatches, chunks)
+    if found:
+        return Candidate(name, None, None, found[0])
+    stages = num_stages(name, pp_size, chunks)
+    costs = costs_of(stages)
+    if costs is None:
+        return Candidate(name, None, None, f"the model cannot be cut into {stages} stages")
+    schedule = make(name, pp_size, num_microbatches, chunks)
+    timeline = simulate(schedule, costs)
+    weights = costs.by_stage("weight_bytes", stages)
+    peak = max(
+        stash + sum(weights[stage] for stage in schedule.stages_of(pp_rank))
+        for pp_rank, stash in enumerate(timeline.peak_stash_bytes)
+    )
+    return Candidate(name, timeline.makespan, peak, FITS if peak <= memory_cap_bytes else OVER)

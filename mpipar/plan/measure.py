@@ -1,0 +1,202 @@
+"""Costs of this model on this machine: f, i, w of each layer, what they keep, and one hop of the pipeline.
+
+Measured with the real layers in the real tensor-parallel groups, all stages at once, as in a step; what the layers
+keep comes from running them on shapes. The result is one `Costs` value per *unit* (embedding, each block, head
+and loss), which `merged` adds up to the stages of any schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from mpipar import ops as ops_module
+from mpipar.comm import Comm
+from mpipar.data.rows import Batch
+from mpipar.layers.stash import Stash
+from mpipar.models.decoder import Stage, balanced_layers
+from mpipar.plan.costs import Costs
+from mpipar.report.gather import gather_facts
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+from mpipar.transport import NoTransport
+
+REPEATS = 5  # after one warm-up; medians are taken
+OPTIMIZER_STATE = {"sgd": 0, "adamw": 2}  # copies of the weights
+
+
+def units_of(stage: int, stage_layers) -> range:
+    """Units of a stage: 0 is the embedding, 1 .. L the blocks, L + 1 norm, head and loss."""
+    first = 1 + sum(stage_layers[:stage])
+    last = first + stage_layers[stage]
+    ends = stage == len(stage_layers) - 1
+    return range(first - (stage == 0), last + ends)
+
+
+def unit_counts(config, num_stages: int) -> tuple[int, ...]:
+    """How many units each stage has, for `Costs.merged`."""
+    split = config.grid.stage_layers
+    if split is None or len(split) != num_stages:
+        split = balanced_layers(config.model, num_stages)
+    return tuple(len(units_of(stage, split)) for stage in range(num_stages))
+
+
+def grouped_layers(stage, units: range, num_units: int):
+    """(unit, its layers) of a Stage: norm, head and loss are one unit."""
+    groups = [[layer] for layer in stage.layers[:len(units)]]
+    groups[-1] += stage.layers[len(units):]
+    assert units[-1] == num_units - 1 or len(stage.layers) == len(units), (units, num_units)
+    return list(zip(units, groups, strict=True))
+
+
+def one_pass(ops, groups, batch, x, dy, observe):
+    """Forward, input gradients and weight gradients of a stage, unit by unit.
+
+    observe(kind, unit, run) calls run() and notes what it wants. Comm: what the layers cross over tp.
+    """
+    stash = Stash(batch)
+    for unit, layers in groups:
+        def forward(x=x, layers=layers):
+            for layer in layers:
+                x = layer.forward(x, stash)
+            return x
+        x = observe("f", unit, forward)
+    if groups[-1][1][-1].params == []:  # the loss: nothing comes from above
+        dy = None
+    for unit, layers in reversed(groups):
+        def backward_input(dy=dy, layers=layers):
+            for layer in reversed(layers):
+                dy = layer.backward_input(dy, stash)
+            return dy
+        dy = observe("i", unit, backward_input)
+    for unit, layers in reversed(groups):
+        def backward_weight(layers=layers):
+            for layer in reversed(layers):
+                layer.backward_weight(stash)
+        observe("w", unit, backward_weight)
+
+
+def zero_batch(ops, config) -> Batch:
+    """A microbatch of token 0."""
+    rows = config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
+    shape = (rows, config.model.seq_len)
+    tokens = [ops.asarray(np.zeros(shape, np.int64)) for _ in range(2)]
+    return Batch(*tokens, ops.asarray(np.arange(shape[1])))
+
+
+def measure_times(worker) -> dict:
+    """{kind: {unit: seconds}} of the units that this rank holds, medians. Comm: what the layers cross over tp."""
+    ops, config = worker.ops, worker.config
+    batch = zero_batch(ops, config)
+    activation = (*batch.shape, config.model.d_model)
+    rng = np.random.default_rng(0)
+    x, dy = (ops.asarray(rng.standard_normal(activation).astype(ops.dtype)) for _ in range(2))
+    samples: dict = {}
+
+    def observe(kind, unit, run):
+        start = perf_counter()
+        result = run()
+        ops.synchronize()
+        samples.setdefault(kind, {}).setdefault(unit, []).append(perf_counter() - start)
+        return result
+
+    num_units = config.model.layers + 2
+    for _ in range(1 + REPEATS):
+        for number, stage in worker.stages.items():
+            groups = grouped_layers(stage, units_of(number, worker.stage_layers), num_units)
+            one_pass(ops, groups, batch, x, dy, observe)
+    return {kind: {unit: median(times[1:]) for unit, times in units.items()}
+            for kind, units in samples.items()}
+
+
+def measure_hop(worker) -> float:
+    """Seconds for one activation from a pipeline rank to the next; 0 without neighbours.
+
+    Comm: a ping-pong over pp between the first two ranks.
+    """
+    pp = worker.comms.pp
+    if pp.size == 1:
+        return 0.0
+    batch = zero_batch(worker.ops, worker.config)
+    x = worker.ops.zeros((*batch.shape, worker.config.model.d_model), label="buffers")
+    times = []
+    for _ in range(1 + 2 * REPEATS):
+        start = perf_counter()
+        if pp.index == 0:
+            pp.send(x, 1, 0, "measure.hop")
+            pp.recv(x, 1, 0, "measure.hop")
+        elif pp.index == 1:
+            pp.recv(x, 0, 0, "measure.hop")
+            pp.send(x, 0, 0, "measure.hop")
+        times.append((perf_counter() - start) / 2)
+    return median(times[1:])
+
+
+def unit_memory(config) -> dict:
+    """{field of Costs: bytes by unit}: what a microbatch keeps, and weights with gradients and moments.
+
+    From the real layers on shapes, for one rank of the tp group. Comm: none.
+    """
+    recorder = Recorder()
+    ops = ops_module.make("shapes", config.run.dtype, recorder)
+    comm = Comm("tp", tuple(range(config.grid.tp)), 0, NoTransport(ops), recorder)
+    stage = Stage(ops, config.model, 0, (config.model.layers,), comm, {})
+    num_units = config.model.layers + 2
+    kept: dict = {"f": {}, "i": {}, "w": {}}
+
+    def observe(kind, unit, run):
+        before = sum(ops.live.values())
+        result = run()
+        kept[kind][unit] = sum(ops.live.values()) - before
+        return result
+
+    batch = zero_batch(ops, config)
+    groups = grouped_layers(stage, range(num_units), num_units)
+    one_pass(ops, groups, batch, None, None, observe)
+    copies = 2 + OPTIMIZER_STATE[config.train.optimizer]
+    weights = [copies * ops.dtype.itemsize * sum(p.size for layer in layers for p in layer.params)
+               for _, layers in groups]
+    return {
+        "stash_bytes": tuple(kept["f"][unit] for unit in range(num_units)),
+        "kept_bytes": tuple(-kept["w"][unit] for unit in range(num_units)),
+        "weight_bytes": tuple(weights),
+    }
+
+
+def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
+    """Costs by unit, on world rank 0; None elsewhere. config: resolved, but for the name of the schedule.
+
+    Comm: groups of a worker of its own, a few passes of every layer over tp, a ping-pong over pp, one gather.
+    """
+    plain = replace(config, grid=replace(
+        config.grid, schedule="gpipe", chunks=None, stage_layers=None))
+    worker = Worker(plain, grid, ops, Recorder(), mpi_world)
+    worker.initialize()
+    fact = {"times": measure_times(worker), "hop": measure_hop(worker)}
+    worker.close()
+    facts = gather_facts(mpi_world, fact)
+    if facts is None:
+        return None
+    num_units = config.model.layers + 2
+
+    def by_unit(kind):
+        """The median over the ranks that have a unit; JSON has made its number a string."""
+        times: dict = {}
+        for fact in facts:
+            for unit, seconds in fact["times"][kind].items():
+                times.setdefault(int(unit), []).append(seconds)
+        return tuple(median(times[unit]) for unit in range(num_units))
+
+    hops = [fact["hop"] for fact in facts if fact["hop"]]
+    return Costs(f=by_unit("f"), i=by_unit("i"), w=by_unit("w"),
+                 latency=median(hops) if hops else 0, **unit_memory(config))
+
+
+def stage_costs(costs: Costs, config, num_stages: int) -> Costs | None:
+    """Costs by stage of costs by unit; None when there are more stages than blocks."""
+    if num_stages > config.model.layers:
+        return None
+    return costs.merged(unit_counts(config, num_stages))

@@ -1,0 +1,81 @@
+"""Starts the program as a user does, and reads what it leaves behind."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from helpers import OVERSUBSCRIBED, REPOSITORY, Finished, run_command, run_ranks
+from safetensors.numpy import load_file
+
+PROGRAM = (sys.executable, "-m", "mpipar")
+LIMIT = 100.0  # seconds for one command: much more than it takes, for a machine under load
+BLOCK = "mpipar: stopped, exit code "
+LAYOUTS = (  # (dp, pp, tp)
+    (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3),
+    (1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2),
+)  # fmt: skip
+
+
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the program is started with, wherever it is started: this source, one thread a rank."""
+    return {**OVERSUBSCRIBED, "PYTHONPATH": str(REPOSITORY), **(env or {})}
+
+
+def mpipar(
+    *words,
+    ranks: int | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+) -> Finished:
+    """Run a command to its end, under mpiexec, or without a launcher where ``ranks`` is None."""
+    argv = [*PROGRAM, *map(str, words)]
+    if ranks is None:
+        return run_command(argv, LIMIT, environment(env), cwd)
+    return run_ranks(ranks, argv, LIMIT, environment(env), cwd)
+
+
+def layout_flags(layout: tuple[int, int, int]) -> list[str]:
+    """Return dp, pp and tp as flags."""
+    return [word for axis, n in zip(("dp", "pp", "tp"), layout, strict=True)
+            for word in (f"--{axis}", str(n))]  # fmt: skip
+
+
+def metrics(folder: Path) -> list[dict]:
+    """Return the objects of metrics.jsonl; NaN and Infinity, which are no JSON, are refused."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON number")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    """Return the tensors that a run has written."""
+    return load_file(folder / "weights" / "model.safetensors")
+
+
+def one_block(result: Finished) -> tuple[int, str]:
+    """Return the job's exit code, which the only error block names too, and the block."""
+    blocks = result.stderr.split(BLOCK)[1:]
+    assert len(blocks) == 1, f"{len(blocks)} error blocks\n{result.tail()}"
+    code = int(blocks[0].split()[0])
+    assert result.returncode == code, result.tail()
+    return code, blocks[0]
+
+
+def section(text: str, title: str) -> list[str]:
+    """Return the lines of the console below one that starts with ``title``, up to an empty one."""
+    lines = text.split("\n")
+    found = [i for i, line in enumerate(lines) if line.startswith(title)]
+    assert len(found) == 1, f"{title!r} stands {len(found)} times in\n{text}"
+    below = lines[found[0] + 1:]
+    return below[:below.index("")] if "" in below else below
+
+
+def cells(line: str) -> list[str]:
+    """Return the cells of a table's row: columns are two or more blanks apart."""
+    return re.split(r"\s{2,}", line.strip())

@@ -1,0 +1,225 @@
+"""The command line: what is printed, once; what is refused, with the right code; what is loaded."""
+
+import configparser
+import io
+import json
+import sys
+import tomllib
+from contextlib import redirect_stdout
+
+import pytest
+from config_helpers import reading_of
+from helpers import REPOSITORY, run_command, run_ranks
+
+from mpipar import __version__, cli, errors
+from mpipar.commands.resolve import resolve
+from mpipar.config import Config, flag, settings
+from mpipar.environment import Launcher
+from mpipar.errors import DataError, UsageError
+from mpipar.launch import Session
+
+LIMIT = 60.0
+MPIPAR = [sys.executable, "-m", "mpipar"]
+SHAPE = {
+    "n_layer": 3, "n_embd": 48, "n_head": 4, "n_inner": None, "vocab_size": 300, "n_positions": 32,
+    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+def printed(*argv, world_rank=0, world_size=1):
+    """What the command prints on this rank, without starting it under a launcher."""
+    session = Session(Launcher("a launcher", world_rank, world_size, world_rank, world_size))
+    text = io.StringIO()
+    with redirect_stdout(text):
+        try:
+            code = cli.main(list(argv), session)
+        except SystemExit as leaving:  # argparse, after --help
+            code = leaving.code
+    assert code == 0
+    assert session.world is None, "MPI was started for something that needs none"
+    return text.getvalue()
+
+
+def refused(*argv, world_size=1):
+    with pytest.raises(UsageError) as caught:
+        printed(*argv, world_size=world_size)
+    return caught.value.problems
+
+
+# --- help
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_overview_names_commands_and_exit_codes(words):
+    text = printed(*words)
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in text
+    for code, meaning in errors.EXIT_CODES.items():
+        assert f"{code:>3}  {meaning}" in text
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_help_of_a_command_lists_every_flag_with_its_reason(command):
+    text = printed(command, "--help")
+    solid = "".join(text.split())
+    for _, field, _ in settings(Config()):
+        assert f"  {flag(field.name)}" in text
+        assert "".join(field.metadata["help"].split()) in solid, field.name
+    for more in ("--layout", "--config", "--print-config", "exit codes:"):
+        assert more in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_generate_takes_a_run_and_a_layout_but_no_shape():
+    text = printed("generate", "--help")
+    assert "RUN" in text
+    assert "--prompt" in text
+    assert "--tp" in text
+    assert "--d-model" not in text
+
+
+def test_only_one_rank_prints():
+    for words in (["--help"], ["train", "--help"], ["--version"], ["train", "--print-config"]):
+        assert printed(*words, world_rank=0, world_size=2)
+        assert printed(*words, world_rank=1, world_size=2) == ""
+
+
+def test_version_is_that_of_the_package():
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    assert setup["metadata"]["version"] in (__version__, "attr: mpipar.__version__")
+    assert printed("--version") == f"mpipar {__version__}\n"
+
+
+# --- what is loaded
+
+
+def test_nothing_heavy_is_loaded_before_the_guard_has_set_the_threads():
+    program = (
+        "import sys, mpipar.__main__\n"
+        "print([name for name in ('numpy', 'mpi4py', 'safetensors') if name in sys.modules])"
+    )
+    result = run_command([sys.executable, "-c", program], LIMIT)
+    assert result.stdout.strip() == "[]", result.tail()
+
+
+# --- the resolved configuration
+
+
+def test_print_config_is_toml_for_the_ranks_that_were_started():
+    for world_size, axes in ((1, (1, 1, 1)), (4, (1, 2, 2)), (3, (3, 1, 1))):
+        found = tomllib.loads(printed("train", "--print-config", world_size=world_size))
+        assert (found["dp"], found["pp"], found["tp"]) == axes
+        assert found["batch-size"] % (found["dp"] * found["num-microbatches"]) == 0
+
+
+def test_print_config_can_be_given_back(tmp_path):
+    words = ["--preset", "gpt2", "--layers", "5", "--no-tied", "--stage-layers", "3,2"]
+    file = tmp_path / "config.toml"
+    file.write_text(printed("train", *words, "--print-config", world_size=2))
+    again = printed("train", "--config", str(file), "--print-config", world_size=2)
+    assert tomllib.loads(again) == tomllib.loads(file.read_text())
+
+
+def test_rounded_batch_is_said_in_a_comment():
+    first = printed("train", "--print-config", world_size=3).splitlines()[0]
+    assert first.startswith("# batch size 32")
+    assert "36" in first
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["trian"], ["'trian'", "did you mean train?"]),
+        (["train", "--lr"], ["--lr", "expected one argument", "mpipar train --help"]),
+        (["generate"], ["RUN", "mpipar generate --help"]),
+        (["doctor", "--tp", "2"], ["--tp: unknown flag"]),
+        (["train", "--schedule", "1f1B"], ["--schedule 1f1B", "did you mean 1f1b?"]),
+        (["train", "--layers", "3", "--schedule", "zb-v"], ["--layers 3", "4 stages"]),
+        (["train", "--stage-layers", "2,1,1"], ["--stage-layers 2,1,1", "names 3", "has 2"]),
+        (["train", "--chunks", "2"], ["--schedule 1f1b", "--chunks"]),
+    ],
+)
+def test_mistake_is_refused(words, parts):
+    more = ["--print-config"] if words[0] == "train" else []
+    found = refused(*words, *more, world_size=2)
+    assert len(found) == 1, found
+    assert all(part in found[0] for part in parts), found
+
+
+def test_all_mistakes_of_all_floors_at_once(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("bath-size = 3\nlr = nan\n")
+    words = "--learning-rat 3 --stps 5 --steps x --tp 3 --batch-size 7 --schedule no".split()
+    text = "\n".join(refused("train", *words, "--config", str(file), "--print-config"))
+    expected = [
+        "--learning-rat", "--stps: unknown flag; did you mean --steps?", "--steps x",
+        "bath-size: unknown key; did you mean --batch-size?", "--lr nan", "tp 3",
+        "--heads 4", "--schedule no",
+    ]  # fmt: skip
+    assert [word for word in expected if word not in text] == [], text
+
+
+def test_wrong_flags_end_the_command_with_code_2_and_one_block():
+    result = run_ranks(
+        3, [*MPIPAR, "train", "--print-config", "--lr", "nan", "--laers", "2"], LIMIT
+    )
+    assert result.returncode == 2, result.tail()
+    assert result.stdout == ""
+    assert result.stderr.count("mpipar: stopped, exit code 2") == 1, result.tail()
+    assert "--lr nan: must be a finite number" in result.stderr
+    assert "--laers: unknown flag; did you mean --layers?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_one_process_says_the_same():
+    result = run_command([*MPIPAR, "train", "--tp", "2", "--print-config"], LIMIT)
+    assert result.returncode == 2, result.tail()
+    assert "1 was started; start them with mpiexec -n 2" in result.stderr
+
+
+def test_help_under_a_launcher_is_printed_once():
+    result = run_ranks(3, [*MPIPAR, "train", "--help"], LIMIT)
+    assert (result.returncode, result.stderr) == (0, ""), result.tail()
+    assert result.stdout.count("usage: mpipar train") == 1
+
+
+def test_reader_that_has_seen_enough_gets_no_error():
+    shell = f"{sys.executable} -m mpipar train --help | head -n 1"
+    result = run_command(["bash", "-c", shell], LIMIT)
+    assert result.stdout == "usage: mpipar train [flags]\n"
+    assert result.stderr == ""
+
+
+# --- weights to start from
+
+
+@pytest.fixture
+def weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return str(tmp_path)
+
+
+def test_weights_fix_the_shape(weights):
+    model = resolve(reading_of("--init-from", weights, "--steps", "3"), 1)[0].model
+    assert (model.layers, model.d_model, model.heads, model.ffn) == (3, 48, 4, 192)
+    assert (model.vocab_size, model.seq_len, model.tied) == (300, 32, True)
+    assert resolve(reading_of("--init-from", weights, "--layers", "3"), 1)[0].model == model
+
+
+def test_flags_that_contradict_the_weights_are_refused(weights):
+    words = ["--init-from", weights, "--layers", "4", "--seq-len", "64", "--heads", "4"]
+    with pytest.raises(UsageError) as caught:
+        resolve(reading_of(*words), 1)
+    assert len(caught.value.problems) == 2, caught.value.problems
+    assert "--layers 4: contradicts" in str(caught.value)
+    assert "where it is 3; leave --layers out" in str(caught.value)
+    assert "--seq-len 64: contradicts" in str(caught.value)
+
+
+def test_weights_that_are_not_there_are_bad_data(tmp_path):
+    with pytest.raises(DataError, match="--init-from"):
+        resolve(reading_of("--init-from", str(tmp_path)), 1)

@@ -1,0 +1,151 @@
+"""What launchers say, what is set before NumPy and MPI are loaded, and what doctor shows of it."""
+
+import os
+import re
+import sys
+
+import pytest
+from helpers import find_launcher, run_command
+
+from mpipar.commands.doctor import gpu_awareness, ranges, remarks
+from mpipar.environment import THREAD_VARIABLES, YIELD_VARIABLES, Launcher, presets, read_launcher
+
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+STEP = BATCH | {
+    "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        ({}, Launcher()),
+        (HYDRA, Launcher("MPICH's mpiexec", 3, 4, 1, 2)),
+        (OPEN_MPI, Launcher("Open MPI's mpirun", 3, 4, 1, 2)),
+        (BATCH, Launcher()),
+        (STEP, Launcher("srun", 3, 4, 0, 1)),
+        (STEP | {"PMI_RANK": "3", "PMI_SIZE": "4"}, Launcher("srun", 3, 4, 0, 1)),
+        (STEP | HYDRA, Launcher("MPICH's mpiexec", 3, 4, 1, 2)),
+        (BATCH | HYDRA, Launcher("MPICH's mpiexec", 3, 4, 1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launcher("a PMI launcher", 1, 2, 1, 2)),
+        (STEP | {"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
+         Launcher("srun", 3, 4, 0, 2)),
+    ],
+)  # fmt: skip
+def test_launcher_is_recognized(environ, launcher):
+    assert read_launcher(environ) == launcher
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_cores", "threads"),
+    [
+        ({}, 8, "8"),
+        (HYDRA, 8, "4"),
+        (HYDRA, 1, "1"),
+        (HYDRA | {"MPI_LOCALNRANKS": "3"}, 8, "2"),
+        (STEP | {"SLURM_CPUS_PER_TASK": "4"}, 16, "4"),
+        (STEP | {"SLURM_CPUS_PER_TASK": "4"}, 2, "2"),
+        (BATCH | HYDRA | {"SLURM_CPUS_PER_TASK": "8"}, 8, "4"),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(environ, num_cores, threads):
+    chosen = presets(environ, num_cores)
+    assert {chosen[name] for name in THREAD_VARIABLES} == {threads}
+
+
+def test_threads_that_the_user_set_stay():
+    for name in THREAD_VARIABLES:
+        assert not set(THREAD_VARIABLES) & set(presets(HYDRA | {name: "3"}, 8))
+
+
+def test_waiting_ranks_give_their_core_away_only_where_there_are_too_few():
+    assert not set(YIELD_VARIABLES) & set(presets(HYDRA, 2))
+    assert set(YIELD_VARIABLES) <= set(presets(HYDRA, 1))
+    name = next(iter(YIELD_VARIABLES))
+    assert name not in presets(HYDRA | {name: "1000"}, 1)
+
+
+# --- doctor
+
+
+@pytest.fixture
+def no_outer_launcher(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI_COMM", "SLURM_", "MPI_LOCAL")) or name in THREAD_VARIABLES:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+
+
+def doctor(num_ranks, **variables):
+    prefix = [find_launcher(), "-n", str(num_ranks)] if num_ranks > 1 else []
+    result = run_command([*prefix, sys.executable, "-m", "mpipar", "doctor"], 60.0, variables)
+    assert result.returncode == 0, result.tail()
+    return result.stdout
+
+
+def row_cells(text):
+    """The rank table: rank -> (host, cores, threads, device)."""
+    rows = re.findall(r"^(\d+) +(\S+) +([\d,-]+) +(\d+) +(.+)$", text, re.MULTILINE)
+    return {int(row[0]): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_doctor_shows_every_rank(num_ranks, no_outer_launcher):
+    if num_ranks > 1 and find_launcher() is None:
+        pytest.skip("no mpiexec is installed")
+    cores = os.sched_getaffinity(0)
+    text = doctor(num_ranks)
+    rows = row_cells(text)
+    assert sorted(rows) == list(range(num_ranks))
+    for host, shown, threads, device in rows.values():
+        assert host == os.uname().nodename
+        if num_ranks == 1:
+            assert shown == ranges(sorted(cores))
+            assert threads == str(len(cores))
+        assert device
+    for word in ("MPI library", "thread level", "GPU-aware MPI", "BLAS threads", "launcher"):
+        assert f"\n{word}" in text
+    assert f"\nranks          {num_ranks} on 1 host(s)\n" in text
+
+
+def test_doctor_shows_the_user_s_threads(no_outer_launcher):
+    assert row_cells(doctor(1, OPENBLAS_NUM_THREADS="1"))[0][2] == "1"
+
+
+@pytest.mark.parametrize(
+    ("library", "kinds", "environ", "support", "verdict"),
+    [
+        ("MPICH", "mpi,system", {}, 0, "no"),
+        ("MPICH", "mpi,system,cuda:device", {}, None, "yes"),
+        ("MPICH", None, {}, 0, "no"),
+        ("Open MPI", None, {}, 0, "unknown"),
+        ("Open MPI", None, {}, 1, "yes"),
+        ("Open MPI", None, {}, None, "unknown"),
+        ("CRAY MPICH", None, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None, "yes"),
+    ],
+)
+def test_gpu_awareness_is_never_guessed(library, kinds, environ, support, verdict):
+    assert gpu_awareness(library, kinds, environ, support).split()[0] == verdict
+
+
+def test_remarks_say_what_is_wrong_with_the_table():
+    def fact(host, cores, threads):
+        return {"host": host, "cores": cores, "threads": threads}
+
+    assert remarks([fact("a", [0, 1], 1), fact("a", [0, 1], 1)]) == []
+    assert remarks([fact("a", [0], 1), fact("b", [0], 1)]) == []
+    assert "3 ranks share 2 core(s)" in remarks([fact("a", [0, 1], 1)] * 3)[1]
+    assert "OPENBLAS_NUM_THREADS=1" in remarks([fact("a", [0, 1], 2)] * 2)[1]
+
+
+def test_ranges():
+    assert ranges([]) == ""
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
