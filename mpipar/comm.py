@@ -26,25 +26,25 @@ class Pending:
 
     def test(self) -> bool:
         """Let the operation progress; true when it is done (it is then recorded as done)."""
-        if self.record is None:
+        record = self.record
+        if record is None:
             return True
-        if not self.request.test():
+        if not self.request.Test():
             return False
-        self.record[WAITED] = perf_counter_ns()  # nobody had to wait for it
-        self._done()
+        record[WAITED] = perf_counter_ns()  # nobody had to wait for it
+        self.recorder.close(record)
+        self.record = self.request = None
         return True
 
     def wait(self):
         """Block until done and return the array."""
-        if self.record is not None:
-            self.record[WAITED] = perf_counter_ns()
-            self.request.wait()
-            self._done()
+        record = self.record
+        if record is not None:
+            record[WAITED] = perf_counter_ns()
+            self.request.Wait()
+            self.recorder.close(record)
+            self.record = self.request = None
         return self.array
-
-    def _done(self):
-        self.recorder.close(self.record)
-        self.record = self.request = None
 
 
 class Comm:
@@ -130,11 +130,13 @@ class Comm:
 
     def send(self, x, peer: int, tag: int, name: str) -> None:
         """Send x and wait until it is on its way."""
-        self.isend(x, peer, tag, name).wait()
+        record = self.recorder.open("send", name, self, x.nbytes, x.dtype, peer, tag)
+        Pending(self.wire.isend(x, peer, tag), record, self.recorder, x).wait()
 
     def recv(self, x, peer: int, tag: int, name: str):
         """Receive into x and return it."""
-        return self.irecv(x, peer, tag, name).wait()
+        record = self.recorder.open("recv", name, self, x.nbytes, x.dtype, peer, tag)
+        return Pending(self.wire.irecv(x, peer, tag), record, self.recorder, x).wait()
 
     def max_tag(self) -> int:
         """The largest message tag that this group's transport can carry."""

@@ -8,8 +8,8 @@ overflow and give the tables that a run prints.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
+from sys import _getframe
 from time import perf_counter_ns
 
 # Positions in a record. Times are nanoseconds of this host's monotonic clock; bytes are per rank.
@@ -19,6 +19,16 @@ FIELDS = (
 )
 POSTED, WAITED, DONE, OPERATION, NAME, AXIS, SEQ, PEER, TAG = range(9)
 PAYLOAD, WIRE, DTYPE, STEP, STAGE, MB, PHASE, SITE = range(9, 17)
+TALLY = 17  # behind the fields: what `close` adds to
+
+# What the records of one barrier share. A record must cost next to nothing, so these are found with one look-up
+# when the operation is posted: calls, nanoseconds inside, wire bytes of a call, code and instruction of the last
+# caller, and that caller as (file, line).
+T_CALLS, T_NANOSECONDS, T_WIRE, T_CODE, T_INSTRUCTION, T_SITE = range(6)
+
+# Fields of a compute span, and of an operation of a layer (recorded only when asked for).
+SPAN_FIELDS = ("kind", "start_ns", "end_ns", "step", "stage", "mb")
+OPERATION_FIELDS = ("layer", "function", "start_ns", "end_ns", "step", "stage", "mb", "phase")
 
 # Positions in a counter: calls, payload bytes, wire bytes, nanoseconds inside the operation.
 CALLS, BYTES, WIRE_BYTES, NANOSECONDS = range(4)
@@ -44,56 +54,75 @@ class Recorder:
 
     The engine and the loop set `step, stage, mb, phase` before they call anything that may communicate.
     phase is F, I, W (compute of a schedule), sync (gradients, norm), opt, data, eval, save or setup.
+    `operations` holds one entry for each operation of a layer, where the ops are wrapped for it (ops/timed_ops.py).
     """
 
-    def __init__(self, capacity: int = 4096):
+    def __init__(self, capacity: int | None = 4096):
         self.records: deque = deque(maxlen=capacity)
         self.spans: deque = deque(maxlen=capacity)
-        self.counters: dict[tuple[str, str, str, str], list[int]] = {}
+        self.operations: list = []
+        self._tallies: dict[tuple[str, str, str, str, int], list] = {}
         self.busy_ns: dict[str, int] = {}
         self.step = 0
         self.stage = -1
         self.mb = -1
         self.phase = "setup"
 
-    def resize(self, capacity: int) -> None:
-        """Give both rings room for `capacity` entries; the newest present ones are kept."""
+    def resize(self, capacity: int | None) -> None:
+        """Give both rings room for `capacity` entries, None: for all; the newest present ones are kept."""
         self.records = deque(self.records, maxlen=capacity)
         self.spans = deque(self.spans, maxlen=capacity)
 
     def reset_counters(self) -> None:
         """Start counting anew (the rings stay)."""
-        self.counters = {}
+        self._tallies = {}
         self.busy_ns = {}
+
+    @property
+    def counters(self) -> dict[tuple[str, str, str, str], list[int]]:
+        """(axis, barrier name, operation, phase) -> [calls, payload bytes, wire bytes, nanoseconds]."""
+        counters: dict = {}
+        for (*key, payload), tally in self._tallies.items():
+            calls = tally[T_CALLS]
+            if calls:
+                counter = counters.setdefault(tuple(key), [0, 0, 0, 0])
+                counter[CALLS] += calls
+                counter[BYTES] += calls * payload
+                counter[WIRE_BYTES] += calls * tally[T_WIRE]
+                counter[NANOSECONDS] += tally[T_NANOSECONDS]
+        return counters
 
     def open(self, operation, name, comm, payload, dtype, peer=-1, tag=-1):
         """Append a record for an operation that is being posted now, and return it for `close`.
 
         The call site is the caller of the communicator's method: two frames up from here.
         """
-        frame = sys._getframe(2)
-        comm.seq += 1
+        frame = _getframe(2)
+        comm.seq = seq = comm.seq + 1
+        phase = self.phase
+        key = (comm.axis, name, operation, phase, payload)
+        tally = self._tallies.get(key)
+        if tally is None:
+            wire = wire_bytes(operation, payload, comm.size)
+            tally = self._tallies[key] = [0, 0, wire, None, -1, None]
+        # Finding a line number takes longer than all the rest, and the caller is mostly the same as last time.
+        if tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti:
+            site = (frame.f_code.co_filename, frame.f_lineno)
+            tally[T_CODE:] = frame.f_code, frame.f_lasti, site
         now = perf_counter_ns()
         record = [
-            now, now, 0, operation, name, comm.axis, comm.seq, peer, tag, payload,
-            wire_bytes(operation, payload, comm.size), dtype, self.step, self.stage, self.mb,
-            self.phase, (frame.f_code.co_filename, frame.f_lineno),
+            now, now, 0, operation, name, comm.axis, seq, peer, tag, payload, tally[T_WIRE], dtype,
+            self.step, self.stage, self.mb, phase, tally[T_SITE], tally,
         ]
         self.records.append(record)
         return record
 
     def close(self, record) -> None:
         """Mark the record's operation as done now and count it."""
-        now = perf_counter_ns()
-        record[DONE] = now
-        key = (record[AXIS], record[NAME], record[OPERATION], record[PHASE])
-        counter = self.counters.get(key)
-        if counter is None:
-            counter = self.counters[key] = [0, 0, 0, 0]
-        counter[CALLS] += 1
-        counter[BYTES] += record[PAYLOAD]
-        counter[WIRE_BYTES] += record[WIRE]
-        counter[NANOSECONDS] += now - record[WAITED]
+        record[DONE] = now = perf_counter_ns()
+        tally = record[TALLY]
+        tally[T_CALLS] += 1
+        tally[T_NANOSECONDS] += now - record[WAITED]
 
     def span(self, kind: str, start_ns: int, stage: int = -1, mb: int = -1) -> None:
         """Append a compute span that began at `start_ns` and ends now."""

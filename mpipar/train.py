@@ -117,8 +117,10 @@ class Worker:
         self.gradsync.zero()
         for stage in self.stages.values():
             stage.set_loss_scale(1.0 / self.num_tokens)
+        start = perf_counter_ns()
         losses = self.engine.run(self.program, get_batch)
         self.recorder.phase, self.recorder.stage, self.recorder.mb = "sync", -1, -1
+        self.recorder.span("pipeline", start)
         self.gradsync.finish()
         # tp ranks know the same loss: one of them reports it.
         loss = sum(losses.values()) if self.comms.tp.index == 0 else 0.0

@@ -24,10 +24,12 @@ from mpipar.generate import decode, generate
 from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
 from mpipar.pipeline import draw
+from mpipar.pipeline.check import check
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.costs import Costs
 from mpipar.plan.predict import predict
 from mpipar.report import console
+from mpipar.report.bubble import bubble_rows, bubble_table, span_facts
 from mpipar.report.gather import broadcast_text, gather_facts
 from mpipar.report.memory import PeakMemory, process_peak
 from mpipar.report.metrics import Metrics
@@ -88,6 +90,8 @@ def describe(session, inputs, recorder, log) -> dict:
     world, config = session.world, inputs.config
     grid = Grid.of(config.grid, world.rank)
     schedule = make_schedule(config.grid)
+    # One proof for all: a schedule that could hang never starts.
+    session.agree(lambda: check(schedule) if world.rank == 0 else None)
     split = config.grid.stage_layers or balanced_layers(config.model, schedule.num_stages)
     hosts = {min(ranks) for ranks in gather_facts(world, session.host_ranks) or [(0,)]}
     for line in (console.headline(config, world.size, len(hosts), schedule.num_stages), *inputs.notes):
@@ -120,12 +124,18 @@ def report(session, worker, fact, memory, steps, log) -> None:
                      if key[3] in ("F", "I", "W", "sync")],
         "flight_ns": worker.gradsync.flight_ns, "overlapped_ns": worker.gradsync.overlapped_ns,
         "measured": memory.peak, "process": process_peak(),
+        "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
     }
     facts = gather_facts(session.world, fact)
     if facts:
         log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
         log(console.barriers([fact["counters"] for fact in facts], steps, len(facts)))
         log("\n" + console.overlap(facts))
+        if worker.grid.pp_size > 1:
+            rows = bubble_rows([fact["spans"] for fact in facts],
+                               [fact["pp_rank"] for fact in facts], worker.schedule)
+            log(f"\nbusy share and bubble of {worker.schedule.name}, simulated from the measured passes:")
+            log(bubble_table(rows))
         log("\nmemory per rank, peak of the first step:")
         log(console.measured_memory(facts))
 
@@ -193,8 +203,9 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     else:
         worker.initialize()
     rows = Rows(inputs.ops, inputs.train_part, config, worker.grid.dp_rank)
-    axes = [axis for axis, comm in worker.comms.by_axis.items() if comm.size > 1]
-    metrics = Metrics(recorder, [*axes, "world"], worker.num_tokens, metrics_file)
+    # The same axes on every rank, also where this one is in no group of several (a tie has two members).
+    axes = [*worker.comms.by_axis, "world"]
+    metrics = Metrics(recorder, axes, worker.num_tokens, metrics_file)
     recorder.reset_counters()
     start = perf_counter()
     with session.stop_on_request():

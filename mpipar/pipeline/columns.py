@@ -1,6 +1,7 @@
 """A rank's program as columns of numbers: a million instructions are checked in a second."""
 
 from collections.abc import Callable
+from itertools import repeat
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def columns(schedule: Schedule, pp_rank: int) -> np.ndarray:
     kinds, stages, mbs, *_ = zip(*program, strict=True)
     table = np.empty((4, len(program)), np.int64)
     table[0] = np.arange(len(program))
-    table[1] = [CODES.get(kind, -1) for kind in kinds]
+    table[1] = list(map(CODES.get, kinds, repeat(-1)))
     table[2], table[3] = stages, mbs
     overlaps = np.flatnonzero(table[1] == OVERLAP)
     if not overlaps.size:

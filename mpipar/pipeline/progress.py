@@ -5,6 +5,8 @@ The key of the message into (stage, mb) is stage * m + mb for an activation, and
 for a gradient. Waiting is all that can block, so any order of running the ranks ends the same way.
 """
 
+from collections import deque
+
 import numpy as np
 
 from mpipar.pipeline.columns import (
@@ -113,9 +115,9 @@ def prove_progress(schedule: Schedule, events: list[list[int]]) -> None:
     posted = bytearray(2 * schedule.num_stages * schedule.num_microbatches)
     reached = [0] * len(events)
     waiting = {}  # key: the rank that waits for it
-    runnable = list(range(len(events)))
+    runnable = deque(range(len(events)))
     while runnable:
-        pp_rank = runnable.pop()
+        pp_rank = runnable.popleft()
         keys = events[pp_rank]
         for k in range(reached[pp_rank], len(keys)):
             key = keys[k]

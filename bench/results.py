@@ -1,0 +1,87 @@
+"""Results of benchmarks as files: rows, the machine, the date; and the tables that the README shows of them.
+
+    python -m bench.results            # write all tables into README.md again
+    python -m bench.results --check    # exit 1 if a table there is not what its file says
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMA = 1
+MARK = re.compile(r"<!-- result: (\S+) -->\n.*?<!-- end of result -->", re.DOTALL)
+
+
+def machine() -> dict:
+    """What a figure depends on: processor, cores, system, versions, date."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
+        model = names[0] if names else model
+    return {
+        "date": datetime.date.today().isoformat(), "cpu": model,
+        "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(), "numpy": np.__version__,
+    }
+
+
+def write(path: str, bench: str, rows: list[dict], **facts) -> None:
+    """Write a result file: rows with the unit in each column's name, and everything else as facts."""
+    result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def text(value) -> str:
+    """A cell."""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+def markdown(result: dict) -> str:
+    """The rows as a table, and a line that says where they were measured."""
+    assert result["schema"] == SCHEMA, f"schema {result['schema']}, this reads {SCHEMA}"
+    columns = list(result["rows"][0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(text(row[column]) for column in columns) + " |"
+              for row in result["rows"]]
+    facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    return "\n".join([*lines, "", f"`{result['bench']}`: {facts}"])
+
+
+def update(readme: str) -> str:
+    """The README with every marked table as its result file has it."""
+    def table(match):
+        result = json.loads((ROOT / match[1]).read_text())
+        return f"<!-- result: {match[1]} -->\n{markdown(result)}\n<!-- end of result -->"
+    return MARK.sub(table, readme)
+
+
+def main(argv=None) -> int:
+    """Write or check the README's tables; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    path = ROOT / "README.md"
+    before = path.read_text()
+    after = update(before)
+    if "--check" in argv:
+        if before != after:
+            print("README.md: a table differs from its result file; run python -m bench.results")
+        return int(before != after)
+    path.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What each pipeline schedule recovers of the time that layer-wise parallelism leaves idle, measured and simulated.
+
+    mpiexec -n 4 python -m bench.schedules [--num-microbatches 8] [--cell-ms 10] [--json FILE]
+
+The real engine runs the real programs and sends real messages, but a pass sleeps for its cost instead of computing.
+So four workers on two cores measure the order of the work and not the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import numpy as np
+
+from bench import results
+from mpipar import ops as ops_module
+from mpipar.comm import Comms
+from mpipar.grid import Grid
+from mpipar.launch import guard
+from mpipar.pipeline import schedules
+from mpipar.pipeline.engine import Engine
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
+from mpipar.report.gather import gather_numbers
+from mpipar.trace import Recorder
+
+SHAPE = (4, 8)  # of an activation: small, the messages are not what is measured
+TOLERANCE = 0.05  # of the simulated makespan
+
+
+class Sleeper:
+    """Stands in for a Stage: every pass takes `cell` seconds, a full backward two of them."""
+
+    def __init__(self, ops, cell: float, is_last: bool):
+        self.ops, self.cell, self.is_last = ops, cell, is_last
+
+    def in_shape(self, batch):
+        return SHAPE
+
+    def _pass(self, seconds: float):
+        time.sleep(seconds)
+        return self.ops.zeros(SHAPE)
+
+    def forward(self, x, stash):
+        y = self._pass(self.cell)
+        return 0.0 if self.is_last else y
+
+    def backward(self, dy, stash, recorder):
+        return self._pass(2 * self.cell)
+
+    def backward_input(self, dy, stash):
+        return self._pass(self.cell)
+
+    def backward_weight(self, stash):
+        self._pass(self.cell)
+
+
+class NoSync:
+    """Gradients that nobody needs."""
+
+    def start(self, stage):
+        pass
+
+    def test(self):
+        pass
+
+
+def one_schedule(world, ops, name: str, num_microbatches: int, cell: float, repeats: int) -> dict | None:
+    """Measured and simulated makespan and busy share of one schedule; a row on world rank 0.
+
+    Comm: the schedule's messages, a barrier before each repetition, one gather.
+    """
+    recorder, grid = Recorder(1 << 16), Grid(world.rank, pp_size=world.size)
+    schedule = schedules.make(name, world.size, num_microbatches)
+    comms = Comms(grid, ops, recorder, world)
+    last = schedule.num_stages - 1
+    stages = {stage: Sleeper(ops, cell, stage == last) for stage in schedule.stages_of(grid.pp_rank)}
+    engine = Engine(ops, stages, schedule, comms.pp, recorder, NoSync())
+    program = schedules.lower(schedule, grid.pp_rank)
+    seconds, busy = [], []
+    for _ in range(repeats):
+        recorder.reset_counters()
+        comms.world.barrier("start")
+        start = time.perf_counter()
+        engine.run(program, lambda mb: None)
+        seconds.append(time.perf_counter() - start)
+        busy.append(sum(recorder.busy_ns.values()) * 1e-9)
+    comms.close()
+    everybody = gather_numbers(world, np.array([seconds, busy]))  # (ranks, 2, repeats)
+    if everybody is None:
+        return None
+    makespans = everybody[:, 0].max(0)
+    median = statistics.median(makespans)
+    timeline = simulate(schedule, Costs(f=cell, i=cell, w=cell))
+    return {
+        "schedule": name, "simulated_ms": timeline.makespan * 1e3, "measured_ms": median * 1e3,
+        "measured_over_simulated": median / timeline.makespan,
+        "busy_simulated": statistics.mean(timeline.busy_share),
+        "busy_measured": float((everybody[:, 1] / makespans).mean()),
+    }
+
+
+def main(argv, session) -> int:
+    """Run all schedules that take these counts; exit 1 if one is more than 5 % off its simulation."""
+    parser = argparse.ArgumentParser(prog="python -m bench.schedules", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--cell-ms", type=float, default=10.0, help="duration of a pass (10)")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts (3)")
+    parser.add_argument("--json", help="write the result to this file")
+    args = parser.parse_args(argv)
+    world = session.start()
+    ops = ops_module.make("cpu", "float32")
+    rows = []
+    for name in schedules.SCHEDULES:
+        if not schedules.problems(name, world.size, args.num_microbatches):
+            rows.append(one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3,
+                                     args.repeats))
+    if world.rank > 0:
+        return 0
+    # A chunk of a schedule with two per rank is half the work: recovered compares the time per unit of work.
+    idle = 1 - rows[0]["busy_measured"]
+    for row in rows:
+        row["idle_recovered"] = 1 - (1 - row["busy_measured"]) / idle
+        print("  ".join(f"{key} {results.text(value)}" for key, value in row.items()))
+    if args.json:
+        results.write(args.json, "bench.schedules", rows, ranks=world.size,
+                      num_microbatches=args.num_microbatches, cell_ms=args.cell_ms)
+    return int(any(abs(row["measured_over_simulated"] - 1) > TOLERANCE for row in rows))
+
+
+if __name__ == "__main__":
+    guard(main)
