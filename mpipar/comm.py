@@ -23,6 +23,8 @@ class Pending:
         self.record = record
         self.recorder = recorder
         self.array = array
+        if record is not None:
+            record[WAITED] = 0  # posted, and nobody waits for it yet
 
     def test(self) -> bool:
         """Let the operation progress; true when it is done (it is then recorded as done)."""
@@ -151,13 +153,17 @@ class Comms:
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
-    def __init__(self, grid, ops, recorder, mpi_world=None, sync_sends=False, subgroups=None):
+    def __init__(self, grid, ops, recorder, mpi_world=None, sync_sends=False, subgroups=None,
+                 check=False):
         self.grid = grid
         self.recorder = recorder
 
         def connect(axis, ranks, alone=False):
             """My group's Comm; alone: there is no group of several ranks on this axis, so no split."""
-            wire = None if alone else transport.connect(ops, mpi_world, ranks, sync_sends)
+            wire = None
+            if not alone:
+                wire = transport.connect(
+                    ops, mpi_world, ranks, sync_sends, recorder if check else None)
             return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder)
 
         self.world = connect("world", tuple(range(grid.world_size)), grid.world_size == 1)

@@ -116,6 +116,12 @@ class RunConfig:
     save_interval: int = setting(0, "steps between two writes of weights; 0 = at the end", low=0)
     log_interval: int = setting(20, "steps per line on the console", low=1)
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
+    check_comm: bool = setting(
+        False, "before each collective, check that all ranks of the group make the same call")
+    hang_warn: float = setting(
+        60.0, "seconds without progress until a rank reports who waits for whom; 0 = never", low=0.0)
+    hang_stop: float = setting(
+        600.0, "seconds without progress until the job ends with exit code 76; 0 = never", low=0.0)
     memory_limit: int | None = setting(
         None, "bytes per rank that --schedule auto may plan with (default: no limit)", low=1)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")

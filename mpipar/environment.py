@@ -1,12 +1,16 @@
 """What the launcher says, and what must be set before NumPy and MPI are loaded.
 
-Everything here reads and returns plain dictionaries: BLAS reads its thread count, and MPI its
-settings, once, when they are loaded, so the guard applies these first (launch.py).
+Plain functions of plain dictionaries: BLAS reads its thread count, and MPI its settings, once, when
+they are loaded, so the guard applies these first (launch.py).
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from mpipar.errors import EnvironmentProblem
 
 OPEN_MPI = "Open MPI's mpirun"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
@@ -53,8 +57,9 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
         return Launcher("srun", number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", 1),
                         number("SLURM_LOCALID", 0), on_node)
     if number("PMI_SIZE", 0):
-        return Launcher("a PMI launcher", number("PMI_RANK", 0), number("PMI_SIZE", 1),
-                        number("PMI_RANK", 0), number("PMI_SIZE", 1))
+        rank, size = number("PMI_RANK", 0), number("PMI_SIZE", 1)
+        return Launcher("a PMI launcher", rank, size, number("PMI_LOCAL_RANK", rank),
+                        number("PMI_LOCAL_SIZE", size))
     return Launcher()
 
 
@@ -85,3 +90,30 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
         chosen.update({name: value for name, value in YIELD_VARIABLES.items()
                        if name not in environ})
     return chosen
+
+
+def check_library(launcher: Launcher, library: str) -> None:
+    """Refuse MPICH under Open MPI's mpirun: it would abort inside MPI_Init and name no cure."""
+    if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
+        raise EnvironmentProblem(
+            f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
+            f"{_short(library)}: start them with the mpiexec of MPICH "
+            f"({Path(sys.executable).parent / 'mpiexec'}), or install mpi4py for Open MPI")
+
+
+def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
+    """Refuse N processes that each believe to be rank 0 of 1: they would run the job N times."""
+    if world_size > 1 or launcher.size == 1:
+        return
+    cure = ("with MPICH use srun --mpi=pmi2, with Open MPI srun --mpi=pmix"
+            if launcher.name == "srun" else
+            "use the mpiexec that belongs to the library, or install the library that belongs to "
+            "the launcher: pip install '.[mpich]' for MPICH")
+    raise EnvironmentProblem(
+        f"this process is alone (rank 0 of 1), but {launcher.name} started {launcher.size}: the "
+        f"MPI library ({_short(library)}) does not hear this launcher; {cure}")
+
+
+def _short(library: str) -> str:
+    """Name and version of the library: the start of its first line."""
+    return " ".join(re.split("[\n,]", library, maxsplit=1)[0].split())

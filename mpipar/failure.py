@@ -38,8 +38,8 @@ def report(error: BaseException, where: str) -> Report:
         what = str(error) or "interrupted (SIGINT)"
         return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "nothing was saved", "")
     if isinstance(error, BrokenPipeError):
-        what = "the program that read the output has ended"
-        return Report(errors.EXIT_OUTPUT, (what,), where, "", "let it read to the end", "")
+        what = "the program that read the output ended before all of it was written"
+        return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
     what = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):
         what = f"sys.exit({error.code!r}) on this rank, while the others go on"

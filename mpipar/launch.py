@@ -13,7 +13,6 @@ No state outside the Session object, which the command gets as an argument.
 import array
 import contextlib
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpipar import errors, failure
-from mpipar.environment import OPEN_MPI, Launcher, presets, read_launcher
+from mpipar.environment import Launcher, check_alone, check_library, presets, read_launcher
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 
 STOP_SECONDS = 3.5  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
@@ -45,6 +44,7 @@ class Session:
     world: COMM_WORLD after start(). host_ranks: world ranks on this host, ascending.
     run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
     where: called when an error is reported, says what the rank is doing, as "step 17".
+    stop_requested, grace: see stop_on_request().
     """
 
     def __init__(self, launcher: Launcher):
@@ -54,7 +54,7 @@ class Session:
         self.run_folder: str | None = None
         self.where: Callable[[], str] = str
         self.stop_requested = False
-        self._grace: float | None = None
+        self.grace: float | None = None
         self._private = None
         self._token = ""
         self._failing = threading.Lock()
@@ -65,13 +65,13 @@ class Session:
         Comm: a broadcast and an all-gather over the ranks of a host.
         """
         MPI = _import_mpi()
-        _check_library(self.launcher, MPI.Get_library_version())
+        check_library(self.launcher, MPI.Get_library_version())
         if not MPI.Is_initialized():
             with warnings.catch_warnings():
-                # mpi4py's own warning about a foreign launcher: _check_alone says it with the cure
+                # mpi4py's own warning about a foreign launcher: check_alone says it with the cure
                 warnings.simplefilter("ignore", RuntimeWarning)
                 MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        _check_alone(self.launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
+        check_alone(self.launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
         self.world = MPI.COMM_WORLD
         # own communicator: agree() and finish() must never match a message of the command
         self._private = self.world.Dup()
@@ -116,21 +116,21 @@ class Session:
 
         The ranks must agree on it there: a signal may reach one rank, or each at another step.
         A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once with
-        code 130; so does a second Ctrl-C.
+        code 130; so does a second Ctrl-C. A loop with longer steps may raise self.grace.
         """
-        self._grace = max(STOP_SECONDS, grace)
+        self.grace = max(STOP_SECONDS, grace)
         try:
             yield self
         finally:
-            self._grace = None
+            self.grace = None
 
     def interrupt(self) -> None:
         """What one SIGINT does; runs in the signal thread, also while the rank waits in MPI."""
-        if self._grace is None or self.stop_requested:
+        if self.grace is None or self.stop_requested:
             self.fail(KeyboardInterrupt("interrupted (SIGINT)"))
         self.stop_requested = True
-        late = KeyboardInterrupt(f"interrupted (SIGINT), and not done {self._grace:g} s later")
-        _later(self._grace, self.fail, late)
+        late = KeyboardInterrupt(f"interrupted (SIGINT), and not done {self.grace:g} s later")
+        _later(self.grace, self.fail, late)
 
     def finish(self, exit_code: int) -> int:
         """The regular end, reached by all ranks together; returns the highest of their codes.
@@ -142,45 +142,51 @@ class Session:
         exit_code = max(self._gather_code(exit_code))
         self._private.Free()
         _import_mpi().Finalize()
+        self.world = None
         return exit_code
 
     def _place(self) -> str:
-        doing = f", {self.where()}" if self.where() else ""
-        if self.world is None:
-            return f"host {os.uname().nodename} (pid {os.getpid()}){doing}"
-        return (f"rank {self.world.Get_rank()} of {self.world.Get_size()} on host "
-                f"{os.uname().nodename} (pid {os.getpid()}){doing}")
+        here = f"host {os.uname().nodename} (pid {os.getpid()})"
+        if self.world is not None:
+            here = f"rank {self.world.Get_rank()} of {self.world.Get_size()} on {here}"
+        return ", ".join(filter(None, (here, self.where())))
 
     def fail(self, error: BaseException, thread: str = ""):
         """End the whole job because of `error`: one block on the console, one exit code. No return.
 
         Any thread may call it. Ranks that fail at the same time race for one file: the first
         prints its block and aborts with its code; the others are silent and take over that code.
+        (Before the run folder is known, on several hosts, it is one for each host.)
         """
         self._failing.acquire()  # never released: a second failing thread of this rank stops here
-        if self._others_may_wait_in_init(error):
-            with contextlib.suppress(Exception):
+        code = errors.EXIT_INTERNAL
+        try:
+            if self._others_may_wait_in_init(error):
                 self.start()
-        place = self._place() + (f", thread {thread}" if thread else "")
-        symmetric = self.world is None and isinstance(error, UsageError)
-        found = failure.report(error, "" if symmetric else place)
-        if self.world is None:
-            # the same on every rank (a flag), or on every rank of a host (its installation)
+            code = self._tell(error, thread)
+        finally:  # telling may fail too, and even then no rank may be left waiting
+            self._abort(code)
+
+    def _tell(self, error: BaseException, thread: str) -> int:
+        """Let one rank print the block of this failure; returns the job's exit code."""
+        alone = self.world is None
+        # before MPI, a mistake is the same on every rank (a flag) or on a host (its installation)
+        place = "" if alone and isinstance(error, UsageError) else self._place()
+        found = failure.report(error, place + (f", thread {thread}" if thread else ""))
+        if alone:
             per_host = isinstance(error, EnvironmentProblem | KeyboardInterrupt)
-            if (self.launcher.local_rank if per_host else self.launcher.rank) == 0:
-                if not isinstance(error, BrokenPipeError):  # `mpipar schedule ... | head`
-                    failure.show(found)
-            else:  # the first to leave makes some launchers kill the others: let one speak before
-                time.sleep(ABORT_SECONDS / 4)
-            os._exit(found.exit_code)
-        code, speaks, record = failure.claim(self._error_folders(), self.world.Get_rank(), found)
+            code, record = found.exit_code, None
+            speaks = (self.launcher.local_rank if per_host else self.launcher.rank) == 0
+        else:
+            code, speaks, record = failure.claim(
+                self._error_folders(), self.world.Get_rank(), found)
         if speaks:
             # a console that nobody reads must not keep the job alive
             _later(ABORT_SECONDS, self._abort, code)
             failure.show(found, record)
-        else:
-            time.sleep(ABORT_SECONDS)  # the speaker's abort ends this process while it sleeps
-        self._abort(code)
+        else:  # the speaker's end takes this process along; if not, it follows
+            time.sleep(ABORT_SECONDS / 4 if alone else ABORT_SECONDS)
+        return code
 
     def _others_may_wait_in_init(self, error: BaseException) -> bool:
         """A defect before MPI on one rank: launchers let the others wait in MPI_Init for it.
@@ -198,7 +204,7 @@ class Session:
     def _abort(self, code: int):
         """Kill every rank; where MPI cannot, at least this process."""
         _later(ABORT_SECONDS, os._exit, code)
-        if self.launcher.name:
+        if self.world is not None and (self.launcher.name or self.world.Get_size() > 1):
             self.world.Abort(code)
         os._exit(code)
 
@@ -223,31 +229,6 @@ def _import_mpi():
     return MPI
 
 
-def _check_library(launcher: Launcher, library: str) -> None:
-    """MPICH does not start under Open MPI's mpirun: it would abort inside MPI_Init, hint or no."""
-    if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
-        raise EnvironmentProblem(
-            f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
-            f"{_short(library)}: start them with the mpiexec of MPICH "
-            f"({Path(sys.executable).parent / 'mpiexec'}), or install mpi4py for Open MPI")
-
-
-def _check_alone(launcher: Launcher, world_size: int, library: str) -> None:
-    """N processes that each believe to be rank 0 of 1 would run the job N times over."""
-    if world_size > 1 or launcher.size == 1:
-        return
-    cure = {"srun": "with MPICH use srun --mpi=pmi2, with Open MPI srun --mpi=pmix"}.get(
-        launcher.name, "use the mpiexec that belongs to the library, or install the library that "
-        "belongs to the launcher: pip install '.[mpich]' for MPICH")
-    raise EnvironmentProblem(
-        f"this process is alone (rank 0 of 1), but {launcher.name} started {launcher.size}: the "
-        f"MPI library ({_short(library)}) does not hear this launcher; {cure}")
-
-
-def _short(library: str) -> str:
-    return " ".join(re.split("[\n,]", library, maxsplit=1)[0].split())
-
-
 def _listen(session: Session) -> None:
     """Take SIGINT in a thread: a Python handler would wait until the MPI call returns."""
     read_end, write_end = os.pipe()
@@ -267,6 +248,11 @@ def _listen(session: Session) -> None:
 def _run(main: Callable, argv: list[str], session: Session) -> int:
     try:
         exit_code = main(argv, session)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if session.world is not None:
+            raise
+        os._exit(errors.EXIT_OUTPUT)  # mpipar schedule ... | head: nobody wants to hear more
     except AgreedError as agreed:
         exit_code = agreed.exit_code
     except SystemExit as leaving:
@@ -287,7 +273,6 @@ def guard(main: Callable, argv: list[str] | None = None):
     _listen(session)
     try:
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
-        sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
         session.fail(error)
     sys.exit(exit_code)

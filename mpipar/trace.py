@@ -9,8 +9,11 @@ overflow and give the tables that a run prints.
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from sys import _getframe
 from time import perf_counter_ns
+
+PACKAGE = Path(__file__).resolve().parent.parent
 
 # Positions in a record. Times are nanoseconds of this host's monotonic clock; bytes are per rank.
 FIELDS = (
@@ -47,6 +50,14 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     if operation in ("recv", "barrier"):
         return 0
     return payload  # send, broadcast
+
+
+def place(path: str, line: int) -> str:
+    """file:line, short inside this package."""
+    try:
+        return f"{Path(path).relative_to(PACKAGE)}:{line}"
+    except ValueError:
+        return f"{path}:{line}"
 
 
 class Recorder:

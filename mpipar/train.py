@@ -69,7 +69,7 @@ class Worker:
         mirrors = {holders(self.schedule, (stage,)) for stage in range(last + 1)}
         subgroups = {"tie": [holders(self.schedule, (0, last))], "mirror": sorted(mirrors)}
         self.comms = Comms(
-            grid, ops, recorder, mpi_world, config.run.sync_sends, subgroups)
+            grid, ops, recorder, mpi_world, config.run.sync_sends, subgroups, config.run.check_comm)
         tables: dict = {}
         self.stages = {
             stage: Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 
+from mpipar.desync import CheckedTransport
 
-def connect(ops, mpi_world, ranks: tuple[int, ...], sync_sends: bool):
-    """The transport for one group of world ranks.
+
+def connect(ops, mpi_world, ranks: tuple[int, ...], sync_sends: bool, recorder=None):
+    """The transport for one group of world ranks; with a recorder every collective is checked first.
 
     Comm: with an MPI world, one Split over the world; so every rank must connect its groups in the same
     order (a rank that is alone in its group too). Groups of one still take part in the split.
@@ -21,10 +23,11 @@ def connect(ops, mpi_world, ranks: tuple[int, ...], sync_sends: bool):
     mpi_comm = mpi_world.Split(color=min(ranks), key=mpi_world.rank)
     assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     if ops.device == "cpu":
-        return HostTransport(ops, mpi_comm, sync_sends)
-    if cuda_aware() == "yes":
-        return DeviceTransport(ops, mpi_comm, sync_sends)
-    return StagedTransport(ops, mpi_comm, sync_sends)
+        kind = HostTransport
+    else:
+        kind = DeviceTransport if cuda_aware() == "yes" else StagedTransport
+    wire = kind(ops, mpi_comm, sync_sends)
+    return wire if recorder is None else CheckedTransport(wire, mpi_comm, ranks, recorder)
 
 
 def cuda_aware() -> str:

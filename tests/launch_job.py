@@ -61,7 +61,7 @@ def go_wrong(how, session, world):
         raise ValueError("a defect")
     elif rank == 1:
         announce()
-        if how == "exception":
+        if how in ("exception", "reporting-fails"):
             raise ValueError("a defect")
         if how == "user-error":
             raise OutputError("disk full")
@@ -85,7 +85,7 @@ def main(argv, session):
         raise UsageError(["--x: unknown flag", "--y: wrong"])
     world = session.start()
     session.run_folder = folder
-    session.where = lambda: "step 17"
+    session.where = (lambda: 1 / 0) if how == "reporting-fails" else lambda: "step 17"
     if how == "ranks-leave-with-different-codes":
         return 1 if world.Get_rank() == 2 else 0
     if how == "agree-one":

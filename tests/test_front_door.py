@@ -5,8 +5,19 @@ import tomllib
 
 import numpy as np
 import pytest
-from helpers import assert_all_close, assert_close, find_launcher
-from program import LAYOUTS, cells, layout_flags, metrics, mpipar, section, weights
+from helpers import assert_all_close, assert_close, find_launcher, run_command
+from program import (
+    LAYOUTS,
+    LIMIT,
+    PROGRAM,
+    cells,
+    environment,
+    layout_flags,
+    metrics,
+    mpipar,
+    section,
+    weights,
+)
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TOLERANCE = 1e-10
@@ -214,14 +225,15 @@ def test_memory_flag_shows_what_for(run_of):
 
 
 def test_memory_is_shown_before_it_is_taken(tmp_path):
-    """A model that no machine holds: its bytes are on the console before the allocation fails."""
-    huge = "--layers 2 --d-model 2097152 --heads 2 --seq-len 8 --batch-size 2 --num-microbatches 1"
-    result = mpipar("train", *huge.split(), "--memory", "--out", tmp_path / "run")
+    """A model that does not fit: its bytes are on the console before the allocation fails."""
+    huge = "--layers 2 --d-model 65536 --heads 2 --seq-len 8 --batch-size 2 --num-microbatches 1"
+    command = [*PROGRAM, "train", *huge.split(), "--memory", "--out", str(tmp_path / "run")]
+    limited = ["bash", "-c", 'ulimit -v 16777216; exec "$@"', "limited", *command]
+    result = run_command(limited, LIMIT, environment())
     assert result.returncode == 70, result.tail()
     assert "MemoryError" in result.stderr
-    row = cells(section(result.stdout, "rank ")[0])
-    assert row[-1].endswith("GiB"), row
-    assert float(row[-1].split()[0]) > 100_000, "two matrices of 12 D^2 elements, twice"
+    row = cells(section(result.stdout, "rank   weights")[0])
+    assert float(row[1].removesuffix(" GiB")) == pytest.approx(24 * 4 * 65536**2 / 2**30, rel=0.01)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -125,6 +125,11 @@ def test_mistake_of_the_user_is_told_once_and_needs_no_abort(how, code, words, a
 
 
 @needs_mpiexec
+def test_failure_that_cannot_even_be_told_ends_the_job():
+    assert launch(3, "reporting-fails").returncode == 70
+
+
+@needs_mpiexec
 def test_regular_ends():
     assert launch(3, "agree").returncode == 0
     assert launch(3, "ranks-leave-with-different-codes").returncode == 1

@@ -6,12 +6,6 @@ stage has done. Time goes in steps of one pass; what a step makes can be used fr
 
 from itertools import product
 
-import pytest
-
-from mpipar.pipeline.schedules import SCHEDULES, make, problems
-from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
-
 
 def best_step(ranks, m, cap, limit):
     """Fewest steps in which all passes can be run, or None if more than `limit` are needed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from mpipar.commands.run_folder import (
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.rows import Rows
 from mpipar.data.source import BYTE_VOCABULARY
-from mpipar.errors import EXIT_OK, EXIT_STOPPED, NonFiniteError, UsageError
+from mpipar.errors import EXIT_OK, EXIT_STOPPED, HangError, NonFiniteError, UsageError
 from mpipar.generate import decode, generate
 from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
@@ -28,13 +29,14 @@ from mpipar.pipeline.check import check
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.costs import Costs
 from mpipar.plan.predict import predict
-from mpipar.report import console
+from mpipar.report import console, hang
 from mpipar.report.bubble import bubble_rows, bubble_table, span_facts
 from mpipar.report.gather import broadcast_text, gather_facts
 from mpipar.report.memory import PeakMemory, process_peak
 from mpipar.report.metrics import Metrics
 from mpipar.trace import Recorder
 from mpipar.train import Worker, make_schedule
+from mpipar.watchdog import Watchdog
 
 
 class Log:
@@ -191,6 +193,22 @@ def run(session, reading) -> int:
         return in_folder(session, inputs, folder, log, opened("metrics.jsonl"))
 
 
+def watchdog(session, worker, folder, log) -> Watchdog:
+    """Reports a hang after --hang-warn seconds without progress, ends the job after --hang-stop."""
+    recorder, run = worker.recorder, worker.config.run
+
+    def warn(states):
+        text = "\n".join([f"no progress for {run.hang_warn:g} s:", *hang.explain(states)])
+        print(f"mpipar: {text}", file=sys.stderr, flush=True)
+
+    def stop(states):
+        session.fail(HangError([f"no progress for {run.hang_stop:g} s", *hang.explain(states)]))
+
+    return Watchdog(folder / "hang", worker.grid.world_rank, lambda: hang.marker(recorder),
+                    lambda: hang.state_of(recorder, worker.comms), warn, stop,
+                    run.hang_warn, run.hang_stop)
+
+
 def in_folder(session, inputs, folder, log, metrics_file) -> int:
     """The run itself: describe, train, report, save, evaluate, generate. Comm: everything."""
     world, config, recorder = session.world, inputs.config, Recorder()
@@ -208,7 +226,7 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     metrics = Metrics(recorder, axes, worker.num_tokens, metrics_file)
     recorder.reset_counters()
     start = perf_counter()
-    with session.stop_on_request():
+    with session.stop_on_request(), watchdog(session, worker, folder, log):
         last, stopped = train(session, worker, rows, metrics, memory, log, folder)
         seconds = perf_counter() - start
         if not stopped:

@@ -55,7 +55,7 @@ def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]
 
     The late W of a rank fill what is the drain of interleaved 1F1B.
     p = 2, v = 2, m = 2
-    rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1   (it waits where 1F1B would)
+    rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     rank 1  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
     groups = group_sizes(p, m, g)

@@ -66,6 +66,9 @@ def v_min(p: int, r: int, m: int) -> list[Instr]:
 
     Offsets of a microbatch's block: F0 r, F1 2p-1-r, I1 2p+r, I0 4p-1-r; where 3 divides p, F0
     and I1 would fall on the same slot, so I1 and I0 are two later (arXiv 2405.15362).
+    p = 2, m = 3
+    rank 0  0F0 ... 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 ...
+    rank 1  ... 1F0 2F0 ... 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 ...
     """
     late = 2 if p % 3 == 0 else 0
     return repeated_block(p, r, m, (r, 2 * p - 1 - r, 2 * p + r + late, 4 * p - 1 - r + late))
@@ -75,9 +78,6 @@ def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -
     """The order in which microbatch k runs F0, F1, I1, I0 at offset + 6k, and W in the free slots.
 
     W runs first in, first out. Only the order is kept: each pass then runs as early as it can.
-
-    p = 2, v-min, slots 0 to 14    rank 0  F0 .. .. F1 I1 W1 F0 I0 W0 F1 I1 W1 F0 I0 W0
-    (F0 F1 I1 I0 at 0 3 4 7)       rank 1  .. F0 F1 .. .. I1 I0 F0 F1 W1 W0 I1 I0 ...
     """
     passes = zip(offsets, "FFII", (r, 2 * p - 1 - r, 2 * p - 1 - r, r), strict=True)
     slots = {offset + BLOCK * mb: Instr(kind, stage, mb)

@@ -29,7 +29,7 @@ def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid)
         model=model,
         grid=GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **grid),
         train=TrainConfig(batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
-        run=RunConfig(dtype="float64", seed=3),
+        run=RunConfig(dtype="float64", seed=3, check_comm=True),
     )
     return config_module.resolve(config, dp * pp * tp)[0]
 

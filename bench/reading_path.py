@@ -1,0 +1,100 @@
+"""The functions that one default training step runs, counted by the README's ten stops.
+
+    mpiexec -n 4 python -m bench.reading_path [--json FILE]
+
+Every rank takes one step of the default layout under a profile hook. A stop's lines are those of the functions and
+methods that ran on any rank, with their comments and docstrings: what a reader has to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench import results
+from mpipar import ops as ops_module
+from mpipar.config import Config, resolve
+from mpipar.data.rows import Rows
+from mpipar.data.source import load_tokens
+from mpipar.grid import Grid
+from mpipar.launch import guard
+from mpipar.report.gather import gather_facts
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+PACKAGE = results.ROOT / "mpipar"
+STOPS = {
+    "train": "a worker and its step, in execution order",
+    "pipeline/engine": "one method per instruction",
+    "pipeline/schedules": "who computes what in which order",
+    "models/decoder": "the layers of a stage",
+    "layers": "forward, input gradient, weight gradient; barriers get their names",
+    "partition": "one product cut over ranks: where the barriers are",
+    "ops": "the arithmetic",
+    "comm": "the wire, and the record of each call",
+    "gradsync": "sums over data-parallel copies and ties, the norm",
+    "optim": "AdamW over flat buffers",
+}
+ALIAS = {"pipeline/instructions": "pipeline/schedules", "transport": "comm", "trace": "comm"}
+LIMIT = 2000
+
+
+def stop_of(path: Path) -> str | None:
+    """The stop that a file belongs to."""
+    name = str(path.relative_to(PACKAGE).with_suffix(""))
+    name = ALIAS.get(name, name)
+    return next((stop for stop in STOPS if name == stop or name.startswith(f"{stop}/")), None)
+
+
+def ran_lines(world) -> dict[str, set]:
+    """{stop: {"file:line"}} of the functions that this rank runs. Comm: everything of a training step."""
+    lines: dict[str, set] = {stop: set() for stop in STOPS}
+    seen = set()
+
+    def hook(frame, event, argument):
+        code = frame.f_code
+        if code in seen or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        seen.add(code)
+        stop = stop_of(Path(code.co_filename))
+        last = max(line for _, _, line in code.co_lines() if line)
+        if stop is not None:
+            lines[stop] |= {f"{code.co_filename}:{n}" for n in range(code.co_firstlineno, last + 1)}
+
+    config, _ = resolve(Config(), world.size)
+    ops = ops_module.make("cpu", "float32")
+    tokens, _ = load_tokens((), config.model.vocab_size)
+    sys.setprofile(hook)
+    worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
+    worker.initialize()
+    rows = Rows(ops, tokens, config, worker.grid.dp_rank)
+    worker.train_step(1, lambda mb: rows.train(1, mb))
+    sys.setprofile(None)
+    return lines
+
+
+def main(argv, session) -> int:
+    """Print the stops; exit 1 if they have grown over the limit."""
+    parser = argparse.ArgumentParser(prog="python -m bench.reading_path", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the result to this file")
+    args = parser.parse_args(argv)
+    world = session.start()
+    facts = gather_facts(world, {stop: sorted(found) for stop, found in ran_lines(world).items()})
+    if facts is None:
+        return 0
+    rows = [{"stop": f"`mpipar/{stop}`", "what": what,
+             "lines": len(set().union(*(fact[stop] for fact in facts)))}
+            for stop, what in STOPS.items()]
+    total = sum(row["lines"] for row in rows)
+    for row in rows:
+        print(f"{row['lines']:5d}  {row['stop']}  {row['what']}")
+    print(f"{total:5d}  of at most {LIMIT}")
+    if args.json:
+        results.write(args.json, "bench.reading_path", rows, lines=total)
+    return int(total > LIMIT or not all(row["lines"] for row in rows))
+
+
+if __name__ == "__main__":
+    guard(main)

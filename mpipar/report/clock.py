@@ -1,0 +1,150 @@
+"""One clock for all ranks: which ranks share one, and how far the others are off.
+
+Processes of one host and one time namespace read the same monotonic clock, which is used as it is.
+Between hosts the offset is measured by ping-pong with world rank 0, before and after the traced
+steps: of many round trips the shortest counts, its midpoint is taken for the instant at which the
+other clock was read, and half of it bounds the error. Two offsets make a line: the drift.
+Times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter_ns
+
+import numpy as np
+
+ROUND_TRIPS = 100
+TAG = 11
+
+
+@dataclass(frozen=True)
+class Sample:
+    """At `local_ns` of a clock it was `offset_ns` ahead of world rank 0's, +- `error_ns`."""
+
+    local_ns: int
+    offset_ns: float
+    error_ns: float
+
+
+def clock_identity() -> str:
+    """The same text on all ranks that read one monotonic clock: host, boot, time namespace."""
+    def read(function, path):
+        try:
+            return function(path)
+        except OSError:
+            return ""
+
+    boot = read(lambda path: Path(path).read_text().strip(), "/proc/sys/kernel/random/boot_id")
+    namespace = read(os.readlink, "/proc/self/ns/time")
+    return f"{os.uname().nodename} {boot} {namespace}"
+
+
+def shared_clocks(mpi_world, identity: str) -> list[int]:
+    """For each world rank the lowest rank that reads the same clock.
+
+    Comm: one Allgather of 16 bytes over the world, outside the records.
+    """
+    digest = np.frombuffer(hashlib.sha256(identity.encode()).digest()[:16], np.uint8)
+    digests = np.empty((mpi_world.size, 16), np.uint8)
+    mpi_world.Allgather(digest, digests)
+    keys = [bytes(row) for row in digests]
+    return [keys.index(key) for key in keys]
+
+
+def best_sample(trips) -> Sample:
+    """The Sample of the shortest of [(sent, other clock, received)]; sent, received by rank 0."""
+    sent, local, received = min(trips, key=lambda trip: trip[2] - trip[0])
+    return Sample(local, local - (sent + received) / 2, (received - sent) / 2)
+
+
+def measure(mpi_world, owners, clock: Callable[[], int] = perf_counter_ns) -> dict[int, Sample]:
+    """{lowest rank of a clock: Sample} on world rank 0, {} elsewhere. owners: `shared_clocks`.
+
+    Comm: for each clock but world rank 0's, ROUND_TRIPS ping-pongs of 8 bytes with its lowest rank,
+    outside the records. Every rank calls it; where all share a clock nobody communicates.
+    """
+    message = np.zeros(1, np.int64)
+    samples = {}
+    for owner in sorted(set(owners) - {0}):
+        trips = []
+        for _ in range(ROUND_TRIPS):
+            if mpi_world.rank == 0:
+                sent = clock()
+                mpi_world.Send(message, owner, TAG)
+                mpi_world.Recv(message, owner, TAG)
+                trips.append((sent, int(message[0]), clock()))
+            elif mpi_world.rank == owner:
+                mpi_world.Recv(message, 0, TAG)
+                message[0] = clock()
+                mpi_world.Send(message, 0, TAG)
+        if trips:
+            samples[owner] = best_sample(trips)
+    return samples
+
+
+@dataclass(frozen=True)
+class CommonClock:
+    """Translates every rank's times to world rank 0's clock.
+
+    owners: for each world rank the lowest rank with the same clock. before, after: Samples by
+    owner; where `after` is missing (the run ended too early) the drift counts as zero.
+    """
+
+    owners: tuple[int, ...]
+    before: dict[int, Sample]
+    after: dict[int, Sample]
+
+    def common_ns(self, world_rank: int, local_ns: int) -> int:
+        """World rank 0's time at the instant at which the rank's clock shows local_ns."""
+        owner = self.owners[world_rank]
+        if owner == 0:
+            return local_ns
+        before = self.before[owner]
+        ahead = before.offset_ns + self.drift(owner) * (local_ns - before.local_ns)
+        return local_ns - round(ahead)
+
+    def drift(self, world_rank: int) -> float:
+        """Nanoseconds that the rank's clock gains per nanosecond."""
+        owner = self.owners[world_rank]
+        if owner not in self.after:
+            return 0.0
+        before, after = self.before[owner], self.after[owner]
+        return (after.offset_ns - before.offset_ns) / max(1, after.local_ns - before.local_ns)
+
+    def error_ns(self, world_rank: int) -> float:
+        """How far a translated time between the two measurements may be off."""
+        owner = self.owners[world_rank]
+        samples = [part[owner] for part in (self.before, self.after) if owner in part]
+        return max((sample.error_ns for sample in samples), default=0.0)
+
+    def largest_error_ns(self) -> float:
+        """How far the distance between times of any two ranks may be off."""
+        return sum(sorted(map(self.error_ns, set(self.owners)))[-2:])
+
+    def describe(self) -> str:
+        """One sentence for the head of a report."""
+        clocks = set(self.owners)
+        if len(clocks) == 1:
+            return "one host: its monotonic clock as it is"
+        worst = max(abs(self.drift(owner)) for owner in clocks)
+        drift = f"drift up to {worst * 1e6:.2f} us/s taken out" if self.after else "drift unknown"
+        return (f"{len(clocks)} clocks: offsets by ping-pong (shortest of {ROUND_TRIPS}), {drift};"
+                f" good to +-{self.largest_error_ns() * 1e-3:.1f} us")
+
+    def to_json(self) -> dict:
+        """As JSON-able values."""
+        return {"owners": list(self.owners)} | {
+            name: {str(owner): asdict(sample) for owner, sample in part.items()}
+            for name, part in (("before", self.before), ("after", self.after))}
+
+    @classmethod
+    def from_json(cls, value: dict) -> CommonClock:
+        """The inverse of to_json."""
+        before, after = ({int(owner): Sample(**sample) for owner, sample in value[name].items()}
+                         for name in ("before", "after"))
+        return cls(tuple(value["owners"]), before, after)

@@ -1,0 +1,232 @@
+"""A trace on disk: one file per rank, written without MPI, and `trace/meta.json`; and reading them.
+
+A rank's file is JSON lines: a head (what the numbers mean, call sites, steps, groups), then one
+line per record ("r"), compute span ("s") and operation of a layer ("o"). Times on disk are those of
+the rank's own clock; the reader translates them to world rank 0's and starts at zero.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpipar.errors import DataError
+from mpipar.pipeline.csv_format import parse
+from mpipar.pipeline.instructions import Schedule
+from mpipar.report.clock import CommonClock
+from mpipar.trace import FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WIRE
+
+SCHEMA = 1
+PACKAGE_PARENT = Path(__file__).resolve().parent.parent.parent
+
+Record = namedtuple("Record", FIELDS)
+Span = namedtuple("Span", SPAN_FIELDS)
+LayerOperation = namedtuple("LayerOperation", OPERATION_FIELDS)
+HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
+
+
+@dataclass
+class RankTrace:
+    """What one rank did. Times: nanoseconds of the common clock since the trace began.
+
+    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)].
+    """
+
+    world_rank: int
+    host: str
+    place: dict[str, int]
+    stages: tuple[int, ...]
+    groups: dict[str, tuple[int, ...]]
+    steps: list[tuple[int, int, int]]
+    records: list[Record] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    operations: list[LayerOperation] = field(default_factory=list)
+    complete: bool = True
+
+    @property
+    def start(self) -> int:
+        return self.steps[0][1]
+
+    @property
+    def end(self) -> int:
+        return self.steps[-1][2]
+
+
+@dataclass
+class Trace:
+    """All ranks of a run for a few steps. meta: trace/meta.json; metrics: the lines of the run."""
+
+    folder: Path
+    meta: dict
+    ranks: list[RankTrace]
+    clock: CommonClock
+    metrics: list[dict]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.ranks[0].steps)
+
+    @property
+    def start(self) -> int:
+        return min(rank.start for rank in self.ranks)
+
+    @property
+    def end(self) -> int:
+        return max(rank.end for rank in self.ranks)
+
+    def schedule(self) -> Schedule:
+        """The schedule that was run."""
+        value = self.meta["schedule"]
+        programs = tuple(tuple(map(parse, program)) for program in value["programs"])
+        return Schedule(**value | {"programs": programs})
+
+
+def schedule_json(schedule: Schedule) -> dict:
+    """A Schedule as JSON-able values; `Trace.schedule` is the inverse."""
+    programs = [[str(instr) for instr in program] for program in schedule.programs]
+    return schedule._asdict() | {"programs": programs} if hasattr(schedule, "_asdict") else {
+        "name": schedule.name, "pp_size": schedule.pp_size, "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches, "placement": schedule.placement,
+        "wired": schedule.wired, "programs": programs}
+
+
+def short_site(site: tuple[str, int]) -> str:
+    """A call site relative to the package: mpipar/partition/row.py:18."""
+    path = Path(site[0])
+    if path.is_relative_to(PACKAGE_PARENT):
+        path = path.relative_to(PACKAGE_PARENT)
+    return f"{path}:{site[1]}"
+
+
+def rank_path(folder: Path, world_rank: int) -> Path:
+    """The file of one rank in a run folder."""
+    return folder / "trace" / f"rank-{world_rank:05d}.jsonl"
+
+
+def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
+    """Write a rank's file. head: world_rank, host, place, stages, groups, steps, complete.
+
+    Raises OSError. Comm: none.
+    """
+    sites = {site: i for i, site in enumerate(dict.fromkeys(record[SITE] for record in records))}
+    head = {
+        "mpipar_trace": SCHEMA, **head, "fields": FIELDS, "span_fields": SPAN_FIELDS,
+        "operation_fields": OPERATION_FIELDS, "sites": [short_site(site) for site in sites],
+    }
+    path = rank_path(folder, head["world_rank"])
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(head) + "\n")
+        for record in records:
+            values = [*record[:WIRE + 1], str(record[WIRE + 1]), *record[STEP:SITE]]
+            file.write(json.dumps(["r", *values, sites[record[SITE]]]) + "\n")
+        for letter, entries in (("s", spans), ("o", operations)):
+            file.writelines(json.dumps([letter, *entry]) + "\n" for entry in entries)
+
+
+def write_meta(folder: Path, meta: dict) -> None:
+    """Write trace/meta.json; world rank 0 alone calls it. Raises OSError."""
+    path = folder / "trace" / "meta.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"mpipar_trace": SCHEMA, **meta}, indent=1) + "\n",
+                    encoding="utf-8")
+
+
+def read(folder: str | Path) -> Trace:
+    """The trace in a run folder; raises DataError when there is none, or a part is missing."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such run folder; {HOW_TO}")
+    if not (folder / "trace").is_dir():
+        raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
+    meta = _load(folder / "trace" / "meta.json")
+    clock = CommonClock.from_json(meta["clock"])
+    paths = [rank_path(folder, rank) for rank in range(meta["world_size"])]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise DataError(f"{folder / 'trace'}: {', '.join(missing)} missing of {len(paths)} ranks; a"
+                        " rank writes its file after the last traced step: is the run still going,"
+                        " or is the folder on a disk that not all hosts share?")
+    ranks = [_read_rank(path, clock) for path in paths]
+    return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder / "metrics.jsonl"))
+
+
+def _load(path: Path) -> dict:
+    """A JSON object with our schema."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing; {HOW_TO}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: can't be read: {error}") from None
+    return _checked(path, value)
+
+
+def _checked(path: Path, head) -> dict:
+    if not isinstance(head, dict) or head.get("mpipar_trace") != SCHEMA:
+        found = head.get("mpipar_trace") if isinstance(head, dict) else None
+        raise DataError(f"{path}: trace schema {found}, this mpipar reads {SCHEMA}")
+    return head
+
+
+def _read_rank(path: Path, clock: CommonClock) -> RankTrace:
+    """One rank's file, its times translated to the common clock."""
+    number = 1
+    try:
+        with open(path, encoding="utf-8") as file:
+            head = _checked(path, json.loads(file.readline()))
+            rank = head["world_rank"]
+
+            def common(entry, *positions):
+                for i in positions:
+                    entry[i] = clock.common_ns(rank, entry[i])
+                return entry
+
+            trace = RankTrace(
+                rank, head["host"], head["place"], tuple(head["stages"]),
+                {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
+                [tuple(common(step, 1, 2)) for step in head["steps"]], complete=head["complete"])
+            for number, line in enumerate(file, 2):
+                letter, *entry = json.loads(line)
+                if letter == "r":
+                    entry[SITE] = head["sites"][entry[SITE]]
+                    trace.records.append(Record(*common(entry, 0, 1, 2)))
+                elif letter == "s":
+                    trace.spans.append(Span(*common(entry, 1, 2)))
+                else:
+                    trace.operations.append(LayerOperation(*common(entry, 2, 3)))
+    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise DataError(f"{path}, line {number}: not a trace: {error!r}") from None
+    if not trace.steps:
+        raise DataError(f"{path}: no step was traced; {HOW_TO}")
+    return trace
+
+
+def _from_zero(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """The same with the first start at zero."""
+    origin = min(rank.start for rank in ranks)
+    for rank in ranks:
+        rank.steps = [(step, start - origin, end - origin) for step, start, end in rank.steps]
+        rank.records = [record._replace(posted_ns=record.posted_ns - origin,
+                                        waited_ns=record.waited_ns - origin,
+                                        done_ns=record.done_ns - origin)
+                        for record in rank.records]
+        rank.spans, rank.operations = (
+            [entry._replace(start_ns=entry.start_ns - origin, end_ns=entry.end_ns - origin)
+             for entry in entries] for entries in (rank.spans, rank.operations))
+    return list(ranks)
+
+
+def _read_metrics(path: Path) -> list[dict]:
+    """The whole lines of metrics.jsonl; a run that still goes may be writing the last one."""
+    found = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+    return found

@@ -1,0 +1,118 @@
+"""A second opinion on schedules: execute the instructions of all ranks the plain way.
+
+Slow and simple on purpose, and sharing no rule with mpipar.pipeline.check: the engine's behaviour is
+acted out with sets of what has been computed, sent, posted and stashed. Sends are synchronous.
+"""
+
+from mpipar.pipeline.instructions import parts
+
+
+class Refused(Exception):
+    """The schedule cannot run."""
+
+
+def demand(condition, text):
+    if not condition:
+        raise Refused(text)
+
+
+class Rank:
+    """One rank with its program, wire instructions included."""
+
+    def __init__(self, schedule, pp_rank, program):
+        self.schedule, self.pp_rank, self.program = schedule, pp_rank, program
+        self.position = 0
+        self.ran, self.posted, self.sent, self.reduced = set(), set(), set(), set()
+
+    def local(self, stage, mb):
+        return self.schedule.rank_of(stage, mb) == self.pp_rank
+
+    def step(self, network):
+        """Run the next instruction; False if it has to wait. network: messages on their way."""
+        instr = self.program[self.position]
+        if instr.kind.startswith("SEND"):
+            self.send(instr, network)
+        elif instr.kind.startswith("RECV"):
+            self.post(instr)
+        elif instr.kind == "REDUCE_GRAD":
+            self.reduce(instr.stage)
+        elif not self.compute(instr, network):
+            return False
+        self.position += 1
+        return True
+
+    def send(self, instr, network):
+        kind = instr.kind[-1]
+        stage = instr.stage + (1 if kind == "F" else -1)
+        made = {(each, instr.stage, instr.mb) for each in ("F" if kind == "F" else "BI")}
+        demand(made & self.ran, f"{instr} has nothing to send")
+        demand(0 <= stage < self.schedule.num_stages, f"{instr} has no receiver")
+        demand(not self.local(stage, instr.mb), f"{instr} goes to the same rank")
+        message = (kind, stage, instr.mb)
+        demand(message not in self.sent, f"{instr} twice")
+        self.sent.add(message)
+        network.add(message)
+
+    def post(self, instr):
+        message = (instr.kind[-1], instr.stage, instr.mb)
+        demand(message not in self.posted, f"{instr} twice")
+        self.posted.add(message)
+
+    def compute(self, instr, network):
+        needed = set()
+        for kind, stage, mb in parts(instr):
+            demand(kind in ("F", "B", "I", "W"), f"{instr} is no pass")
+            demand(0 <= mb < self.schedule.num_microbatches, f"{instr} has no microbatch")
+            demand(stage in self.schedule.stages_of(self.pp_rank), f"{instr} has no weights here")
+            demand(self.local(stage, mb), f"{instr} belongs elsewhere")
+            demand((kind, stage, mb) not in self.ran, f"{instr} twice")
+            demand(stage not in self.reduced or kind == "F", f"{instr} after its gradients' sum")
+            source = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind, -1)
+            if kind != "F":
+                before = {"B": "F", "I": "F", "W": "I"}[kind]
+                demand((before, stage, mb) in self.ran, f"{instr} without its {before}")
+                rivals = {(each, stage, mb) for each in {"B": "IW", "I": "B", "W": "B"}[kind]}
+                demand(not rivals & self.ran, f"{instr} finds no stash")
+            if 0 <= source < self.schedule.num_stages:
+                if self.local(source, mb):
+                    made = {(each, source, mb) for each in ("F" if kind == "F" else "BI")}
+                    demand(made & self.ran, f"{instr} before its producer on this rank")
+                else:
+                    needed.add(("F" if kind == "F" else "B", stage, mb))
+        demand(needed <= self.posted, f"{instr} waits for what was never posted")
+        if not needed <= network:
+            return False
+        network -= needed
+        self.posted -= needed
+        self.ran |= set(parts(instr))
+        return True
+
+    def reduce(self, stage):
+        demand(stage in self.schedule.stages_of(self.pp_rank), "sum of foreign gradients")
+        demand(stage not in self.reduced, "gradients summed twice")
+        for mb in range(self.schedule.num_microbatches):
+            if self.local(stage, mb):
+                demand({("B", stage, mb), ("W", stage, mb)} & self.ran, "gradients not complete")
+        self.reduced.add(stage)
+
+
+def emulate(schedule, programs):
+    """Run all programs (with wire instructions) to the end, or raise Refused."""
+    ranks = [Rank(schedule, pp_rank, program) for pp_rank, program in enumerate(programs)]
+    network = set()
+    progress = True
+    while progress:
+        progress = False
+        for rank in ranks:
+            while rank.position < len(rank.program) and rank.step(network):
+                progress = True
+    for rank in ranks:
+        demand(rank.position == len(rank.program), f"rank {rank.pp_rank} hangs")
+        demand(not rank.posted, f"rank {rank.pp_rank} waits for more than was sent")
+        demand(rank.reduced == set(schedule.stages_of(rank.pp_rank)), "gradients never summed")
+        for stage in schedule.stages_of(rank.pp_rank):
+            for mb in range(schedule.num_microbatches):
+                if rank.local(stage, mb):
+                    done = {kind for kind in "FBIW" if (kind, stage, mb) in rank.ran}
+                    demand(done in ({"F", "B"}, {"F", "I", "W"}), f"{stage}, {mb}: {done}")
+    demand(not network, "a message was never received")

@@ -1,0 +1,51 @@
+"""mpipar with one planted fault on rank 1: python faulty_run.py FAULT mpipar-arguments..."""
+
+import os
+import signal
+import sys
+import time
+
+from mpipar.comm import Comm
+from mpipar.layers.norm import LayerNorm
+
+FAULT = sys.argv.pop(1)
+RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+
+
+def at_step(step, fault):
+    """Replace LayerNorm.forward on rank 1: from that step on, `fault` runs in block 1's first norm."""
+    plain = LayerNorm.forward
+    calls = []
+
+    def forward(self, x, stash):
+        if self.name == "block1.norm1":
+            calls.append(self.name)
+            if len(calls) == step:
+                fault()
+        return plain(self, x, stash)
+
+    LayerNorm.forward = forward
+
+
+if RANK == 1 and FAULT == "sleep":
+    at_step(6, lambda: time.sleep(1000))
+if RANK == 1 and FAULT == "spin":
+    at_step(6, lambda: [None for _ in iter(int, 1)])
+if RANK == 1 and FAULT == "stopped":
+    at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+if RANK == 1 and FAULT in ("missing", "mismatch"):
+    plain_reduce = Comm.all_reduce
+
+    def all_reduce(self, x, name, op="sum"):
+        if name == "block1.attn.proj" and self.recorder.step == 2:
+            if FAULT == "missing":
+                return x
+            return self.all_gather(x, name)[0]
+        return plain_reduce(self, x, name, op)
+
+    Comm.all_reduce = all_reduce
+
+from mpipar.__main__ import main  # noqa: E402 (after the fault is planted)
+
+if __name__ == "__main__":
+    main()

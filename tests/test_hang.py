@@ -1,0 +1,68 @@
+"""A stuck rank is named, a mismatched or missing collective is reported: never a silent hang."""
+
+import re
+import sys
+
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1 --steps 5"
+         " --sample-tokens 0 --log-interval 1").split()
+QUICK = ["--hang-warn", "1", "--hang-stop", "3"]
+
+
+def faulty(fault, *arguments, tmp_path, ranks=2):
+    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train", *SMALL]
+    return run_ranks(ranks, [*command, "--out", str(tmp_path / "run"), *arguments], timeout=60,
+                     env={"PYTHONPATH": str(REPOSITORY)})
+
+
+@pytest.mark.parametrize("fault", ["sleep", "spin"])
+def test_a_stuck_rank_is_named_with_what_it_does(fault, tmp_path):
+    result = faulty(fault, *QUICK, "--layout", "tp=2", tmp_path=tmp_path)
+    text = result.stderr
+    assert result.returncode == 76, result.tail()
+    assert "no progress for 1 s" in text  # the warning came first
+    assert re.search(r"barrier block1\.\S+ \(all_reduce \d+ of the tp group \[0, 1\]\) is incomplete:"
+                     r" rank 0 arrived, rank 1 missing", text), result.tail()
+    assert re.search(r"late: rank 1 is in no communication \(step \d, phase F, stage 0, mb 0\)", text)
+    assert "faulty_run.py" in text  # the line on which rank 1 is
+    assert text.count("mpipar: stopped") == 1
+
+
+def test_a_stuck_stage_is_named_by_the_one_that_waits_for_its_message(tmp_path):
+    result = faulty("sleep", *QUICK, "--layout", "pp=2", "--stage-layers", "1,1", tmp_path=tmp_path)
+    assert result.returncode == 76, result.tail()
+    assert re.search(r"rank 0 waits in recv gradients from rank 1 \(pp, step", result.stderr)
+    assert "late: rank 1 is in no communication" in result.stderr
+
+
+def test_a_stopped_process_is_missing(tmp_path):
+    result = faulty("stopped", *QUICK, "--layout", "tp=2", tmp_path=tmp_path)
+    assert result.returncode == 76, result.tail()
+    assert "late: rank 1 has written nothing" in result.stderr
+
+
+def test_a_missing_collective_ends_with_the_two_places(tmp_path):
+    result = faulty("missing", *QUICK, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path)
+    assert result.returncode == 76, result.tail()
+    assert re.search(r"rank 0 calls all_reduce block1\.attn\.proj float32 \d+ bytes at \S+row\.py:\d+",
+                     result.stderr), result.tail()
+    assert re.search(r"rank 1 calls all_reduce block1\.ffn\.down", result.stderr)
+
+
+def test_a_mismatched_collective_is_the_same_error_everywhere(tmp_path):
+    result = faulty("mismatch", "--layout", "tp=2", "--check-comm", tmp_path=tmp_path)
+    assert result.returncode == 76, result.tail()
+    assert "ranks disagree at collective" in result.stderr
+    assert re.search(r"rank 1 calls all_gather block1\.attn\.proj .*<- differs|"
+                     r"rank 0 calls all_reduce block1\.attn\.proj .*<- differs", result.stderr)
+    assert result.stderr.count("mpipar: stopped") == 1
+
+
+def test_a_healthy_run_reports_nothing(tmp_path):
+    result = faulty("none", *QUICK, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path)
+    assert result.returncode == 0, result.tail()
+    assert "no progress" not in result.stderr
+    assert not (tmp_path / "run" / "hang").exists()

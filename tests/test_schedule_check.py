@@ -1,0 +1,239 @@
+"""The checker: accepts what runs, and names rank, position and instruction of what does not."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from emulator import Refused, emulate
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from schedule_cases import counts
+
+from mpipar.pipeline.check import check
+from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError
+from mpipar.pipeline.schedules import SCHEDULES, lower, make
+
+
+def wired(schedule):
+    """The same schedule with its sends and receives stated."""
+    programs = tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size))
+    return replace(schedule, programs=programs, wired=True)
+
+
+def edited(schedule, pp_rank, change):
+    """The schedule with one rank's program changed: change(list) edits or returns another list."""
+    program = list(schedule.programs[pp_rank])
+    program = change(program) or program
+    programs = list(schedule.programs)
+    programs[pp_rank] = tuple(program)
+    return replace(schedule, programs=tuple(programs))
+
+
+def swap(one, other):
+    """Exchange two positions."""
+    def change(program):
+        program[one], program[other] = program[other], program[one]
+    return change
+
+
+def at(program, text):
+    """The position of an instruction given in its text form."""
+    return [str(instr) for instr in program].index(text)
+
+
+def refusal(schedule):
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_full_lists_are_accepted_with_the_same_report(name):
+    schedule = make(name, 4, 8)
+    assert check(wired(schedule)) == check(schedule)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp_rank", "change", "expected"),
+    [
+        ("1f1b", 1, swap(0, 3), "rank 1 position 0 (1B0): needs 1F0, which stands at 3"),
+        ("1f1b", 3, lambda program: program.remove(Instr("F", 3, 2)),
+         "rank 3 position 4 (3B2): needs 3F2, which this rank never runs"),
+        ("1f1b", 0, lambda program: program.remove(Instr("B", 0, 5)),
+         "rank 0 position 16 (end of the program): 0B5 (or 0I5 and 0W5) is missing"),
+        ("1f1b", 2, lambda program: program.insert(5, Instr("F", 2, 1)),
+         "rank 2 position 5 (2F1): has already run at position 1"),
+        ("1f1b", 2, lambda program: program.append(Instr("I", 2, 1)),
+         "rank 2 position 17 (2I1): the other form of this backward has run at position 5"),
+        ("1f1b", 1, lambda program: program.insert(0, Instr("F", 2, 0)),
+         "rank 1 position 0 (2F0): stage 2 is not on this rank, which holds [1]"),
+        ("1f1b", 1, lambda program: program.append(Instr("F", 1, 8)),
+         "rank 1 position 17 (1F8): microbatch 8 does not exist, there are 8"),
+        ("1f1b", 1, lambda program: program.append(Instr("F", 1, -1)),
+         "microbatch -1 does not exist"),
+        ("1f1b", 1, lambda program: program.append(Instr("X", 1, 0)),
+         "rank 1 position 17 (1X0): only F B I W OVERLAP_F_B REDUCE_GRAD may stand"),
+        ("1f1b", 1, lambda program: program.append(Instr("SEND_F", 1, 0)),
+         "rank 1 position 17 (1SEND_F0): only F B"),
+        ("1f1b", 1, lambda program: program.pop(), "position 16 (end of the program): 1REDUCE_GRAD"),
+        ("1f1b", 1, swap(-1, -2), "rank 1 position 15 (1REDUCE_GRAD): stage 1 has a backward at"),
+        ("1f1b", 1, lambda program: program.append(Instr("REDUCE_GRAD", 1)),
+         "rank 1 position 17 (1REDUCE_GRAD): the stage's gradients were reduced at 16"),
+        ("1f1b", 1, lambda program: [()] and [Instr("REDUCE_GRAD", 1)],
+         "rank 1 position 1 (end of the program): 1F0 is missing"),
+        ("zb-h1", 0, swap(4, 5), "rank 0 position 4 (0W0): needs 0I0, which stands at 5"),
+        ("zb-h1", 2, lambda program: program.remove(Instr("W", 2, 3)), "2W3 is missing"),
+        ("zb-v", 3, swap(6, 7), None),
+        ("dualpipe", 0, lambda program: program.insert(0, Instr("F", 0, 4)),
+         "rank 0 position 0 (0F4): microbatch 4 passes stage 0 on rank 3"),
+    ],
+)
+def test_broken_orders_are_refused_by_name(name, pp_rank, change, expected):
+    schedule = edited(make(name, 4, 8), pp_rank, change)
+    message = refusal(schedule)
+    if expected is not None:
+        assert expected in message
+
+
+def test_a_rank_that_hands_data_to_itself_keeps_the_order():
+    schedule = make("zb-v", 2, 3)
+    program = schedule.programs[1]
+    forward, turned = at(program, "1F0"), at(program, "2F0")
+    assert "(2F0): needs 1F0, which stands at" in refusal(edited(schedule, 1, swap(forward, turned)))
+    schedule = make("looped-bfs", 1, 2)
+    assert "(0B1): needs the backward of 1F1" in refusal(edited(schedule, 0, swap(4, 6)))
+
+
+@pytest.mark.parametrize(
+    ("pp_rank", "change", "expected"),
+    [
+        (1, lambda program: program.remove(Instr("RECV_F", 1, 2)),
+         "(1F2): the receive of its message is missing"),
+        (1, lambda program: program.remove(Instr("SEND_B", 1, 3)),
+         "(1B3): the send of its message is missing"),
+        (1, lambda program: [instr if instr != Instr("RECV_F", 1, 2) else Instr("RECV_F", 1, 9)
+                             for instr in program], "(1RECV_F9): microbatch 9 does not exist"),
+        (1, lambda program: [instr if instr != Instr("SEND_F", 1, 2) else Instr("SEND_F", 1, 3)
+                             for instr in program], "(1SEND_F3): stands here a second time"),
+        (1, lambda program: [instr if instr != Instr("SEND_B", 1, 2) else Instr("RECV_B", 1, 2)
+                             for instr in program], "(1RECV_B2): stands here a second time"),
+        (0, lambda program: program.append(Instr("SEND_B", 0, 2)),
+         "(0SEND_B2): no pass of this rank has this message: wrong stage, microbatch or rank"),
+        (3, lambda program: program.insert(0, Instr("RECV_B", 3, 0)),
+         "rank 3 position 0 (3RECV_B0): no pass of this rank has this message"),
+        (0, lambda program: program.insert(0, program.pop(at(program, "0SEND_F1"))),
+         "rank 0 position 0 (0SEND_F1): the send is on the wrong side of its pass at position"),
+        (1, lambda program: program.append(program.pop(at(program, "1RECV_B4"))),
+         "(1RECV_B4): the receive is on the wrong side of its pass at position"),
+    ],
+)
+def test_broken_messages_are_refused_by_name(pp_rank, change, expected):
+    message = refusal(edited(wired(make("1f1b", 4, 8)), pp_rank, change))
+    assert f"rank {pp_rank} position " in message
+    assert expected in message
+
+
+def test_a_circle_is_printed():
+    """Both backwards first on rank 0, both forwards first on rank 1: each waits for the other."""
+    programs = tuple(
+        tuple(Instr(kind, stage, mb) for kind, mb in order) + (Instr("REDUCE_GRAD", stage),)
+        for stage, order in enumerate([
+            [("F", 0), ("B", 0), ("F", 1), ("B", 1)],
+            [("F", 0), ("F", 1), ("B", 0), ("B", 1)],
+        ])
+    )
+    message = refusal(Schedule("mine", 2, 2, 2, "linear", programs))
+    assert message.splitlines() == [
+        "schedule mine: deadlock, these ranks wait for each other in a circle:",
+        "  rank 0 position 1 (0B0) waits for rank 1 position 2 (1B0)",
+        "  rank 1 position 1 (1F1) waits for rank 0 position 2 (0F1)",
+    ]
+
+
+def test_an_overlap_waits_for_both_its_inputs():
+    """Two ranks that each need, inside one overlap, what the other's overlap makes."""
+    schedule = make("dualpipe", 2, 4)
+    check(schedule)
+
+    def overlap(program):
+        first, forward = program[3], program[2]
+        assert (forward.kind, first.kind) == ("F", "B")
+        program[2:4] = [Instr("OVERLAP_F_B", *forward[1:3], *first[1:3])]
+    both = edited(edited(schedule, 0, overlap), 1, overlap)
+    assert "deadlock" in refusal(both)
+    itself = edited(make("1f1b", 1, 1), 0, lambda program: [
+        Instr("OVERLAP_F_B", 0, 0, 0, 0), Instr("REDUCE_GRAD", 0)])
+    assert "needs 0F0, which stands at 0" in refusal(itself)
+
+
+def test_numbers_that_do_not_fit_the_placement():
+    schedule = make("1f1b", 4, 8)
+    assert "do not fit the v placement" in refusal(replace(schedule, placement="v"))
+    assert "3 programs" in refusal(replace(schedule, programs=schedule.programs[:3]))
+    assert "rank 2 position 0" in refusal(edited(schedule, 2, lambda program: program.clear()))
+
+
+@given(counts(max_p=4, max_m=5), st.booleans(), st.data())
+@settings(max_examples=400, deadline=None)
+def test_the_verdict_is_that_of_acting_it_out(case, stated, data):
+    """Random damage: the proof and the emulated engine agree on every schedule."""
+    name, p, m, chunks = case
+    schedule = make(name, p, m, chunks)
+    if stated:
+        schedule = wired(schedule)
+    for _ in range(data.draw(st.integers(1, 2))):
+        pp_rank = data.draw(st.integers(0, p - 1))
+        size = len(schedule.programs[pp_rank])
+        one, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
+        near = min(one + 1, size - 1)
+        kind = data.draw(st.sampled_from(["swap", "next", "next", "remove", "repeat", "relabel"]))
+        change = {
+            "swap": swap(one, other),
+            "next": swap(one, near),
+            "remove": lambda program, one=one: program.pop(one) and None,
+            "repeat": lambda program, one=one, other=other: program.insert(other, program[one]),
+            "relabel": lambda program, one=one, mb=other % m: program.__setitem__(
+                one, program[one] if program[one].mb < 0 else program[one]._replace(mb=mb)),
+        }[kind]
+        schedule = edited(schedule, pp_rank, change)
+        if not schedule.programs[pp_rank]:
+            return
+    programs = [lower(schedule, pp_rank) for pp_rank in range(p)]
+    try:
+        emulate(schedule, programs)
+        runs = True
+    except Refused as reason:
+        runs = False
+        event(str(reason).split()[-1])
+    event(f"runs {runs}")
+    if runs:
+        check(schedule)
+    else:
+        message = refusal(schedule)
+        assert "rank " in message
+        assert "position " in message
+
+
+@given(counts(max_p=5, max_m=8))
+@settings(max_examples=60, deadline=None)
+def test_every_schedule_can_be_acted_out(case):
+    name, p, m, chunks = case
+    schedule = make(name, p, m, chunks)
+    emulate(schedule, [lower(schedule, pp_rank) for pp_rank in range(p)])
+
+
+def test_a_training_run_of_64_ranks_is_checked_in_two_seconds():
+    """p = 64, m = 1024, v = 4 from the compute order; processor time, as other tests run beside."""
+    for name in ("interleaved", "interleaved-zb"):
+        schedule = make(name, 64, 1024, 4)
+        start = time.process_time()
+        check(schedule)
+        assert time.process_time() - start < 2, name
+
+
+def test_a_full_list_of_64_ranks_is_checked_in_ten_seconds():
+    schedule = wired(make("interleaved", 64, 1024, 4))
+    start = time.process_time()
+    check(schedule)
+    assert time.process_time() - start < 10

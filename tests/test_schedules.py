@@ -1,0 +1,274 @@
+"""Every schedule by name: order, lowering, published integers, closed forms, messages."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import compute, counts
+
+from mpipar.pipeline.check import check
+from mpipar.pipeline.closed_form import closed_form
+from mpipar.pipeline.instructions import Instr, is_compute, parts, receives, sends
+from mpipar.pipeline.schedules import FAMILIES, SCHEDULES, lower, make, num_stages, problems
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
+
+SPLIT = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
+
+ANCHORS = {  # f = i = w = 1, f&b = 3: (p, m) -> name, chunks -> makespan (global)
+    (2, 4): (24, 15, 27, 39, 27, 13, 13, 25, 25, 12, 26),
+    (4, 8): (96, 33, 57, 81, 57, 27, 27, 51, 51, 26, 54),
+    (4, 12): (144, 45, 81, 117, 81, 39, 39, 75, 75, 38, 78),
+    (8, 16): (384, 69, 117, 165, 117, 55, 55, 103, 103, 54, 110),
+    (4, 4): (48, 21, 33, 45, 33, 15, 16, 27, 30, None, None),
+}
+ANCHOR_COLUMNS = (
+    ("naive", None), ("gpipe", None), ("interleaved", 2), ("interleaved", 3), ("looped-bfs", 2),
+    ("zb-h1", None), ("zb-h2", None), ("interleaved-zb", 2), ("zb-v", None), ("dualpipe", None),
+    ("dualpipe-v", None),
+)
+PEAKS_4_8 = {
+    ("naive", None): [1, 1, 1, 1],
+    ("gpipe", None): [8, 8, 8, 8],
+    ("1f1b", None): [4, 3, 2, 1],
+    ("eager-1f1b", None): [7, 5, 3, 1],
+    ("interleaved", 2): [11, 9, 7, 5],
+    ("interleaved", 3): [15, 13, 11, 9],
+    ("looped-bfs", 2): [16, 16, 16, 16],
+    ("zb-h1", None): [4, 4, 4, 4],
+    ("zb-h2", None): [7, 7, 7, 7],
+    ("interleaved-zb", 2): [8, 8, 8, 8],
+    ("zb-v", None): [8, 8, 8, 8],
+    ("dualpipe", None): [5, 5, 5, 5],
+    ("dualpipe-v", None): [9, 9, 9, 9],
+}
+SENDS_4_8 = {
+    ("naive", None): [8, 16, 16, 8],
+    ("gpipe", None): [8, 16, 16, 8],
+    ("1f1b", None): [8, 16, 16, 8],
+    ("interleaved", 2): [24, 32, 32, 24],
+    ("looped-bfs", 3): [40, 48, 48, 40],
+    ("zb-v", None): [16, 32, 32, 16],
+    ("dualpipe", None): [8, 16, 16, 8],
+    ("dualpipe-v", None): [16, 32, 32, 16],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "expected"),
+    [
+        ("naive", 2, 2, ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]),
+        ("gpipe", 2, 3, ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]),
+        ("1f1b", 3, 3, ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2",
+                        "2F0 2B0 2F1 2B1 2F2 2B2"]),
+        ("eager-1f1b", 2, 4, ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+                              "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]),
+        ("zb-h1", 2, 3, ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+                         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"]),
+        ("zb-h2", 2, 3, ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2",
+                         "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"]),
+        ("interleaved", 2, 2, ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+                               "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]),
+        ("looped-bfs", 2, 2, ["0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0",
+                              "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0"]),
+        ("zb-v", 1, 2, ["0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1"]),
+        ("v-min", 2, 2, ["0F0 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0I1 0W1",
+                         "1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 2W1 1W1"]),
+        ("dualpipe", 2, 4, ["0F0 1F2 0F1 1B2 (1F3;0B0)OVERLAP_F_B 1B3 0I1 0W1",
+                            "0F2 1F0 0F3 1B0 (1F1;0B2)OVERLAP_F_B 1B1 0I3 0W3"]),
+    ],
+)
+def test_orders_worked_out_by_hand(name, p, m, expected):
+    schedule = make(name, p, m)
+    assert [text.split() for text in expected] == [
+        [str(instr) for instr in compute(schedule, pp_rank)] for pp_rank in range(p)
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_pictures_in_the_docstrings_are_the_schedules(name):
+    """'p = 2, m = 3' and lines 'rank 0  F0 .. B0'; dots are idle time, at the end left out."""
+    order = FAMILIES[name].order
+    lines = [line.strip() for line in order.__doc__.splitlines()]
+    pictures = [line for line in lines if line.startswith("rank ")]
+    if name.startswith(("dualpipe", "zb-v", "v-half")):
+        assert not pictures  # their steps are spelt out instead
+        return
+    assert pictures
+    sizes = next(line for line in lines if line.startswith("p = ")).replace(";", ",").split(",")
+    given_counts = dict(size.split(" = ") for size in sizes if " = " in size)
+    given_counts = {key.strip(): int(value) for key, value in given_counts.items()}
+    schedule = make(name, given_counts["p"], given_counts["m"], given_counts.get("v"))
+    for line in pictures:
+        _, pp_rank, *tokens = line.split()
+        program = [str(instr) for instr in compute(schedule, int(pp_rank))]
+        if schedule.placement == "linear":
+            program = [text.removeprefix(pp_rank) for text in program]
+        shown = [token for token in tokens if token.strip(".")]
+        assert shown == (program[: len(shown)] if tokens[-1] == "..." else program)
+
+
+def test_text_forms():
+    assert str(Instr("F", 2, 0)) == "2F0"
+    assert str(Instr("SEND_F", 2, 0)) == "2SEND_F0"
+    assert str(Instr("RECV_B", 3, 11)) == "3RECV_B11"
+    assert str(Instr("REDUCE_GRAD", 3)) == "3REDUCE_GRAD"
+    assert str(Instr("OVERLAP_F_B", 0, 4, 3, 1)) == "(0F4;3B1)OVERLAP_F_B"
+
+
+@given(counts())
+@settings(max_examples=150, deadline=None)
+def test_every_schedule_is_complete_and_can_run(case):
+    name, p, m, chunks = case
+    schedule = make(name, p, m, chunks)
+    report = check(schedule)
+    assert schedule.num_stages == num_stages(name, p, chunks)
+    passes = Counter()
+    for pp_rank in range(p):
+        reduced = []
+        for instr in schedule.programs[pp_rank]:
+            if instr.kind == "REDUCE_GRAD":
+                reduced.append(instr.stage)
+                continue
+            for part in parts(instr):
+                assert part[1] not in reduced or part[0] not in "BIW"
+                passes[part] += 1
+                assert schedule.rank_of(part[1], part[2]) == pp_rank
+        assert sorted(reduced) == list(schedule.stages_of(pp_rank))
+    assert set(passes.values()) == {1}
+    for stage in range(schedule.num_stages):
+        for mb in range(m):
+            kinds = {kind for kind in "FBIW" if (kind, stage, mb) in passes}
+            assert kinds in ({"F", "B"}, {"F", "I", "W"})
+            if name in SPLIT:
+                assert kinds == {"F", "I", "W"}
+            elif not name.startswith("dualpipe"):
+                assert kinds == {"F", "B"}
+    assert len(report.peak_stash) == p
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_zero_bubble_schedules_postpone_weight_gradients(name):
+    """On the last rank, where a backward could run whole, W does not follow its I."""
+    schedule = make(name, 4, 8)
+    program = compute(schedule, 3)
+    apart = sum(
+        instr.kind == "I" and after[:3] != ("W", instr.stage, instr.mb)
+        for instr, after in pairwise(program)
+    )
+    assert apart >= 3
+
+
+@given(counts(max_p=5, max_m=9))
+@settings(max_examples=60, deadline=None)
+def test_lowered_programs_match_each_other(case):
+    """Each send has its receive at the peer; receives stand ahead of their passes, sends behind."""
+    name, p, m, chunks = case
+    schedule = make(name, p, m, chunks)
+    sent, received = Counter(), Counter()
+    for pp_rank in range(p):
+        program = lower(schedule, pp_rank)
+        assert tuple(i for i in program if is_compute(i) or i.kind == "REDUCE_GRAD") == (
+            schedule.programs[pp_rank]
+        )
+        for position, instr in enumerate(program):
+            if instr.kind.startswith("SEND"):
+                step = 1 if instr.kind == "SEND_F" else -1
+                peer = schedule.rank_of(instr.stage + step, instr.mb)
+                sent[pp_rank, peer, instr.kind[-1], instr.stage + step, instr.mb] += 1
+            elif instr.kind.startswith("RECV"):
+                step = -1 if instr.kind == "RECV_F" else 1
+                peer = schedule.rank_of(instr.stage + step, instr.mb)
+                received[peer, pp_rank, instr.kind[-1], instr.stage, instr.mb] += 1
+            elif is_compute(instr):
+                for wire in receives(schedule, pp_rank, instr):
+                    between = program[program.index(wire) : position]
+                    passes_between = sum(map(is_compute, between))
+                    first = not any(map(is_compute, program[: program.index(wire)]))
+                    assert passes_between == 1 or (first and passes_between == 0)
+                wires = sends(schedule, pp_rank, instr)
+                assert program[position + 1 : position + 1 + len(wires)] == wires
+    assert sent == received
+    assert set(sent.values()) <= {1}
+    assert all(source != peer for source, peer, *_ in sent)
+
+
+@pytest.mark.parametrize(("p", "m"), ANCHORS)
+def test_makespan_integers(p, m):
+    for (name, chunks), expected in zip(ANCHOR_COLUMNS, ANCHORS[p, m], strict=True):
+        if expected is None:
+            assert problems(name, p, m, chunks), name
+        else:
+            assert simulate(make(name, p, m, chunks), Costs()).makespan == expected, name
+    assert simulate(make("1f1b", p, m), Costs()).makespan == ANCHORS[p, m][1]
+
+
+@pytest.mark.parametrize(("p", "m", "h2", "v"), [(2, 4, 12, 24), (4, 8, 24, 48), (4, 12, 36, 72),
+                                                 (8, 16, 48, 96)])
+def test_zero_bubble_is_about_the_span_of_a_rank(p, m, h2, v):
+    """ZB-H2 and ZB-V: no waiting between a rank's first and last pass, but p-1 overall."""
+    for name, span in (("zb-h2", h2), ("zb-v", v)):
+        timeline = simulate(make(name, p, m), Costs())
+        assert timeline.span_bubble == (0,) * p
+        assert timeline.busy == (span,) * p
+        assert timeline.global_bubble == (p - 1,) * p
+
+
+@pytest.mark.parametrize(("name", "chunks"), PEAKS_4_8)
+def test_peak_stash_by_rank(name, chunks):
+    assert list(check(make(name, 4, 8, chunks)).peak_stash) == PEAKS_4_8[name, chunks]
+
+
+@pytest.mark.parametrize(("name", "chunks"), SENDS_4_8)
+def test_messages_by_rank(name, chunks):
+    assert list(check(make(name, 4, 8, chunks)).messages) == SENDS_4_8[name, chunks]
+
+
+@given(st.integers(1, 6), st.integers(1, 18), st.integers(1, 3), st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_peak_stash_forms_by_rank(p, m, v, rounds):
+    ranks = range(p)
+    assert list(check(make("1f1b", p, m)).peak_stash) == [min(p - r, m) for r in ranks]
+    even = rounds * p
+    assert list(check(make("interleaved", p, even, v)).peak_stash) == [
+        min(2 * (p - 1 - r) + (v - 1) * p + 1, even * v) for r in ranks
+    ]
+    assert list(check(make("gpipe", p, m)).peak_stash) == [m] * p
+    assert list(check(make("looped-bfs", p, m, v)).peak_stash) == [m * v] * p
+    long = 2 * p - 1 + m
+    assert list(check(make("zb-h1", p, long)).peak_stash) == [p] * p
+    assert list(check(make("zb-h2", p, long)).peak_stash) == [2 * p - 1] * p
+    assert list(check(make("zb-v", p, long)).peak_stash) == [2 * p] * p
+    assert list(check(make("interleaved-zb", p, even, v)).peak_stash) == [min(p * v, even * v)] * p
+
+
+costs = st.builds(
+    Costs, st.fractions(Fraction(1, 4), 9), st.fractions(Fraction(1, 4), 9),
+    st.fractions(Fraction(1, 4), 9),
+)
+
+
+@given(counts(), st.one_of(costs, st.builds(lambda c: Costs(c, c, c), st.integers(1, 5))))
+@settings(max_examples=200, deadline=None)
+def test_closed_forms_equal_the_simulation(case, cost):
+    """Whatever `mpipar schedule` prints as a closed form is exactly what it simulates."""
+    name, p, m, chunks = case
+    schedule = make(name, p, m, chunks)
+    timeline = simulate(schedule, cost)
+    form = closed_form(schedule, cost)
+    if form.bubble[1] is not None:
+        assert set(timeline.global_bubble) == {form.bubble[1]}
+    assert sum(timeline.messages) == form.messages[1]
+    if name in ("v-half", "v-min"):
+        assert max(timeline.peak_stash) <= form.peak_stash[1]
+    else:
+        assert max(timeline.peak_stash) == form.peak_stash[1]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("v-half", "v-min")])
+def test_there_is_a_closed_form_to_print(name):
+    form = closed_form(make(name, 4, 8), Costs())
+    assert form.bubble[1] == simulate(make(name, 4, 8), Costs()).global_bubble[0]
