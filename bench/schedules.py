@@ -1,6 +1,6 @@
 """What each pipeline schedule recovers of the time that layer-wise parallelism leaves idle, measured and simulated.
 
-    mpiexec -n 4 python -m bench.schedules [--num-microbatches 8] [--cell-ms 10] [--json FILE]
+    mpiexec -n 4 python -m bench.schedules [--num-microbatches 8] [--cell-ms 25] [--json FILE]
 
 The real engine runs the real programs and sends real messages, but a pass sleeps for its cost instead of computing.
 So four workers on two cores measure the order of the work and not the cores.
@@ -108,7 +108,7 @@ def main(argv, session) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.schedules", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-microbatches", type=int, default=8)
-    parser.add_argument("--cell-ms", type=float, default=10.0, help="duration of a pass (10)")
+    parser.add_argument("--cell-ms", type=float, default=25.0, help="duration of a pass (25)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts (3)")
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)

@@ -7,6 +7,7 @@ from the file's only by splitting axes: (D, 3, H, d) is stored as (D, 3*D).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,12 @@ HF_OTHER = {
     "embedding.tokens": "wte.weight", "embedding.positions": "wpe.weight",
     "final_norm.w": "ln_f.weight", "final_norm.b": "ln_f.bias", "head.table": "lm_head.weight",
 }
+# What these layers compute; a configuration that says otherwise is another model.
+COMPUTED = {
+    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def hf_name(name: str) -> str:
@@ -154,24 +161,34 @@ def save(worker, folder: Path) -> None:
         offset += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    blocks = stream(worker, lambda param: param.data)
+    blocks = (block for _, _, _, block in stream(worker, lambda param: param.data))
     if worker.grid.world_rank > 0:
         for _ in blocks:
             pass
         return
+    config = json.dumps(_hf_config(worker.config), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / "model.safetensors.partial"
-        with open(partial, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, _, _, block in blocks:
-                file.write(np.ascontiguousarray(block))
-            file.flush()
-            os.fsync(file.fileno())
-        (folder / "config.json").write_text(json.dumps(_hf_config(worker.config), indent=2) + "\n")
-        os.replace(partial, folder / "model.safetensors")
+        _replace(folder / "config.json", [config.encode()])
+        _replace(folder / "model.safetensors",
+                 itertools.chain([len(text).to_bytes(8, "little"), text], blocks))
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
+
+
+def _replace(path: Path, pieces) -> None:
+    """Write a file under another name and rename it: its readers see all of it or the former one."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            for piece in pieces:
+                file.write(np.ascontiguousarray(piece) if isinstance(piece, np.ndarray) else piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _file_name(name: str) -> str:
@@ -200,14 +217,16 @@ def model_settings(folder: str) -> dict:
             "ffn": found.get("n_inner") or 4 * found["n_embd"], "vocab_size": found["vocab_size"],
             "seq_len": found["n_positions"], "tied": found.get("tie_word_embeddings", True),
         }
+        for name, value in settings.items():
+            if type(value) is not (bool if name == "tied" else int) or (value < 1 and value is not False):
+                raise TypeError(f"{name} is {value!r}")
     except OSError as error:
         raise DataError(f"--init-from {folder}: {path.name}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"--init-from {folder}: {path.name} is not a GPT-2 configuration: {error!r}") from None
-    wanted = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
     wrong = [f"--init-from {folder}: {key} is {found[key]!r}; {value!r} is what mpipar computes"
-             for key, value in wanted.items() if found.get(key, value) != value]
+             for key, value in COMPUTED.items() if found.get(key, value) != value]
     if wrong:
         raise DataError(wrong)
     return settings
@@ -229,13 +248,15 @@ def load(worker, folder: str) -> None:
         for _, param in all_params(worker.config.model, worker.stage_layers):
             options = [_file_name(param.name), hf_name(param.name)]
             name = next((option for option in options if option in names), None)
-            shape = disk_shape(param.name, param.shape)
+            shape, where = disk_shape(param.name, param.shape), f"--init-from {folder}: tensor {name}"
             if name is None:
                 problems.append(f"--init-from {folder}: tensor {options[1]} is missing")
+            elif file.get_slice(name).get_dtype() not in FLOATS:
+                problems.append(f"{where} is {file.get_slice(name).get_dtype()}, not one of"
+                                f" {', '.join(FLOATS)}")
             elif tuple(file.get_slice(name).get_shape()) != shape:
-                problems.append(
-                    f"--init-from {folder}: tensor {name} is {file.get_slice(name).get_shape()}"
-                    f" in the file, {list(shape)} in the model")
+                problems.append(f"{where} is {file.get_slice(name).get_shape()} in the file,"
+                                f" {list(shape)} in the model")
             found[param.name] = name
         if problems:
             raise DataError(problems)

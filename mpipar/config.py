@@ -70,13 +70,13 @@ class GridConfig:
 class TrainConfig:
     """The update."""
 
-    steps: int = setting(600, "optimizer updates", low=1)
+    steps: int = setting(400, "optimizer updates", low=1)
     batch_size: int | None = setting(
         None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1)
     optimizer: str = setting("adamw", "update rule", choices=("adamw", "sgd"))
-    lr: float = setting(1e-3, "peak learning rate", above=0.0)
+    lr: float = setting(3e-3, "peak learning rate", above=0.0)
     min_lr_ratio: float = setting(0.1, "last learning rate / peak, end of the cosine", low=0.0)
-    warmup_steps: int = setting(50, "steps of linear warm-up, for Adam's first steps", low=0)
+    warmup_steps: int = setting(20, "steps of linear warm-up, for Adam's first steps", low=0)
     weight_decay: float = setting(0.1, "decoupled, per unit of lr; matrices only", low=0.0)
     beta1: float = setting(0.9, "AdamW: decay of the gradient's mean", low=0.0, below=1.0)
     beta2: float = setting(0.95, "AdamW: decay of its square's mean", low=0.0, below=1.0)
@@ -93,7 +93,7 @@ def _gpt2(layers, d_model, heads):
 
 
 PRESETS = {
-    "tiny": {"batch_size": 32, "num_microbatches": 4},
+    "tiny": {"batch_size": 16, "num_microbatches": 4},
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
@@ -122,6 +122,9 @@ class RunConfig:
         60.0, "seconds without progress until a rank reports who waits for whom; 0 = never", low=0.0)
     hang_stop: float = setting(
         600.0, "seconds without progress until the job ends with exit code 76; 0 = never", low=0.0)
+    trace: str | None = setting(
+        None, "write every record of the steps FIRST:LAST to the run folder, for mpipar trace")
+    trace_ops: bool = setting(False, "with --trace, also time each operation of each layer")
     memory_limit: int | None = setting(
         None, "bytes per rank that --schedule auto may plan with (default: no limit)", low=1)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")

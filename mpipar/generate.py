@@ -17,7 +17,7 @@ from mpipar.errors import UsageError
 def encode(prompt: str, vocab_size: int) -> list[int]:
     """Prompt -> tokens: bytes for a byte model, else ids separated by blanks. Raises UsageError."""
     if vocab_size <= BYTE_VOCABULARY:
-        tokens = list(prompt.encode())
+        tokens = list(prompt.encode("utf-8", "surrogateescape"))  # the bytes that were typed
         bad = [token for token in tokens if token >= vocab_size]
     else:
         words = prompt.split()

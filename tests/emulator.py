@@ -1,6 +1,6 @@
 """A second opinion on schedules: execute the instructions of all ranks the plain way.
 
-Slow and simple on purpose, and sharing no rule with mpipar.pipeline.check: the engine's behaviour is
+Slow and simple on purpose, and sharing no rule with mpipar.pipeline.check: what the engine does is
 acted out with sets of what has been computed, sent, posted and stashed. Sends are synchronous.
 """
 

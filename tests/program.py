@@ -68,9 +68,12 @@ def one_block(result: Finished) -> tuple[int, str]:
 
 
 def section(text: str, title: str) -> list[str]:
-    """Return the lines of the console below one that starts with ``title``, up to an empty one."""
-    lines = text.split("\n")
-    found = [i for i, line in enumerate(lines) if line.startswith(title)]
+    """Return the lines of the console below one that starts with ``title``, up to an empty one.
+
+    Any number of blanks in the line equals any other in the title: columns have no fixed width.
+    """
+    lines, title = text.split("\n"), " ".join(title.split())
+    found = [i for i, line in enumerate(lines) if " ".join(line.split()).startswith(title)]
     assert len(found) == 1, f"{title!r} stands {len(found)} times in\n{text}"
     below = lines[found[0] + 1:]
     return below[:below.index("")] if "" in below else below

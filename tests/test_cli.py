@@ -123,8 +123,8 @@ def test_print_config_can_be_given_back(tmp_path):
 
 def test_rounded_batch_is_said_in_a_comment():
     first = printed("train", "--print-config", world_size=3).splitlines()[0]
-    assert first.startswith("# batch size 32")
-    assert "36" in first
+    assert first.startswith("# batch size 16")
+    assert "24" in first
 
 
 # --- what is refused

@@ -197,10 +197,10 @@ def test_odd_sizes_are_fine():
 
 def test_preset_batch_is_rounded_up_and_said():
     config, notes = resolve(Config(), 3)
-    assert config.train.batch_size == 36
+    assert config.train.batch_size == 24
     assert len(notes) == 1
-    assert "32" in notes[0]
-    assert "36" in notes[0]
+    assert "16" in notes[0]
+    assert "24" in notes[0]
     assert resolve(Config(), 4)[1] == []
 
 

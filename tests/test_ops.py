@@ -236,7 +236,8 @@ def test_no_result_depends_on_what_was_in_the_memory(monkeypatch, implementation
     monkeypatch.setattr(np, "empty_like", lambda x: poisoned(x.shape, x.dtype))
     fresh = plain() if implementation == "plain" else make("cpu", "float64")
     for name, value in call_every_op(fresh, LARGE).items():
-        assert np.array_equal(value, expected[name]), name
+        # Not bit for bit: vector loops may start elsewhere in an array that lies elsewhere.
+        assert_close(value, expected[name], 1e-13, name)
 
 
 def test_a_result_survives_the_next_call(ops, rng):

@@ -6,6 +6,12 @@ stage has done. Time goes in steps of one pass; what a step makes can be used fr
 
 from itertools import product
 
+import pytest
+
+from mpipar.pipeline.schedules import FAMILIES, make, problems
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
+
 
 def best_step(ranks, m, cap, limit):
     """Fewest steps in which all passes can be run, or None if more than `limit` are needed.
@@ -52,7 +58,7 @@ def possible(state, stages, m, cap):
 
 
 def least_left(state, ranks, m):
-    """A lower bound for the steps still needed: a rank's work, and the way of the last microbatch."""
+    """A lower bound for the steps still needed: a rank's work, and the last microbatch's way."""
     work = max(sum(3 * m - sum(state[stage]) for stage in stages) for stages in ranks)
     last = len(state) - 1
     ways = [0]
@@ -82,3 +88,78 @@ def undominated(states, one_chunk):
                 front.append(flat)
         kept |= {tuple(zip(*[iter(flat)] * 3, strict=True)) for flat in front}
     return kept
+
+
+def exhaustive(ranks, m, cap):
+    """The same by plain breadth-first search: every choice, idling too, and nothing left out."""
+    stages = sum(map(len, ranks))
+    done = tuple((m, m, m) for _ in range(stages))
+    layer, step = {tuple((0, 0, 0) for _ in range(stages))}, 0
+    while done not in layer:
+        following = set()
+        for state in layer:
+            moves = [{(None, None), *possible(state, stages, m, cap)} for stages in ranks]
+            for choice in product(*moves):
+                after = [list(counts) for counts in state]
+                for stage, kind in choice:
+                    if stage is not None:
+                        after[stage][kind] += 1
+                following.add(tuple(map(tuple, after)))
+        layer, step = following, step + 1
+    return step
+
+
+ONE_CHUNK = [(0,), (1,)]
+V = [(0, 3), (1, 2)]
+LOOP = [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "m", "caps"), [
+    (ONE_CHUNK, 3, (1, 2, 3)), ([(0,), (1,), (2,)], 2, (1, 2)), (V, 1, (1, 2)), (LOOP, 1, (2,)),
+    ([(0, 1)], 3, (2, 3, 6)), (V, 2, (2, 3)), (LOOP, 2, (2, 3)),
+])
+def test_the_search_leaves_nothing_out(ranks, m, caps):
+    for cap in caps:
+        if cap < len(ranks[0]):
+            assert best_step(ranks, m, cap, 60) is None  # a microbatch does not fit
+        else:
+            assert best_step(ranks, m, cap, 60) == exhaustive(ranks, m, cap)
+
+
+# Unit passes by which a schedule's step is longer than the best with the same stash, at most, over
+# p <= 4, m <= 6 with one stage a rank and p <= 2, m <= 4 with two. dualpipe is not in: its two
+# directions meet on a rank, so its microbatches are not interchangeable.
+WORST_GAP = {
+    "naive": 18, "gpipe": 6, "1f1b": 6, "eager-1f1b": 6, "interleaved": 3, "looped-bfs": 3,
+    "zb-h1": 0, "zb-h2": 1, "interleaved-zb": 0, "zb-v": 1, "v-half": 2, "v-min": 2,
+    "dualpipe-v": 1,
+}
+
+
+@pytest.mark.parametrize("name", WORST_GAP)
+def test_distance_from_the_best(name):
+    """No schedule beats the search; -s prints how far each one is from it."""
+    one_chunk = FAMILIES[name].stages_per_rank == 1
+    most_p, most_m = (4, 6) if one_chunk else (2, 4)
+    worst = 0
+    for p, m in product(range(1, most_p + 1), range(1, most_m + 1)):
+        if problems(name, p, m):
+            continue
+        schedule = make(name, p, m)
+        timeline = simulate(schedule, Costs())
+        ranks, cap = [schedule.stages_of(r) for r in range(p)], max(timeline.peak_stash)
+        best = best_step(ranks, m, cap, timeline.makespan)
+        assert best is not None, f"shorter than the shortest: p = {p}, m = {m}"
+        print(f"{name:15} p {p} m {m} stash {cap:2}: {timeline.makespan:3}, best {best:3}")
+        worst = max(worst, timeline.makespan - best)
+    assert worst == WORST_GAP[name]
+
+
+def test_zero_bubble_is_the_best_there_is():
+    """The makespan 3m + p - 1 cannot be beaten with any stash; 1F1B is 2(p-1) above it."""
+    for p, m in ((2, 4), (3, 6), (4, 6)):
+        ranks = [(r,) for r in range(p)]
+        assert best_step(ranks, m, m, 60) == best_step(ranks, m, p, 60) == 3 * m + p - 1
+        assert simulate(make("zb-h1", p, m), Costs()).makespan == 3 * m + p - 1
+        assert simulate(make("1f1b", p, m), Costs()).makespan == 3 * m + 3 * (p - 1)
+        assert best_step(ranks, m, p - 1, 60) > 3 * m + p - 1

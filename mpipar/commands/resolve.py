@@ -9,6 +9,7 @@ from mpipar.errors import UsageError, UserError, combine
 from mpipar.flags import Reading, build
 from mpipar.pipeline import schedules
 from mpipar.pipeline.csv_format import read_csv
+from mpipar.report import tracer
 
 AUTO = "auto"  # the schedule whose name is chosen after the costs have been measured
 
@@ -27,7 +28,7 @@ def resolve(reading: Reading, world_size: int,
             config = with_weights_shape(reading, checkpoint.model_settings(config.run.init_from))
         except UserError as error:
             errors.append(error)
-    checks = ((stage_problems, UsageError), *checks)
+    checks = ((stage_problems, UsageError), (tracer.problems, UsageError), *checks)
     config, notes, found = complete(config, world_size, checks, reading.bad)
     errors += found
     if errors:

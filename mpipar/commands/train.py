@@ -24,6 +24,7 @@ from mpipar.errors import EXIT_OK, EXIT_STOPPED, HangError, NonFiniteError, Usag
 from mpipar.generate import decode, generate
 from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
+from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
 from mpipar.pipeline.simulate import simulate
@@ -34,6 +35,7 @@ from mpipar.report.bubble import bubble_rows, bubble_table, span_facts
 from mpipar.report.gather import broadcast_text, gather_facts
 from mpipar.report.memory import PeakMemory, process_peak
 from mpipar.report.metrics import Metrics
+from mpipar.report.tracer import Tracer
 from mpipar.trace import Recorder
 from mpipar.train import Worker, make_schedule
 from mpipar.watchdog import Watchdog
@@ -53,7 +55,7 @@ class Log:
                 self.file.flush()
 
 
-def train(session, worker, rows, metrics, memory, log, folder) -> tuple[int, bool]:
+def train(session, worker, rows, metrics, memory, tracer, log, folder) -> tuple[int, bool]:
     """The loop; returns (last step, whether somebody asked to stop). Every rank leaves at the same step."""
     config = worker.config
     steps, run = config.train.steps, config.run
@@ -61,8 +63,9 @@ def train(session, worker, rows, metrics, memory, log, folder) -> tuple[int, boo
     for step in range(1, steps + 1):
         session.where = lambda step=step: f"step {step}"
         try:
-            result = worker.train_step(
-                step, lambda mb, step=step: rows.train(step, mb), session.stop_requested)
+            with tracer.step(step):
+                result = worker.train_step(
+                    step, lambda mb, step=step: rows.train(step, mb), session.stop_requested)
         except NonFiniteError:  # on every rank: the steps that led here are not lost
             metrics.flush(session.world)
             raise
@@ -215,7 +218,9 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     fact = describe(session, inputs, recorder, log)
     memory = PeakMemory(inputs.ops)
     memory.start()
-    worker = Worker(config, Grid.of(config.grid, world.rank), inputs.ops, recorder, world)
+    timed_ops = TimedOps(inputs.ops, recorder) if config.run.trace_ops else None
+    worker = Worker(config, Grid.of(config.grid, world.rank), timed_ops or inputs.ops, recorder, world)
+    tracer = Tracer(worker, world, folder, timed_ops)
     if config.run.init_from:
         session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     else:
@@ -227,8 +232,11 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     recorder.reset_counters()
     start = perf_counter()
     with session.stop_on_request(), watchdog(session, worker, folder, log):
-        last, stopped = train(session, worker, rows, metrics, memory, log, folder)
+        last, stopped = train(session, worker, rows, metrics, memory, tracer, log, folder)
         seconds = perf_counter() - start
+        if tracer.finish():
+            log(f"\nthe trace of steps {config.run.trace} is in {folder / 'trace'}; see it with:"
+                f" mpipar trace {folder}")
         if not stopped:
             report(session, worker, fact, memory, last, log)
         save(worker, folder)

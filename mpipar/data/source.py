@@ -23,10 +23,7 @@ def load_tokens(paths: tuple[str, ...], vocab_size: int):
     Raises DataError with every problem found: missing, empty, wrong size, ids outside the vocabulary.
     """
     if not paths:
-        tokens, what = _language_reference()
-        if vocab_size > BYTE_VOCABULARY:
-            raise DataError(_not_bytes("the built-in text", vocab_size))
-        return tokens, what
+        return _language_reference(vocab_size)
     files, problems = _files(paths)
     kinds = {path.suffix == ".bin" for path in files}
     if len(kinds) > 1:
@@ -39,8 +36,10 @@ def load_tokens(paths: tuple[str, ...], vocab_size: int):
     return tokens, f"{len(tokens):,} {unit} from {len(files)} file{'s' * (len(files) > 1)}"
 
 
-def _language_reference():
+def _language_reference(vocab_size):
     """The language reference as pydoc carries it."""
+    if vocab_size > BYTE_VOCABULARY:
+        raise DataError(_not_bytes("the built-in text", vocab_size))
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -48,7 +47,10 @@ def _language_reference():
             "this Python has no pydoc_data.topics, the built-in text: give your own text with"
             " --data FILE_OR_FOLDER") from None
     text = "\n".join(topics[name] for name in sorted(topics))
-    tokens = np.frombuffer(text.encode(), np.uint8)
+    tokens, problems = np.frombuffer(text.encode(), np.uint8), []
+    _check_ids("the built-in text", tokens, vocab_size, problems)
+    if problems:
+        raise DataError(problems)
     return tokens, f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
 
 
@@ -60,13 +62,18 @@ def _files(paths):
         if path.is_file():
             files.append(path)
         elif path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name[0] != ".")
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
             files += inside
             if not inside:
                 problems.append(f"--data {name}: this folder holds no file")
         else:
             problems.append(f"--data {name}: no such file or folder (looked in {Path.cwd()})")
     return files, problems
+
+
+def _hidden(path, folder):
+    """Whether the file, or a folder on the way to it, has a name with a dot in front, as .git."""
+    return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 
 def _read(path, vocab_size, problems):
@@ -108,6 +115,9 @@ def _read_bin(path, vocab_size, problems):
     elif nbytes % 2:
         problems.append(f"--data {path}: {nbytes:,} bytes are no whole number of uint16 tokens")
         return np.zeros(0, np.uint16)
+    if nbytes == start:
+        problems.append(f"--data {path}: the file has a header and no token")
+        return np.zeros(0, np.uint16)
     tokens = np.memmap(path, "<u2", mode="r", offset=start)
     _check_ids(path, tokens, vocab_size, problems)
     return tokens
@@ -121,7 +131,7 @@ def _check_ids(path, tokens, vocab_size, problems):
         if piece.max() >= vocab_size:
             at = int(np.argmax(piece >= vocab_size))
             problems.append(
-                f"--data {path}: token {int(piece[at])} at position {first + at:,} is outside the"
+                f"--data: {path}: token {int(piece[at])} at position {first + at:,} is outside the"
                 f" vocabulary of {vocab_size:,}; type --vocab-size {int(piece.max()) + 1} or more")
             return
 

@@ -112,7 +112,8 @@ def check_order(schedule: Schedule, pp_rank: int, passes: np.ndarray) -> None:
     held = schedule.stages_of(pp_rank)
     slots = np.searchsorted(held, stages)
     at = np.full((WEIGHT + 1, len(held), schedule.num_microbatches), NEVER)
-    at[codes[::-1], slots[::-1], mbs[::-1]] = positions[::-1]  # of repeated ones the first stays
+    cells = np.ravel_multi_index((codes, slots, mbs), at.shape)
+    np.minimum.at(at.reshape(-1), cells, positions)
     first = at[codes, slots, mbs]
     refuse_first(
         schedule, pp_rank, positions, first != positions,

@@ -17,13 +17,14 @@ OVER = "needs more memory than a rank has"
 class Candidate:
     """One schedule as it was considered.
 
-    makespan: simulated step. peak_bytes: weights and stash of the fullest rank. Both None where the
-    schedule cannot take the counts. verdict: FITS, or why it cannot be used.
+    makespan: simulated step. peak_bytes: weights and stash of the fullest rank. messages: sent by
+    all ranks. None where the schedule cannot take the counts. verdict: FITS, or why it is out.
     """
 
     name: str
     makespan: Real | None
     peak_bytes: Real | None
+    messages: int | None
     verdict: str
 
 
@@ -38,14 +39,14 @@ def choose(
 
     costs_of(num_stages) -> Costs of the model cut into that many stages, None if it cannot be (see
     Costs.merged and Costs.divided). memory_cap_bytes is for weight_bytes and stash on one rank. Of
-    equally short schedules the smaller one is taken, then the first in SCHEDULES. Raises UsageError
+    equally short schedules the smaller one is taken, then the one with fewer messages. UsageError
     when none fits, with what the smallest one needs.
     """
     table = [
         consider(name, pp_size, num_microbatches, costs_of, memory_cap_bytes, chunks)
         for name in SCHEDULES
     ]
-    table.sort(key=lambda each: (each.verdict != FITS, each.makespan or 0, each.peak_bytes or 0))
+    table.sort(key=preference)
     if table[0].verdict == FITS:
         return table[0].name, tuple(table)
     sizes = [(each.peak_bytes, each.name) for each in table if each.peak_bytes is not None]
@@ -56,6 +57,12 @@ def choose(
         f"--schedule auto: no schedule fits in {memory_cap_bytes} bytes a rank; {name} needs the "
         f"least, {least}: use a larger --pp or a smaller microbatch"
     )
+
+
+def preference(candidate: Candidate) -> tuple[Real, ...]:
+    """What to sort by, best first: those that fit by makespan, then size, then messages."""
+    numbers = (candidate.makespan, candidate.peak_bytes, candidate.messages)
+    return (candidate.verdict != FITS, *(number or 0 for number in numbers))
 
 
 def consider(
@@ -71,11 +78,12 @@ def consider(
         chunks = None
     found = problems(name, pp_size, num_microbatches, chunks)
     if found:
-        return Candidate(name, None, None, found[0])
+        return Candidate(name, None, None, None, found[0])
     stages = num_stages(name, pp_size, chunks)
     costs = costs_of(stages)
     if costs is None:
-        return Candidate(name, None, None, f"the model cannot be cut into {stages} stages")
+        verdict = f"the model cannot be cut into {stages} stages"
+        return Candidate(name, None, None, None, verdict)
     schedule = make(name, pp_size, num_microbatches, chunks)
     timeline = simulate(schedule, costs)
     weights = costs.by_stage("weight_bytes", stages)
@@ -83,4 +91,5 @@ def consider(
         stash + sum(weights[stage] for stage in schedule.stages_of(pp_rank))
         for pp_rank, stash in enumerate(timeline.peak_stash_bytes)
     )
-    return Candidate(name, timeline.makespan, peak, FITS if peak <= memory_cap_bytes else OVER)
+    verdict = FITS if peak <= memory_cap_bytes else OVER
+    return Candidate(name, timeline.makespan, peak, sum(timeline.messages), verdict)

@@ -122,5 +122,5 @@ def build(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
     # A file with a mistake still belongs to the placement that most of it fits; check names it.
     return max(
         candidates,
-        key=lambda each: sum(each.rank_of(stage, mb) == rank for rank, stage, mb in homes),
+        key=lambda each: sum(each.rank_of(stage, mb) == home for home, stage, mb in homes),
     )

@@ -63,6 +63,13 @@ class Engine:
         assert not left, f"the program ended with {left} unused"
         return self.outputs
 
+    def _batch(self, mb):
+        """The rows of a microbatch; reading them is a span of its own."""
+        start = perf_counter_ns()
+        batch = self.get_batch(mb)
+        self.recorder.span("data", start, self.recorder.stage, mb)
+        return batch
+
     def _tag(self, direction, stage, mb):
         """A tag of its own for each message: with two ranks, next and previous are the same neighbour."""
         return (stage * self.schedule.num_microbatches + mb) * 2 + (direction == "B")
@@ -86,7 +93,7 @@ class Engine:
     def _receive(self, direction, stage, mb, peer):
         """Post the receive of what enters `stage`, into a buffer that then belongs to the stage."""
         self.recorder.phase = PHASE_OF[direction]
-        shape = self.stages[stage].in_shape(self.get_batch(mb))
+        shape = self.stages[stage].in_shape(self._batch(mb))
         buffer = self.ops.empty(shape, label="buffers")
         tag = self._tag(direction, stage, mb)
         name = "activations" if direction == "F" else "gradients"
@@ -112,7 +119,7 @@ class Engine:
     def _f(self, instr):
         stage, mb = instr.stage, instr.mb
         x = self._take("F", stage, mb) if stage > 0 else None
-        stash = Stash(self.get_batch(mb))
+        stash = Stash(self._batch(mb))
         self.recorder.phase = "F"
         start = perf_counter_ns()
         y = self.stages[stage].forward(x, stash)

@@ -17,10 +17,11 @@ from mpipar.errors import DataError
 from mpipar.pipeline.csv_format import parse
 from mpipar.pipeline.instructions import Schedule
 from mpipar.report.clock import CommonClock
+from mpipar.report.hang import place
 from mpipar.trace import FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WIRE
 
 SCHEMA = 1
-PACKAGE_PARENT = Path(__file__).resolve().parent.parent.parent
+SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
 
 Record = namedtuple("Record", FIELDS)
 Span = namedtuple("Span", SPAN_FIELDS)
@@ -87,18 +88,7 @@ class Trace:
 def schedule_json(schedule: Schedule) -> dict:
     """A Schedule as JSON-able values; `Trace.schedule` is the inverse."""
     programs = [[str(instr) for instr in program] for program in schedule.programs]
-    return schedule._asdict() | {"programs": programs} if hasattr(schedule, "_asdict") else {
-        "name": schedule.name, "pp_size": schedule.pp_size, "num_stages": schedule.num_stages,
-        "num_microbatches": schedule.num_microbatches, "placement": schedule.placement,
-        "wired": schedule.wired, "programs": programs}
-
-
-def short_site(site: tuple[str, int]) -> str:
-    """A call site relative to the package: mpipar/partition/row.py:18."""
-    path = Path(site[0])
-    if path.is_relative_to(PACKAGE_PARENT):
-        path = path.relative_to(PACKAGE_PARENT)
-    return f"{path}:{site[1]}"
+    return {name: getattr(schedule, name) for name in SCHEDULE_FIELDS} | {"programs": programs}
 
 
 def rank_path(folder: Path, world_rank: int) -> Path:
@@ -114,7 +104,7 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
     sites = {site: i for i, site in enumerate(dict.fromkeys(record[SITE] for record in records))}
     head = {
         "mpipar_trace": SCHEMA, **head, "fields": FIELDS, "span_fields": SPAN_FIELDS,
-        "operation_fields": OPERATION_FIELDS, "sites": [short_site(site) for site in sites],
+        "operation_fields": OPERATION_FIELDS, "sites": [place(*site) for site in sites],
     }
     path = rank_path(folder, head["world_rank"])
     path.parent.mkdir(exist_ok=True)
@@ -189,7 +179,8 @@ def _read_rank(path: Path, clock: CommonClock) -> RankTrace:
                 rank, head["host"], head["place"], tuple(head["stages"]),
                 {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
                 [tuple(common(step, 1, 2)) for step in head["steps"]], complete=head["complete"])
-            for number, line in enumerate(file, 2):
+            for line in file:
+                number += 1
                 letter, *entry = json.loads(line)
                 if letter == "r":
                     entry[SITE] = head["sites"][entry[SITE]]

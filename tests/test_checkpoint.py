@@ -1,0 +1,330 @@
+"""Weights on disk: Hugging Face's GPT-2 files in and out, against a writer and a model of their own.
+
+What several ranks do with them is in tests/mpi/test_weights.py.
+"""
+
+import json
+import os
+import re
+import shutil
+
+import gpt2_reference as gpt2
+import numpy as np
+import pytest
+from config_helpers import changed, reading_of
+from helpers import assert_close
+from program import mpipar, one_block
+from safetensors.numpy import load_file, save_file
+
+from mpipar import checkpoint
+from mpipar.commands.resolve import resolve
+from mpipar.config import Config
+from mpipar.data.rows import Batch
+from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.grid import Grid
+from mpipar.ops import make
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}
+HEADS = 3
+
+
+def worker_for(folder, dtype="float64"):
+    """One rank with the shape of the weights in a folder, not yet loaded."""
+    words = ["--init-from", str(folder), "--dtype", dtype, "--batch-size", "4",
+             "--num-microbatches", "1"]
+    config, _ = resolve(reading_of(*words), 1)
+    return Worker(config, Grid(0), make("cpu", dtype), Recorder())
+
+
+def loaded(folder, dtype="float64"):
+    worker = worker_for(folder, dtype)
+    checkpoint.load(worker, str(folder))
+    return worker
+
+
+def logits(worker, ids):
+    batch = Batch(np.array([ids]), None, np.arange(len(ids)))
+    return worker.forward(1, lambda mb: batch)[0]
+
+
+def fresh(**values):
+    """One rank with random weights, no file."""
+    values = {"layers": 2, "d_model": 12, "heads": HEADS, "ffn": 20, "seq_len": 6, "vocab_size": 17,
+              "batch_size": 4, "num_microbatches": 1, "dtype": "float64"} | values
+    config, _ = resolve_config(changed(Config(), **values))
+    worker = Worker(config, Grid(0), make("cpu", config.run.dtype), Recorder())
+    worker.initialize()
+    return worker
+
+
+def resolve_config(config):
+    from mpipar.config import resolve as resolve_alone
+
+    return resolve_alone(config, 1)
+
+
+@pytest.fixture
+def model(rng, tmp_path):
+    """A function: writes a random model in Hugging Face's form; returns (folder, its tensors)."""
+
+    def write(tied=True, dtype="F64", prefix="", **shape):
+        shape = SHAPE | shape | {"tied": tied}
+        tensors = gpt2.random_weights(rng, **shape)
+        if dtype != "F64":
+            tensors = {name: x.astype(gpt2.DTYPES[dtype]) for name, x in tensors.items()}
+        config = gpt2.configuration(heads=HEADS, **shape)
+        gpt2.write_model(tmp_path / "model", tensors, config, dtype, prefix)
+        return tmp_path / "model", tensors
+
+    return write
+
+
+# --- in
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("prefix", ["", "transformer."], ids=["bare", "prefixed"])
+def test_imported_model_computes_what_gpt2_computes(prefix, tied, model):
+    folder, tensors = model(tied, prefix=prefix)
+    worker = loaded(folder)
+    ids = [3, 16, 0, 7, 7, 1]
+    expected = gpt2.logits(tensors, HEADS, np.array(ids))
+    assert_close(logits(worker, ids), expected, 1e-13, "logits")
+    assert_close(logits(worker, ids[:4]), expected[:4], 1e-13, "logits of fewer tokens")
+
+
+def test_each_tensor_counts(model):
+    """The comparison above has teeth: any tensor of the file changed is seen in the logits."""
+    folder, tensors = model(tied=False)
+    ids = np.array([3, 16, 0, 7, 7, 1])
+    expected = gpt2.logits(tensors, HEADS, ids)
+    for name, x in tensors.items():
+        if name.endswith("c_attn.bias"):
+            continue  # a constant in all keys cancels in the softmax; the values' part is checked
+        changed_one = tensors | {name: x + 0.01 * np.cos(np.arange(x.size)).reshape(x.shape)}
+        gpt2.write_file(folder / "model.safetensors", changed_one)
+        assert np.abs(logits(loaded(folder), list(ids)) - expected).max() > 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_other_dtypes_are_read(dtype, model):
+    folder, tensors = model(dtype=dtype)
+    expected = gpt2.logits(tensors, HEADS, np.arange(6))
+    assert_close(logits(loaded(folder), list(range(6))), expected, 1e-13, "logits")
+    single = logits(loaded(folder, "float32"), list(range(6)))
+    assert single.dtype == np.float32
+    assert_close(single, expected, 1e-5, "logits in float32")
+
+
+def test_default_ffn_width_and_what_else_is_in_the_file(model):
+    """n_inner null stands for 4 D; old files carry masks, which are no weights."""
+    folder, tensors = model(F=4 * SHAPE["D"])
+    gpt2.write_file(folder / "model.safetensors", tensors | {
+        "h.0.attn.bias": np.ones((1, 1, 6, 6)), "h.0.attn.masked_bias": np.array(-1e4)})
+    assert json.loads((folder / "config.json").read_text())["n_inner"] is None
+    worker = loaded(folder)
+    assert worker.config.model.ffn == 48
+    assert_close(logits(worker, [1, 2]), gpt2.logits(tensors, HEADS, np.array([1, 2])), 1e-13, "y")
+
+
+def edit_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(("values", "part"), [
+    ({"model_type": "llama"}, "model_type is 'llama'; 'gpt2'"),
+    ({"activation_function": "relu"}, "activation_function is 'relu'"),
+    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ({"n_layer": "2"}, "layers is '2'"),
+    ({"n_head": 0}, "heads is 0"),
+    ({"n_embd": 12.0}, "d_model is 12.0"),
+    ({"vocab_size": None}, "vocab_size is None"),
+    ({"tie_word_embeddings": 1}, "tied is 1"),
+])  # fmt: skip
+def test_configuration_of_another_model_is_refused(values, part, model):
+    folder, _ = model()
+    edit_config(folder, **values)
+    with pytest.raises(DataError, match=re.escape(part)):
+        checkpoint.model_settings(str(folder))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"gpt2"', "{}", "\xff", "3"])
+def test_broken_configuration_is_refused(text, model):
+    folder, _ = model()
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"config\.json is not a GPT-2 configuration"):
+        checkpoint.model_settings(str(folder))
+
+
+def test_all_wrong_tensors_at_once(model):
+    folder, tensors = model()
+    del tensors["h.1.mlp.c_fc.bias"]
+    tensors["wpe.weight"] = tensors["wpe.weight"][:-1]
+    tensors["h.0.attn.c_proj.weight"] = np.zeros((12, 13))
+    save_file({name: x.astype(np.int8) if name == "ln_f.bias" else x
+               for name, x in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(DataError) as caught:
+        loaded(folder)
+    found = sorted(problem.split("tensor ")[1] for problem in caught.value.problems)
+    assert found == [
+        "h.0.attn.c_proj.weight is [12, 13] in the file, [12, 12] in the model",
+        "h.1.mlp.c_fc.bias is missing",
+        "ln_f.bias is I8, not one of F64, F32, F16, BF16",
+        "wpe.weight is [5, 12] in the file, [6, 12] in the model",
+    ]
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1], ids=["empty", "length", "header", "data"])
+def test_truncated_file_is_refused(keep, model):
+    folder, _ = model()
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        loaded(folder)
+
+
+def test_missing_files_are_named(model):
+    folder, _ = model()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        loaded(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(DataError, match=r"config\.json: No such file"):
+        worker_for(folder)
+
+
+# --- out
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_written_file_is_what_hugging_face_writes(dtype, tied, tmp_path):
+    worker = fresh(tied=tied, dtype=dtype)
+    checkpoint.save(worker, tmp_path / "weights")
+    found = gpt2.read_file(tmp_path / "weights" / "model.safetensors")
+    expected = gpt2.shapes(**SHAPE, tied=tied)
+    assert {name.removeprefix("transformer."): x.shape for name, x in found.items()} == expected
+    assert all(name.startswith("transformer.") != (name == "lm_head.weight") for name in found)
+    assert {x.dtype.name for x in found.values()} == {dtype}
+    for name, x in load_file(tmp_path / "weights" / "model.safetensors").items():
+        np.testing.assert_array_equal(x, found[name], err_msg=name)
+    config = json.loads((tmp_path / "weights" / "config.json").read_text())
+    wanted = gpt2.configuration(**SHAPE, heads=HEADS, tied=tied)
+    for key in ("model_type", "activation_function", "layer_norm_epsilon", "n_layer", "n_embd",
+                "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size", "architectures"):
+        assert config[key] == wanted[key], key
+    assert config["tie_word_embeddings"] is tied
+    assert config["torch_dtype"] == dtype
+
+
+def test_written_model_computes_the_same_elsewhere(tmp_path):
+    worker = fresh()
+    checkpoint.save(worker, tmp_path)
+    tensors = {name.removeprefix("transformer."): x
+               for name, x in gpt2.read_file(tmp_path / "model.safetensors").items()}
+    ids = [16, 2, 2, 9, 0, 11]
+    assert_close(logits(worker, ids), gpt2.logits(tensors, HEADS, np.array(ids)), 1e-13, "logits")
+
+
+def test_there_and_back_changes_nothing(model, tmp_path):
+    folder, tensors = model(tied=False)
+    checkpoint.save(loaded(folder), tmp_path / "again")
+    again = gpt2.read_file(tmp_path / "again" / "model.safetensors")
+    for name, x in tensors.items():
+        full = name if name == "lm_head.weight" else f"transformer.{name}"
+        np.testing.assert_array_equal(again[full], x, err_msg=name)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 200, 999])
+def test_small_row_blocks_change_no_byte(block_bytes, tmp_path, monkeypatch):
+    checkpoint.save(fresh(), tmp_path / "whole")
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+    checkpoint.save(fresh(), tmp_path / "blocks")
+    whole, blocks = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "blocks")
+    )
+    assert whole == blocks
+    again = loaded(tmp_path / "blocks")
+    expected = fresh()
+    for stage in (0,):
+        np.testing.assert_array_equal(again.stages[stage].flat.data, expected.stages[stage].flat.data)
+
+
+def test_a_crash_while_writing_leaves_the_former_file(tmp_path, monkeypatch):
+    checkpoint.save(fresh(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    plain = checkpoint.stream
+
+    def stream(worker, array_of):
+        for number, block in enumerate(plain(worker, array_of)):
+            if number == 9:
+                raise MemoryError("in the middle")
+            yield block
+
+    monkeypatch.setattr(checkpoint, "stream", stream)
+    with pytest.raises(MemoryError):
+        checkpoint.save(fresh(seed=1), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_kill_before_either_rename_leaves_files_that_load(name, tmp_path, monkeypatch):
+    checkpoint.save(fresh(), tmp_path)
+    plain = os.replace
+
+    def replace(source, target):
+        if target.name == name:
+            raise KeyboardInterrupt
+        plain(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(fresh(seed=1), tmp_path)
+    again = loaded(tmp_path)
+    np.testing.assert_array_equal(again.stages[0].flat.data, fresh().stages[0].flat.data)
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="file/weights: the weights could not be written: Not a"):
+        checkpoint.save(fresh(), tmp_path / "file" / "weights")
+
+
+# --- flags and data beside the weights
+
+
+def test_flags_may_repeat_what_the_weights_say_but_not_contradict(model):
+    folder, _ = model()
+    same = ["--init-from", str(folder), "--layers", "2", "--heads", "3", "--tied"]
+    assert resolve(reading_of(*same), 1)[0].model.d_model == 12
+    other = ["--layers", "3", "--vocab-size", "256", "--no-tied", "--seq-len", "8"]
+    with pytest.raises(UsageError) as caught:
+        resolve(reading_of("--init-from", str(folder), *other), 1)
+    assert len(caught.value.problems) == 4
+    assert all("contradicts --init-from" in problem for problem in caught.value.problems)
+
+
+def test_bytes_do_not_fit_a_model_of_tokens(model, tmp_path):
+    folder, _ = model(V=50257)
+    code, block = one_block(
+        mpipar("train", "--init-from", folder, "--out", tmp_path / "run", "--steps", "1")
+    )
+    assert code == 65
+    assert "50,257 is not one of bytes; give token files" in block
+    assert not (tmp_path / "run").exists()
+
+
+def test_broken_weights_are_told_once_and_leave_no_weights(model, tmp_path):
+    folder, tensors = model(V=300)
+    del tensors["wpe.weight"], tensors["h.0.ln_1.bias"]
+    gpt2.write_file(folder / "model.safetensors", tensors)
+    words = ["train", "--init-from", folder, "--out", tmp_path / "run", "--steps", "1"]
+    code, block = one_block(mpipar(*words, ranks=2))
+    assert code == 65
+    assert "tensor wpe.weight is missing" in block
+    assert "tensor h.0.ln_1.bias is missing" in block
+    assert "Traceback" not in block

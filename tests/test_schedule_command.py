@@ -1,0 +1,199 @@
+"""`mpipar schedule`: grid, symbols, figures beside closed forms, files, mistakes."""
+
+import argparse
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from mpipar.commands import schedule as command
+from mpipar.errors import OutputError, UsageError
+from mpipar.pipeline import draw
+from mpipar.pipeline.schedules import SCHEDULES, make
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
+
+
+def run(words, capsys):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    assert command.run(parser.parse_args(["schedule", *words.split()])) == 0
+    return capsys.readouterr().out
+
+
+def test_the_textbook_picture():
+    assert draw.grid(simulate(make("1f1b", 3, 4), Costs())) == "\n".join([
+        "time     0              5              10             15",
+        "worker 0 F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---",
+        "worker 1 .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .",
+        "worker 2 .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .",
+    ])
+
+
+def test_several_stages_and_overlaps_are_named():
+    assert draw.grid(simulate(make("dualpipe", 2, 4), Costs())) == "\n".join([
+        "time     0                   5                   10",
+        "worker 0 0F0 1F2 0F1 1B2---- 1F3&0B0---- 1B3---- 0I1 0W1",
+        "worker 1 0F2 1F0 0F3 1B0---- 1F1&0B2---- 1B1---- 0I3 0W3",
+    ])
+
+
+def test_symbols_in_time_order():
+    assert draw.symbols(simulate(make("gpipe", 2, 2), Costs())) == "\n".join([
+        "time  worker 0  worker 1",
+        "0     F_0",
+        "1     F_1       F_0",
+        "2               F_1",
+        "3               B_0",
+        "5     B_0       B_1",
+        "7     B_1",
+    ])
+    wide = draw.symbols(simulate(make("interleaved", 12, 24), Costs()))
+    assert max(map(len, wide.splitlines())) <= 100
+    assert "F_23^13" in wide
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 40), (12, 24), (16, 200)])
+def test_a_grid_fits_in_100_columns(name, p, m):
+    """Every pass is named while there is room in a few panels, and the lines never get longer."""
+    timeline = simulate(make(name, p, m), Costs())
+    text = draw.grid(timeline)
+    assert max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 6 * (p + 2)
+    if p == 2:
+        for spans in draw.compute_spans(timeline):
+            for span in spans:
+                assert f" {draw.label(timeline, span.instr)}" in text
+
+
+def test_costs_that_are_no_integers():
+    """Measured costs and latencies are rounded to columns; long idle time stays visible."""
+    text = draw.grid(simulate(make("1f1b", 2, 3), Costs(0.0131, 0.02, 0.0079, latency=0.004)))
+    assert text.splitlines()[1].startswith("worker 0 F0 F1 .")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_default_output_shows_closed_forms_beside_the_simulation(capsys):
+    text = run("zb-h1 --pp 4 --num-microbatches 8", capsys)
+    squeezed = [" ".join(line.split()) for line in text.splitlines()]
+    assert squeezed[0] == (
+        "zb-h1: 4 workers, 4 stages, 8 microbatches; F 1, I 1, W 1, B 2, latency 0")
+    assert "step 27" in squeezed
+    assert "bubble, idle time of a worker 3 (p-1)max(f, i, f+i-w) = 3" in squeezed
+    assert "peak stash, stage activations 4 min(p, m) = 4" in squeezed
+    assert "messages of all workers 48 2m(p-1) = 48" in squeezed
+    assert "what a short latency c adds to the step 4(p-1) = 12 c" in squeezed
+    assert "3 24 88.9 % 3 0 4 8" in squeezed
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_layer_wise_baseline_works_a_quarter_of_the_time(capsys):
+    text = run("naive --pp 4 --num-microbatches 8", capsys)
+    assert text.count("25.0 %") == 4
+    assert "75.0 %" in text
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_name_and_json(name, capsys):
+    found = json.loads(run(f"{name} --pp 4 --num-microbatches 8 --costs 2,2,1 --json", capsys))
+    timeline = simulate(make(name, 4, 8), Costs(2, 2, 1))
+    assert found["makespan"] == timeline.makespan
+    assert found["messages"] == list(timeline.messages)
+    assert found["peak_stash"] == list(timeline.peak_stash)
+    assert found["workers"][1] == [[str(instr), s, e] for instr, s, e in timeline.spans[1]]
+    assert found["closed_form"]["messages"]["value"] == sum(timeline.messages)
+
+
+def test_costs_and_latency(capsys):
+    words = "gpipe --pp 2 --num-microbatches 3 --costs 1/2,1,0.5 --latency 0.25 --json"
+    found = json.loads(run(words, capsys))
+    assert found["makespan"] == (3 + 1) * 2 + 2 * 0.25
+    found = json.loads(run("dualpipe --costs 1,1,1,2 --json", capsys))
+    assert found["makespan"] == simulate(make("dualpipe", 4, 8), Costs(overlap=2 / 3)).makespan
+    found = json.loads(run("interleaved --chunks 3 --group-size 4 --json", capsys))
+    assert found["num_stages"] == 12
+    assert found["closed_form"] is None
+
+
+def test_compare(capsys):
+    text = run("--compare --pp 4 --num-microbatches 8", capsys)
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert set(SCHEDULES) <= set(rows)
+    assert rows["naive"] == ["naive", "4", "96", "75.0", "%", "1.00", "x", "1", "48"]
+    assert rows["1f1b"] == ["1f1b", "4", "33", "27.3", "%", "2.91", "x", "4", "48"]
+    assert rows["interleaved"][1:3] == ["8", "28.5"]
+    assert rows["zb-v"][1:4] == ["8", "25.5", "5.9"]
+    text = run("--compare --pp 3 --num-microbatches 5 --chunks 3", capsys)
+    assert "--schedule dualpipe pairs the ranks up, --pp 3 is odd: use 2 or 4" in text
+    assert "looped-bfs 9" in " ".join(text.split())
+
+
+def test_svg(tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    assert f"wrote {path}" in run(f"zb-v --pp 3 --num-microbatches 5 --svg {path}", capsys)
+    elements = ET.parse(path).iter()  # noqa: S314 - written two lines above
+    tips = [each.text for each in elements if each.tag.endswith("title")]
+    timeline = simulate(make("zb-v", 3, 5), Costs())
+    assert sorted(tips) == sorted(
+        f"{draw.label(timeline, span.instr)}: {span.start} to {span.end}"
+        for spans in draw.compute_spans(timeline) for span in spans
+    )
+    assert path.read_text().isascii()
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+def test_csv_in_both_directions(form, tmp_path, capsys):
+    path = tmp_path / "order.csv"
+    before = run(f"v-half --pp 3 --num-microbatches 4 --csv {path} --csv-format {form}", capsys)
+    after = run(f"--from-csv {path}", capsys)
+    assert after.splitlines()[0].startswith("order.csv: 3 workers, 6 stages, 4 microbatches")
+    panel = slice(3, 7)
+    assert after.splitlines()[panel] == before.splitlines()[panel]
+    text = run(f"dualpipe --csv {path}", capsys)
+    assert "its form is our own" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", ["which schedule?", "zb-h1"]),
+        ("1f1", ["did you mean 1f1b?"]),
+        ("dualpipe --pp 3 --costs 1,x --latency -1",
+         ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 is odd"]),
+        ("1f1b --costs 1,1", ["--costs 1,1: use three numbers"]),
+        ("1f1b --costs 0,1,1", ["--costs: 0 must be more than 0"]),
+        ("1f1b --costs 1,1/0,1", ["'1/0' is not a number"]),
+        ("1f1b --chunks 2", ["leave --chunks out"]),
+        ("1f1b --from-csv no.csv", ["leave NAME and --compare out"]),
+        ("--from-csv no.csv", ["cannot read no.csv"]),
+        ("--compare --pp 0", ["--pp 0 must be at least 1"]),
+    ],
+)
+def test_mistakes(words, expected, capsys):
+    with pytest.raises(UsageError) as caught:
+        run(words, capsys)
+    assert caught.value.exit_code == 2
+    for text in expected:
+        assert text in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
+    with pytest.raises(OutputError, match=r"cannot write .*picture\.svg"):
+        run(f"1f1b --svg {tmp_path}/none/picture.svg", capsys)
+
+
+def test_the_program_needs_no_mpi():
+    """The whole command in a fresh interpreter, from the command line to the grid."""
+    code = (
+        "import sys; sys.argv[1:] = ['schedule', 'zb-v']\n"
+        "import runpy\n"
+        "try: runpy.run_module('mpipar', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not [name for name in sys.modules if name.startswith('mpi4py')]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "worker 3 .   .   .   3F0 4F0 3F1" in done.stdout
