@@ -1,8 +1,9 @@
 """Weights on disk: one file of full tensors under Hugging Face's GPT-2 names, whatever the layout.
 
-Written and read in row blocks, so that no rank ever holds a tensor it does not own. A row is an index of a
-parameter's first logical axis; in the file a row is a contiguous run of bytes, because the logical shape differs
-from the file's only by splitting axes: (D, 3, H, d) is stored as (D, 3*D).
+Written and read in row blocks, so that no rank ever holds a tensor it does not own. A row is an
+index of a parameter's first logical axis; in the file a row is a contiguous run of bytes, because
+the logical shape differs from the file's only by splitting axes: (D, 3, H, d) is stored as
+(D, 3*D).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,39 +21,23 @@ from safetensors import SafetensorError, safe_open
 from mpipar import ops as ops_module
 from mpipar.comm import Comm
 from mpipar.errors import DataError, OutputError
+from mpipar.hf_format import (
+    DTYPES,
+    FLOATS,
+    disk_shape,
+    file_name,
+    hf_config,
+    hf_name,
+    model_settings,
+)
 from mpipar.models.decoder import Stage
 from mpipar.trace import Recorder
 
 BLOCK_BYTES = 16 * 2**20  # a row block: what one message and one write carry at most
-DTYPES = {"float32": "F32", "float64": "F64"}
-HF_LAYER = {
-    "norm1": "ln_1", "norm2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
-    "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj",
-}
-HF_OTHER = {
-    "embedding.tokens": "wte.weight", "embedding.positions": "wpe.weight",
-    "final_norm.w": "ln_f.weight", "final_norm.b": "ln_f.bias", "head.table": "lm_head.weight",
-}
-# What these layers compute; a configuration that says otherwise is another model.
-COMPUTED = {
-    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-}
-FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face's GPT-2 name of a parameter, without the prefix `transformer.`."""
-    if name in HF_OTHER:
-        return HF_OTHER[name]
-    block, layer = name.split(".", 1)
-    layer, kind = layer.rsplit(".", 1)
-    suffix = {"w": "weight", "b": "bias"}[kind]
-    return f"h.{block.removeprefix('block')}.{HF_LAYER[layer]}.{suffix}"
 
 
 def all_params(config, stage_layers) -> list[tuple[int, object]]:
-    """(stage, Param) of every tensor of the model, whole and without memory: the real layers on shapes."""
+    """(stage, Param) of every tensor, whole and without memory: the real layers on shapes."""
     ops = ops_module.make("shapes", "float32")
     solo = Comm("tp", (0,), 0, None, Recorder())
     tables, found = {}, []
@@ -59,18 +45,6 @@ def all_params(config, stage_layers) -> list[tuple[int, object]]:
         stage = Stage(ops, config, number, stage_layers, solo, tables)
         found += [(number, param) for param in stage.flat.params]
     return sorted(found, key=lambda item: hf_name(item[1].name))
-
-
-def disk_shape(name: str, shape) -> tuple[int, ...]:
-    """Shape in the file: matrices 2-d (in, out), biases 1-d."""
-    kind = name.rsplit(".", 1)[1]
-    if kind == "b":
-        return (math.prod(shape),)
-    if name.endswith(("qkv.w",)):
-        return (shape[0], math.prod(shape[1:]))
-    if name.endswith("proj.w"):
-        return (math.prod(shape[:-1]), shape[-1])
-    return tuple(shape)
 
 
 def _blocks(shape, itemsize):
@@ -131,7 +105,7 @@ def stream(worker, array_of):
                 if grid.world_rank == 0:
                     block[place] = ops.to_host(piece)
             if grid.world_rank == 0:
-                yield param.name, disk_shape(param.name, param.shape), first, block
+                yield param.name, disk_shape(param), first, block
 
 
 def _move(worker, world, piece, shape, owner, name):
@@ -154,9 +128,9 @@ def save(worker, folder: Path) -> None:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for _, param in params:
         nbytes = math.prod(param.shape) * worker.ops.dtype.itemsize
-        name = _file_name(param.name)
+        name = file_name(param.name)
         header[name] = {"dtype": DTYPES[worker.ops.dtype.name],
-                        "shape": disk_shape(param.name, param.shape),
+                        "shape": disk_shape(param),
                         "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(header).encode()
@@ -166,7 +140,7 @@ def save(worker, folder: Path) -> None:
         for _ in blocks:
             pass
         return
-    config = json.dumps(_hf_config(worker.config), indent=2) + "\n"
+    config = json.dumps(hf_config(worker.config), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "config.json", [config.encode()])
@@ -191,45 +165,23 @@ def _replace(path: Path, pieces) -> None:
         raise
 
 
-def _file_name(name: str) -> str:
-    """The name in our files: as Hugging Face's own save of a GPT2LMHeadModel has it."""
-    return hf_name(name) if name == "head.table" else f"transformer.{hf_name(name)}"
+def problems(config) -> list[str]:
+    """What is wrong with the tensors that a run starts from; their names and shapes alone are read.
 
-
-def _hf_config(config) -> dict:
-    model = config.model
-    return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": model.layers,
-        "n_embd": model.d_model, "n_head": model.heads, "n_inner": model.ffn,
-        "n_positions": model.seq_len, "n_ctx": model.seq_len, "vocab_size": model.vocab_size,
-        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": model.tied, "torch_dtype": config.run.dtype,
-    }
-
-
-def model_settings(folder: str) -> dict:
-    """The ModelConfig fields that folder/config.json fixes. Raises DataError when it can't be used."""
-    path = Path(folder) / "config.json"
+    A config.json that can't be used was told where the model's shape was read from it.
+    """
+    folder = config.run.init_from
+    if folder is None:
+        return []
     try:
-        found = json.loads(path.read_text())
-        settings = {
-            "layers": found["n_layer"], "d_model": found["n_embd"], "heads": found["n_head"],
-            "ffn": found.get("n_inner") or 4 * found["n_embd"], "vocab_size": found["vocab_size"],
-            "seq_len": found["n_positions"], "tied": found.get("tie_word_embeddings", True),
-        }
-        for name, value in settings.items():
-            if type(value) is not (bool if name == "tied" else int) or (value < 1 and value is not False):
-                raise TypeError(f"{name} is {value!r}")
-    except OSError as error:
-        raise DataError(f"--init-from {folder}: {path.name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"--init-from {folder}: {path.name} is not a GPT-2 configuration: {error!r}") from None
-    wrong = [f"--init-from {folder}: {key} is {found[key]!r}; {value!r} is what mpipar computes"
-             for key, value in COMPUTED.items() if found.get(key, value) != value]
-    if wrong:
-        raise DataError(wrong)
-    return settings
+        model = replace(config.model, **model_settings(folder))
+    except DataError:
+        return []
+    try:
+        with _open(folder) as file:
+            return _find(file, model, folder)[1]
+    except DataError as error:
+        return error.problems
 
 
 def load(worker, folder: str) -> None:
@@ -237,37 +189,45 @@ def load(worker, folder: str) -> None:
 
     Raises DataError with all tensors that are missing or have another shape. Comm: none.
     """
-    path = Path(folder) / "model.safetensors"
-    try:
-        file = safe_open(path, framework="numpy")
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"--init-from {folder}: {path.name}: {error}") from None
-    with file:
-        names = set(file.keys())
-        found, problems = {}, []
-        for _, param in all_params(worker.config.model, worker.stage_layers):
-            options = [_file_name(param.name), hf_name(param.name)]
-            name = next((option for option in options if option in names), None)
-            shape, where = disk_shape(param.name, param.shape), f"--init-from {folder}: tensor {name}"
-            if name is None:
-                problems.append(f"--init-from {folder}: tensor {options[1]} is missing")
-            elif file.get_slice(name).get_dtype() not in FLOATS:
-                problems.append(f"{where} is {file.get_slice(name).get_dtype()}, not one of"
-                                f" {', '.join(FLOATS)}")
-            elif tuple(file.get_slice(name).get_shape()) != shape:
-                problems.append(f"{where} is {file.get_slice(name).get_shape()} in the file,"
-                                f" {list(shape)} in the model")
-            found[param.name] = name
-        if problems:
-            raise DataError(problems)
+    with _open(folder) as file:
+        found, wrong = _find(file, worker.config.model, folder)
+        if wrong:
+            raise DataError(wrong)
         for stage in worker.stages.values():
             for param in stage.flat.params:
                 _load_param(worker.ops, param, file.get_slice(found[param.name]))
 
 
+def _open(folder: str):
+    path = Path(folder) / "model.safetensors"
+    try:
+        return safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"--init-from {folder}: {path.name}: {error}") from None
+
+
+def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
+    """Parameter name -> tensor name in the file, and what is missing or does not fit."""
+    names, found, wrong = set(file.keys()), {}, []
+    for _, param in all_params(model, (model.layers,)):
+        options = [file_name(param.name), hf_name(param.name)]
+        name = next((option for option in options if option in names), None)
+        if name is None:
+            wrong.append(f"--init-from {folder}: tensor {options[1]} is missing")
+            continue
+        found[param.name], tensor = name, file.get_slice(name)
+        dtype, shape, needed = tensor.get_dtype(), tensor.get_shape(), [*disk_shape(param)]
+        where = f"--init-from {folder}: tensor {name} is"
+        if dtype not in FLOATS:
+            wrong.append(f"{where} {dtype}, not one of {', '.join(FLOATS)}")
+        elif shape != needed:
+            wrong.append(f"{where} {shape} in the file, {needed} in the model")
+    return found, wrong
+
+
 def _load_param(ops, param, tensor):
     """Fill one shard from a tensor of the file; padding stays zero."""
-    per_row = disk_shape(param.name, param.shape)[0] // param.shape[0]  # file rows in a logical row
+    per_row = disk_shape(param)[0] // param.shape[0]  # file rows in a logical row
     start, stop = param.bounds()
     for first, last in _blocks(param.shape, 4):
         part = _shard_part(param, param.cut_index, param.cut_count, first, last)

@@ -153,17 +153,15 @@ class Comms:
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
-    def __init__(self, grid, ops, recorder, mpi_world=None, sync_sends=False, subgroups=None,
-                 check=False):
+    def __init__(self, grid, ops, recorder, mpi_world=None, options=None, subgroups=None):
         self.grid = grid
         self.recorder = recorder
+        options = options or transport.Options()
+        options = options._replace(patient=transport.shares_cores(mpi_world))
 
         def connect(axis, ranks, alone=False):
             """My group's Comm; alone: there is no group of several ranks on this axis, so no split."""
-            wire = None
-            if not alone:
-                wire = transport.connect(
-                    ops, mpi_world, ranks, sync_sends, recorder if check else None)
+            wire = None if alone else transport.connect(ops, mpi_world, ranks, options, recorder)
             return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder)
 
         self.world = connect("world", tuple(range(grid.world_size)), grid.world_size == 1)

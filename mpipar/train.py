@@ -20,6 +20,8 @@ from mpipar.pipeline import schedules
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
 
+from mpipar.transport import Options
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -68,8 +70,8 @@ class Worker:
         last = self.schedule.num_stages - 1
         mirrors = {holders(self.schedule, (stage,)) for stage in range(last + 1)}
         subgroups = {"tie": [holders(self.schedule, (0, last))], "mirror": sorted(mirrors)}
-        self.comms = Comms(
-            grid, ops, recorder, mpi_world, config.run.sync_sends, subgroups, config.run.check_comm)
+        options = Options(config.run.sync_sends, config.run.check_comm)
+        self.comms = Comms(grid, ops, recorder, mpi_world, options, subgroups)
         tables: dict = {}
         self.stages = {
             stage: Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,

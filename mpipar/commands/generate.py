@@ -64,5 +64,6 @@ def prepare(reading, run_folder: str, world_size: int):
             return error.problems
         return []
 
-    config, _ = resolve(replace(reading, config=one_row), world_size, [(prompt_problems, UsageError)])
+    checks = [(prompt_problems, UsageError), (checkpoint.problems, DataError)]
+    config, _ = resolve(replace(reading, config=one_row), world_size, checks)
     return config, ops_module.make(config.run.device, config.run.dtype), found["prompt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpipar import checkpoint
 from mpipar import ops as ops_module
 from mpipar.commands.resolve import resolve
 from mpipar.config import Config, RunConfig
@@ -56,7 +57,7 @@ def prepare(reading, world_size: int, checks=()) -> Inputs:
         return []
 
     checks = [*checks, (prompt_problems, UsageError), (data_problems, DataError),
-              (device_problems, EnvironmentProblem)]
+              (checkpoint.problems, DataError), (device_problems, EnvironmentProblem)]
     config, notes = resolve(reading, world_size, checks)
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from mpipar import checkpoint
+from mpipar import hf_format
 from mpipar.config import Check, Config, complete, flag, settings
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.flags import Reading, build
@@ -25,7 +25,7 @@ def resolve(reading: Reading, world_size: int,
     config = reading.config
     if config.run.init_from is not None:
         try:
-            config = with_weights_shape(reading, checkpoint.model_settings(config.run.init_from))
+            config = with_weights_shape(reading, hf_format.model_settings(config.run.init_from))
         except UserError as error:
             errors.append(error)
     checks = ((stage_problems, UsageError), (tracer.problems, UsageError), *checks)

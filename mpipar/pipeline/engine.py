@@ -23,7 +23,7 @@ def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
         tuple(instr._replace(kind="F", stage_b=-1, mb_b=-1) for instr in program
               if instr.kind in ("F", "OVERLAP_F_B") and instr.mb < num_microbatches)
         for program in schedule.programs)
-    return replace(schedule, programs=programs)
+    return replace(schedule, programs=programs, wired=False)
 
 
 class Engine:
@@ -49,7 +49,7 @@ class Engine:
         """
         self.get_batch, self.training = get_batch, training
         self.stashes, self.inbox, self.outbox = {}, {}, {}
-        self.sending, self.outputs = [], {}
+        self.sending, self.outputs, self.batches = [], {}, {}
         for instr in program:
             self.recorder.stage, self.recorder.mb = instr.stage, instr.mb
             getattr(self, f"_{instr.kind.lower()}")(instr)
@@ -65,10 +65,11 @@ class Engine:
 
     def _batch(self, mb):
         """The rows of a microbatch; reading them is a span of its own."""
-        start = perf_counter_ns()
-        batch = self.get_batch(mb)
-        self.recorder.span("data", start, self.recorder.stage, mb)
-        return batch
+        if mb not in self.batches:
+            start = perf_counter_ns()
+            self.batches[mb] = self.get_batch(mb)
+            self.recorder.span("data", start, self.recorder.stage, mb)
+        return self.batches[mb]
 
     def _tag(self, direction, stage, mb):
         """A tag of its own for each message: with two ranks, next and previous are the same neighbour."""

@@ -1,0 +1,89 @@
+"""Hugging Face's GPT-2 form of a model: names and shapes of the tensors, and config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from mpipar.errors import DataError
+
+DTYPES = {"float32": "F32", "float64": "F64"}
+HF_LAYER = {
+    "norm1": "ln_1", "norm2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
+    "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj",
+}
+HF_OTHER = {
+    "embedding.tokens": "wte.weight", "embedding.positions": "wpe.weight",
+    "final_norm.w": "ln_f.weight", "final_norm.b": "ln_f.bias", "head.table": "lm_head.weight",
+}
+# What these layers compute; a configuration that says otherwise is another model.
+COMPUTED = {
+    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's GPT-2 name of a parameter, without the prefix `transformer.`."""
+    if name in HF_OTHER:
+        return HF_OTHER[name]
+    block, layer = name.split(".", 1)
+    layer, kind = layer.rsplit(".", 1)
+    suffix = {"w": "weight", "b": "bias"}[kind]
+    return f"h.{block.removeprefix('block')}.{HF_LAYER[layer]}.{suffix}"
+
+
+def disk_shape(param) -> tuple[int, ...]:
+    """Shape in the file: matrices 2-d (in, out), biases 1-d."""
+    name, shape = param.name, param.shape
+    if name.endswith(".b"):
+        return (math.prod(shape),)
+    if name.endswith("qkv.w"):
+        return (shape[0], math.prod(shape[1:]))
+    if name.endswith("proj.w"):
+        return (math.prod(shape[:-1]), shape[-1])
+    return tuple(shape)
+
+
+def file_name(name: str) -> str:
+    """The name in our files: as Hugging Face's own save of a GPT2LMHeadModel has it."""
+    return hf_name(name) if name == "head.table" else f"transformer.{hf_name(name)}"
+
+
+def hf_config(config) -> dict:
+    """What config.json says of a resolved Config."""
+    model = config.model
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": model.layers,
+        "n_embd": model.d_model, "n_head": model.heads, "n_inner": model.ffn,
+        "n_positions": model.seq_len, "n_ctx": model.seq_len, "vocab_size": model.vocab_size,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": model.tied, "torch_dtype": config.run.dtype,
+    }
+
+
+def model_settings(folder: str) -> dict:
+    """The ModelConfig fields that folder/config.json fixes; DataError when it can't be used."""
+    path = Path(folder) / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = {
+            "layers": found["n_layer"], "d_model": found["n_embd"], "heads": found["n_head"],
+            "ffn": found.get("n_inner") or 4 * found["n_embd"], "vocab_size": found["vocab_size"],
+            "seq_len": found["n_positions"], "tied": found.get("tie_word_embeddings", True),
+        }
+        for name, value in settings.items():
+            if type(value) is not bool if name == "tied" else type(value) is not int or value < 1:
+                raise TypeError(f"{name} is {value!r}")
+    except OSError as error:
+        raise DataError(f"--init-from {folder}: {path.name}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"--init-from {folder}: {path.name} is not a GPT-2 configuration: {error!r}") from None
+    wrong = [f"--init-from {folder}: {key} is {found[key]!r}; {value!r} is what mpipar computes"
+             for key, value in COMPUTED.items() if found.get(key, value) != value]
+    if wrong:
+        raise DataError(wrong)
+    return settings
