@@ -17,6 +17,7 @@ import time
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from bench import results
 from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig, resolve
 from mpipar.data.rows import Batch
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
@@ -140,6 +141,7 @@ def parse(argv):
         ("repeats", 20, "timed steps"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument("--json", help="write the result to this file")
     return parser.parse_args(argv)
 
 
@@ -213,6 +215,20 @@ def table(seconds):
     return lines
 
 
+def rows(seconds):
+    """The result as rows: medians, best values, and their ratios."""
+    found = []
+    for part in (*PARTS, "step"):
+        a, b = seconds["mpipar", part], seconds["torch", part]
+        found.append({
+            "part": part, "mpipar_ms": statistics.median(a) * 1e3,
+            "torch_ms": statistics.median(b) * 1e3,
+            "ratio_of_medians": statistics.median(a) / statistics.median(b),
+            "ratio_of_best": min(a) / min(b),
+        })
+    return found
+
+
 def main(argv=None):
     """Check, measure, print; returns the exit code."""
     args = parse(argv)
@@ -236,6 +252,9 @@ def main(argv=None):
         f"{np.__version__}, torch {torch.__version__}, {args.repeats} steps, losses equal"
     )
     print("\n".join(table(seconds)))
+    if args.json:
+        sizes = {key: value for key, value in vars(args).items() if key != "json"}
+        results.write(args.json, "bench.step", rows(seconds), torch=torch.__version__, **sizes)
     return 0
 
 

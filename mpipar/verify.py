@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mpipar import checkpoint
 from mpipar import ops as ops_module
-from mpipar.checkpoint import hf_name, stream
+from mpipar.checkpoint import stream
 from mpipar.data.rows import Rows
 from mpipar.grid import Grid
+from mpipar.hf_format import hf_name
 from mpipar.trace import Recorder
 from mpipar.train import Worker
 
@@ -53,7 +55,10 @@ def step_tensors(config, tokens, grid, mpi_world=None):
     """
     ops = ops_module.make(config.run.device, config.run.dtype)
     worker = Worker(config, grid, ops, Recorder(), mpi_world)
-    worker.initialize()
+    if config.run.init_from:
+        checkpoint.load(worker, config.run.init_from)
+    else:
+        worker.initialize()
     rows = Rows(ops, tokens, config, grid.dp_rank)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, lambda param: param.grad)

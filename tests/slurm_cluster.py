@@ -142,6 +142,9 @@ def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
     user = getpass.getuser()
     lines = [
         "ClusterName=mpipar",
+        # MPICH names its shared memory after the job: job 1 of every cluster would meet what a
+        # killed job 1 of an earlier cluster has left on this host, and hang.
+        f"FirstJobId={1 + secrets.randbelow(2**25)}",
         f"SlurmctldHost={host}(127.0.0.1)",
         f"SlurmctldPort={control_port}",
         f"SlurmUser={user}",

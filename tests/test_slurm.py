@@ -58,13 +58,29 @@ def test_train_script(cluster, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "weights" / "model.safetensors").stat().st_size > 0
-    assert cluster.job_fields(result.job_id)["NodeList"] == "n[1-2]"
+    assert "4 ranks on 2 hosts" in result.output, result.output
 
 
 def test_exit_code_of_a_user_error_arrives(cluster, tmp_path):
     result = submit(cluster, tmp_path, sys.prefix, "--tp", "3", "--out", f"{tmp_path}/run")
     assert (result.state, result.exit_code) == ("FAILED", 2), result.output
     assert not (tmp_path / "run").exists()
+
+
+def test_code_of_the_failing_rank_arrives(cluster, tmp_path):
+    """srun alone would answer 143, the code of the ranks that it kills."""
+    fake = tmp_path / "venv" / "bin" / "mpipar"
+    fake.parent.mkdir(parents=True)
+    fake.write_text(
+        "#!/bin/sh\n"
+        '[ "$SLURM_PROCID" = 1 ] || exec sleep 60\n'
+        'echo 70 > "$MPIPAR_EXIT_FILE"\n'
+        "exit 70\n"
+    )
+    fake.chmod(0o755)
+    result = submit(cluster, tmp_path, f"{tmp_path}/venv")
+    assert (result.state, result.exit_code) == ("FAILED", 70), result.output
+    assert not list(REPOSITORY.glob(".mpipar-exit-*"))
 
 
 def test_missing_environment_is_named(cluster, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,19 +30,29 @@ def run(session, reading, run_folder: str) -> int:
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     worker.recorder.phase = "eval"
     run = config.run
-    shown = 0
-    tokens = list(prompt)
-    for token in generate(worker, prompt, run.sample_tokens, run.temperature, run.seed):
-        tokens.append(token)
-        text = decode(tokens, config.model.vocab_size)
-        # The last character may be a part of one that the next byte completes.
-        ready = len(text) - text.endswith("\ufffd")
+    tokens = generate(worker, prompt, run.sample_tokens, run.temperature, run.seed)
+    for piece in show(prompt, tokens, config.model.vocab_size):
         if world.rank == 0:
-            print(printable(text[shown:ready]), end="", flush=True)
-        shown = max(shown, ready)
+            print(printable(piece), end="", flush=True)
     if world.rank == 0:
-        print(printable(decode(tokens, config.model.vocab_size)[shown:]), flush=True)
+        print(flush=True)
     return EXIT_OK
+
+
+def show(prompt: list[int], tokens: Iterable[int], vocab_size: int) -> Iterator[str]:
+    """Yield the prompt's text and what each token adds to it; all pieces make up the whole text.
+
+    The last character may be a part of one that the next byte completes: it waits for that byte.
+    """
+    seen, shown = list(prompt), 0
+    for token in itertools.chain([None], tokens):
+        if token is not None:
+            seen.append(token)
+        text = decode(seen, vocab_size)
+        ready = max(shown, len(text) - text.endswith("\ufffd"))
+        yield text[shown:ready]
+        shown = ready
+    yield decode(seen, vocab_size)[shown:]
 
 
 def prepare(reading, run_folder: str, world_size: int):

@@ -1,0 +1,207 @@
+"""Weights in and out, and generated text, on every layout: the same bytes, logits and tokens as one rank."""
+
+import json
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import gpt2_reference as gpt2
+import numpy as np
+import pytest
+from helpers import assert_close
+from small_model import LAYOUTS, MODEL, WORLD, small_config
+
+from mpipar import checkpoint
+from mpipar import ops as ops_module
+from mpipar.data.rows import Batch
+from mpipar.generate import generate
+from mpipar.grid import Grid
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+from mpipar.verify import serial_config
+
+HERE = LAYOUTS[WORLD.size]
+SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,
+         "V": MODEL.vocab_size}  # fmt: skip
+PROMPTS = {"one": [5], "odd": [28, 0, 7], "full": [1, 2, 3, 4, 5, 6, 7], "long": [3, 1, 28] * 5}
+
+
+@pytest.fixture
+def folder():
+    """One new folder for all ranks. Comm: a broadcast, and a barrier before it goes."""
+    path = Path(WORLD.bcast(tempfile.mkdtemp(prefix="mpipar-test-") if WORLD.rank == 0 else None))
+    yield path
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        shutil.rmtree(path)
+
+
+def worker_of(config, alone=False):
+    """This rank's part of a layout, or the whole model in this process."""
+    ops = ops_module.make("cpu", config.run.dtype)
+    if alone:
+        return Worker(serial_config(config), Grid(0), ops, Recorder())
+    return Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
+
+
+def random_tensors(tied=True):
+    """The same on every rank; no bias is zero, no scale one."""
+    return gpt2.random_weights(np.random.default_rng(11), **SHAPE, tied=tied)
+
+
+def write(folder, tensors, tied=True, prefix=""):
+    """Write the model on world rank 0. Comm: a barrier behind it."""
+    if WORLD.rank == 0:
+        config = gpt2.configuration(**SHAPE, heads=MODEL.heads, tied=tied)
+        gpt2.write_model(folder, tensors, config, prefix=prefix)
+    WORLD.Barrier()
+
+
+def config_of(layout, tied=True):
+    return small_config(layout, model=replace(MODEL, tied=tied))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_imported_model_computes_what_gpt2_computes(layout, tied, folder):
+    tensors = random_tensors(tied)
+    write(folder, tensors, tied, prefix="transformer." if tied else "")
+    worker = worker_of(config_of(layout, tied))
+    checkpoint.load(worker, str(folder))
+    ids = np.array([28, 3, 0, 17, 17])
+    batch = Batch(ids[None], None, np.arange(len(ids)))
+    outputs = worker.forward(1, lambda mb: batch)
+    assert bool(outputs) == (worker.schedule.num_stages - 1 in worker.stages)
+    if outputs:
+        parts = worker.comms.tp.all_gather(outputs[0], "test.logits")  # (tp, N, V/tp)
+        logits = np.concatenate(list(parts), axis=1)[:, :MODEL.vocab_size]
+        assert_close(logits, gpt2.logits(tensors, MODEL.heads, ids), 1e-12, "logits")
+    worker.close()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("block_bytes", [1, 300, 2**24])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_written_file_has_the_same_bytes_on_every_layout(
+    layout, block_bytes, tied, folder, monkeypatch
+):
+    config = config_of(layout, tied)
+    worker = worker_of(config)
+    worker.initialize()
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+    checkpoint.save(worker, folder / "here")
+    worker.close()
+    if WORLD.rank == 0:
+        alone = worker_of(config, alone=True)
+        alone.initialize()
+        monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 2**24)
+        checkpoint.save(alone, folder / "alone")
+        for name in ("model.safetensors", "config.json"):
+            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+        shapes = gpt2.shapes(**SHAPE, tied=tied)
+        found = gpt2.read_file(folder / "here" / "model.safetensors")
+        assert {key.removeprefix("transformer."): x.shape for key, x in found.items()} == shapes
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, folder, monkeypatch):
+    """A tensor of the file that a wrong rank or row would get is told apart: all values differ."""
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+    tensors = random_tensors(tied=False)
+    write(folder, tensors, tied=False)
+    worker = worker_of(config_of(layout, tied=False))
+    checkpoint.load(worker, str(folder))
+    checkpoint.save(worker, folder / "again")
+    worker.close()
+    if WORLD.rank == 0:
+        again = gpt2.read_file(folder / "again" / "model.safetensors")
+        for name, x in tensors.items():
+            full = name if name == "lm_head.weight" else f"transformer.{name}"
+            np.testing.assert_array_equal(again[full], x, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
+    """Rank 0 receives row blocks, never a whole tensor, and each block goes only where it is needed."""
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 600)
+    worker = worker_of(config_of(layout))
+    worker.initialize()
+    worker.recorder.reset_counters()
+    checkpoint.save(worker, folder)
+    largest = max((record[9] for record in worker.recorder.records), default=0)
+    row = 8 * max(3 * MODEL.d_model, MODEL.ffn)
+    assert largest <= max(600, row)
+    sent = sum(counter[1] for key, counter in worker.recorder.counters.items() if key[2] == "send")
+    received = sum(
+        counter[1] for key, counter in worker.recorder.counters.items() if key[2] == "recv")
+    assert sent == 0 or WORLD.rank > 0
+    assert (received > 0) == (WORLD.rank == 0 and layout[1] * layout[2] > 1)
+    assert WORLD.allreduce(sent) == WORLD.allreduce(received)
+    worker.close()
+
+
+def text_of(worker, prompt, temperature, seed=3, count=9):
+    return list(generate(worker, prompt, count, temperature, seed))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_text_is_that_of_one_rank(layout, temperature, folder):
+    tensors = random_tensors()
+    write(folder, tensors)
+    config = config_of(layout)
+    worker, alone = worker_of(config), worker_of(config, alone=True)
+    for each in (worker, alone):
+        checkpoint.load(each, str(folder))
+    for name, prompt in PROMPTS.items():
+        found = text_of(worker, prompt, temperature)
+        everywhere = WORLD.allgather(found)
+        assert everywhere == [found] * WORLD.size, "ranks saw different tokens"
+        assert found == text_of(alone, prompt, temperature), name
+        if temperature == 0:
+            expected = gpt2.greedy(tensors, MODEL.heads, prompt, len(found), MODEL.seq_len)
+            assert found == expected, name
+    worker.close()
+
+
+@pytest.mark.skipif(WORLD.size > 2, reason="no question of the layout")
+def test_sampling_follows_seed_and_temperature(folder):
+    write(folder, random_tensors())
+    worker = worker_of(config_of(HERE[0]))
+    checkpoint.load(worker, str(folder))
+    cold = text_of(worker, [1, 2], 0.0)
+    assert text_of(worker, [1, 2], 1e-9) == cold
+    warm = {tuple(text_of(worker, [1, 2], 5.0, seed)) for seed in range(4)}
+    assert len(warm) == 4
+    assert tuple(cold) not in warm
+    worker.close()
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
+    """All rows of the head are equal: each token ties with each, padding must not win."""
+    tensors = random_tensors(tied=False)
+    tensors["lm_head.weight"] = np.ones((MODEL.vocab_size, 1)) * tensors["lm_head.weight"][:1]
+    write(folder, tensors, tied=False)
+    worker = worker_of(config_of(layout, tied=False))
+    checkpoint.load(worker, str(folder))
+    assert text_of(worker, [4], 0.0, count=3) == [0, 0, 0]
+    # Drawn among equals, each id comes up, and none beyond the vocabulary.
+    drawn = text_of(worker, [4], 1.0, count=60)
+    assert max(drawn) < MODEL.vocab_size
+    assert len(set(drawn)) > 15
+    worker.close()
+
+
+def test_config_of_the_written_model(folder):
+    worker = worker_of(config_of(HERE[0]))
+    worker.initialize()
+    checkpoint.save(worker, folder)
+    worker.close()
+    if WORLD.rank == 0:
+        found = json.loads((folder / "config.json").read_text())
+        wanted = gpt2.configuration(**SHAPE, heads=MODEL.heads, tied=True)
+        assert {key: found.get(key) for key in ("n_layer", "n_inner", "vocab_size")} == {
+            key: wanted[key] for key in ("n_layer", "n_inner", "vocab_size")}

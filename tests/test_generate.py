@@ -1,0 +1,165 @@
+"""Prompts, tokens and text; `mpipar generate` as a user starts it.
+
+That every layout draws the same tokens is in tests/mpi/test_weights_and_text.py.
+"""
+
+import gpt2_reference as gpt2
+import numpy as np
+import pytest
+from helpers import find_launcher
+from hypothesis import example, given
+from hypothesis import strategies as st
+from program import layout_flags, mpipar, one_block
+
+from mpipar.commands.generate import show
+from mpipar.errors import UsageError
+from mpipar.generate import decode, encode
+
+needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SHAPE = {"layers": 4, "D": 18, "F": 30, "T": 7, "tied": True}
+HEADS = 6
+
+
+# --- prompts
+
+
+@given(st.text(min_size=1))
+def test_text_there_and_back(text):
+    assert decode(encode(text, 256), 256) == text
+    assert encode(text, 512) == list(text.encode())
+
+
+@given(st.lists(st.integers(0, 50256), min_size=1))
+def test_ids_there_and_back(ids):
+    assert encode(decode(ids, 50257), 50257) == ids
+
+
+def test_bytes_that_are_no_text():
+    assert decode([65, 255, 66], 256) == "A\ufffdB"
+    assert decode([65, 300, 66], 512) == "AB", "ids beyond the bytes are padding of the vocabulary"
+
+
+@pytest.mark.parametrize(("prompt", "vocab_size"), [
+    ("", 256), ("\u00e9", 128), ("AB", 66), ("", 50257), ("  ", 50257), ("the", 50257),
+    ("1 -2", 50257), ("50257", 50257), ("1.5", 50257), ("1,2", 50257),
+])  # fmt: skip
+def test_prompt_that_this_vocabulary_cannot_take(prompt, vocab_size):
+    with pytest.raises(UsageError) as caught:
+        encode(prompt, vocab_size)
+    assert f"--prompt {prompt!r}" in str(caught.value)
+    assert f"vocabulary of {vocab_size:,}" in str(caught.value)
+
+
+@given(st.binary(min_size=1).map(list))
+@example(list("a\u20ac\U0001f600".encode()))
+@example([0xE2, 0x82])
+@example([0xF0, 0x9F, 65, 0xE2, 0x82, 0xAC])
+def test_text_shown_piece_by_piece_is_the_whole_text(tokens):
+    """A character of several bytes is shown when its last byte has come, and never taken back."""
+    pieces = list(show(tokens[:1], iter(tokens[1:]), 256))
+    assert "".join(pieces) == decode(tokens, 256)
+
+
+def test_a_letter_is_shown_as_soon_as_it_is_there():
+    tokens = iter(list("b\u20acc".encode()))
+    assert list(show([97], tokens, 256)) == ["a", "b", "", "", "\u20ac", "c", ""]
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two random models: of bytes, and of token ids."""
+    rng = np.random.default_rng(5)
+    folder = tmp_path_factory.mktemp("models")
+    tensors = {}
+    for name, vocab_size in (("bytes", 256), ("ids", 601)):
+        tensors[name] = gpt2.random_weights(rng, **SHAPE, V=vocab_size)
+        config = gpt2.configuration(**SHAPE, V=vocab_size, heads=HEADS)
+        gpt2.write_model(folder / name / "weights", tensors[name], config)
+    return folder, tensors
+
+
+def generated(models, name, *words, ranks=None):
+    result = mpipar("generate", models[0] / name, "--dtype", "float64", *words, ranks=ranks)
+    assert result.returncode == 0, result.tail()
+    assert result.stderr == ""
+    return result.stdout
+
+
+def expected_text(models, name, prompt, count):
+    vocab_size = {"bytes": 256, "ids": 601}[name]
+    tokens = encode(prompt, vocab_size)
+    found = gpt2.greedy(models[1][name], HEADS, tokens, count, SHAPE["T"])
+    return decode([*tokens, *found], vocab_size) + "\n"
+
+
+@pytest.mark.parametrize(("name", "prompt"), [
+    ("bytes", "x"), ("bytes", "caf\u00e9 \u20ac"), ("bytes", "a prompt longer than the context"),
+    ("ids", "600"), ("ids", " 7  600\n3 "), ("ids", "1 2 3 4 5 6 7 8 9 10"),
+])  # fmt: skip
+def test_greedy_text_is_that_of_an_independent_gpt2(name, prompt, models):
+    words = ["--prompt", prompt, "--temperature", "0", "--sample-tokens", "20"]
+    assert generated(models, name, *words) == expected_text(models, name, prompt, 20)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(("layout", "name"), [
+    ((1, 1, 3), "bytes"), ((1, 4, 1), "ids"), ((2, 1, 2), "bytes"), ((1, 2, 2), "ids"),
+], ids=str)  # fmt: skip
+def test_text_is_that_of_one_rank(layout, name, models):
+    ranks = int(np.prod(layout))
+    for words in (["--temperature", "0"], ["--temperature", "0.8", "--seed", "4"]):
+        words = ["--prompt", "12 3", "--sample-tokens", "15", *words]
+        text = generated(models, name, *words, *layout_flags(layout), ranks=ranks)
+        assert text == generated(models, name, *words)
+
+
+def test_any_number_of_tokens(models):
+    for count in (0, 1, 5):
+        words = ["--prompt", "1 2 3", "--sample-tokens", str(count)]
+        assert len(generated(models, "ids", *words).split()) == 3 + count
+
+
+def test_float32_is_the_default(models):
+    result = mpipar("generate", models[0] / "bytes" / "weights", "--prompt", "a")
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.startswith("a")
+
+
+@pytest.mark.parametrize(("words", "code", "parts"), [
+    ("nowhere", 65, ["nowhere", "no weights here", "nowhere/weights"]),
+    ("bytes --prompt=", 2, ["--prompt ''"]),
+    ("ids", 2, ["--prompt 'The '", "any other takes ids"]),
+    ("bytes --temperature -1", 2, ["--temperature -1", "at least 0"]),
+    ("bytes --layers 2", 2, ["--layers: unknown flag"]),
+    ("bytes --tp 4", 2, ["tp 4", "1 was started"]),
+])  # fmt: skip
+def test_bad_input_is_refused(words, code, parts, models):
+    run, *rest = words.split()
+    found, block = one_block(mpipar("generate", models[0] / run, *rest))
+    assert found == code
+    assert all(part in block for part in parts), block
+
+
+# --- training on tokens ends in tokens
+
+
+def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
+    """The default prompt is text, which such a model could not take; nobody typed it."""
+    ids = np.tile(np.arange(600, 620), 30).astype("<u2")
+    (tmp_path / "tokens.bin").write_bytes(ids.tobytes())
+    words = ["--data", tmp_path / "tokens.bin", "--vocab-size", "620", "--steps", "1",
+             "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "8",
+             "--sample-tokens", "3", "--batch-size", "4"]
+    result = mpipar("train", *words, "--out", tmp_path / "run")
+    assert result.returncode == 0, result.tail()
+    assert "bigram" not in result.stdout, "that model is one of bytes"
+    text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
+    assert len(text.split()) == 4
+    assert text.startswith("600 ")
+    typed = mpipar("train", *words, "--prompt", "Once", "--out", tmp_path / "typed")
+    code, block = one_block(typed)
+    assert code == 2
+    assert "--prompt 'Once'" in block
