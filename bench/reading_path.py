@@ -2,8 +2,9 @@
 
     mpiexec -n 4 python -m bench.reading_path [--json FILE]
 
-Every rank takes one step of the default layout under a profile hook. A stop's lines are those of the functions and
-methods that ran on any rank, with their comments and docstrings: what a reader has to read.
+Every rank takes one step of the default layout under a profile hook. A stop's lines are those of
+the functions and methods that ran on any rank, with their comments and docstrings: what a reader
+has to read.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def stop_of(path: Path) -> str | None:
 
 
 def ran_lines(world) -> dict[str, set]:
-    """{stop: {"file:line"}} of the functions that this rank runs. Comm: everything of a training step."""
+    """{stop: {"file:line"}} of the functions that this rank runs. Comm: everything of a training
+    step.
+    """
     lines: dict[str, set] = {stop: set() for stop in STOPS}
     seen = set()
 

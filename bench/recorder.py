@@ -2,12 +2,12 @@
 
     mpiexec -n 2 python -m bench.recorder
 
-Part 1, on world rank 0 alone: every operation is called on a communicator of one process, where the message costs
-next to nothing and nobody else's delay is in the numbers; the group only claims to have two members, so that
-everything is recorded. The cost of a call is the difference to the bare call. Bare and recorded calls take turns
-in short batches; the best batch of each counts, because whatever else runs on the machine can only add.
-Part 2, on all ranks: records and spans in a training step of the default model, times these costs, divided by the
-step's duration.
+Part 1, on world rank 0 alone: every operation is called on a communicator of one process, where the
+message costs next to nothing and nobody else's delay is in the numbers; the group only claims to
+have two members, so that everything is recorded. The cost of a call is the difference to the bare
+call. Bare and recorded calls take turns in short batches; the best batch of each counts, because
+whatever else runs on the machine can only add. Part 2, on all ranks: records and spans in a
+training step of the default model, times these costs, divided by the step's duration.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def measure_calls(repeats: int) -> dict:
 
 
 def measure_step(steps: int) -> tuple[int, int, float]:
-    """(records, spans, nanoseconds) of a step of the default model on these ranks, median of steps."""
+    """(records, spans, nanoseconds) of a step of the default model on these ranks, median of
+    steps.
+    """
     world = MPI.COMM_WORLD
     config, _ = resolve(Config(), world.size)
     ops, recorder = ops_module.make("cpu", config.run.dtype), Recorder(None)

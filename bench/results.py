@@ -1,4 +1,5 @@
-"""Results of benchmarks as files: rows, the machine, the date; and the tables that the README shows of them.
+"""Results of benchmarks as files: rows, the machine, the date; and the tables that the README shows
+of them.
 
     python -m bench.results            # write all tables into README.md again
     python -m bench.results --check    # exit 1 if a table there is not what its file says
@@ -6,7 +7,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ def machine() -> dict:
         names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
         model = names[0] if names else model
     return {
-        "date": datetime.date.today().isoformat(), "cpu": model,
+        "date": dt.date.today().isoformat(), "cpu": model,
         "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(), "numpy": np.__version__,
@@ -37,7 +38,9 @@ def machine() -> dict:
 
 
 def write(path: str, bench: str, rows: list[dict], **facts) -> None:
-    """Write a result file: rows with the unit in each column's name, and everything else as facts."""
+    """Write a result file: rows with the unit in each column's name, and everything else as
+    facts.
+    """
     result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")

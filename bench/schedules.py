@@ -1,16 +1,16 @@
-"""What each pipeline schedule recovers of the time that layer-wise parallelism leaves idle, measured and simulated.
+"""What each pipeline schedule recovers of the time that layer-wise parallelism leaves idle,
+measured and simulated.
 
     mpiexec -n 4 python -m bench.schedules [--num-microbatches 8] [--cell-ms 25] [--json FILE]
 
-The real engine runs the real programs and sends real messages, but a pass sleeps for its cost instead of computing.
-So four workers on two cores measure the order of the work and not the cores.
+The real engine runs the real programs and sends real messages, but a pass sleeps for its cost
+instead of computing. So four workers on two cores measure the order of the work and not the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 
 import numpy as np
@@ -68,7 +68,7 @@ class NoSync:
         pass
 
 
-def one_schedule(world, ops, name: str, num_microbatches: int, cell: float, repeats: int) -> dict | None:
+def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: int):
     """Measured and simulated makespan and busy share of one schedule; a row on world rank 0.
 
     Comm: the schedule's messages, a barrier before each repetition, one gather.
@@ -77,7 +77,8 @@ def one_schedule(world, ops, name: str, num_microbatches: int, cell: float, repe
     schedule = schedules.make(name, world.size, num_microbatches)
     comms = Comms(grid, ops, recorder, world)
     last = schedule.num_stages - 1
-    stages = {stage: Sleeper(ops, cell, stage == last) for stage in schedule.stages_of(grid.pp_rank)}
+    stages = {stage: Sleeper(ops, cell, stage == last)
+              for stage in schedule.stages_of(grid.pp_rank)}
     engine = Engine(ops, stages, schedule, comms.pp, recorder, NoSync())
     program = schedules.lower(schedule, grid.pp_rank)
     seconds, busy = [], []
@@ -104,7 +105,9 @@ def one_schedule(world, ops, name: str, num_microbatches: int, cell: float, repe
 
 
 def main(argv, session) -> int:
-    """Run all schedules that take these counts; exit 1 if one is more than 5 % off its simulation."""
+    """Run all schedules that take these counts; exit 1 if one is more than 5 % off its
+    simulation.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench.schedules", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-microbatches", type=int, default=8)
@@ -114,14 +117,13 @@ def main(argv, session) -> int:
     args = parser.parse_args(argv)
     world = session.start()
     ops = ops_module.make("cpu", "float32")
-    rows = []
-    for name in schedules.SCHEDULES:
-        if not schedules.problems(name, world.size, args.num_microbatches):
-            rows.append(one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3,
-                                     args.repeats))
+    rows = [one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3, args.repeats)
+            for name in schedules.SCHEDULES
+            if not schedules.problems(name, world.size, args.num_microbatches)]
     if world.rank > 0:
         return 0
-    # A chunk of a schedule with two per rank is half the work: recovered compares the time per unit of work.
+    # A chunk of a schedule with two per rank is half the work: recovered compares the time per unit
+    # of work.
     idle = 1 - rows[0]["busy_measured"]
     for row in rows:
         row["idle_recovered"] = 1 - (1 - row["busy_measured"]) / idle

@@ -18,6 +18,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results
+from bench.torch_decoder import TorchDecoder
 from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig, resolve
 from mpipar.data.rows import Batch
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
@@ -53,78 +54,6 @@ class OurSide:
         """Clip and apply the gradients."""
         self.worker.gradsync.clip(self.norm, self.config.train.clip)
         self.worker.optimizer.step(learning_rate(self.config.train, step), step)
-
-
-class TorchSide:
-    """The same step by PyTorch: functional eager code on leaf tensors named like our parameters."""
-
-    def __init__(self, torch, config, batch, weights):
-        self.torch, self.functional, self.config = torch, torch.nn.functional, config
-        self.tokens, self.targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-        seq_len = config.model.seq_len
-        self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
-        self.leaves = {
-            name: torch.tensor(self._their_layout(name, w)).requires_grad_()
-            for name, w in weights.items()
-        }
-        train = config.train
-        decayed = [w for w in self.leaves.values() if w.ndim > 1]
-        plain = [w for w in self.leaves.values() if w.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-        )
-
-    @staticmethod
-    def _their_layout(name, w):
-        """A matrix as torch.nn.Linear keeps it, (out, in), so that its product adds the bias."""
-        if name.endswith(".b"):
-            w = w.reshape(-1)
-        elif name.startswith("block") and w.ndim > 1:
-            inputs = w.ndim - 1 if name.endswith(".proj.w") else 1
-            w = w.reshape(int(np.prod(w.shape[:inputs])), -1).T
-        return np.ascontiguousarray(w)
-
-    def _linear(self, x, name):
-        return self.functional.linear(x, self.leaves[f"{name}.w"], self.leaves[f"{name}.b"])
-
-    def _norm(self, x, name):
-        w, b = self.leaves[f"{name}.w"], self.leaves[f"{name}.b"]
-        return self.functional.layer_norm(x, w.shape, w, b)
-
-    def _block(self, x, name):
-        model = self.config.model
-        qkv = self._linear(self._norm(x, f"{name}.norm1"), f"{name}.attn.qkv")
-        qkv = qkv.view(*x.shape[:2], 3, model.heads, -1)  # (B, T, 3, H, d)
-        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
-        scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
-        probs = self.torch.softmax(scores.masked_fill(self.hidden, -float("inf")), dim=-1)
-        heads = (probs @ v).transpose(1, 2).reshape(x.shape)
-        x = x + self._linear(heads, f"{name}.attn.proj")
-        h = self._linear(self._norm(x, f"{name}.norm2"), f"{name}.ffn.up")
-        return x + self._linear(self.functional.gelu(h, approximate="tanh"), f"{name}.ffn.down")
-
-    def forward_backward(self, step):
-        """Return the loss; leaves the gradients in the leaves."""
-        self.optimizer.zero_grad(set_to_none=True)
-        table = self.leaves["embedding.tokens"]
-        x = self.functional.embedding(self.tokens, table) + self.leaves["embedding.positions"]
-        for index in range(self.config.model.layers):
-            x = self._block(x, f"block{index}")
-        logits = self.functional.linear(self._norm(x, "final_norm"), table)
-        loss = self.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
-        loss.backward()
-        return loss.item()
-
-    def update(self, step):
-        """Clip and apply the gradients."""
-        train = self.config.train
-        self.torch.nn.utils.clip_grad_norm_(self.leaves.values(), train.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(train, step)
-        self.optimizer.step()
 
 
 def parse(argv):
@@ -167,7 +96,7 @@ def setup(args, torch):
     tokens = rng.integers(0, args.vocab_size, (args.batch_size, args.seq_len + 1))
     batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(args.seq_len))
     ours = OurSide(config, batch)
-    return ours, TorchSide(torch, config, batch, ours.weights())
+    return ours, TorchDecoder(torch, config, batch, ours.weights())
 
 
 def disagreement(ours, theirs):

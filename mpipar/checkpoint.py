@@ -73,10 +73,11 @@ def _shard_part(param, index, count, first, last):
 
 
 def stream(worker, array_of):
-    """Yield (name, disk shape, first row, block) of full tensors on world rank 0, nothing elsewhere.
+    """Yield (name, disk shape, first row, block) of full tensors on world rank 0, nothing
+    elsewhere.
 
-    array_of(param) picks what is streamed: `param.data`, or `param.grad` for a comparison. The block keeps the
-    parameter's logical shape. Every rank must run this to the end.
+    array_of(param) picks what is streamed: `param.data`, or `param.grad` for a comparison. The
+    block keeps the parameter's logical shape. Every rank must run this to the end.
     Comm: per block and owner other than rank 0, one send over world, in the order of the file.
     """
     ops, grid, world = worker.ops, worker.grid, worker.comms.world
@@ -151,12 +152,13 @@ def save(worker, folder: Path) -> None:
 
 
 def _replace(path: Path, pieces) -> None:
-    """Write a file under another name and rename it: its readers see all of it or the former one."""
+    """Write a file under another name and rename it: readers see it whole, or the former one."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
-            for piece in pieces:
-                file.write(np.ascontiguousarray(piece) if isinstance(piece, np.ndarray) else piece)
+            file.writelines(
+                np.ascontiguousarray(piece) if isinstance(piece, np.ndarray) else piece
+                for piece in pieces)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -1,11 +1,13 @@
 """The wire: the only module that moves data between ranks.
 
-One `Comm` per group. Each call has a `name=` (the barrier that a reader finds in tables and traces), appends one
-record, and is a no-op in a group of one: no layer ever asks how many ranks there are. Reductions work in place
-on the array they are given. How bytes travel is the transport's business (`mpipar/transport.py`).
+One `Comm` per group. Each call has a `name=` (the barrier that a reader finds in tables and
+traces), appends one record, and is a no-op in a group of one: no layer ever asks how many ranks
+there are. Reductions work in place on the array they are given. How bytes travel is the transport's
+business (`mpipar/transport.py`).
 
-Who must make the same call: every member of the group, in the same order; for send and recv, the peer with
-the same tag. What breaks otherwise: a hang, or a wrong sum on some ranks without any error.
+Who must make the same call: every member of the group, in the same order; for send and recv, the
+peer with the same tag. What breaks otherwise: a hang, or a wrong sum on some ranks without any
+error.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from mpipar.trace import WAITED, perf_counter_ns
 
 
 class Pending:
-    """A posted, unfinished operation; `array` must not be touched before `wait` or a true `test`."""
+    """A posted operation; `array` must not be touched before `wait` or a true `test`."""
 
     def __init__(self, request, record, recorder, array):
         self.request = request
@@ -50,7 +52,7 @@ class Pending:
 
 
 class Comm:
-    """One group of ranks along `axis`; `ranks` are their world ranks, `index` is this rank's place."""
+    """One group of ranks along `axis`: their world ranks, and this rank's place `index`."""
 
     def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire, recorder):
         self.axis = axis
@@ -121,7 +123,7 @@ class Comm:
             self.recorder.close(record)
 
     def isend(self, x, peer: int, tag: int, name: str) -> Pending:
-        """Post a send of x to `peer` (place in the group); x must not be written until it is done."""
+        """Post a send of x to `peer` (place in the group); x must not be written until done."""
         record = self.recorder.open("send", name, self, x.nbytes, x.dtype, peer, tag)
         return Pending(self.wire.isend(x, peer, tag), record, self.recorder, x)
 
@@ -148,8 +150,8 @@ class Comm:
 class Comms:
     """All groups of one rank: `world`, one per axis, and subgroups of the pipeline by name.
 
-    `subgroups` maps a name (e.g. "tie", "mirror") to the pipeline ranks of *every* such group: all ranks take
-    part in making them, whether they are members or not.
+    `subgroups` maps a name (e.g. "tie", "mirror") to the pipeline ranks of *every* such group: all
+    ranks take part in making them, whether they are members or not.
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
@@ -160,7 +162,7 @@ class Comms:
         options = options._replace(patient=transport.shares_cores(mpi_world))
 
         def connect(axis, ranks, alone=False):
-            """My group's Comm; alone: there is no group of several ranks on this axis, so no split."""
+            """My group's Comm; alone: no group on this axis has several ranks, so no split."""
             wire = None if alone else transport.connect(ops, mpi_world, ranks, options, recorder)
             return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder)
 
@@ -174,7 +176,10 @@ class Comms:
             self.by_axis[name] = connect(name, grid.pp_subgroup(mine), alone)
 
     def close(self) -> None:
-        """Free the communicators: MPI has only some two thousand. Comm: every rank, in the same order."""
+        """Free the communicators: MPI has only some two thousand.
+
+        Comm: every rank, in the same order.
+        """
         for comm in (self.world, *self.by_axis.values()):
             if comm.wire is not None:
                 comm.wire.close()

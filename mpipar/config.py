@@ -119,7 +119,8 @@ class RunConfig:
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call")
     hang_warn: float = setting(
-        60.0, "seconds without progress until a rank reports who waits for whom; 0 = never", low=0.0)
+        60.0, "seconds without progress until it is reported who waits for whom; 0 = never",
+        low=0.0)
     hang_stop: float = setting(
         600.0, "seconds without progress until the job ends with exit code 76; 0 = never", low=0.0)
     trace: str | None = setting(

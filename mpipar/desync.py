@@ -1,8 +1,9 @@
 """The desync guard: before each collective the ranks of a group agree that they make the same call.
 
-MPI does not check this: ranks that meet in different collectives hang, or one of them returns garbage. The guard sits
-between a Comm and its transport and reads what is about to be called from the record that the Comm has just opened.
-Its own messages travel on a communicator of their own and are not in the records.
+MPI does not check this: ranks that meet in different collectives hang, or one of them returns
+garbage. The guard sits between a Comm and its transport and reads what is about to be called from
+the record that the Comm has just opened. Its own messages travel on a communicator of their own and
+are not in the records.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ TEXT_BYTES = 400  # of one rank's description, when they differ
 class CheckedTransport:
     """A transport whose collectives are first compared over the group.
 
-    Raises HangError on every rank of the group, with the same text that says who calls what, when they differ.
-    Comm: one all-reduce of 16 bytes before each collective, and one all-gather when they differ.
+    Raises HangError on every rank of the group, with the same text that says who calls what, when
+    they differ. Comm: one all-reduce of 16 bytes before each collective, and one all-gather when
+    they differ.
     """
 
     def __init__(self, wire, mpi_comm, ranks, recorder):

@@ -1,8 +1,10 @@
-"""Text from the model, token by token, through the same pipeline and the same cut layers that train.
+"""Text from the model, token by token, through the same pipeline and the same cut layers that
+train.
 
-No rank ever sees all logits: each offers its best token, and the best of those wins. Sampling adds Gumbel noise
-to logits / temperature and takes the largest sum, which is a draw from the softmax (arXiv 1611.01144); the noise
-of a token is a pure function of (seed, position, token id), so every layout draws the same text.
+No rank ever sees all logits: each offers its best token, and the best of those wins. Sampling adds
+Gumbel noise to logits / temperature and takes the largest sum, which is a draw from the softmax
+(arXiv 1611.01144); the noise of a token is a pure function of (seed, position, token id), so every
+layout draws the same text.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def encode(prompt: str, vocab_size: int) -> list[int]:
     if bad or not tokens:
         raise UsageError(
             f"--prompt {prompt!r}: needs at least one token, all below the model's vocabulary of"
-            f" {vocab_size:,}; a model of bytes takes text, any other takes ids, as --prompt '464 318'")
+            f" {vocab_size:,}; a model of bytes takes text, any other takes ids, as in"
+            " --prompt '464 318'")
     return tokens
 
 
@@ -40,8 +43,9 @@ def decode(tokens: list[int], vocab_size: int) -> str:
 def generate(worker, prompt: list[int], num_tokens: int, temperature: float, seed: int):
     """Yield num_tokens further tokens, the same on every rank; temperature 0 takes the likeliest.
 
-    The last T tokens are the context, and each token runs the whole context through the model again.
-    Comm: per token one forward pass, one all_gather of two numbers over tp, one broadcast over world.
+    The last T tokens are the context, and each token runs the whole context through the model
+    again. Comm: per token one forward pass, one all_gather of two numbers over tp, one broadcast
+    over world.
     """
     ops, model = worker.ops, worker.config.model
     last_stage = worker.schedule.num_stages - 1
@@ -59,7 +63,8 @@ def generate(worker, prompt: list[int], num_tokens: int, temperature: float, see
             if temperature > 0:
                 own = slice(loss.start, loss.start + logits.shape[1])
                 padded = logits.shape[1] * worker.comms.tp.size
-                generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, position, 0, 1]))
+                philox = np.random.Philox(key=seed, counter=[0, position, 0, 1])
+                generator = np.random.Generator(philox)
                 noise = temperature * generator.gumbel(size=padded)[None, own]
                 noise = ops.asarray(noise.astype(ops.dtype))
             best = ops.argmax_forward(logits, loss.start, model.vocab_size, noise)

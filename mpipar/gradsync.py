@@ -1,9 +1,11 @@
-"""Gradient synchronization: sums over the groups that hold partial gradients, the norm, and clipping.
+"""Gradient synchronization: sums over the groups that hold partial gradients, the norm, and
+clipping.
 
-Gradients lie in one flat buffer per stage. Most are partial over dp only: they are cut into buckets whose
-all-reduces start as soon as the stage has finished its last backward, while other stages still compute. A tied
-table that lies on two pipeline ranks is first summed over those two (group "tie"), then over dp, when
-everything else is done: a sum that starts earlier would make one end wait for the other's backward.
+Gradients lie in one flat buffer per stage. Most are partial over dp only: they are cut into buckets
+whose all-reduces start as soon as the stage has finished its last backward, while other stages
+still compute. A tied table that lies on two pipeline ranks is first summed over those two (group
+"tie"), then over dp, when everything else is done: a sum that starts earlier would make one end
+wait for the other's backward.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from mpipar.trace import DONE, POSTED, WAITED
 
 
 class GradSync:
-    """Owns the pending all-reduces of one step. comms: the groups of this rank; stages: {stage: Stage}."""
+    """Owns the pending all-reduces of one step. comms: the groups of this rank; stages: {stage:
+    Stage}.
+    """
 
     def __init__(self, ops, stages, comms, recorder, bucket_bytes):
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
@@ -23,7 +27,10 @@ class GradSync:
         self.overlapped_ns = self.flight_ns = 0
 
     def start(self, stage: int) -> None:
-        """Post the buckets of a stage's finished gradients. Comm: one all_reduce per bucket over dp."""
+        """Post the buckets of a stage's finished gradients.
+
+        Comm: one all_reduce per bucket over dp.
+        """
         flat = self.stages[stage].flat
         for groups, run in flat.runs(lambda param: param.grad_groups):
             if groups:
@@ -35,8 +42,8 @@ class GradSync:
     def finish(self) -> None:
         """Return when every gradient is the sum over all its groups.
 
-        Comm: waits for the buckets; then, per run of parameters with further groups, one all_reduce over each
-        of those groups and one over dp.
+        Comm: waits for the buckets; then, per run of parameters with further groups, one all_reduce
+        over each of those groups and one over dp.
         """
         for pending in self.pending:
             record = pending.record
@@ -64,7 +71,7 @@ class GradSync:
             self.ops.fill(stage.flat.grad, 0)
 
     def square_sum(self) -> float:
-        """This rank's share of the squared global gradient norm: owned parameters, first dp replica only."""
+        """This rank's share of the squared gradient norm: owned parameters, first dp replica."""
         if self.comms.dp.index > 0:
             return 0.0
         total = 0.0
@@ -82,7 +89,10 @@ class GradSync:
 
 
 def agree(ops, comms, values: list[float], name: str) -> list[float]:
-    """Sum a few numbers over all ranks: the one scalar barrier of a step. Comm: one all_reduce over world."""
+    """Sum a few numbers over all ranks: the one scalar barrier of a step.
+
+    Comm: one all_reduce over world.
+    """
     import numpy as np
 
     x = ops.asarray(np.array(values, dtype=np.float64))
@@ -90,4 +100,5 @@ def agree(ops, comms, values: list[float], name: str) -> list[float]:
 
 
 def is_finite(*values: float) -> bool:
+    """Whether none of the values is NaN or infinite."""
     return all(math.isfinite(value) for value in values)

@@ -1,8 +1,9 @@
 """Rank arithmetic: where a rank stands in the grid pp x dp x cp x tp, and who is in its groups.
 
-By default `world_rank = ((pp_rank*dp_size + dp_rank)*cp_size + cp_rank)*tp_size + tp_rank`: the axis with the
-most traffic (tp) is innermost, so its groups are neighbours and cross the slowest links least. `order` names
-the axes from outermost to innermost. Pure arithmetic: no MPI here, so every rank of every layout can be asked.
+By default `world_rank = ((pp_rank*dp_size + dp_rank)*cp_size + cp_rank)*tp_size + tp_rank`: the
+axis with the most traffic (tp) is innermost, so its groups are neighbours and cross the slowest
+links least. `order` names the axes from outermost to innermost. Pure arithmetic: no MPI here, so
+every rank of every layout can be asked.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Grid:
         return self.axis_rank("tp")
 
     def at(self, **coordinates: int) -> int:
-        """World rank of the place that differs from this one in the given coordinates, e.g. at(pp=0)."""
+        """World rank of the place that differs from this one in the given coordinates, e.g.
+        at(pp=0).
+        """
         world_rank = 0
         for axis in self.order:
             coordinate = coordinates.get(axis, self.axis_rank(axis))

@@ -9,7 +9,7 @@ import math
 
 
 class Sgd:
-    """data -= lr * grad. No state, no decay: the update in which a wrong gradient scale shows at once."""
+    """data -= lr * grad. No state, no decay: a wrong gradient scale shows at once."""
 
     def __init__(self, ops, stages, config):
         self.ops, self.stages = ops, stages

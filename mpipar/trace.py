@@ -1,9 +1,9 @@
 """The recorder: every barrier and every compute span of a run, as plain values.
 
-It knows neither MPI nor other hosts' clocks. A communication record is a list that is opened when the
-operation is posted and closed when it is done, so a record whose `done_ns` is 0 is the operation that this
-rank is inside of right now. Records lie in a ring (the newest ones win); the counters beside the ring never
-overflow and give the tables that a run prints.
+It knows neither MPI nor other hosts' clocks. A communication record is a list that is opened when
+the operation is posted and closed when it is done, so a record whose `done_ns` is 0 is the
+operation that this rank is inside of right now. Records lie in a ring (the newest ones win); the
+counters beside the ring never overflow and give the tables that a run prints.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ POSTED, WAITED, DONE, OPERATION, NAME, AXIS, SEQ, PEER, TAG = range(9)
 PAYLOAD, WIRE, DTYPE, STEP, STAGE, MB, PHASE, SITE = range(9, 17)
 TALLY = 17  # behind the fields: what `close` adds to
 
-# What the records of one barrier share. A record must cost next to nothing, so these are found with one look-up
-# when the operation is posted: calls, nanoseconds inside, wire bytes of a call, code and instruction of the last
-# caller, and that caller as (file, line).
+# What the records of one barrier share. A record must cost next to nothing, so these are found with
+# one look-up when the operation is posted: calls, nanoseconds inside, wire bytes of a call, code
+# and instruction of the last caller, and that caller as (file, line).
 T_CALLS, T_NANOSECONDS, T_WIRE, T_CODE, T_INSTRUCTION, T_SITE = range(6)
 
 # Fields of a compute span, and of an operation of a layer (recorded only when asked for).
@@ -40,8 +40,8 @@ CALLS, BYTES, WIRE_BYTES, NANOSECONDS = range(4)
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     """Bytes that one rank sends for a payload of `payload` bytes, by the ring algorithm.
 
-    The payload is the whole vector for all_reduce, the whole output for all_gather, the whole input for
-    reduce_scatter and all_to_all. Source: the bus-bandwidth factors of nccl-tests' performance notes.
+    The payload is the whole vector for all_reduce, the whole output for all_gather, the whole input
+    for reduce_scatter and all_to_all. Source: the bus-bandwidth factors of nccl-tests.
     """
     if operation == "all_reduce":
         return 2 * (group_size - 1) * payload // group_size
@@ -63,9 +63,10 @@ def place(path: str, line: int) -> str:
 class Recorder:
     """Collects what one rank did: `records` of communication, `spans` of compute, and counters.
 
-    The engine and the loop set `step, stage, mb, phase` before they call anything that may communicate.
-    phase is F, I, W (compute of a schedule), sync (gradients, norm), opt, data, eval, save or setup.
-    `operations` holds one entry for each operation of a layer, where the ops are wrapped for it (ops/timed_ops.py).
+    The engine and the loop set `step, stage, mb, phase` before they call anything that may
+    communicate. phase is F, I, W (compute of a schedule), sync (gradients, norm), opt, data, eval,
+    save or setup. `operations` holds one entry for each operation of a layer, where the ops are
+    wrapped for it (ops/timed_ops.py).
     """
 
     def __init__(self, capacity: int | None = 4096):
@@ -80,7 +81,7 @@ class Recorder:
         self.phase = "setup"
 
     def resize(self, capacity: int | None) -> None:
-        """Give both rings room for `capacity` entries, None: for all; the newest present ones are kept."""
+        """Give both rings room for `capacity` entries (None: for all); the newest are kept."""
         self.records = deque(self.records, maxlen=capacity)
         self.spans = deque(self.spans, maxlen=capacity)
 
@@ -91,7 +92,9 @@ class Recorder:
 
     @property
     def counters(self) -> dict[tuple[str, str, str, str], list[int]]:
-        """(axis, barrier name, operation, phase) -> [calls, payload bytes, wire bytes, nanoseconds]."""
+        """(axis, barrier name, operation, phase) -> [calls, payload bytes, wire bytes,
+        nanoseconds].
+        """
         counters: dict = {}
         for (*key, payload), tally in self._tallies.items():
             calls = tally[T_CALLS]
@@ -116,7 +119,8 @@ class Recorder:
         if tally is None:
             wire = wire_bytes(operation, payload, comm.size)
             tally = self._tallies[key] = [0, 0, wire, None, -1, None]
-        # Finding a line number takes longer than all the rest, and the caller is mostly the same as last time.
+        # Finding a line number takes longer than all the rest, and the caller is mostly the same as
+        # last time.
         if tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti:
             site = (frame.f_code.co_filename, frame.f_lineno)
             tally[T_CODE:] = frame.f_code, frame.f_lasti, site

@@ -1,7 +1,7 @@
 """One rank's part of a training run: what it holds, and a training step in execution order.
 
-The same Worker runs under MPI on numbers, alone on one rank, and without MPI on shapes (the cost model): they
-differ in the `ops` and the transport that they are given, not in a line of code.
+The same Worker runs under MPI on numbers, alone on one rank, and without MPI on shapes (the cost
+model): they differ in the `ops` and the transport that they are given, not in a line of code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from mpipar.optim import OPTIMIZERS, learning_rate
 from mpipar.pipeline import schedules
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
-
 from mpipar.transport import Options
 
 
@@ -38,7 +37,8 @@ class StepResult:
 def make_schedule(grid_config):
     """The schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
 
-    Raises UsageError for counts that the schedule can't take, or a file that can't be read or can't run.
+    Raises UsageError for counts that the schedule can't take, or a file that can't be read or can't
+    run.
     """
     if grid_config.schedule_csv is not None:
         return read_csv(Path(grid_config.schedule_csv))
@@ -55,8 +55,8 @@ def holders(schedule, stages) -> tuple[int, ...]:
 class Worker:
     """Stages, groups, engine, gradient synchronization and optimizer of one rank.
 
-    config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None for no MPI.
-    Comm: makes the groups, one split over the world each; every rank must build its Worker.
+    config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None for no
+    MPI. Comm: makes the groups, one split over the world each; every rank must build its Worker.
     """
 
     def __init__(self, config, grid, ops, recorder, mpi_world=None):
@@ -65,8 +65,9 @@ class Worker:
         self.program = schedules.lower(self.schedule, grid.pp_rank)
         self.stage_layers = config.grid.stage_layers or balanced_layers(
             config.model, self.schedule.num_stages)
-        # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and stages that a
-        # bidirectional schedule holds twice ("mirror"). Their gradients are summed over these groups.
+        # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and
+        # stages that a bidirectional schedule holds twice ("mirror"). Their gradients are summed
+        # over these groups.
         last = self.schedule.num_stages - 1
         mirrors = {holders(self.schedule, (stage,)) for stage in range(last + 1)}
         subgroups = {"tie": [holders(self.schedule, (0, last))], "mirror": sorted(mirrors)}
@@ -86,7 +87,8 @@ class Worker:
         self.num_tokens = config.train.batch_size * config.model.seq_len  # of the global batch
 
     def _copies(self, stage):
-        """Groups that hold copies of the stage's parameters and of its tied table; and who owns them.
+        """Groups that hold copies of the stage's parameters and of its tied table; and who owns
+        them.
 
         Each tensor has one owner: the rank that runs its first stage on microbatch 0.
         """
@@ -108,12 +110,13 @@ class Worker:
             stage.flat.initialize(self.config.run.seed)
 
     def gradients(self, step: int, get_batch, stop_asked=False) -> tuple[float, float, bool]:
-        """Run forward and backward of one step; returns (mean loss, gradient norm, whether to stop).
+        """Run forward and backward of one step; returns (mean loss, gradient norm, whether to
+        stop).
 
-        get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the mean loss over
-        the global batch, on every rank that holds the parameter.
-        Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums, and one
-        all_reduce of three numbers over world.
+        get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
+        mean loss over the global batch, on every rank that holds the parameter.
+        Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums,
+        and one all_reduce of three numbers over world.
         """
         self.recorder.step = step
         self.gradsync.zero()
@@ -127,13 +130,15 @@ class Worker:
         # tp ranks know the same loss: one of them reports it.
         loss = sum(losses.values()) if self.comms.tp.index == 0 else 0.0
         loss, squares, stop = agree(
-            self.ops, self.comms, [loss, self.gradsync.square_sum(), float(stop_asked)], "step.norm")
+            self.ops, self.comms, [loss, self.gradsync.square_sum(), float(stop_asked)],
+            "step.norm")
         return loss / self.num_tokens, math.sqrt(squares), stop > 0
 
     def train_step(self, step: int, get_batch, stop_asked=False) -> StepResult:
         """One optimizer update; step counts from 1.
 
-        Raises NonFiniteError on every rank, before any weight changes, when loss or gradient is not finite.
+        Raises NonFiniteError on every rank, before any weight changes, when loss or gradient is not
+        finite.
         """
         start = perf_counter_ns()
         loss, norm, stop = self.gradients(step, get_batch, stop_asked)
@@ -151,7 +156,8 @@ class Worker:
         return StepResult(step, loss, norm, lr, (perf_counter_ns() - start) * 1e-9, stop)
 
     def forward(self, num_microbatches: int, get_batch) -> dict:
-        """Forward passes alone; returns the last stage's outputs by microbatch, where this rank has it.
+        """Forward passes alone; returns the last stage's outputs by microbatch, where this rank has
+        it.
 
         Outputs are sums of token losses, or logits (N, V/tp) for batches without targets.
         Comm: the sends and receives of the forward passes, and the layers' forward barriers.

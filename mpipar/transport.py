@@ -1,7 +1,9 @@
-"""How bytes travel: host memory, device memory, device memory staged through the host, or not at all.
+"""How bytes travel: host memory, device memory, device memory staged through the host, or not at
+all.
 
-Used by `mpipar/comm.py` alone. Upper-case mpi4py buffer calls only: mpi4py neither copies nor synchronizes, so
-a device transport drains the producing CUDA stream before every call, here and nowhere else.
+Used by `mpipar/comm.py` alone. Upper-case mpi4py buffer calls only: mpi4py neither copies nor
+synchronizes, so a device transport drains the producing CUDA stream before every call, here and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ import numpy as np
 
 from mpipar.desync import CheckedTransport
 
-
 POLLS_BEFORE_SLEEP = 20  # a message that is nearly there is not slept over
 POLL_SECONDS = 50e-6
 
 
 class Options(NamedTuple):
-    """How the wire behaves: sync_sends: a send is done only when it is matched. check: compare every collective
-    over its group first. patient: a rank that waits for a message gives its core away in between."""
+    """How the wire behaves: sync_sends: a send is done only when it is matched. check: compare
+    every collective over its group first. patient: a rank that waits for a message gives its core
+    away in between.
+    """
 
     sync_sends: bool = False
     check: bool = False
@@ -30,7 +33,10 @@ class Options(NamedTuple):
 
 
 def shares_cores(mpi_world) -> bool:
-    """Whether some host has more ranks than cores. Comm: one split, one all_reduce over the world."""
+    """Whether some host has more ranks than cores.
+
+    Comm: one split, one all_reduce over the world.
+    """
     if mpi_world is None:
         return False
     from mpi4py import MPI
@@ -45,8 +51,8 @@ def shares_cores(mpi_world) -> bool:
 def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options, recorder):
     """The transport for one group of world ranks.
 
-    Comm: with an MPI world, one Split over the world; so every rank must connect its groups in the same
-    order (a rank that is alone in its group too).
+    Comm: with an MPI world, one Split over the world; so every rank must connect its groups in the
+    same order (a rank that is alone in its group too).
     """
     if mpi_world is None:
         return NoTransport(ops)
@@ -63,8 +69,9 @@ def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options, recorder):
 def cuda_aware() -> str:
     """Whether this MPI takes device pointers: yes, no or unknown, asked without risking a crash.
 
-    A wrong yes is a segmentation fault, so anything but a clear statement of the library or of the user's
-    environment (MPIPAR_CUDA_AWARE=yes|no) is unknown, and unknown is staged through the host.
+    A wrong yes is a segmentation fault, so anything but a clear statement of the library or of the
+    user's environment (MPIPAR_CUDA_AWARE=yes|no) is unknown, and unknown is staged through the
+    host.
     """
     stated = os.environ.get("MPIPAR_CUDA_AWARE")
     if stated in ("yes", "no"):
@@ -83,7 +90,7 @@ def cuda_aware() -> str:
 
 
 class Done:
-    """The request of an operation that needs no waiting; Test and Wait are those of an mpi4py request."""
+    """The request of an operation that needs no waiting, called like an mpi4py request."""
 
     def Test(self):
         return True
@@ -135,9 +142,10 @@ class NoTransport:
 class PatientRequest:
     """A receive that polls with short sleeps, for hosts with more ranks than cores.
 
-    MPI's own wait spins, and the core that it takes is the one that the awaited rank needs. Measured with 4
-    ranks on 2 cores: the default run's step takes 76 ms this way and 85 ms with Wait. Collectives
-    stay with MPI: their members arrive within a shorter time of each other than a sleep takes.
+    MPI's own wait spins, and the core that it takes is the one that the awaited rank needs.
+    Measured with 4 ranks on 2 cores: the default run's step takes 76 ms this way and 85 ms with
+    Wait. Collectives stay with MPI: their members arrive within a shorter time of each other than a
+    sleep takes.
     """
 
     def __init__(self, request):

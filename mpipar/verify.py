@@ -1,7 +1,8 @@
-"""The proof any user can run: one float64 step in this layout and on one rank, compared parameter by parameter.
+"""The proof any user can run: one float64 step in this layout and on one rank, compared parameter
+by parameter.
 
-Same seed, same rows; the one-rank step runs the whole batch as one microbatch, so it shares no schedule, no
-message and no reduction with the layout under test.
+Same seed, same rows; the one-rank step runs the whole batch as one microbatch, so it shares no
+schedule, no message and no reduction with the layout under test.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one tensor: `error` as a share of `bound`'s scale, and where it is."""
+    """The largest difference of one tensor, as a share of its scale, and where it is."""
 
     name: str
     kind: str
@@ -49,7 +50,8 @@ def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
 
 
 def step_tensors(config, tokens, grid, mpi_world=None):
-    """Run one plain step; returns (loss, norm, gradients, weights after the update) as whole tensors.
+    """Run one plain step; returns (loss, norm, gradients, weights after the update) as whole
+    tensors.
 
     Comm: everything that a training step crosses, and two streams to world rank 0.
     """
@@ -69,7 +71,9 @@ def step_tensors(config, tokens, grid, mpi_world=None):
 
 
 def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
-    """Largest difference of every tensor: |a-b| <= tolerance * max(max|b|, 1e-3 * g), g the largest |b|."""
+    """Largest difference of every tensor: |a-b| <= tolerance * max(max|b|, 1e-3 * g), g the largest
+    |b|.
+    """
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     largest = max(float(np.abs(x).max()) for x in expected.values())
     found = []

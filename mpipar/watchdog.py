@@ -1,9 +1,10 @@
 """The watchdog: a thread per rank that notices when nothing has happened for too long, and says so.
 
-It works while the main thread is inside an MPI call, and it uses no MPI itself: a rank that makes no progress for
-`warn` seconds writes what it is doing into the run folder; the lowest rank that did reads what the others wrote and
-reports; after `stop` seconds it ends the job. What progress is, how a rank describes itself, and what a report looks
-like are the caller's (callbacks), so this file knows neither MPI nor models.
+It works while the main thread is inside an MPI call, and it uses no MPI itself: a rank that makes
+no progress for `warn` seconds writes what it is doing into the run folder; the lowest rank that did
+reads what the others wrote and reports; after `stop` seconds it ends the job. What progress is, how
+a rank describes itself, and what a report looks like are the caller's (callbacks), so this file
+knows neither MPI nor models.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ SETTLE = 1.0  # seconds that the other ranks get to write their states too
 class Watchdog:
     """Use as a context manager around the work to be watched.
 
-    progress() -> any value that changes while work goes on. describe() -> JSON-able state of this rank.
-    on_warn(states), on_stop(states): called in the watchdog's thread with {world rank: state} of the ranks that
-    wrote one; on_stop on the lowest such rank alone, and it should not return. warn, stop: seconds, 0 for never.
+    progress() -> any value that changes while work goes on. describe() -> JSON-able state of this
+    rank. on_warn(states), on_stop(states): called in the watchdog's thread with {world rank: state}
+    of the ranks that wrote one; on_stop on the lowest such rank alone, and it should not return.
+    warn, stop: seconds, 0 for never.
     """
 
     def __init__(self, folder: Path, world_rank: int, progress: Callable, describe: Callable,

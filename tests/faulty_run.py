@@ -13,7 +13,9 @@ RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"
 
 
 def at_step(step, fault):
-    """Replace LayerNorm.forward on rank 1: from that step on, `fault` runs in block 1's first norm."""
+    """Replace LayerNorm.forward on rank 1: from that step on, `fault` runs in block 1's first
+    norm.
+    """
     plain = LayerNorm.forward
     calls = []
 

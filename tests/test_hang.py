@@ -7,8 +7,8 @@ import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1 --steps 5"
-         " --sample-tokens 0 --log-interval 1").split()
+SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
+         " --steps 5 --sample-tokens 0 --log-interval 1").split()
 QUICK = ["--hang-warn", "1", "--hang-stop", "3"]
 
 
@@ -24,9 +24,11 @@ def test_a_stuck_rank_is_named_with_what_it_does(fault, tmp_path):
     text = result.stderr
     assert result.returncode == 76, result.tail()
     assert "no progress for 1 s" in text  # the warning came first
-    assert re.search(r"barrier block1\.\S+ \(all_reduce \d+ of the tp group \[0, 1\]\) is incomplete:"
+    assert re.search(r"barrier block1\.\S+ \(all_reduce \d+ of the tp group \[0, 1\]\) is"
+                     r" incomplete:"
                      r" rank 0 arrived, rank 1 missing", text), result.tail()
-    assert re.search(r"late: rank 1 is in no communication \(step \d, phase F, stage 0, mb 0\)", text)
+    assert re.search(
+        r"late: rank 1 is in no communication \(step \d, phase F, stage 0, mb 0\)", text)
     assert "faulty_run.py" in text  # the line on which rank 1 is
     assert text.count("mpipar: stopped") == 1
 
@@ -47,8 +49,9 @@ def test_a_stopped_process_is_missing(tmp_path):
 def test_a_missing_collective_ends_with_the_two_places(tmp_path):
     result = faulty("missing", *QUICK, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path)
     assert result.returncode == 76, result.tail()
-    assert re.search(r"rank 0 calls all_reduce block1\.attn\.proj float32 \d+ bytes at \S+row\.py:\d+",
-                     result.stderr), result.tail()
+    assert re.search(
+        r"rank 0 calls all_reduce block1\.attn\.proj float32 \d+ bytes at \S+row\.py:\d+",
+        result.stderr), result.tail()
     assert re.search(r"rank 1 calls all_reduce block1\.ffn\.down", result.stderr)
 
 

@@ -1,4 +1,6 @@
-"""`--schedule auto`: measure what this model costs here, simulate every schedule, take the shortest."""
+"""`--schedule auto`: measure what this model costs here, simulate every schedule, take the
+shortest.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from mpipar.report.gather import broadcast_text
 
 
 def with_schedule(session, inputs):
-    """The Inputs with the chosen schedule's name in place of auto, and the table behind it in the notes.
+    """The Inputs with the chosen schedule's name in place of auto, and the table behind it in the
+    notes.
 
     World rank 0 chooses. Raises (on every rank) UsageError when no schedule fits --memory-limit.
     Comm: `measure_costs`, and the name from world rank 0.
@@ -32,7 +35,8 @@ def with_schedule(session, inputs):
 
     name, candidates = session.agree(chosen)
     name = broadcast_text(world, name)
-    notes = [*inputs.notes, f"--schedule auto: {name} has the shortest simulated step", ranking(candidates)]
+    notes = [*inputs.notes, f"--schedule auto: {name} has the shortest simulated step",
+             ranking(candidates)]
     config = replace(config, grid=replace(config.grid, schedule=name))
     return replace(inputs, config=config, notes=notes)
 

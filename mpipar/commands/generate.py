@@ -44,10 +44,9 @@ def show(prompt: list[int], tokens: Iterable[int], vocab_size: int) -> Iterator[
 
     The last character may be a part of one that the next byte completes: it waits for that byte.
     """
-    seen, shown = list(prompt), 0
-    for token in itertools.chain([None], tokens):
-        if token is not None:
-            seen.append(token)
+    seen, shown = prompt[:-1], 0
+    for token in itertools.chain(prompt[-1:], tokens):
+        seen.append(token)
         text = decode(seen, vocab_size)
         ready = max(shown, len(text) - text.endswith("\ufffd"))
         yield text[shown:ready]

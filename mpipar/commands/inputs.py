@@ -1,4 +1,6 @@
-"""What a command that computes needs before it starts: configuration, data and device, all checked."""
+"""What a command that computes needs before it starts: configuration, data and device, all
+checked.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ class Inputs:
 def prepare(reading, world_size: int, checks=()) -> Inputs:
     """Check everything that can be checked before anything is allocated.
 
-    checks: a command's own (problems of a config, error class). Raises one UserError with all problems found:
-    flags, layout, schedule, prompt, data and device. Comm: none.
+    checks: a command's own (problems of a config, error class). Raises one UserError with all
+    problems found: flags, layout, schedule, prompt, data and device. Comm: none.
     """
     found = {}
 
@@ -60,7 +62,8 @@ def prepare(reading, world_size: int, checks=()) -> Inputs:
               (checkpoint.problems, DataError), (device_problems, EnvironmentProblem)]
     config, notes = resolve(reading, world_size, checks)
     train_part, held_out = found["parts"]
-    notes.append(f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out")
+    notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
+                 f" {len(held_out):,} held out")
     prompt = found["prompt"] or [int(token) for token in held_out[:1]]
     return Inputs(config, notes, found["ops"], train_part, held_out, prompt)
 

@@ -72,9 +72,9 @@ def split_problems(grid, stages: int) -> list[str]:
     """--stage-layers names as many stages as there are."""
     if grid.stage_layers is None or len(grid.stage_layers) == stages:
         return []
-    return [f"--stage-layers {','.join(map(str, grid.stage_layers))}: names "
-            f"{len(grid.stage_layers)} stages, but --schedule {grid.schedule} with "
-            f"pp {grid.pp} has {stages}"]
+    split = ",".join(map(str, grid.stage_layers))
+    return [(f"--stage-layers {split}: names {len(grid.stage_layers)} stages, but --schedule"
+             f" {grid.schedule} with pp {grid.pp} has {stages}")]
 
 
 def csv_problems(grid) -> list[str]:
@@ -88,5 +88,6 @@ def csv_problems(grid) -> list[str]:
                              ("--num-microbatches", grid.num_microbatches,
                               schedule.num_microbatches)):
         if have != want:
-            found.append(f"--schedule-csv {grid.schedule_csv}: is made for {name} {want}, not {have}")
+            found.append(
+                f"--schedule-csv {grid.schedule_csv}: is made for {name} {want}, not {have}")
     return found + split_problems(grid, schedule.num_stages)

@@ -33,7 +33,9 @@ def folder_problems(config) -> list[str]:
 
 
 def make_run_folder(config) -> Path:
-    """Create the run folder and write config.toml; world rank 0 alone calls it. Raises OutputError."""
+    """Create the run folder and write config.toml; world rank 0 alone calls it. Raises
+    OutputError.
+    """
     folder = named_folder(config.run)
     try:
         if folder is None:

@@ -56,7 +56,9 @@ class Log:
 
 
 def train(session, worker, rows, metrics, memory, tracer, log, folder) -> tuple[int, bool]:
-    """The loop; returns (last step, whether somebody asked to stop). Every rank leaves at the same step."""
+    """The loop; returns (last step, whether somebody asked to stop). Every rank leaves at the same
+    step.
+    """
     config = worker.config
     steps, run = config.train.steps, config.run
     durations: list[float] = []
@@ -99,7 +101,8 @@ def describe(session, inputs, recorder, log) -> dict:
     session.agree(lambda: check(schedule) if world.rank == 0 else None)
     split = config.grid.stage_layers or balanced_layers(config.model, schedule.num_stages)
     hosts = {min(ranks) for ranks in gather_facts(world, session.host_ranks) or [(0,)]}
-    for line in (console.headline(config, world.size, len(hosts), schedule.num_stages), *inputs.notes):
+    headline = console.headline(config, world.size, len(hosts), schedule.num_stages)
+    for line in (headline, *inputs.notes):
         log(line)
     predicted = predict(config, grid.world_rank)
     # Room for two whole steps, so that what led to a failure is still there.
@@ -123,7 +126,10 @@ def describe(session, inputs, recorder, log) -> dict:
 
 
 def report(session, worker, fact, memory, steps, log) -> None:
-    """Print the barriers of a step, overlap and memory, as measured. Comm: one gather over the world."""
+    """Print the barriers of a step, overlap and memory, as measured.
+
+    Comm: one gather over the world.
+    """
     fact = fact | {
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
                      if key[3] in ("F", "I", "W", "sync")],
@@ -139,7 +145,8 @@ def report(session, worker, fact, memory, steps, log) -> None:
         if worker.grid.pp_size > 1:
             rows = bubble_rows([fact["spans"] for fact in facts],
                                [fact["pp_rank"] for fact in facts], worker.schedule)
-            log(f"\nbusy share and bubble of {worker.schedule.name}, simulated from the measured passes:")
+            log(f"\nbusy share and bubble of {worker.schedule.name},"
+                " simulated from the measured passes:")
             log(bubble_table(rows))
         log("\nmemory per rank, peak of the first step:")
         log(console.measured_memory(facts))
@@ -219,14 +226,16 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     memory = PeakMemory(inputs.ops)
     memory.start()
     timed_ops = TimedOps(inputs.ops, recorder) if config.run.trace_ops else None
-    worker = Worker(config, Grid.of(config.grid, world.rank), timed_ops or inputs.ops, recorder, world)
+    grid = Grid.of(config.grid, world.rank)
+    worker = Worker(config, grid, timed_ops or inputs.ops, recorder, world)
     tracer = Tracer(worker, world, folder, timed_ops)
     if config.run.init_from:
         session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     else:
         worker.initialize()
     rows = Rows(inputs.ops, inputs.train_part, config, worker.grid.dp_rank)
-    # The same axes on every rank, also where this one is in no group of several (a tie has two members).
+    # The same axes on every rank, also where this one is in no group of several (a tie has two
+    # members).
     axes = [*worker.comms.by_axis, "world"]
     metrics = Metrics(recorder, axes, worker.num_tokens, metrics_file)
     recorder.reset_counters()

@@ -13,8 +13,9 @@ from mpipar.report.console import table
 def run(session, reading) -> int:
     """Print the largest difference of every tensor; 0 if all are small, 1 if not.
 
-    dtype and optimizer are float64 and plain SGD whatever the flags say: float32 would hide a small error in
-    rounding, Adam a wrong scale. Comm: one training step and two streams of tensors to world rank 0.
+    dtype and optimizer are float64 and plain SGD whatever the flags say: float32 would hide a small
+    error in rounding, Adam a wrong scale. Comm: one training step and two streams of tensors to
+    world rank 0.
     """
     world = session.start()
     inputs = session.agree(lambda: prepare(exact(reading), world.size))
@@ -25,13 +26,16 @@ def run(session, reading) -> int:
         for note in inputs.notes:
             print(note)
         print(f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"
-              f" {grid.num_microbatches} microbatches, against one rank and one microbatch; float64\n")
+              f" {grid.num_microbatches} microbatches, against one rank and one microbatch;"
+              " float64\n")
         rows = [("tensor", "of the step", "largest difference", "at", "")]
-        rows += [(d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS") for d in found]
+        rows += [(d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS")
+                 for d in found]
         print(table(rows, left=2))
-        print(f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their largest"
-              f" entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
-    return EXIT_CHECK_FAILED if bad else EXIT_OK  # world rank 0 knows; the highest code is everybody's
+        print(f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
+              f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
+    # World rank 0 knows; the highest code becomes everybody's.
+    return EXIT_CHECK_FAILED if bad else EXIT_OK
 
 
 def exact(reading):

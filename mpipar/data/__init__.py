@@ -1,1 +1,3 @@
-"""Rows of text: where tokens come from, which rows a step trains on, and a bigram model to compare with."""
+"""Rows of text: where tokens come from, which rows a step trains on, and a bigram model to compare
+with.
+"""

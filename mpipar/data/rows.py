@@ -1,7 +1,7 @@
 """Which rows of the text a step trains on: row i of step s is a pure function of (seed, s, i).
 
-The place in the grid and the microbatch only choose which i are read, so every layout trains on the same rows.
-Letters: B rows of a microbatch, T tokens.
+The place in the grid and the microbatch only choose which i are read, so every layout trains on the
+same rows. Letters: B rows of a microbatch, T tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ HELD_OUT = 10  # one part in ten is held out
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: tokens and targets (B, T), positions (T,); targets is None when generating."""
+    """One microbatch: tokens and targets (B, T), positions (T,); targets is None when
+    generating.
+    """
 
     tokens: object
     targets: object
@@ -37,8 +39,8 @@ def split(tokens, batch_size: int, seq_len: int):
     held_out = max(len(tokens) // HELD_OUT, one_batch)
     if len(tokens) - held_out < one_batch:
         raise DataError(
-            f"the data has {len(tokens):,} tokens, fewer than one batch to train on and one to hold out"
-            f" (2 x ({batch_size} rows x {seq_len} tokens + 1) = {2 * one_batch:,}):"
+            f"the data has {len(tokens):,} tokens, fewer than one batch to train on and one to"
+            f" hold out (2 x ({batch_size} rows x {seq_len} tokens + 1) = {2 * one_batch:,}):"
             " give more data, or a smaller --batch-size or --seq-len")
     return tokens[:-held_out], tokens[-held_out:]
 
@@ -46,7 +48,8 @@ def split(tokens, batch_size: int, seq_len: int):
 class Rows:
     """Rows of one part of the text for one place in the grid.
 
-    batch_size is global; this rank's dp replica reads batch_size / dp_size rows in num_microbatches pieces.
+    batch_size is global; this rank's dp replica reads batch_size / dp_size rows in num_microbatches
+    pieces.
     """
 
     def __init__(self, ops, tokens, config, dp_rank):
@@ -72,12 +75,15 @@ class Rows:
         """Microbatch mb of a training step: rows that begin anywhere in the text."""
         starts = []
         for row in self._indices(mb):
-            generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, row, step, 0]))
+            philox = np.random.Philox(key=self.seed, counter=[0, row, step, 0])
+            generator = np.random.Generator(philox)
             starts.append(int(generator.integers(len(self.tokens) - self.seq_len)))
         return self._batch(starts)
 
     def num_sweeps(self) -> int:
-        """Batches in one sweep over the text in rows that do not overlap; a last partial batch is left out."""
+        """Batches in one sweep over the text in rows that do not overlap; a last partial batch is
+        left out.
+        """
         per_batch = self.num_rows * self.dp_size * self.num_microbatches
         return (len(self.tokens) - 1) // self.seq_len // per_batch
 

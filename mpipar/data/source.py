@@ -1,7 +1,8 @@
 """Tokens from the user's files, or from the English text that every CPython carries.
 
-Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, with llm.c's header of 256
-int32 (magic 20240520, version 1, number of tokens) or bare. A folder stands for all files in it.
+Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, with llm.c's header
+of 256 int32 (magic 20240520, version 1, number of tokens) or bare. A folder stands for all files in
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ BYTE_VOCABULARY = 512  # a larger vocabulary than this is not one of bytes, padd
 def load_tokens(paths: tuple[str, ...], vocab_size: int):
     """All tokens of `paths` in one array (uint8 or uint16), and a line that says what they are.
 
-    Raises DataError with every problem found: missing, empty, wrong size, ids outside the vocabulary.
+    Raises DataError with every problem found: missing, empty, wrong size, ids outside the
+    vocabulary.
     """
     if not paths:
         return _language_reference(vocab_size)
@@ -55,7 +57,9 @@ def _language_reference(vocab_size):
 
 
 def _files(paths):
-    """Every file that the paths stand for, sorted inside each folder, and what is wrong with the rest."""
+    """Every file that the paths stand for, sorted inside each folder, and what is wrong with the
+    rest.
+    """
     files, problems = [], []
     for name in paths:
         path = Path(name)
@@ -124,7 +128,9 @@ def _read_bin(path, vocab_size, problems):
 
 
 def _check_ids(path, tokens, vocab_size, problems):
-    """Every id must have a row in the table: looked at here, block by block, not inside a kernel."""
+    """Every id must have a row in the table: looked at here, block by block, not inside a
+    kernel.
+    """
     block = 1 << 24
     for first in range(0, len(tokens), block):
         piece = tokens[first:first + block]
@@ -137,5 +143,5 @@ def _check_ids(path, tokens, vocab_size, problems):
 
 
 def _not_bytes(what, vocab_size):
-    return (f"--data: {what} would be read as bytes, but a vocabulary of {vocab_size:,} is not one of"
-            " bytes; give token files (.bin, uint16), or --vocab-size 256")
+    return (f"--data: {what} would be read as bytes, but a vocabulary of {vocab_size:,} is not"
+            " one of bytes; give token files (.bin, uint16), or --vocab-size 256")

@@ -1,8 +1,8 @@
 """Causal multi-head attention, cut by heads.
 
-One fused product makes q, k and v of this rank's heads (column cut), each rank attends over its own heads, and
-the output projection (row cut) sums the heads of all ranks: one all-reduce forward, one backward.
-Letters: B batch, T tokens, D model width, H heads, d head width.
+One fused product makes q, k and v of this rank's heads (column cut), each rank attends over its own
+heads, and the output projection (row cut) sums the heads of all ranks: one all-reduce forward, one
+backward. Letters: B batch, T tokens, D model width, H heads, d head width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token and position embedding, the token table cut by vocabulary.
 
-Each rank looks up the tokens whose rows it holds and leaves zeros for the others; one all-reduce puts the
-whole embedding on every rank. Letters: B batch, T tokens, D model width, V vocabulary.
+Each rank looks up the tokens whose rows it holds and leaves zeros for the others; one all-reduce
+puts the whole embedding on every rank. Letters: B batch, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations

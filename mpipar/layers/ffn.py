@@ -1,8 +1,9 @@
 """Feed-forward network: widen, GELU, narrow.
 
-`pair` cuts the first product by its output channels and the second by its input channels, so the wide
-activations never travel: one all-reduce forward, one backward. `gather` cuts both by output channels and collects
-after each, as textbooks draw a partitioned layer. Letters: B batch, T tokens, D model width, F ffn width.
+`pair` cuts the first product by its output channels and the second by its input channels, so the
+wide activations never travel: one all-reduce forward, one backward. `gather` cuts both by output
+channels and collects after each, as textbooks draw a partitioned layer. Letters: B batch, T tokens,
+D model width, F ffn width.
 """
 
 from __future__ import annotations

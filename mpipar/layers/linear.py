@@ -14,10 +14,11 @@ from mpipar.partition import CUTS
 class Linear:
     """y = x @ w + b.
 
-    in_shape, out_shape: logical shapes of the two sides, e.g. (D,) and (3, H, d); `shard` is the axis of the
-    weight's logical shape in_shape + out_shape that is cut: the head axis, the ffn axis, ...
-    The bias of a column cut is cut with the outputs; for the other cuts it is whole on every rank and added
-    once, after the barrier (adding it before a row cut's sum would count it once per rank).
+    in_shape, out_shape: logical shapes of the two sides, e.g. (D,) and (3, H, d); `shard` is the
+    axis of the weight's logical shape in_shape + out_shape that is cut: the head axis, the ffn
+    axis, ... The bias of a column cut is cut with the outputs; for the other cuts it is whole on
+    every rank and added once, after the barrier (adding it before a row cut's sum would count it
+    once per rank).
     """
 
     def __init__(self, ops, name, in_shape, out_shape, cut, shard, comm, std):

@@ -1,8 +1,9 @@
 """LM head and cross-entropy, both cut by vocabulary: the full logits never exist anywhere.
 
-Each rank makes the logits of its own rows of the table. The softmax needs three numbers per token from every
-rank (largest logit, sum of exponentials below it, the target's logit); they travel together in one
-all-gather and every rank combines them alike. Letters: B batch, T tokens, N = B*T, D model width, V vocabulary.
+Each rank makes the logits of its own rows of the table. The softmax needs three numbers per token
+from every rank (largest logit, sum of exponentials below it, the target's logit); they travel
+together in one all-gather and every rank combines them alike. Letters: B batch, T tokens, N = B*T,
+D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from mpipar.layers.param import Param
 
 
 class Head:
-    """logits (N, V/tp) = x @ table^T. The table is stored (V, D), as an embedding's is, so the roles of the
-    product's three functions are exchanged: forward multiplies by the transposed table."""
+    """logits (N, V/tp) = x @ table^T. The table is stored (V, D), as an embedding's is, so the
+    roles of the product's three functions are exchanged: forward multiplies by the transposed
+    table.
+    """
 
     def __init__(self, ops, table: Param, comm):
         self.ops, self.table, self.comm, self.name = ops, table, comm, "head"
@@ -24,7 +27,10 @@ class Head:
         return self.ops.matmul_backward_input(x.reshape(-1, x.shape[-1]), self.table.data)
 
     def backward_input(self, dy, stash):
-        """dx (B, T, D) of dlogits (N, V/tp). Comm: one all_reduce over tp (each rank knows its rows only)."""
+        """dx (B, T, D) of dlogits (N, V/tp).
+
+        Comm: one all_reduce over tp (each rank knows its rows only).
+        """
         stash[self.name, "dy"] = dy
         dx = self.comm.all_reduce(self.ops.matmul_forward(dy, self.table.data), self.name)
         return dx.reshape(stash[self.name, "x"].shape)
@@ -38,11 +44,12 @@ class Head:
 class CrossEntropy:
     """Sum over the microbatch of -log softmax(logits)[target].
 
-    `scale`, set before the first backward of a step, is 1 / number of tokens in the global batch: with it the
-    gradients of all microbatches and data-parallel ranks add up to those of the mean loss.
+    `scale`, set before the first backward of a step, is 1 / number of tokens in the global batch:
+    with it the gradients of all microbatches and data-parallel ranks add up to those of the mean
+    loss.
     """
 
-    params: list = []
+    params = ()
 
     def __init__(self, ops, vocab_size, table: Param, comm):
         self.ops, self.comm, self.name = ops, comm, "loss"
@@ -51,7 +58,10 @@ class CrossEntropy:
         self.scale = 1.0
 
     def forward(self, logits, stash):
-        """Sum of the token losses, a float; without targets the logits pass. Comm: one all_gather over tp."""
+        """Sum of the token losses, a float; without targets the logits pass.
+
+        Comm: one all_gather over tp.
+        """
         if stash.batch.targets is None:
             return logits
         targets = stash.batch.targets.reshape(-1)

@@ -1,4 +1,6 @@
-"""Parameters: global name, logical shape, the one axis that is cut, and the same start on any layout."""
+"""Parameters: global name, logical shape, the one axis that is cut, and the same start on any
+layout.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ class Param:
     cut_axis: the axis that is cut over `comm` (None: every rank of comm holds a replica).
     std: standard deviation of the initial normal values; `fill` instead sets a constant.
     decay: whether weight decay applies (matrices and embeddings yes, biases and norms no).
-    grad_groups: names of the groups over which the gradient is still partial when the last backward of the
-    step is done, besides dp. owner: false for replicas and tied copies, which norms and files must not count
-    again. data, grad: views into the flat buffers of the stage, set by `FlatParams`.
+    grad_groups: names of the groups over which the gradient is still partial when the last backward
+    of the step is done, besides dp. owner: false for replicas and tied copies, which norms and
+    files must not count again. data, grad: views into the flat buffers of the stage, set by
+    `FlatParams`.
     """
 
     def __init__(self, name, shape, comm, cut_axis=None, std=0.0, fill=None, decay=True):
@@ -57,9 +60,9 @@ class Param:
     def initial_rows(self, seed: int):
         """Yield (local row, values) for each first-axis row of this shard, without padding.
 
-        Row i of the whole tensor is a pure function of (seed, name, i): Philox keyed by a hash of seed and
-        name, its counter set to i. So any layout starts from the same model, and no rank ever makes more
-        than one row of a tensor it does not own.
+        Row i of the whole tensor is a pure function of (seed, name, i): Philox keyed by a hash of
+        seed and name, its counter set to i. So any layout starts from the same model, and no rank
+        ever makes more than one row of a tensor it does not own.
         """
         key = int.from_bytes(hashlib.sha256(f"{seed}:{self.name}".encode()).digest()[:16], "little")
         start, stop = self.bounds()
@@ -75,10 +78,12 @@ class Param:
 
 
 class FlatParams:
-    """Data and gradients of a list of parameters, each in one flat buffer, every Param a view into both.
+    """Data and gradients of a list of parameters, each in one flat buffer, every Param a view into
+    both.
 
-    Order: parameters whose gradient needs only dp first, then the rest; inside each, those with decay
-    first. So an optimizer update is a handful of long runs, and a bucket of gradients is a slice.
+    Order: parameters whose gradient needs only dp first, then the rest; inside each, those with
+    decay first. So an optimizer update is a handful of long runs, and a bucket of gradients is a
+    slice.
     """
 
     def __init__(self, ops, params):

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Stash(dict):
     """Arrays by (layer name, what it is), and the microbatch they belong to.
 
-    Nothing in it may alias a buffer that a later receive writes: the engine receives every message into a
-    buffer of its own and gives that buffer away.
+    Nothing in it may alias a buffer that a later receive writes: the engine receives every message
+    into a buffer of its own and gives that buffer away.
     """
 
     def __init__(self, batch):

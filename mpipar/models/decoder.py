@@ -1,9 +1,11 @@
-"""The GPT-2 decoder as a sequence of layers, and a Stage: the contiguous run of them that one stage computes.
+"""The GPT-2 decoder as a sequence of layers, and a Stage: the contiguous run of them that one stage
+computes.
 
     embedding -> block 0 -> ... -> block L-1 -> final norm -> head -> loss
 
-Pre-norm blocks: x = x + attention(norm1(x)); x = x + ffn(norm2(x)). A stage with the first block also holds the
-embedding, one with the last block also the final norm, head and loss. Letters: B batch, T tokens, D model width.
+Pre-norm blocks: x = x + attention(norm1(x)); x = x + ffn(norm2(x)). A stage with the first block
+also holds the embedding, one with the last block also the final norm, head and loss. Letters: B
+batch, T tokens, D model width.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ STD = 0.02  # GPT-2's standard deviation of initial weights
 
 
 class Block:
-    """One transformer block. Comm: two all_reduces over tp forward, two backward (with --ffn-cut pair)."""
+    """One transformer block.
+
+    Comm: two all_reduces over tp forward, two backward (with --ffn-cut pair).
+    """
 
     def __init__(self, ops, index, config, comm):
         self.ops = ops
         name, d_model = f"block{index}", config.d_model
-        # Residual branches start smaller so that the stream's variance does not grow with depth (GPT-2).
+        # Residual branches start smaller so that the stream's variance does not grow with depth
+        # (GPT-2).
         out_std = STD / math.sqrt(2 * config.layers)
         self.norm1 = LayerNorm(ops, f"{name}.norm1", d_model, comm)
         self.attn = Attention(ops, f"{name}.attn", d_model, config.heads, comm, STD, out_std)
@@ -71,8 +77,9 @@ def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool,
 def balanced_layers(config, num_stages: int) -> tuple[int, ...]:
     """Blocks per stage so that the slowest stage is as fast as possible.
 
-    The head costs as much as V / (12 D + 2 T) blocks and counts on the last stage; the embedding costs
-    next to nothing. A stage may hold no block. Source: FLOPs of a block 24 B T D^2 + 4 B T^2 D, head 2 B T D V.
+    The head costs as much as V / (12 D + 2 T) blocks and counts on the last stage; the embedding
+    costs next to nothing. A stage may hold no block. Source: FLOPs of a block 24 B T D^2 + 4 B T^2
+    D, head 2 B T D V.
     """
     head = config.vocab_size / (12 * config.d_model + 2 * config.seq_len)
     low = config.layers // num_stages  # at least the mean without the head
@@ -93,10 +100,11 @@ def balanced_layers(config, num_stages: int) -> tuple[int, ...]:
 class Stage:
     """A contiguous run of layers with its parameters in flat buffers.
 
-    tables: the token tables this rank already holds, by name; a tied table that lies on the same rank as another
-    stage's is that same Param, so the tie is a local sum and no message.
-    copies: which groups hold copies of the parameters ("groups") and of a tied table ("tied_groups"), and
-    whether this rank's copy is the one that norms and files count ("owner", "table_owner").
+    tables: the token tables this rank already holds, by name; a tied table that lies on the same
+    rank as another stage's is that same Param, so the tie is a local sum and no message.
+    copies: which groups hold copies of the parameters ("groups") and of a tied table
+    ("tied_groups"), and whether this rank's copy is the one that norms and files count ("owner",
+    "table_owner").
     """
 
     def __init__(self, ops, config, stage, stage_layers, comm, tables, copies=None):
@@ -115,7 +123,8 @@ class Stage:
             self.loss = CrossEntropy(ops, config.vocab_size, table, comm)
             self.layers.append(LayerNorm(ops, "final_norm", config.d_model, comm))
             self.layers += [Head(ops, table, comm), self.loss]
-        # One Param per name: a tied table may be in two layers here, or belong to another stage's buffers.
+        # One Param per name: a tied table may be in two layers here, or belong to another stage's
+        # buffers.
         params = {param.name: param for layer in self.layers for param in layer.params}
         if copies is not None:
             self._mark_copies(params.values(), copies)
@@ -135,13 +144,17 @@ class Stage:
             self.loss.scale = scale
 
     def out_shape(self, batch) -> tuple[int, ...]:
-        """Shape of the activations that leave this stage, (B, T, D); those that enter it are alike."""
+        """Shape of the activations that leave this stage, (B, T, D); those that enter it are
+        alike.
+        """
         return (*batch.shape, self.config.d_model)
 
     in_shape = out_shape
 
     def forward(self, x, stash):
-        """Activations (B, T, D) for the next stage; on the last stage the sum of the token losses."""
+        """Activations (B, T, D) for the next stage; on the last stage the sum of the token
+        losses.
+        """
         for layer in self.layers:
             x = layer.forward(x, stash)
         return x

@@ -1,8 +1,9 @@
-"""Cut by output channels, the outputs collected again: the textbook's picture of a partitioned layer.
+"""Cut by output channels, the outputs collected again: the textbook's picture of a partitioned
+layer.
 
-y (.., N) = all-gather of x (.., K) @ w (K, N/q). Each layer stands alone: whole input, whole output, one
-all-gather forward and one all-reduce backward per product, against one of each per *pair* of products with
-the column and row cuts. Same gradients; it is here to be compared.
+y (.., N) = all-gather of x (.., K) @ w (K, N/q). Each layer stands alone: whole input, whole
+output, one all-gather forward and one all-reduce backward per product, against one of each per
+*pair* of products with the column and row cuts. Same gradients; it is here to be compared.
 """
 
 shard_axis = 1

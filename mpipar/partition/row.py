@@ -1,7 +1,7 @@
 """Cut by input channels: y (.., N) = sum over ranks of x (.., K/q) @ w (K/q, N).
 
-The other half of a pair: it reads what a column cut left behind and pays with one all-reduce, forward.
-Backward, dy is whole on every rank and each rank makes its own channels of dx: no barrier.
+The other half of a pair: it reads what a column cut left behind and pays with one all-reduce,
+forward. Backward, dy is whole on every rank and each rank makes its own channels of dx: no barrier.
 """
 
 shard_axis = 0

@@ -1,9 +1,9 @@
 """The engine: runs any schedule's program on one rank.
 
-The program (see `lower`) is a list of instructions; the engine is one method per kind. Wire instructions never
-block: RECV posts a receive into a buffer of its own, SEND posts a send and keeps the array alive until it is
-done. A compute instruction waits for its own receive, and for nothing else; that rule is what the checker
-proves free of deadlock even when every send is synchronous.
+The program (see `lower`) is a list of instructions; the engine is one method per kind. Wire
+instructions never block: RECV posts a receive into a buffer of its own, SEND posts a send and keeps
+the array alive until it is done. A compute instruction waits for its own receive, and for nothing
+else; that rule is what the checker proves free of deadlock even when every send is synchronous.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from time import perf_counter_ns
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.instructions import Schedule
 
-PHASE_OF = {"F": "F", "B": "I"}  # what travels up belongs to forward, what travels down to input gradients
+# What travels up belongs to forward, what travels down to input gradients.
+PHASE_OF = {"F": "F", "B": "I"}
 
 
 def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The forward passes of a schedule on its first microbatches, in its order: to evaluate or generate."""
+    """The forward passes of a schedule on its first microbatches, in its order: to evaluate or
+    generate.
+    """
     programs = tuple(
         tuple(instr._replace(kind="F", stage_b=-1, mb_b=-1) for instr in program
               if instr.kind in ("F", "OVERLAP_F_B") and instr.mb < num_microbatches)
@@ -42,10 +45,12 @@ class Engine:
             assert highest <= comm.max_tag(), (highest, comm.max_tag())
 
     def run(self, program, get_batch, training=True):
-        """Run one program; returns the outputs of the last stage by microbatch, where this rank has it.
+        """Run one program; returns the outputs of the last stage by microbatch, where this rank has
+        it.
 
-        get_batch(mb) gives the rows of a microbatch. With training=False nothing is kept for a backward.
-        Comm: the program's sends and receives over pp, plus what the stages' layers do over tp.
+        get_batch(mb) gives the rows of a microbatch. With training=False nothing is kept for a
+        backward. Comm: the program's sends and receives over pp, plus what the stages' layers do
+        over tp.
         """
         self.get_batch, self.training = get_batch, training
         self.stashes, self.inbox, self.outbox = {}, {}, {}
@@ -53,7 +58,8 @@ class Engine:
         for instr in program:
             self.recorder.stage, self.recorder.mb = instr.stage, instr.mb
             getattr(self, f"_{instr.kind.lower()}")(instr)
-            # Messages progress only while somebody asks after them; finished sends free their arrays.
+            # Messages progress only while somebody asks after them; finished sends free their
+            # arrays.
             self.sending = [send for send in self.sending if not send.test()]
             self.gradsync.test()
         for send in self.sending:
@@ -72,7 +78,9 @@ class Engine:
         return self.batches[mb]
 
     def _tag(self, direction, stage, mb):
-        """A tag of its own for each message: with two ranks, next and previous are the same neighbour."""
+        """A tag of its own for each message: with two ranks, next and previous are the same
+        neighbour.
+        """
         return (stage * self.schedule.num_microbatches + mb) * 2 + (direction == "B")
 
     # Wire instructions. Keys of inbox and outbox: (direction, stage the array enters, mb).

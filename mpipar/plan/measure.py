@@ -1,8 +1,9 @@
-"""Costs of this model on this machine: f, i, w of each layer, what they keep, and one hop of the pipeline.
+"""Costs of this model on this machine: f, i, w of each layer, what they keep, and one hop of the
+pipeline.
 
-Measured with the real layers in the real tensor-parallel groups, all stages at once, as in a step; what the layers
-keep comes from running them on shapes. The result is one `Costs` value per *unit* (embedding, each block, head
-and loss), which `merged` adds up to the stages of any schedule.
+Measured with the real layers in the real tensor-parallel groups, all stages at once, as in a step;
+what the layers keep comes from running them on shapes. The result is one `Costs` value per *unit*
+(embedding, each block, head and loss), which `merged` adds up to the stages of any schedule.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def grouped_layers(stage, units: range, num_units: int):
 def one_pass(ops, groups, batch, x, dy, observe):
     """Forward, input gradients and weight gradients of a stage, unit by unit.
 
-    observe(kind, unit, run) calls run() and notes what it wants. Comm: what the layers cross over tp.
+    observe(kind, unit, run) calls run() and notes what it wants. Comm: what the layers cross over
+    tp.
     """
     stash = Stash(batch)
     for unit, layers in groups:
@@ -64,7 +66,7 @@ def one_pass(ops, groups, batch, x, dy, observe):
                 x = layer.forward(x, stash)
             return x
         x = observe("f", unit, forward)
-    if groups[-1][1][-1].params == []:  # the loss: nothing comes from above
+    if not groups[-1][1][-1].params:  # the loss: nothing comes from above
         dy = None
     for unit, layers in reversed(groups):
         def backward_input(dy=dy, layers=layers):
@@ -88,7 +90,10 @@ def zero_batch(ops, config) -> Batch:
 
 
 def measure_times(worker) -> dict:
-    """{kind: {unit: seconds}} of the units that this rank holds, medians. Comm: what the layers cross over tp."""
+    """{kind: {unit: seconds}} of the units that this rank holds, medians.
+
+    Comm: what the layers cross over tp.
+    """
     ops, config = worker.ops, worker.config
     batch = zero_batch(ops, config)
     activation = (*batch.shape, config.model.d_model)
@@ -136,7 +141,8 @@ def measure_hop(worker) -> float:
 
 
 def unit_memory(config) -> dict:
-    """{field of Costs: bytes by unit}: what a microbatch keeps, and weights with gradients and moments.
+    """{field of Costs: bytes by unit}: what a microbatch keeps, and weights with gradients and
+    moments.
 
     From the real layers on shapes, for one rank of the tp group. Comm: none.
     """
@@ -167,9 +173,11 @@ def unit_memory(config) -> dict:
 
 
 def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
-    """Costs by unit, on world rank 0; None elsewhere. config: resolved, but for the name of the schedule.
+    """Costs by unit, on world rank 0; None elsewhere. config: resolved, but for the name of the
+    schedule.
 
-    Comm: groups of a worker of its own, a few passes of every layer over tp, a ping-pong over pp, one gather.
+    Comm: groups of a worker of its own, a few passes of every layer over tp, a ping-pong over pp,
+    one gather.
     """
     plain = replace(config, grid=replace(
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))

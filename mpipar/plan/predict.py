@@ -1,7 +1,9 @@
-"""What one rank of any layout would do, without MPI and without numbers: the cost model is the code itself.
+"""What one rank of any layout would do, without MPI and without numbers: the cost model is the code
+itself.
 
-The real Worker takes one step on shapes: memory, FLOPs, and every barrier with its bytes come out of the same
-lines that will run. So a prediction can only be wrong where shapes are not all there is to know.
+The real Worker takes one step on shapes: memory, FLOPs, and every barrier with its bytes come out
+of the same lines that will run. So a prediction can only be wrong where shapes are not all there is
+to know.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Prediction:
     """One rank, one training step.
 
     peak_bytes: label -> bytes at the instant of the largest sum. flops: phase -> FLOPs of products.
-    recorder: the records and counters of the step. spans per step and records per step size the rings.
+    recorder: the records and counters of the step. spans per step and records per step size the
+    rings.
     """
 
     world_rank: int

@@ -1,1 +1,3 @@
-"""Views of a run: text for the console, one JSON object per step, tables. Nothing here computes a result."""
+"""Views of a run: text for the console, one JSON object per step, tables. Nothing here computes a
+result.
+"""

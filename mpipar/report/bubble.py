@@ -1,9 +1,10 @@
 """Busy share and bubble of each pipeline rank, measured beside simulated.
 
-Measured: the compute spans of the steps that are still in the ring, against the time from the start to the end of
-the pipeline. All ranks start a step together (the norm of the step before has just been agreed on), so the
-slowest rank's duration is the step's and no clock has to be compared.
-Simulated: the same schedule with the measured mean cost of each stage's passes and instant messages.
+Measured: the compute spans of the steps that are still in the ring, against the time from the start
+to the end of the pipeline. All ranks start a step together (the norm of the step before has just
+been agreed on), so the slowest rank's duration is the step's and no clock has to be compared.
+Simulated: the same schedule with the measured mean cost of each stage's passes and instant
+messages.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def span_facts(recorder) -> dict:
 
 
 def measured_costs(facts: list[dict], num_stages: int) -> Costs:
-    """f, i, w of every stage, means over the ranks that ran it; a full backward is halved into i and w."""
+    """f, i, w of every stage, means over the ranks that ran it; a full backward is halved into i
+    and w.
+    """
     sums = defaultdict(list)
     for fact in facts:
         for key, seconds in fact["passes"].items():
@@ -59,7 +62,8 @@ def measured_costs(facts: list[dict], num_stages: int) -> Costs:
 
 
 def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:
-    """(pp_rank, measured busy share, measured bubble s, simulated busy share, simulated bubble s), by rank.
+    """(pp_rank, measured busy share, measured bubble s, simulated busy share, simulated bubble s),
+    by rank.
 
     facts: `span_facts` of every world rank; pp_ranks: their pipeline ranks.
     """

@@ -10,7 +10,9 @@ from mpipar.trace import BYTES, CALLS, NANOSECONDS
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
-    """Rows of cells as columns; the first `left` columns are left-aligned, the others right-aligned."""
+    """Rows of cells as columns; the first `left` columns are left-aligned, the others
+    right-aligned.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = []
@@ -73,9 +75,8 @@ def describe_stage(stage: int, stage_layers) -> str:
 def holdings(facts: list[dict]) -> str:
     """Who holds what: one row per rank."""
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
-    for fact in facts:
-        rows.append((fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]),
-                     fact["share"], number(fact["params"]), nbytes(sum(fact["memory"].values()))))
+    rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
+              number(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
     return table(rows, left=5)
 
 
@@ -120,7 +121,8 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
     """The barriers of a step by name, summed over blocks and microbatches.
 
     facts: for each rank a list of [axis, name, operation, phase, calls, bytes, wire bytes, ns].
-    Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over ranks.
+    Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over
+    ranks.
     """
     sums: dict = {}
     for rank, counters in enumerate(facts):
@@ -132,7 +134,8 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
             entry[2][rank] += counter[NANOSECONDS] * 1e-6
     if not sums:
         return "none: one rank waits for nobody"
-    rows = [("axis", "barrier", "operation", "phase", "calls/step", "bytes/step", "ms mean", "ms max")]
+    rows = [("axis", "barrier", "operation", "phase", "calls/step", "bytes/step", "ms mean",
+             "ms max")]
     for key, (calls, size, times) in sorted(sums.items()):
         rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps),
                      f"{sum(times) / world_size / steps:.2f}", f"{max(times) / steps:.2f}"))

@@ -1,4 +1,6 @@
-"""Who waits for whom: what each rank is inside of, taken from its recorder, and the report of a hang."""
+"""Who waits for whom: what each rank is inside of, taken from its recorder, and the report of a
+hang.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ POINT_TO_POINT = ("send", "recv")
 def marker(recorder):
     """A value that changes with every operation, span and wait of this rank."""
     last = recorder.records[-1] if recorder.records else (0,) * 3
-    return recorder.step, tuple(last[POSTED:DONE + 1]), recorder.phase, recorder.mb, len(recorder.spans)
+    where = recorder.step, recorder.phase, recorder.mb
+    return where, tuple(last[POSTED:DONE + 1]), len(recorder.spans)
 
 
 def waiting_record(recorder):
@@ -41,7 +44,10 @@ def waiting_record(recorder):
 
 
 def state_of(recorder, comms) -> dict:
-    """What this rank is doing, as JSON-able values; called from the watchdog's thread. Comm: none."""
+    """What this rank is doing, as JSON-able values; called from the watchdog's thread.
+
+    Comm: none.
+    """
     groups = {"world": comms.world, **comms.by_axis}
     main = sys._current_frames().get(threading.main_thread().ident)
     stack = []
@@ -80,7 +86,7 @@ def doing(state: dict | None) -> str:
 
 
 def explain(states: dict[int, dict]) -> list[str]:
-    """Lines of a report: the incomplete barriers, who is missing from each and what those ranks do."""
+    """Lines of a report: incomplete barriers, who is missing from each, what those ranks do."""
     lines, missing_ranks = [], set()
     barriers = defaultdict(list)
     for rank, state in sorted(states.items()):
@@ -91,7 +97,8 @@ def explain(states: dict[int, dict]) -> list[str]:
             lines.append(f"rank {rank} {doing(state)}")
             missing_ranks.add(inside["peer"])
         else:
-            key = (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"], inside["name"])
+            key = (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"],
+                   inside["name"])
             barriers[key].append(rank)
     for (axis, ranks, seq, operation, name), arrived in barriers.items():
         missing = [rank for rank in ranks if rank not in arrived]
@@ -99,9 +106,8 @@ def explain(states: dict[int, dict]) -> list[str]:
         lines.append(
             f"barrier {name} ({operation} {seq} of the {axis} group {list(ranks)}) is incomplete:"
             f" {names(arrived)} arrived, {names(missing)} missing")
-    for rank in sorted(missing_ranks):
-        if rank not in states or states[rank]["inside"] is None:
-            lines.append(f"late: rank {rank} {doing(states.get(rank))}")
+    lines += [f"late: rank {rank} {doing(states.get(rank))}" for rank in sorted(missing_ranks)
+              if rank not in states or states[rank]["inside"] is None]
     circle = find_circle(states)
     if circle:
         lines.append("a circle of ranks that wait for each other: " + " -> ".join(map(str, circle)))
@@ -111,6 +117,7 @@ def explain(states: dict[int, dict]) -> list[str]:
 
 
 def names(ranks) -> str:
+    """Ranks as text."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 

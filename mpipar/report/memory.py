@@ -9,9 +9,9 @@ import tracemalloc
 class PeakMemory:
     """Peak bytes in arrays between `start` and `stop`.
 
-    CPU: what Python's allocator tracing sees, NumPy's arrays and little else; it is on for the first step only,
-    because it slows small allocations down, and the peak of every later step is the same. GPU: what CuPy's pool
-    holds.
+    CPU: what Python's allocator tracing sees, NumPy's arrays and little else; it is on for the
+    first step only, because it slows small allocations down, and the peak of every later step is
+    the same. GPU: what CuPy's pool holds.
     """
 
     def __init__(self, ops):
@@ -31,5 +31,7 @@ class PeakMemory:
 
 
 def process_peak() -> int:
-    """Largest resident size of this process so far, in bytes (libraries and MPI's buffers included)."""
+    """Largest resident size of this process so far, in bytes (libraries and MPI's buffers
+    included).
+    """
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

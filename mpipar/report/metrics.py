@@ -1,6 +1,7 @@
 """metrics.jsonl: one object per step, with what every rank spent inside communication, per axis.
 
-Ranks keep their own numbers and meet only when lines are due, so that measuring adds no barrier to a step.
+Ranks keep their own numbers and meet only when lines are due, so that measuring adds no barrier to
+a step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Metrics:
     def flush(self, mpi_world) -> list[dict] | None:
         """Write the collected steps; returns their objects on world rank 0.
 
-        Comm: one Gather over the world, outside the records; every rank must call it at the same step.
+        Comm: one Gather over the world, outside the records; every rank must call it at the same
+        step.
         """
         if not self.steps:
             return [] if self.file else None

@@ -1,4 +1,6 @@
-"""A decoder of odd, unequal sizes, and the comparison of a layout with one rank that many tests make."""
+"""A decoder of odd, unequal sizes, and the comparison of a layout with one rank that many tests
+make.
+"""
 
 import functools
 from dataclasses import replace
@@ -18,7 +20,8 @@ LAYOUTS = {  # number of ranks: (dp, pp, tp)
     4: [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)],
     8: [(2, 2, 2)],
 }
-# 6 heads of width 3, ffn 30, 5 layers, 7 tokens; 29 tokens in the vocabulary: padded for every tp > 1.
+# 6 heads of width 3, ffn 30, 5 layers, 7 tokens; 29 tokens in the vocabulary: padded for every tp >
+# 1.
 MODEL = ModelConfig(layers=5, d_model=18, heads=6, ffn=30, seq_len=7, vocab_size=29)
 
 
@@ -28,7 +31,8 @@ def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid)
     config = Config(
         model=model,
         grid=GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **grid),
-        train=TrainConfig(batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
+        train=TrainConfig(
+            batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
         run=RunConfig(dtype="float64", seed=3, check_comm=True),
     )
     return config_module.resolve(config, dp * pp * tp)[0]
@@ -43,7 +47,8 @@ def tokens():
 def assert_equals_one_rank(config: Config) -> None:
     """Assert that loss, norm, every gradient and every weight after a step equal those of one rank.
 
-    The verdict is world rank 0's, and all ranks raise with it. Comm: a step, two streams, one broadcast.
+    The verdict is world rank 0's, and all ranks raise with it. Comm: a step, two streams, one
+    broadcast.
     """
     bad = [f"{d.kind} of {d.name}: {d.error:.1e} at {d.where}"
            for d in compare(config, tokens(), WORLD) if not d.ok]

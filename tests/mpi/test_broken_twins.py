@@ -1,4 +1,6 @@
-"""The comparison with one rank must fail for every bug that the field knows: each is planted here once."""
+"""The comparison with one rank must fail for every bug that the field knows: each is planted here
+once.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Every layout against one rank: loss, norm, every gradient, every weight after a plain SGD step, to 1e-12."""
+"""Every layout against one rank: loss, norm, every gradient, every weight after a plain SGD step,
+to 1e-12.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Every schedule trains: gradients and weights equal one rank's, with tp and dp, tied, and synchronous sends."""
+"""Every schedule trains: gradients and weights equal one rank's, with tp and dp, tied, and
+synchronous sends.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +29,9 @@ def config_for(name, layout, num_microbatches, tied=True):
 
 
 def counts(name, layout):
-    """Microbatch counts to try: below, at and above the pipeline's depth, as far as they are taken."""
+    """Microbatch counts to try: below, at and above the pipeline's depth, as far as they are
+    taken.
+    """
     pp = layout[1]
     every = [m for m in (1, 2, 5, 8) if not schedules.problems(name, pp, m)]
     return every if WORLD.size < 8 else every[-1:]
@@ -63,8 +67,10 @@ def one_step(config):
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)
 def test_tie_and_mirror_sums(case):
-    """V placements tie by a local sum and no message; others by exactly one all-reduce over the two ends."""
-    name, layout, _ = case
+    """V placements tie by a local sum and no message; others by exactly one all-reduce over the two
+    ends.
+    """
+    _, layout, _ = case
     worker, recorder = one_step(config_for(*case))
     schedule, pp = worker.schedule, layout[1]
     ends = holders(schedule, (0, schedule.num_stages - 1))
@@ -96,7 +102,9 @@ def one_rank_worker(config):
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)
 def test_predicted_records(case):
-    """The shapes-only run of every schedule makes the records of the real one, in the same order."""
+    """The shapes-only run of every schedule makes the records of the real one, in the same
+    order.
+    """
     config = config_for(*case)
     _, recorder = one_step(config)
     real = [record[3:16] for record in recorder.records]
@@ -105,7 +113,9 @@ def test_predicted_records(case):
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)
 def test_weight_gradients_are_really_postponed(case):
-    """Where a schedule has W, its I spans do no weight gradient: FLOPs per phase as the formula has them."""
+    """Where a schedule has W, its I spans do no weight gradient: FLOPs per phase as the formula has
+    them.
+    """
     config = config_for(*case)
     prediction = predict(config, WORLD.rank)
     worker, recorder = one_step(config)
@@ -116,7 +126,8 @@ def test_weight_gradients_are_really_postponed(case):
     assert kinds["W"] == program["W"]
     assert kinds["F"] == program["F"] + overlaps
     assert kinds["B"] == program["B"] + overlaps
-    blocks = sum(hasattr(layer, "ffn") for stage in worker.stages.values() for layer in stage.layers)
+    blocks = sum(
+        hasattr(layer, "ffn") for stage in worker.stages.values() for layer in stage.layers)
     mirrored = 2 if worker.schedule.placement == "mirror" else 1
     dp, _, tp = case[1]
     tokens_done = config.train.batch_size * MODEL.seq_len // dp // mirrored

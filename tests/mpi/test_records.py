@@ -1,4 +1,6 @@
-"""What a real step records equals what the shapes-only step predicts, and both equal the formulas."""
+"""What a real step records equals what the shapes-only step predicts, and both equal the
+formulas.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,20 @@ from mpipar.data.rows import Rows
 from mpipar.grid import Grid
 from mpipar.plan.predict import predict
 from mpipar.report.memory import PeakMemory
-from mpipar.trace import AXIS, DTYPE, MB, NAME, OPERATION, PAYLOAD, PEER, PHASE, STAGE, TAG, WIRE, Recorder
+from mpipar.trace import (
+    AXIS,
+    DTYPE,
+    MB,
+    NAME,
+    OPERATION,
+    PAYLOAD,
+    PEER,
+    PHASE,
+    STAGE,
+    TAG,
+    WIRE,
+    Recorder,
+)
 from mpipar.train import Worker
 
 HERE = LAYOUTS[WORLD.size]
@@ -48,7 +63,7 @@ def test_shapes_only_run_predicts_every_record(layout, ffn_cut, schedule):
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microbatches):
     config = small_config(layout, num_microbatches, model=replace(MODEL, ffn_cut=ffn_cut))
-    dp, pp, tp = layout
+    dp, _, tp = layout
     worker, recorder = real_step(config)
     blocks = sum(len(config_blocks) for config_blocks in blocks_of(worker))
     first, last = 0 in worker.stages, worker.schedule.num_stages - 1 in worker.stages
@@ -62,8 +77,9 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
         assert not per_mb
         return
     gather = ffn_cut == "gather"
-    # per layer: forward 2 all-reduces of A (attention, ffn); backward 2. Gathered ffn: two all-gathers take the
-    # place of the ffn's forward all-reduce, and two all-reduces (of F and D width) that of its backward one.
+    # per layer: forward 2 all-reduces of A (attention, ffn); backward 2. Gathered ffn: two
+    # all-gathers take the place of the ffn's forward all-reduce, and two all-reduces (of F and D
+    # width) that of its backward one.
     forward = blocks * (1 if gather else 2) + first
     backward = blocks * (3 if gather else 2) + last
     assert per_mb.get(("tp", "all_reduce", "F"), [0, 0]) == [forward, forward * act]
@@ -84,7 +100,7 @@ def blocks_of(worker):
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
-    dp, pp, tp = layout
+    dp, pp, _ = layout
     config = small_config(layout, 5, schedule="1f1b")
     worker, recorder = real_step(config)
     totals = recorder.totals((0, 1, 2))

@@ -1,4 +1,6 @@
-"""Weights in and out, and generated text, on every layout: the same bytes, logits and tokens as one rank."""
+"""Weights in and out, and generated text, on every layout: the same bytes, logits and tokens as one
+rank.
+"""
 
 import json
 import shutil
@@ -124,7 +126,9 @@ def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, fol
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
-    """Rank 0 receives row blocks, never a whole tensor, and each block goes only where it is needed."""
+    """Rank 0 receives row blocks, never a whole tensor, and each block goes only where it is
+    needed.
+    """
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 600)
     worker = worker_of(config_of(layout))
     worker.initialize()

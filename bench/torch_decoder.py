@@ -1,0 +1,105 @@
+"""The same decoder in PyTorch eager: what the tests and the benchmarks compare with.
+
+Attention is explicit (product, mask, softmax, product), as mpipar computes it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipar.optim import learning_rate
+
+
+class TorchDecoder:
+    """Loss, gradients by autograd, clipping and AdamW, on leaf tensors named like our parameters.
+
+    weights: our parameters by name, whole, in their logical shapes; copied. Their dtype is the
+    model's. config: resolved; its TrainConfig is PyTorch's too.
+    """
+
+    def __init__(self, torch, config, batch, weights):
+        self.torch, self.functional, self.config = torch, torch.nn.functional, config
+        self.tokens, self.targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+        seq_len = batch.tokens.shape[1]
+        self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
+        self.shapes = {name: w.shape for name, w in weights.items()}
+        self.leaves = {
+            name: torch.tensor(self._their_layout(name, w)).requires_grad_()
+            for name, w in weights.items()
+        }
+        train = config.train
+        decayed = [w for w in self.leaves.values() if w.ndim > 1]
+        plain = [w for w in self.leaves.values() if w.ndim == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
+            betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay)
+
+    @staticmethod
+    def _is_product(name, ndim):
+        return name.startswith("block") and name.endswith(".w") and ndim > 1
+
+    @classmethod
+    def _their_layout(cls, name, w):
+        """A matrix as torch.nn.Linear keeps it, (out, in), so that its product adds the bias."""
+        if name.endswith(".b"):
+            w = w.reshape(-1)
+        elif cls._is_product(name, w.ndim):
+            inputs = w.ndim - 1 if name.endswith(".proj.w") else 1
+            w = w.reshape(int(np.prod(w.shape[:inputs])), -1).T
+        return np.ascontiguousarray(w)
+
+    def _our_layout(self, name, x):
+        """An array of PyTorch's in the logical shape of our parameter."""
+        shape = self.shapes[name]
+        return (x.T if self._is_product(name, len(shape)) else x).reshape(shape)
+
+    def gradients(self):
+        """Name -> gradient of every parameter, in our layout."""
+        return {name: self._our_layout(name, w.grad.numpy()) for name, w in self.leaves.items()}
+
+    def weights(self):
+        """Name -> value of every parameter, in our layout."""
+        return {name: self._our_layout(name, w.detach().numpy()).copy()
+                for name, w in self.leaves.items()}
+
+    def _linear(self, x, name):
+        return self.functional.linear(x, self.leaves[f"{name}.w"], self.leaves[f"{name}.b"])
+
+    def _norm(self, x, name):
+        w, b = self.leaves[f"{name}.w"], self.leaves[f"{name}.b"]
+        return self.functional.layer_norm(x, w.shape, w, b)
+
+    def _block(self, x, name):
+        model = self.config.model
+        qkv = self._linear(self._norm(x, f"{name}.norm1"), f"{name}.attn.qkv")
+        qkv = qkv.view(*x.shape[:2], 3, model.heads, -1)  # (B, T, 3, H, d)
+        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+        scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
+        probs = self.torch.softmax(scores.masked_fill(self.hidden, -float("inf")), dim=-1)
+        heads = (probs @ v).transpose(1, 2).reshape(x.shape)
+        x = x + self._linear(heads, f"{name}.attn.proj")
+        h = self._linear(self._norm(x, f"{name}.norm2"), f"{name}.ffn.up")
+        return x + self._linear(self.functional.gelu(h, approximate="tanh"), f"{name}.ffn.down")
+
+    def forward_backward(self, step):
+        """Return the loss; leaves the gradients in the leaves."""
+        self.optimizer.zero_grad(set_to_none=True)
+        table = self.leaves["embedding.tokens"]
+        positions = self.leaves["embedding.positions"][:self.tokens.shape[1]]
+        x = self.functional.embedding(self.tokens, table) + positions
+        for index in range(self.config.model.layers):
+            x = self._block(x, f"block{index}")
+        head = table if self.config.model.tied else self.leaves["head.table"]
+        logits = self.functional.linear(self._norm(x, "final_norm"), head)
+        loss = self.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        loss.backward()
+        return loss.item()
+
+    def update(self, step):
+        """Clip and apply the gradients; returns their norm before clipping. Step counts from 1."""
+        train = self.config.train
+        norm = self.torch.nn.utils.clip_grad_norm_(self.leaves.values(), train.clip or np.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(train, step)
+        self.optimizer.step()
+        return norm.item()

@@ -1,0 +1,97 @@
+"""The whole decoder against PyTorch's autograd and AdamW in float64, to 1e-9."""
+
+import numpy as np
+import pytest
+from bench.torch_decoder import TorchDecoder
+from config_helpers import changed
+from helpers import assert_all_close, assert_close
+
+from mpipar.config import resolve
+from mpipar.data.rows import Batch
+from mpipar.grid import Grid
+from mpipar.ops import make
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")
+pytestmark = pytest.mark.peers
+TOL = 1e-9
+SHAPES = {
+    "odd": {"layers": 2, "d_model": 15, "heads": 3, "ffn": 22, "seq_len": 7, "vocab_size": 29},
+    "one of each": {"layers": 1, "d_model": 4, "heads": 1, "ffn": 1, "seq_len": 1, "vocab_size": 2},
+    "wide heads": {"layers": 1, "d_model": 34, "heads": 2, "seq_len": 19, "vocab_size": 64},
+    "deep": {"layers": 5, "d_model": 24, "heads": 8, "ffn": 50, "seq_len": 33, "vocab_size": 257},
+}
+
+
+def both_sides(rng, num_microbatches=2, **values):
+    """One rank of ours, and PyTorch's, from the same random weights and rows."""
+    values = {"dtype": "float64", "batch_size": 6, "eps": 1e-8, "lr": 0.03, "warmup_steps": 2,
+              "steps": 4, "num_microbatches": num_microbatches} | values
+    config, _ = resolve(changed(**values), 1)
+    model = config.model
+    worker = Worker(config, Grid(0), make("cpu", "float64"), Recorder())
+    params = [param for stage in worker.stages.values() for param in stage.flat.params]
+    for param in params:  # no bias is zero and no scale one, as they are at the start of training
+        center = 1.0 if param.name.endswith(("norm1.w", "norm2.w", "final_norm.w")) else 0.0
+        param.data[...] = rng.normal(center, 0.3, param.data.shape)
+    rows = rng.integers(0, model.vocab_size, (6, model.seq_len + 1))
+    parts = np.split(rows, num_microbatches)
+    positions = np.arange(model.seq_len)
+
+    def batch_of(part):
+        return Batch(part[:, :-1].copy(), part[:, 1:].copy(), positions)
+
+    batches = [batch_of(part) for part in parts]
+    theirs = TorchDecoder(
+        torch, config, batch_of(rows), {param.name: param.data for param in params})
+    return worker, params, batches.__getitem__, theirs
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_and_every_gradient(shape, tied, rng):
+    ours, params, get_batch, theirs = both_sides(rng, tied=tied, **SHAPES[shape])
+    loss, norm, _ = ours.gradients(1, get_batch)
+    assert_close(loss, theirs.forward_backward(1), TOL, "loss")
+    expected = theirs.gradients()
+    assert_all_close({param.name: param.grad for param in params}, expected, TOL)
+    assert_close(norm, np.sqrt(sum((x**2).sum() for x in expected.values())), TOL, "norm")
+    assert ("head.table" in expected) == (not tied)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("shape", ["odd", "deep"])
+def test_weights_after_three_steps(shape, clip, tied, rng):
+    ours, params, get_batch, theirs = both_sides(
+        rng, optimizer="adamw", clip=clip, weight_decay=0.3, tied=tied, **SHAPES[shape])
+    before = theirs.weights()
+    for step in (1, 2, 3):
+        loss = theirs.forward_backward(step)
+        norm = theirs.update(step)
+        result = ours.train_step(step, get_batch)
+        assert_close(result.loss, loss, TOL, f"loss of step {step}")
+        assert_close(result.grad_norm, norm, TOL, f"norm of step {step}")
+        assert norm > clip, "nothing would be clipped"
+    after = theirs.weights()
+    assert_all_close({param.name: param.data for param in params}, after, TOL)
+    assert (after["embedding.tokens"] != before["embedding.tokens"]).all()
+
+
+@pytest.mark.parametrize("what", ["weight_decay", "eps", "beta1", "beta2", "clip", "lr"])
+def test_another_setting_would_be_seen(what, rng):
+    """The comparison above has teeth: one setting of the update changed on one side fails it."""
+    other = {"weight_decay": 0.31, "eps": 1e-6, "beta1": 0.91, "beta2": 0.951, "clip": 0.051,
+             "lr": 0.0301}[what]
+    same = {"optimizer": "adamw", "clip": 0.05, "weight_decay": 0.3, **SHAPES["odd"]}
+    ours, params, get_batch, theirs = both_sides(rng, **same)
+    changed_train = changed(theirs.config, **{what: other})
+    ours.optimizer.config = changed_train.train
+    ours.config = changed_train
+    for step in (1, 2, 3):
+        theirs.forward_backward(step)
+        theirs.update(step)
+        ours.train_step(step, get_batch)
+    with pytest.raises(AssertionError, match="difference"):
+        assert_all_close({param.name: param.data for param in params}, theirs.weights(), TOL)
