@@ -53,23 +53,27 @@ def text(value) -> str:
     return str(value)
 
 
+def table(rows: list[dict]) -> str:
+    """Rows as a Markdown table."""
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(text(row[column]) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
 def markdown(result: dict) -> str:
     """The rows as a table, and a line that says where they were measured."""
     assert result["schema"] == SCHEMA, f"schema {result['schema']}, this reads {SCHEMA}"
-    columns = list(result["rows"][0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(text(row[column]) for column in columns) + " |"
-              for row in result["rows"]]
     facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-    return "\n".join([*lines, "", f"`{result['bench']}`: {facts}"])
+    return f"{table(result['rows'])}\n\n`{result['bench']}`: {facts}"
 
 
 def update(readme: str) -> str:
     """The README with every marked table as its result file has it."""
-    def table(match):
+    def write_table(match):
         result = json.loads((ROOT / match[1]).read_text())
         return f"<!-- result: {match[1]} -->\n{markdown(result)}\n<!-- end of result -->"
-    return MARK.sub(table, readme)
+    return MARK.sub(write_table, readme)
 
 
 def main(argv=None) -> int:

@@ -82,6 +82,6 @@ class CheckedTransport:
         calls = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts]
         common = max(set(calls), key=calls.count)
         lines = [f"ranks disagree at collective {record[SEQ]} of the group {list(self.ranks)}"]
-        lines += [f"rank {rank} calls {call}{'' if call == common else '   <- differs'}"
-                  for rank, call in zip(self.ranks, calls, strict=True)]
+        lines += [f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
+                  for world_rank, call in zip(self.ranks, calls, strict=True)]
         raise HangError(lines)

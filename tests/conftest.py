@@ -13,6 +13,7 @@ import hypothesis
 import numpy as np
 import pytest
 import slurm_cluster
+from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
 
 MPI_FOLDER = Path(__file__).parent / "mpi"
 

@@ -1,5 +1,6 @@
 """Where tokens come from, which rows a step trains on, and the bigram model beside it."""
 
+import itertools
 import math
 import sys
 import types
@@ -113,7 +114,7 @@ def test_split_keeps_order_and_holds_out_the_end(length, batch_size, seq_len):
     tokens = np.arange(length)
     one_batch = batch_size * seq_len + 1
     if length < 2 * one_batch:
-        with pytest.raises(DataError, match=f"{length:,} tokens.*--batch-size or --seq-len"):
+        with pytest.raises(DataError, match=rf"{length:,} tokens.*--batch-size or --seq-len"):
             split(tokens, batch_size, seq_len)
         return
     train, held_out = split(tokens, batch_size, seq_len)
@@ -223,7 +224,7 @@ def test_built_in_text():
 
 def test_python_without_the_built_in_text(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(DataError, match="pydoc_data.topics.* --data FILE_OR_FOLDER"):
+    with pytest.raises(DataError, match=r"pydoc_data.topics.* --data FILE_OR_FOLDER"):
         load_tokens((), 256)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics",
                         types.SimpleNamespace(topics={"b": "2", "a": "1"}))
@@ -244,14 +245,14 @@ def test_a_large_token_file_is_not_read_into_memory(tmp_path):
 def slow_bigram_loss(train, held_out, vocab_size):
     """The same by dictionaries, a token at a time."""
     pairs, after, total = defaultdict(Counter), Counter(), 0
-    for a, b in zip(train, train[1:], strict=False):
+    for a, b in itertools.pairwise(train):
         pairs[a][b] += 1
         after[b] += 1
         total += 1
     losses = []
     for pseudo in PSEUDO_COUNTS:
         loss = 0.0
-        for a, b in zip(held_out, held_out[1:], strict=False):
+        for a, b in itertools.pairwise(held_out):
             prior = {token: (after[token] + 1) / (total + vocab_size)
                      for token in range(vocab_size)}
             weight = pseudo * vocab_size

@@ -110,8 +110,8 @@ def test_greedy_text_is_that_of_an_independent_gpt2(name, prompt, models):
 ], ids=str)  # fmt: skip
 def test_text_is_that_of_one_rank(layout, name, models):
     ranks = int(np.prod(layout))
-    for words in (["--temperature", "0"], ["--temperature", "0.8", "--seed", "4"]):
-        words = ["--prompt", "12 3", "--sample-tokens", "15", *words]
+    for drawn in (["--temperature", "0"], ["--temperature", "0.8", "--seed", "4"]):
+        words = ["--prompt", "12 3", "--sample-tokens", "15", *drawn]
         text = generated(models, name, *words, *layout_flags(layout), ranks=ranks)
         assert text == generated(models, name, *words)
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from bench.torch_decoder import TorchDecoder
 from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
+from bench.torch_decoder import TorchDecoder
 from mpipar.config import resolve
 from mpipar.data.rows import Batch
 from mpipar.grid import Grid

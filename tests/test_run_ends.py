@@ -1,4 +1,4 @@
-"""How `mpipar train` ends when something is wrong, and where its files go: codes, blocks, leftovers."""
+"""How `mpipar train` ends when something is wrong, and where its files go."""
 
 import os
 import re

@@ -76,6 +76,8 @@ def train(session, worker, rows, metrics, memory, tracer, log, folder) -> tuple[
             memory.stop()
         else:  # the first step also pays for what later ones reuse
             durations = [*durations[-50:], result.step_seconds]
+            # A step that takes long may be finished, and saved, before a Ctrl-C ends the job.
+            session.grace = max(session.grace, 2 * result.step_seconds)
         if step % run.log_interval == 0 or step in (1, steps) or result.stop:
             lines = metrics.flush(session.world)
             if lines:

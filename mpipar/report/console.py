@@ -125,13 +125,13 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
     ranks.
     """
     sums: dict = {}
-    for rank, counters in enumerate(facts):
+    for world_rank, counters in enumerate(facts):
         for axis, name, operation, phase, *counter in counters:
             key = (axis, family(name), operation, phase)
             entry = sums.setdefault(key, [0, 0, [0.0] * world_size])
             entry[0] += counter[CALLS]
             entry[1] += counter[BYTES]
-            entry[2][rank] += counter[NANOSECONDS] * 1e-6
+            entry[2][world_rank] += counter[NANOSECONDS] * 1e-6
     if not sums:
         return "none: one rank waits for nobody"
     rows = [("axis", "barrier", "operation", "phase", "calls/step", "bytes/step", "ms mean",

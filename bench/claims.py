@@ -1,0 +1,163 @@
+"""What textbooks say about partitioned training, one table each, on one model.
+
+    python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
+    python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
+    mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how busy the workers are, measured
+
+Barriers and memory come from the shapes-only run, which the tests hold equal to the records of real
+runs; hybrids are real training steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import replace
+
+from bench import results
+from mpipar import ops as ops_module
+from mpipar.config import Config, GridConfig, resolve
+from mpipar.data.rows import Rows
+from mpipar.data.source import load_tokens
+from mpipar.grid import Grid
+from mpipar.launch import guard
+from mpipar.plan.predict import MEMORY_LABELS, predict
+from mpipar.report.bubble import bubble_rows, span_facts
+from mpipar.report.gather import gather_facts
+from mpipar.trace import BYTES, CALLS, WIRE_BYTES, Recorder
+from mpipar.train import Worker
+
+MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
+LAYOUTS = [
+    {"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 2}, {"pp": 4}, {"pp": 8},
+    {"dp": 2}, {"dp": 4}, {"dp": 8}, {"dp": 2, "pp": 2, "tp": 2},
+]
+STEPS = 6  # of each hybrid; the first is not counted
+
+
+def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", ffn_cut="pair"):
+    """The claims' model in a layout, 16 rows per step."""
+    axes = {"dp": 1, "pp": 1, "tp": 1} | layout
+    config = Config()
+    config = replace(
+        config, model=replace(config.model, ffn_cut=ffn_cut, **MODEL),
+        grid=GridConfig(**axes, num_microbatches=num_microbatches // axes["dp"],
+                        schedule=schedule),
+        train=replace(config.train, batch_size=16))
+    return resolve(config, axes["dp"] * axes["pp"] * axes["tp"])[0]
+
+
+def named(layout: dict) -> str:
+    """The layout as text."""
+    return " x ".join(f"{axis} {size}" for axis, size in layout.items())
+
+
+def barriers() -> list[dict]:
+    """Barriers (collectives) and messages per step and rank, and bytes sent, by layout."""
+    rows = []
+    cases = [(layout, "pair") for layout in LAYOUTS]
+    cases += [({"tp": size}, "gather") for size in (2, 4, 8)]
+    for layout, ffn_cut in cases:
+        config = configure(layout, ffn_cut=ffn_cut)
+        world_size = config.grid.dp * config.grid.pp * config.grid.tp
+        busiest = {"collectives": 0, "messages": 0, "sent": 0, "payload": 0}
+        for rank in range(world_size):
+            totals = predict(config, rank).recorder.totals((2,))
+            own = {
+                "collectives": sum(counter[CALLS] for (operation,), counter in totals.items()
+                                   if operation not in ("send", "recv")),
+                "messages": totals.get(("send",), [0])[CALLS],
+                "sent": sum(counter[WIRE_BYTES] for counter in totals.values()),
+                "payload": sum(counter[BYTES] for (operation,), counter in totals.items()
+                               if operation != "recv"),
+            }
+            busiest = {key: max(busiest[key], own[key]) for key in busiest}
+        rows.append({
+            "layout": named(layout) + (" (ffn-cut gather)" if ffn_cut == "gather" else ""),
+            "collectives_per_step": busiest["collectives"],
+            "messages_sent_per_step": busiest["messages"],
+            "payload_MiB": busiest["payload"] / 2**20, "sent_MiB": busiest["sent"] / 2**20,
+        })
+    return rows
+
+
+def memory() -> list[dict]:
+    """Predicted peak bytes of the fullest rank, by what they are for."""
+    rows = []
+    for layout in LAYOUTS:
+        config = configure(layout)
+        world_size = config.grid.dp * config.grid.pp * config.grid.tp
+        fullest = max((predict(config, rank) for rank in range(world_size)),
+                      key=lambda prediction: prediction.peak_total)
+        rows.append({"layout": named(layout)} | {
+            f"{label}_MiB": fullest.peak_bytes.get(label, 0) / 2**20 for label in MEMORY_LABELS
+        } | {"peak_MiB": fullest.peak_total / 2**20})
+    return rows
+
+
+HYBRIDS = [
+    ({"pp": 4}, 8, "naive"), ({"pp": 4}, 8, "gpipe"), ({"pp": 4}, 8, "1f1b"),
+    ({"pp": 4}, 8, "zb-h1"), ({"pp": 2, "dp": 2}, 8, "1f1b"), ({"pp": 2, "tp": 2}, 8, "1f1b"),
+    ({"dp": 4}, 8, "1f1b"), ({"tp": 4}, 8, "1f1b"),
+]
+
+
+def hybrids(world) -> list[dict] | None:
+    """Measured steps of four workers: busy share, share of time in communication, tokens/s.
+
+    Comm: everything of a few training steps per layout; rows on world rank 0, None elsewhere.
+    """
+    rows = []
+    tokens, _ = load_tokens((), 256)
+    for layout, num_microbatches, schedule in HYBRIDS:
+        config = configure(layout, num_microbatches, schedule)
+        ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
+        worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
+        worker.initialize()
+        data = Rows(ops, tokens, config, worker.grid.dp_rank)
+        seconds, inside = [], []
+        for step in range(1, STEPS + 1):
+            before = recorder.comm_ns()
+            result = worker.train_step(
+                step, lambda mb, data=data, step=step: data.train(step, mb))
+            seconds.append(result.step_seconds)
+            inside.append((recorder.comm_ns() - before) * 1e-9 / result.step_seconds)
+        worker.close()
+        facts = gather_facts(world, {
+            "spans": span_facts(recorder), "pp_rank": worker.grid.pp_rank,
+            "seconds": statistics.median(seconds[1:]), "inside": statistics.median(inside[1:])})
+        if facts is None:
+            continue
+        bubble = bubble_rows([fact["spans"] for fact in facts],
+                             [fact["pp_rank"] for fact in facts], worker.schedule)
+        step_s = max(fact["seconds"] for fact in facts)
+        rows.append({
+            "layout": named(layout), "schedule": schedule if "pp" in layout else "-",
+            "busy_share": statistics.mean(row[1] for row in bubble),
+            "busy_share_simulated": statistics.mean(row[3] for row in bubble),
+            "in_communication": statistics.mean(fact["inside"] for fact in facts),
+            "step_ms": step_s * 1e3, "tokens_per_s": worker.num_tokens / step_s,
+        })
+    return rows if world.rank == 0 else None
+
+
+def main(argv, session) -> int:
+    """Print one table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.claims", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("barriers", "memory", "hybrids"))
+    parser.add_argument("--json", help="write the result to this file")
+    args = parser.parse_args(argv)
+    rows = {"barriers": barriers, "memory": memory}.get(
+        args.table, lambda: hybrids(session.start()))()
+    if rows is None:
+        return 0
+    if args.json:
+        results.write(args.json, f"bench.claims {args.table}", rows, rows_per_step=16,
+                      microbatches=8, **MODEL)
+    print(results.table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    guard(main)

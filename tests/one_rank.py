@@ -1,0 +1,43 @@
+"""A whole small model in this process: from a folder of weights, or with random ones."""
+
+import numpy as np
+from config_helpers import changed, reading_of
+
+from mpipar import checkpoint
+from mpipar.commands.resolve import resolve
+from mpipar.config import Config
+from mpipar.config import resolve as resolve_alone
+from mpipar.data.rows import Batch
+from mpipar.grid import Grid
+from mpipar.ops import make
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+
+def worker_for(folder, dtype="float64"):
+    """One rank with the shape of the weights in a folder, not yet loaded."""
+    words = ["--init-from", str(folder), "--dtype", dtype, "--batch-size", "4",
+             "--num-microbatches", "1"]
+    config, _ = resolve(reading_of(*words), 1)
+    return Worker(config, Grid(0), make("cpu", dtype), Recorder())
+
+
+def loaded(folder, dtype="float64"):
+    worker = worker_for(folder, dtype)
+    checkpoint.load(worker, str(folder))
+    return worker
+
+
+def logits(worker, ids):
+    batch = Batch(np.array([ids]), None, np.arange(len(ids)))
+    return worker.forward(1, lambda mb: batch)[0]
+
+
+def fresh(**values):
+    """One rank with random weights, no file."""
+    values = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
+              "batch_size": 4, "num_microbatches": 1, "dtype": "float64"} | values
+    config, _ = resolve_alone(changed(Config(), **values), 1)
+    worker = Worker(config, Grid(0), make("cpu", config.run.dtype), Recorder())
+    worker.initialize()
+    return worker

@@ -1,0 +1,235 @@
+"""The rules of the house, each a function: a module's name and source -> what is wrong in it."""
+
+import ast
+import re
+import sys
+
+from helpers import REPOSITORY
+
+PACKAGE = REPOSITORY / "mpipar"
+# From the ground up: a floor imports from the floors above it in this list, or sideways.
+FLOORS = {
+    "plain data": "__init__ errors config layout flags environment failure launch watchdog",
+    "hardware": "ops",
+    "recorder": "trace",
+    "wire": "grid comm transport desync",
+    "partition": "partition",
+    "layers": "layers",
+    "models": "models",
+    "update": "gradsync optim",
+    "order": "pipeline plan.costs",
+    "state": "data hf_format checkpoint",
+    "one rank's work": "train generate verify",
+    "views": "report plan",
+    "commands": "commands cli __main__",
+}
+IMPORT_MPI = {"transport", "desync", "launch", "commands.doctor"}
+CALL_MPI = {"comm", "transport", "desync", "launch", "report.gather", "report.clock"}
+MPI_CALLS = set(
+    """Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Gatherv Iallreduce Ibarrier
+    Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
+    Split_type Ssend""".split()
+)
+PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-case methods
+CORE = {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "mpipar"}
+SIZES = {"lines of a file": 300, "lines of a function": 60, "columns of a line": 100}
+
+
+def module_name(path):
+    """mpipar/ops/__init__.py -> ops; mpipar/comm.py -> comm."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+SOURCES = {module_name(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(module, source):
+    """(line, module of this package or outside name, whether inside a function) of each import."""
+    found = []
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [(node.lineno, name, node not in tree.body) for name in names]
+    return found
+
+
+def target(name):
+    """The module of this package that an imported name lies in: mpipar.comm.Comm -> comm."""
+    parts = name.split(".")[1:]
+    while parts and ".".join(parts) not in SOURCES:
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
+def floor(module):
+    """The number of the floor, by the longest entry that is the module or a folder of it."""
+    best = None
+    for number, entries in enumerate(FLOORS.values()):
+        for entry in entries.split():
+            is_in = module == entry or module.startswith(entry + ".")
+            if is_in and (best is None or len(entry) > len(best[0])):
+                best = entry, number
+    return None if best is None else best[1]
+
+
+# --- the rules: (module, source) -> problems
+
+
+def floor_problems(module, source):
+    own, names = floor(module), list(FLOORS)
+    if own is None:
+        return [f"{module}: stands on no floor; say where in FLOORS and in the README's map"]
+    found = []
+    for line, name, _ in imports(module, source):
+        if not name.startswith("mpipar"):
+            continue
+        other = floor(target(name))
+        if other is not None and other > own:
+            found.append(f"{module}:{line}: {names[own]} imports {name} from {names[other]} above")
+    return found
+
+
+def outside_problems(module, source):
+    """Optional packages come late; nothing imports the tests or the benchmarks."""
+    found = []
+    for line, name, late in imports(module, source):
+        top = name.split(".")[0]
+        if top in ("tests", "bench"):
+            found.append(f"{module}:{line}: the package imports {name}")
+        elif not late and top not in CORE | sys.stdlib_module_names | {"__future__"}:
+            found.append(f"{module}:{line}: {name} is optional: import it where it is needed")
+    return found
+
+
+def mpi_problems(module, source):
+    """Only the wire imports MPI or calls a communicator, by buffers and inside functions."""
+    found = []
+    for line, name, late in imports(module, source):
+        if name.startswith("mpi4py."):
+            if module not in IMPORT_MPI:
+                found.append(f"{module}:{line}: imports {name}")
+            if not late:
+                found.append(f"{module}:{line}: {name} starts MPI as soon as this is imported")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in MPI_CALLS and module not in CALL_MPI:
+                found.append(f"{module}:{node.lineno}: calls {node.func.attr}")
+            if node.func.attr in PICKLING:
+                found.append(f"{module}:{node.lineno}: {node.func.attr} pickles")
+    return found
+
+
+def is_layer(node):
+    names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    return "forward" in names
+
+
+def array_math_problems(module, source):
+    """Layers and models reshape, transpose and slice; all arithmetic on arrays is in ops.
+
+    In a class with a `forward`, outside __init__, operators may only make up shapes and indices:
+    inside a subscript, or in the arguments of reshape, transpose, range or a method of ops that
+    makes an array. NumPy is not there at all.
+    """
+    if module.split(".")[0] not in ("layers", "models", "partition"):
+        return []
+    tree, found = ast.parse(source), []
+    if module != "layers.param":
+        found += [f"{module}:{line}: imports {name}" for line, name, _ in imports(module, source)
+                  if name.split(".")[0] in ("numpy", "cupy")]
+    methods = [item for node in tree.body if isinstance(node, ast.ClassDef) and is_layer(node)
+               for item in node.body if isinstance(item, ast.FunctionDef)
+               if item.name != "__init__"]
+    if module.startswith("partition."):
+        methods += [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for method in methods:
+        allowed = set()
+        for node in ast.walk(method):
+            if isinstance(node, ast.Subscript):
+                allowed.update(ast.walk(node.slice))
+            elif isinstance(node, ast.JoinedStr):
+                allowed.update(ast.walk(node))
+            elif isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in ("reshape", "transpose", "range", "empty", "zeros"):
+                    for argument in node.args:
+                        allowed.update(ast.walk(argument))
+        found += [
+            f"{module}:{node.lineno}: {method.name} computes with {type(node).__name__}"
+            for node in ast.walk(method)
+            if isinstance(node, (ast.BinOp, ast.AugAssign)) and node not in allowed
+        ]
+    return found
+
+
+def name_problems(module, source):
+    """A rank says of what: world_rank, dp_rank, ...
+
+    grid.py alone has bare ones; so have launchers, and the views of a trace, which know one kind.
+    """
+    if module in ("grid", "launch", "environment") or module.startswith("report."):
+        return []
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        name = getattr(node, "id", getattr(node, "arg", None))
+        if isinstance(node, (ast.Name, ast.arg)) and name == "rank":
+            found.add(f"{module}:{node.lineno}: a bare {name}")
+    return sorted(found)
+
+
+MUTATORS = set(
+    "add append appendleft clear discard extend insert pop popitem remove reverse setdefault sort"
+    " update".split()
+)
+
+
+def state_problems(module, source):
+    """Nothing at module level changes: no global, no cache, only constants, none of them written."""
+    tree, found, constants = ast.parse(source), [], set()
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [
+            node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+        for name in [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]:
+            constants.add(name.id)
+            fixed = isinstance(node.value, (ast.Constant, ast.Tuple))
+            is_type = re.fullmatch(r"[A-Z][a-z]\w*", name.id)
+            if not (fixed or name.id.isupper() or is_type or name.id == "__all__"):
+                found.append(f"{module}:{node.lineno}: {name.id} is no constant by its name")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.append(f"{module}:{node.lineno}: global {', '.join(node.names)}")
+        if isinstance(node, ast.FunctionDef):
+            words = {getattr(n, "id", getattr(n, "attr", "")) for decorator in node.decorator_list
+                     for n in ast.walk(decorator)}
+            if words & {"cache", "lru_cache"}:
+                found.append(f"{module}:{node.lineno}: {node.name} keeps its results")
+        written = None
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            written = node.value
+        elif (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+              and node.func.attr in MUTATORS):
+            written = node.func.value
+        if isinstance(written, ast.Name) and written.id in constants:
+            found.append(f"{module}:{node.lineno}: changes {written.id}")
+    return found
+
+
+def size_problems(module, source):
+    lines = source.splitlines()
+    sizes = [("lines of a file", 1, len(lines))]
+    sizes += [("columns of a line", i, len(line)) for i, line in enumerate(lines, 1)]
+    sizes += [("lines of a function", node.lineno, node.end_lineno - node.lineno + 1)
+              for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [f"{module}:{line}: {size} {what}, more than {SIZES[what]}"
+            for what, line, size in sizes if size > SIZES[what]]
+
+
+RULES = [floor_problems, outside_problems, mpi_problems, array_math_problems, name_problems,
+         state_problems, size_problems]

@@ -1,0 +1,56 @@
+"""The tables of bench.claims follow the formulas, and the README shows what the result files say."""
+
+import json
+
+import pytest
+
+from bench import claims, results
+
+M, L = 8, claims.MODEL["layers"]
+
+
+@pytest.fixture(scope="module")
+def barriers():
+    return {row["layout"]: row for row in claims.barriers()}
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_tensor_parallel_barriers_do_not_depend_on_its_size(barriers, tp):
+    """Per microbatch 4 all-reduces a layer, embedding, head, loss; and the norm, once a step."""
+    assert barriers[f"tp {tp}"]["collectives_per_step"] == M * (4 * L + 3) + 1
+    gather = barriers[f"tp {tp} (ffn-cut gather)"]
+    assert gather["collectives_per_step"] == M * (6 * L + 3) + 1
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_a_pipeline_sends_two_messages_a_microbatch_and_rank(barriers, pp):
+    row = barriers[f"pp {pp}"]
+    assert row["messages_sent_per_step"] == (M if pp == 2 else 2 * M)  # an end sends one way
+    assert row["collectives_per_step"] == 2  # the tied table at both ends, and the norm
+
+
+def test_tensor_parallelism_sends_more_than_the_others(barriers):
+    assert barriers["tp 4"]["sent_MiB"] > 2 * barriers["dp 4"]["sent_MiB"]
+    assert barriers["dp 4"]["sent_MiB"] > 5 * barriers["pp 4"]["sent_MiB"]
+
+
+def test_memory_is_pooled_by_tp_and_pp_and_not_by_dp():
+    rows = {row["layout"]: row for row in claims.memory()}
+    whole = rows["tp 1"]
+    assert rows["tp 4"]["weights_MiB"] < 0.27 * whole["weights_MiB"]
+    assert rows["pp 4"]["weights_MiB"] < 0.27 * whole["weights_MiB"]
+    assert rows["dp 4"]["weights_MiB"] == whole["weights_MiB"]
+    # The first of four stages keeps four microbatches of a quarter of the layers: all of it.
+    assert rows["pp 4"]["stash_MiB"] == pytest.approx(whole["stash_MiB"], rel=0.02)
+
+
+def test_result_files_of_barriers_and_memory_are_what_the_code_says(barriers):
+    for name, rows in (("barriers", list(barriers.values())), ("memory", claims.memory())):
+        path = results.ROOT / "bench" / "results" / f"claims_{name}.json"
+        assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"
+
+
+def test_readme_tables_are_generated():
+    readme = (results.ROOT / "README.md").read_text()
+    assert results.update(readme) == readme, "run python -m bench.results"
+    assert results.update(readme.replace("| tp 2 |", "| tp 3 |")) == readme

@@ -1,0 +1,155 @@
+"""The shape of the house: who imports whom, who may speak to MPI, what layers may not do.
+
+Each rule has broken twins below: made-up modules that break it and must be caught.
+"""
+
+import sys
+
+import pytest
+from helpers import run_command
+from program import LIMIT, environment
+from structure_rules import (
+    FLOORS,
+    PACKAGE,
+    RULES,
+    SOURCES,
+    array_math_problems,
+    floor,
+    floor_problems,
+    imports,
+    module_name,
+    mpi_problems,
+    name_problems,
+    outside_problems,
+    size_problems,
+    state_problems,
+    target,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_module_keeps_the_rule(rule):
+    assert len(SOURCES) > 50
+    found = [problem for module, source in SOURCES.items() for problem in rule(module, source)]
+    assert not found, "\n".join(found)
+
+
+def circle(graph):
+    """Modules that import each other in a circle, or None."""
+    state = {}
+
+    def visit(module, path):
+        state[module] = "open"
+        for other in sorted(graph.get(module, ())):
+            if state.get(other) == "open":
+                return [*path[path.index(other):], other]
+            if other not in state and (found := visit(other, [*path, other])):
+                return found
+        state[module] = "done"
+        return None
+
+    return next((found for module in graph if module not in state
+                 for found in [visit(module, [module])] if found), None)
+
+
+def test_no_imports_in_a_circle():
+    graph = {module: {target(name) for _, name, _ in imports(module, source)
+                      if name.startswith("mpipar")} - {module, "__init__"}
+             for module, source in SOURCES.items()}
+    assert circle(graph) is None
+
+
+def test_every_floor_is_there():
+    entries = [entry for text in FLOORS.values() for entry in text.split()]
+    missing = [entry for entry in entries
+               if not any(floor(module) is not None and (module + ".").startswith(entry + ".")
+                          for module in SOURCES)]
+    assert not missing
+
+
+@pytest.mark.parametrize("words", [["schedule", "1f1b"], ["--help"], ["train", "--print-config"]])
+def test_what_needs_no_mpi_does_not_load_it(words):
+    code = ("import sys, atexit, os\n"
+            "from mpipar.__main__ import main\n"
+            f"sys.argv = ['mpipar', *{words!r}]\n"
+            "try: main()\n"
+            "except SystemExit as leaving: assert not leaving.code, leaving\n"
+            "loaded = {'mpi4py.MPI', 'torch', 'cupy'} & set(sys.modules)\n"
+            "assert not loaded, loaded\n"
+            "print('nothing loaded')\n")  # fmt: skip
+    result = run_command([sys.executable, "-c", code], LIMIT, environment())
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.endswith("nothing loaded\n")
+
+
+LAYER = """
+class Layer:
+    def __init__(self, ops, width):
+        self.half = width // 2
+    def forward(self, x, stash):
+        {line}
+        return x.reshape(x.shape[0] * 2, -1)[:, self.half + 1:]
+"""
+BROKEN = {
+    "a lower floor imports a higher one": (
+        floor_problems, "layers.made_up", "from mpipar.train import Worker\n", "one rank's work"),
+    "and late": (floor_problems, "grid", "def f():\n    import mpipar.comm, mpipar.cli\n", "cli"),
+    "plan above, costs below": (
+        floor_problems, "pipeline.x", "from mpipar.plan.predict import predict\n", "views above"),
+    "a module on no floor": (floor_problems, "surprise", "", "no floor"),
+    "an optional package at the top": (outside_problems, "ops.x", "import cupy\n", "optional"),
+    "the tests": (outside_problems, "verify", "def f():\n    import tests.helpers\n", "imports"),
+    "MPI in a layer": (
+        mpi_problems, "layers.x", "def f():\n    from mpi4py import MPI\n", "imports mpi4py.MPI"),
+    "MPI at the top": (mpi_problems, "transport", "from mpi4py import MPI\n", "as soon as"),
+    "a message past the wire": (
+        mpi_problems, "gradsync", "def f(c, x):\n    c.Allreduce(x)\n", "calls Allreduce"),
+    "a pickle": (mpi_problems, "comm", "def f(c):\n    return c.allgather(1)\n", "pickles"),
+    "arithmetic": (array_math_problems, "layers.x", LAYER.format(line="x = x + 1"), "BinOp"),
+    "in place": (array_math_problems, "models.x", LAYER.format(line="x += 1"), "AugAssign"),
+    "a product": (array_math_problems, "layers.x", LAYER.format(line="x = x @ x"), "BinOp"),
+    "an operand of reshape": (
+        array_math_problems, "layers.x", LAYER.format(line="x = (x * 2).reshape(3)"), "BinOp"),
+    "NumPy in a layer": (array_math_problems, "layers.x", "import numpy as np\n", "numpy"),
+    "a sum in a cut": (array_math_problems, "partition.x",
+                       "def forward(ops, x, w, comm, name):\n    return x * w\n", "BinOp"),
+    "a bare rank": (name_problems, "comm", "def f(rank):\n    pass\n", "bare rank"),
+    "a bare rank that is counted": (
+        name_problems, "comm", "def f(n):\n    return [rank for rank in range(n)]\n", "bare rank"),
+    "a list that grows": (state_problems, "x", "SEEN = []\ndef f():\n    SEEN.append(1)\n", "SEEN"),
+    "a dict that is written": (state_problems, "x", "A = {}\ndef f():\n    A[1] = 2\n", "A"),
+    "a deletion": (state_problems, "x", "A = {1: 2}\ndef f():\n    del A[1]\n", "A"),
+    "a variable": (state_problems, "x", "current = list()\n", "no constant"),
+    "global": (state_problems, "x", "N = 0\ndef f():\n    global N\n    N = 1\n", "global N"),
+    "a cache": (
+        state_problems, "x",
+        "import functools\n@functools.lru_cache(9)\ndef f():\n    pass\n", "keeps its results"),
+    "a long file": (size_problems, "x", "a = 1\n" * 301, "301 lines of a file"),
+    "a long line": (size_problems, "x", "#" * 101, "101 columns"),
+    "a long function": (
+        size_problems, "x", "def f():\n" + "    g()\n" * 60, "61 lines of a function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_rule_catches(case):
+    rule, module, source, message = BROKEN[case]
+    assert any(message in problem for problem in rule(module, source))
+
+
+def test_rules_let_a_clean_layer_pass():
+    source = LAYER.format(line="x = self.ops.add(x, x)")
+    assert [problem for rule in RULES for problem in rule("layers.made_up", source)] == []
+
+
+def test_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_names_lead_to_modules():
+    assert target("mpipar.comm.Comm") == "comm"
+    assert target("mpipar.ops.array_ops") == "ops.array_ops"
+    assert target("mpipar.ops.make") == "ops"
+    assert target("mpipar.__version__") == "__init__"
+    assert module_name(PACKAGE / "layers" / "__init__.py") == "layers"
