@@ -191,7 +191,7 @@ MUTATORS = set(
 
 
 def state_problems(module, source):
-    """Nothing at module level changes: no global, no cache, only constants, none of them written."""
+    """Nothing at module level changes: no global, no cache, constants alone, none written."""
     tree, found, constants = ast.parse(source), [], set()
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [

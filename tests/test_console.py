@@ -133,6 +133,7 @@ def test_held_out_loss_and_text_are_those_of_one_rank(layout, run_of):
 def test_log_file_is_the_console(run_of):
     folder, text = run_of((2, 2, 2))
     assert (folder / "log.txt").read_text() == text
-    assert text.splitlines()[-1] == f"weights, metrics.jsonl, config.toml and log.txt are in {folder}"
+    last = f"weights, metrics.jsonl, config.toml and log.txt are in {folder}"
+    assert text.splitlines()[-1] == last
     names = {path.name for path in folder.iterdir()}
     assert names == {"log.txt", "metrics.jsonl", "config.toml", "weights"}

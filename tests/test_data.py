@@ -169,7 +169,7 @@ def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_bytes(np.array([3, 299, 7], "<u2").tobytes())
     assert load_tokens((str(path),), 300)[0].max() == 299
-    with pytest.raises(DataError, match="token 299 at position 1 .* 299; type --vocab-size 300"):
+    with pytest.raises(DataError, match=r"token 299 at position 1 .* 299; type --vocab-size 300"):
         load_tokens((str(path),), 299)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 
-SESSION_LIMIT = 240.0  # seconds for one session
+SESSION_LIMIT = 300.0  # seconds for one session
 TEST_LIMIT = 100.0  # seconds for one test inside; then every rank prints where it is, and all end
 MPI_FOLDER = REPOSITORY / "tests" / "mpi"
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -25,15 +27,16 @@ def cluster():
 
 
 def submit(cluster: SlurmCluster, folder: Path, venv: str, *flags: str):
-    """Run slurm/train.sbatch the way the README says, on 2 nodes with 2 ranks each, and wait."""
-    job_id = cluster.submit(
-        f"--output={folder}/job.log",
-        "slurm/train.sbatch",
-        *TINY,
-        *flags,
+    """Type the README's command for SLURM, flags added, and wait: 2 nodes with 2 ranks each."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^.*&& sbatch slurm/train\.sbatch.*$", readme, re.MULTILINE)
+    result = cluster.run(
+        *("bash", "-euc", f"{command} {shlex.join([*TINY, *flags])}"),
         cwd=REPOSITORY,
-        env={"MPIPAR_VENV": venv},
+        env={"MPIPAR_VENV": venv, "SBATCH_OUTPUT": f"{folder}/job.log"},
     )
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    job_id = int(result.stdout.removeprefix("Submitted batch job "))
     return cluster.wait(job_id, timeout=120.0)
 
 

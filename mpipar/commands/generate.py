@@ -26,6 +26,7 @@ def run(session, reading, run_folder: str) -> int:
     """
     world = session.start()
     config, ops, prompt = session.agree(lambda: prepare(reading, run_folder, world.size))
+    ops.select_device(session.host_ranks.index(world.rank))
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     worker.recorder.phase = "eval"

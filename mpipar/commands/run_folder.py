@@ -27,9 +27,9 @@ def folder_problems(config) -> list[str]:
         if folder is None or not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return []
     except OSError as error:
-        return [f"{folder}: {error.strerror}; give another --out or --run-name"]
-    return [f"{folder} exists and is not empty; a run never overwrites another:"
-            " give another --out or --run-name"]
+        return [f"{folder}: {error.strerror}; give another folder"]
+    other = "--run-name" if config.run.out is None else "--out"
+    return [f"{folder} exists and is not empty; a run never overwrites another: give a new {other}"]
 
 
 def make_run_folder(config) -> Path:

@@ -225,6 +225,7 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     """The run itself: describe, train, report, save, evaluate, generate. Comm: everything."""
     world, config, recorder = session.world, inputs.config, Recorder()
     fact = describe(session, inputs, recorder, log)
+    inputs.ops.select_device(session.host_ranks.index(world.rank))
     memory = PeakMemory(inputs.ops)
     memory.start()
     timed_ops = TimedOps(inputs.ops, recorder) if config.run.trace_ops else None

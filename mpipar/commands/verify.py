@@ -19,6 +19,7 @@ def run(session, reading) -> int:
     """
     world = session.start()
     inputs = session.agree(lambda: prepare(exact(reading), world.size))
+    inputs.ops.select_device(session.host_ranks.index(world.rank))
     grid = inputs.config.grid
     found = verify.compare(inputs.config, inputs.train_part, world)
     bad = [d for d in found if not d.ok]

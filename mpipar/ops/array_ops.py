@@ -51,6 +51,9 @@ class ArrayOps:
     def synchronize(self):
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
+    def select_device(self, host_rank):
+        """Take the device for the host_rank-th process of this host (on the CPU: all share it)."""
+
     # Elementwise basics.
 
     def fill(self, x, value):

@@ -1,5 +1,9 @@
 """The array functions on a GPU through CuPy: the plain ones, and what only a device needs."""
 
+import math
+
+import numpy as np
+
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.array_ops import ArrayOps
 
@@ -16,6 +20,23 @@ class CupyOps(ArrayOps):
     def to_host(self, x):
         """Return x copied to a NumPy array; waits for the device."""
         return self.xp.asnumpy(x)
+
+    def select_device(self, host_rank):
+        """Take the GPU whose number is host_rank, counted round when there are fewer GPUs."""
+        self.xp.cuda.Device(host_rank % self.xp.cuda.runtime.getDeviceCount()).use()
+
+    def pinned(self, shape, dtype):
+        """Return an uninitialised host array in page-locked memory, which copies run fastest on."""
+        dtype = np.dtype(dtype)
+        count = math.prod(shape)
+        memory = self.xp.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def to_pinned(self, x):
+        """Return x copied to page-locked host memory; waits for the device."""
+        host = self.pinned(x.shape, x.dtype)
+        x.get(out=host)
+        return host
 
     def synchronize(self):
         """Wait until everything queued on the current stream is done."""

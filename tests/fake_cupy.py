@@ -1,0 +1,113 @@
+"""Stands in for CuPy where there is no GPU: NumPy arrays that refuse to meet host arrays.
+
+It proves which calls the device path makes, in which order, and that host and device memory are not
+mixed; it proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the stream
+is synchronized.
+"""
+
+import types
+
+import numpy as np
+
+
+class Stream:
+    busy = False
+    synchronized = 0
+
+    def synchronize(self):
+        self.busy = False
+        self.synchronized += 1
+
+
+stream = Stream()
+
+
+class DeviceArray(np.ndarray):
+    """An array in 'device memory'."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        for x in (*inputs, *(out or ())):
+            if isinstance(x, np.ndarray) and x.ndim and not isinstance(x, DeviceArray):
+                raise TypeError(f"{ufunc.__name__}: a host array meets a device array")
+        stream.busy = True
+        plain = [x.view(np.ndarray) if isinstance(x, DeviceArray) else x for x in inputs]
+        if out is not None:
+            options["out"] = tuple(x.view(np.ndarray) for x in out)
+        result = getattr(ufunc, method)(*plain, **options)
+        if out is not None:
+            return out[0]
+        return device(result) if isinstance(result, np.ndarray) else result
+
+    def __array_function__(self, function, kinds, arguments, options):
+        stream.busy = True
+        return on_device(function(*map(on_host, arguments), **{
+            key: on_host(value) for key, value in options.items()}))
+
+    def __setitem__(self, key, value):
+        if isinstance(value, np.ndarray) and value.ndim and not isinstance(value, DeviceArray):
+            raise TypeError("a host array is assigned to a device array")
+        stream.busy = True
+        super().__setitem__(key, value)
+
+    def set(self, host):
+        assert not isinstance(host, DeviceArray)
+        np.copyto(self.view(np.ndarray), host)
+
+    def get(self, out):
+        assert not isinstance(out, DeviceArray)
+        stream.synchronize()
+        np.copyto(out, self.view(np.ndarray))
+
+
+def device(x):
+    return np.asarray(x).view(DeviceArray)
+
+
+def on_host(x):
+    """The same memory as plain arrays, in lists and tuples too."""
+    if isinstance(x, list | tuple):
+        return type(x)(map(on_host, x))
+    return x.view(np.ndarray) if isinstance(x, DeviceArray) else x
+
+
+def on_device(x):
+    """The same memory as device arrays, in lists and tuples too."""
+    if isinstance(x, list | tuple):
+        return type(x)(map(on_device, x))
+    return device(x) if isinstance(x, np.ndarray) else x
+
+
+def asnumpy(x):
+    stream.synchronize()
+    return np.array(x.view(np.ndarray))
+
+
+def get_default_memory_pool():
+    return types.SimpleNamespace(total_bytes=lambda: 1)
+
+
+cuda = types.SimpleNamespace(
+    get_current_stream=lambda: stream,
+    alloc_pinned_memory=bytearray,
+    Device=lambda number: types.SimpleNamespace(use=lambda: None),
+    runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
+)
+ndarray = DeviceArray
+
+
+def _on_device(name):
+    function = getattr(np, name)
+
+    def call(*arguments, **options):
+        stream.busy = True
+        return device(function(*arguments, **options))
+    return call
+
+
+empty, zeros, ones, full, arange, asarray, ascontiguousarray, array = map(
+    _on_device,
+    ("empty", "zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array"))
+
+
+def __getattr__(name):
+    return getattr(np, name)

@@ -1,0 +1,77 @@
+"""The GPU path without a GPU: real CupyOps and device transports over a stand-in for CuPy.
+
+A step equals one rank, host and device memory never meet, and the stream is drained before every
+MPI call on device memory.
+"""
+
+import sys
+
+import fake_cupy
+import numpy as np
+import pytest
+from small_model import LAYOUTS, WORLD, small_config, tokens
+
+from mpipar import ops as ops_module
+from mpipar import transport
+from mpipar.data.rows import Rows
+from mpipar.grid import Grid
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+from mpipar.transport import HostTransport
+from mpipar.verify import differences, full_tensors, serial_config, step_tensors
+
+HERE = LAYOUTS[WORLD.size]
+CALLS = ("all_reduce", "iall_reduce", "all_gather", "isend", "irecv", "broadcast")
+
+
+@pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
+def cuda_aware(request, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(transport, "cuda_aware", lambda: request.param)
+    for name in CALLS:
+        plain = getattr(HostTransport, name)
+
+        def checked(self, x, *arguments, plain=plain):
+            if isinstance(x, fake_cupy.DeviceArray):
+                assert not fake_cupy.stream.busy, "MPI gets an array that is still being computed"
+            return plain(self, x, *arguments)
+
+        monkeypatch.setattr(HostTransport, name, checked)
+    return request.param
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_device_path_equals_one_rank(cuda_aware, layout):
+    config = small_config(layout, 5)
+    ops = ops_module.make("cuda", "float64")
+    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
+    kind = transport.DeviceTransport if cuda_aware == "yes" else transport.StagedTransport
+    if WORLD.size > 1:
+        assert type(worker.comms.world.wire.wire) is kind
+    worker.initialize()
+    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
+    gradients = full_tensors(worker, lambda param: param.grad)
+    worker.close()
+    bad = np.zeros(1, np.int64)
+    if WORLD.rank == 0:
+        expected = step_tensors(serial_config(config), tokens(), Grid(0))
+        assert loss == pytest.approx(expected[0], rel=1e-12)
+        assert norm == pytest.approx(expected[1], rel=1e-12)
+        bad[0] = sum(not d.ok for d in differences("gradient", gradients, expected[2]))
+    WORLD.Bcast(bad)
+    assert bad[0] == 0
+
+
+@pytest.mark.skipif(WORLD.size != 2, reason="one fixed number of ranks")
+def test_forgotten_synchronize_is_caught(cuda_aware, monkeypatch):
+    if cuda_aware == "no":
+        pytest.skip("staging copies, and the copy waits")
+    ops = ops_module.make("cuda", "float64")
+    monkeypatch.setattr(type(ops), "synchronize", lambda self: None)
+    config = small_config((1, 1, 2))
+    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
+    worker.initialize()
+    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    with pytest.raises(AssertionError, match="still being computed"):
+        worker.gradients(1, lambda mb: rows.train(1, mb))

@@ -1,0 +1,82 @@
+"""`mpipar verify`: the proof any user can run says yes where all is well, and no where it is not."""
+
+import re
+import sys
+
+import pytest
+from helpers import find_launcher, run_ranks
+from one_rank import fresh
+from program import LIMIT, cells, environment, layout_flags, mpipar, section
+
+from mpipar import checkpoint
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 30 --seq-len 5 --batch-size 8
+    --num-microbatches 2""".split()
+# One function replaced: the result of one barrier is thrown away.
+BROKEN = """
+import sys
+from mpipar import cli, comm, launch
+plain = comm.Comm.all_reduce
+def all_reduce(self, x, name, op="sum"):
+    return x if name == "block1.ffn.up" else plain(self, x, name, op)
+comm.Comm.all_reduce = all_reduce
+launch.guard(cli.main, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 3)], ids=str)
+def test_says_yes(layout):
+    ranks = layout[0] * layout[1] * layout[2]
+    result = mpipar("verify", *SMALL, *layout_flags(layout), ranks=ranks)
+    assert result.returncode == 0, result.tail()
+    dp, pp, tp = layout
+    assert f"dp {dp} x pp {pp} x tp {tp}, schedule 1f1b, 2 microbatches" in result.stdout
+    rows = [cells(line) for line in section(result.stdout, "tensor")]
+    names = [row[0] for row in rows]
+    assert names[0] == "loss and gradient norm"
+    tensors = 3 * 12 + 4  # of each block, both tables, the final norm
+    assert len(set(names)) == 1 + tensors
+    for kind in ("gradient", "weight"):
+        assert sum(row[1] == kind for row in rows) == tensors
+    assert all(row[-1] == "ok" and float(row[2]) <= 1e-12 for row in rows)
+    assert re.search(rf"^{1 + 2 * tensors} of {1 + 2 * tensors} agree to 1e-12", result.stdout,
+                     re.MULTILINE)
+
+
+def test_says_no_and_where():
+    command = [sys.executable, "-c", BROKEN, "verify", *SMALL, "--tp", "2", "--dp", "1"]
+    result = run_ranks(2, command, LIMIT, environment())
+    assert result.returncode == 1, result.tail()
+    rows = [cells(line) for line in section(result.stdout, "tensor")]
+    bad = {row[0] for row in rows if row[-1] == "DIFFERS"}
+    assert "block1.norm2.w" in bad, "its gradient comes straight from the broken sum"
+    assert "block2.ffn.up.w" not in bad, "nothing above the broken barrier is wrong"
+    assert re.search(r"\d+ of 81 agree.*; \d+ DIFFER", result.stdout)
+
+
+def test_takes_the_weights_that_it_is_given(tmp_path):
+    """On a trained model no bias is zero, and each of them counts."""
+    worker = fresh(vocab_size=256, ffn=21)
+    for param in worker.stages[0].flat.params:
+        param.data += 0.1
+    checkpoint.save(worker, tmp_path)
+    words = ["verify", "--init-from", tmp_path, "--batch-size", "4", "--num-microbatches", "1"]
+    given = mpipar(*words, "--tp", "3", ranks=3)
+    assert given.returncode == 0, given.tail()
+    shape = ["--layers", "2", "--d-model", "12", "--heads", "3", "--ffn", "21", "--seq-len", "6"]
+    random = mpipar("verify", *shape, *words[3:], "--tp", "3", ranks=3)
+    assert given.stdout.split("tensor")[0] == random.stdout.split("tensor")[0]
+    assert section(given.stdout, "tensor") != section(random.stdout, "tensor")
+
+
+def test_float64_and_plain_sgd_whatever_the_flags_say():
+    result = mpipar("verify", *SMALL, "--dtype", "float32", "--optimizer", "adamw", "--tp", "2",
+                    "--dp", "1", ranks=2)  # fmt: skip
+    assert result.returncode == 0, result.tail()
+    assert "float64" in result.stdout
+
+
+def test_leaves_nothing_behind(tmp_path):
+    assert mpipar("verify", *SMALL, cwd=tmp_path).returncode == 0
+    assert list(tmp_path.iterdir()) == []
