@@ -1,22 +1,22 @@
-"""How `mpipar train` ends when something is wrong, and where its files go."""
+"""How `mpipar train` ends when something is wrong, and where its files go.
+
+Interrupted runs are in test_ctrl_c.py.
+"""
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
-from helpers import MARK, find_launcher, kill_with, run_ranks, wait_for_end
-from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, one_block, weights
+from helpers import find_launcher, run_ranks
+from program import LIMIT, PROGRAM, environment, metrics, mpipar, one_block
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
     --sample-tokens 4""".split()
 SHORT = [*TINY, "--steps", "2"]
-QUICK = 5.0  # seconds from Ctrl-C to the end of all processes
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_console_of_another_encoding(encoding, here):
     assert "not valid UTF-8" in block
 
 
-# --- a loss that is not finite, and Ctrl-C
+# --- a loss that is not finite
 
 
 @needs_mpiexec
@@ -260,40 +260,3 @@ def test_non_finite_loss_ends_all_ranks(here):
     assert steps == list(range(1, len(steps) + 1))
     failed = int(re.search(r"step (\d+): loss", block)[1])
     assert failed == len(steps) + 1, "the steps before the failure are in the file"
-
-
-@needs_mpiexec
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ctrl_c_in_training_saves_the_weights(ranks, here):
-    mark = f"ctrl-c-{os.getpid()}-{ranks}"
-    command = [*PROGRAM, "train", "--data", "text.txt", *TINY, "--steps", "1000000",
-               "--log-interval", "3", "--out", "run"]
-    if ranks > 1:
-        command = [find_launcher(), "-n", str(ranks), *command, "--dp", "1", "--pp", "1",
-                   "--tp", "3", "--heads", "3", "--d-model", "9", "--ffn", "12"]
-    env = {**os.environ, **environment(), MARK: mark}
-    output = here / "output.txt"
-    with open(output, "w") as file:
-        job = subprocess.Popen(command, cwd=here, env=env, stdout=file, stderr=file,
-                               start_new_session=True)  # fmt: skip
-    try:
-        deadline = time.monotonic() + LIMIT
-        path = here / "run" / "metrics.jsonl"
-        while not (path.exists() and path.read_text().count("\n") > 5):
-            assert time.monotonic() < deadline, output.read_text()
-            assert job.poll() is None, output.read_text()
-            time.sleep(0.05)
-        start = time.monotonic()
-        os.kill(job.pid, signal.SIGINT)
-        assert job.wait(LIMIT) == 75, output.read_text()
-        assert wait_for_end(mark) == []
-        assert time.monotonic() - start < QUICK
-    finally:
-        kill_with(MARK, mark)
-    text = output.read_text()
-    assert BLOCK not in text
-    last = re.search(r"stopped on request after step (\d+); the weights are in run/weights", text)
-    assert [line["step"] for line in metrics(here / "run")][-1] == int(last[1])
-    assert all(np.isfinite(x).all() for x in weights(here / "run").values())
-    result = mpipar("generate", "run", "--prompt", "a", "--sample-tokens", "3", cwd=here)
-    assert result.returncode == 0, result.tail()

@@ -1,4 +1,4 @@
-"""`mpipar verify`: the proof any user can run says yes where all is well, and no where it is not."""
+"""`mpipar verify`, the proof any user can run: yes where all is well, no where it is not."""
 
 import re
 import sys

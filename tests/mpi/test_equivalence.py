@@ -54,7 +54,7 @@ def test_other_rank_order_equals_one_rank(layout):
     assert_equals_one_rank(small_config(layout, rank_order="tp,cp,dp,pp"))
 
 
-@pytest.mark.skipif(WORLD.size not in (2, 4), reason="needs 2 or 4 pipeline ranks")
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_uneven_stages_equal_one_rank(last):
     split = {2: (5 - last, last), 4: (2, 3 - last, 0, last)}[WORLD.size]

@@ -17,9 +17,8 @@ from mpipar.trace import Recorder
 from mpipar.train import Worker, holders
 
 LAYOUTS = {1: [(1, 1, 1)], 2: [(1, 2, 1)], 4: [(1, 4, 1), (1, 2, 2), (2, 2, 1)], 8: [(2, 2, 2)]}
-if WORLD.size not in LAYOUTS:
-    pytest.skip("this number of ranks is no layout of these tests", allow_module_level=True)
-HERE = LAYOUTS[WORLD.size]
+pytestmark = pytest.mark.ranks(*LAYOUTS)
+HERE = LAYOUTS.get(WORLD.size, [])
 DEEP = replace(MODEL, layers=8)
 
 

@@ -170,7 +170,7 @@ def test_text_is_that_of_one_rank(layout, temperature, folder):
     worker.close()
 
 
-@pytest.mark.skipif(WORLD.size > 2, reason="no question of the layout")
+@pytest.mark.ranks(1, 2)
 def test_sampling_follows_seed_and_temperature(folder):
     write(folder, random_tensors())
     worker = worker_of(config_of(HERE[0]))

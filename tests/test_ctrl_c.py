@@ -1,0 +1,100 @@
+"""Ctrl-C in `mpipar train`: the weights are saved, all ranks end at once, with one meaning.
+
+The guard itself is tested in test_launch.py.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from helpers import MARK, find_launcher, kill_with, wait_for_end
+from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
+
+QUICK = 5.0  # seconds from Ctrl-C to the end of all processes
+TINY = """train --data text.txt --layers 2 --d-model 9 --heads 3 --ffn 12 --seq-len 5
+    --batch-size 6 --num-microbatches 2 --log-interval 3 --out run""".split()
+needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+
+
+class Job:
+    """A running command: its process, and its output so far."""
+
+    def __init__(self, here, process, mark):
+        self.here, self.process, self.mark = here, process, mark
+
+    def output(self):
+        return (self.here / "output.txt").read_text()
+
+    def wait_until(self, reached):
+        deadline = time.monotonic() + LIMIT
+        while not reached():
+            assert time.monotonic() < deadline, self.output()
+            assert self.process.poll() is None, self.output()
+            time.sleep(0.02)
+
+    def interrupt(self):
+        """Send SIGINT to the process that was started; return the exit code of a quick end."""
+        start = time.monotonic()
+        os.kill(self.process.pid, signal.SIGINT)
+        code = self.process.wait(LIMIT)
+        assert wait_for_end(self.mark) == []
+        assert time.monotonic() - start < QUICK, self.output()
+        return code
+
+
+@contextlib.contextmanager
+def started(here, ranks, *words):
+    """A job that is killed with all its processes if it is still there at the end."""
+    mark = f"ctrl-c-{os.getpid()}-{time.monotonic_ns()}"
+    command = [*PROGRAM, *TINY, *words]
+    if ranks > 1:
+        command = [find_launcher(), "-n", str(ranks), *command]
+    with open(here / "output.txt", "w") as file:
+        process = subprocess.Popen(
+            command, cwd=here, env={**os.environ, **environment(), MARK: mark}, stdout=file,
+            stderr=file, start_new_session=True)  # fmt: skip
+    try:
+        yield Job(here, process, mark)
+    finally:
+        kill_with(MARK, mark)
+        process.wait()
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_in_training_the_run_ends_with_its_weights(ranks, tmp_path):
+    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
+    path = tmp_path / "run" / "metrics.jsonl"
+    with started(tmp_path, ranks, "--steps", "1000000") as job:
+        job.wait_until(lambda: path.exists() and path.read_text().count("\n") > 5)
+        assert job.interrupt() == 75, job.output()
+        text = job.output()
+    assert BLOCK not in text
+    last = re.search(r"stopped on request after step (\d+); the weights are in run/weights", text)
+    assert metrics(tmp_path / "run")[-1]["step"] == int(last[1])
+    assert all(np.isfinite(x).all() for x in weights(tmp_path / "run").values())
+    result = mpipar("generate", "run", "--prompt", "a", "--sample-tokens", "3", cwd=tmp_path)
+    assert result.returncode == 0, result.tail()
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_training_the_weights_are_there_already(ranks, tmp_path):
+    """Evaluation of a long text takes longer than the training did; nothing of that is lost."""
+    (tmp_path / "text.txt").write_text("a long text, again and again. " * 100_000)
+    path = tmp_path / "run" / "weights" / "model.safetensors"
+    with started(tmp_path, ranks, "--steps", "2") as job:
+        job.wait_until(path.exists)
+        time.sleep(0.3)
+        assert job.interrupt() in (75, 130), job.output()
+        text = job.output()
+    assert "held-out loss" not in text
+    assert text.count(BLOCK) <= 1
+    assert "run/weights" in text, "where the weights are has to be said"
+    assert len(metrics(tmp_path / "run")) == 2
+    assert all(np.isfinite(x).all() for x in weights(tmp_path / "run").values())
