@@ -3,7 +3,7 @@
 One `Comm` per group. Each call has a `name=` (the barrier that a reader finds in tables and
 traces), appends one record, and is a no-op in a group of one: no layer ever asks how many ranks
 there are. Reductions work in place on the array they are given. How bytes travel is the transport's
-business (`mpipar/transport.py`).
+business (`mpipar/connect.py`).
 
 Who must make the same call: every member of the group, in the same order; for send and recv, the
 peer with the same tag. What breaks otherwise: a hang, or a wrong sum on some ranks without any
@@ -12,7 +12,7 @@ error.
 
 from __future__ import annotations
 
-from mpipar import transport
+from mpipar.connect import Options, connect, shares_cores
 from mpipar.grid import AXES
 from mpipar.trace import WAITED, perf_counter_ns
 
@@ -158,22 +158,22 @@ class Comms:
     def __init__(self, grid, ops, recorder, mpi_world=None, options=None, subgroups=None):
         self.grid = grid
         self.recorder = recorder
-        options = options or transport.Options()
-        options = options._replace(patient=transport.shares_cores(mpi_world))
+        options = options or Options()
+        options = options._replace(patient=shares_cores(mpi_world))
 
-        def connect(axis, ranks, alone=False):
+        def make(axis, ranks, alone=False):
             """My group's Comm; alone: no group on this axis has several ranks, so no split."""
-            wire = None if alone else transport.connect(ops, mpi_world, ranks, options, recorder)
+            wire = None if alone else connect(ops, mpi_world, ranks, options, recorder)
             return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder)
 
-        self.world = connect("world", tuple(range(grid.world_size)), grid.world_size == 1)
+        self.world = make("world", tuple(range(grid.world_size)), grid.world_size == 1)
         self.by_axis = {
-            axis: connect(axis, grid.group(axis), grid.axis_size(axis) == 1) for axis in AXES}
+            axis: make(axis, grid.group(axis), grid.axis_size(axis) == 1) for axis in AXES}
         self.pp, self.dp, self.cp, self.tp = (self.by_axis[axis] for axis in AXES)
         for name, groups in (subgroups or {}).items():
             mine = next((group for group in groups if grid.pp_rank in group), (grid.pp_rank,))
             alone = all(len(group) == 1 for group in groups)
-            self.by_axis[name] = connect(name, grid.pp_subgroup(mine), alone)
+            self.by_axis[name] = make(name, grid.pp_subgroup(mine), alone)
 
     def close(self) -> None:
         """Free the communicators: MPI has only some two thousand.

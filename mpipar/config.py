@@ -70,7 +70,7 @@ class GridConfig:
 class TrainConfig:
     """The update."""
 
-    steps: int = setting(400, "optimizer updates", low=1)
+    steps: int = setting(300, "optimizer updates", low=1)
     batch_size: int | None = setting(
         None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1)
     optimizer: str = setting("adamw", "update rule", choices=("adamw", "sgd"))

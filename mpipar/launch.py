@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mpipar import errors, failure
@@ -203,10 +203,22 @@ class Session:
 
     def _abort(self, code: int):
         """Kill every rank; where MPI cannot, at least this process."""
+        leave_code(os.environ, code)
         _later(ABORT_SECONDS, os._exit, code)
         if self.world is not None and (self.launcher.name or self.world.Get_size() > 1):
             self.world.Abort(code)
         os._exit(code)
+
+
+def leave_code(environ: Mapping[str, str], code: int) -> None:
+    """Write the job's exit code to the file that MPIPAR_EXIT_FILE names; the first rank wins.
+
+    srun answers with the highest code of all ranks, 128 + signal for those that it killed itself:
+    slurm/train.sbatch reads the file to end with the code of the failure instead.
+    """
+    if path := environ.get("MPIPAR_EXIT_FILE"):
+        with contextlib.suppress(OSError), open(path, "x") as file:
+            file.write(f"{code}\n")
 
 
 def _later(seconds: float, function: Callable, *arguments) -> None:
@@ -275,4 +287,6 @@ def guard(main: Callable, argv: list[str] | None = None):
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
         session.fail(error)
+    if exit_code:
+        leave_code(os.environ, exit_code)
     sys.exit(exit_code)

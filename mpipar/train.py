@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter_ns
 
 from mpipar.comm import Comms
+from mpipar.connect import Options
 from mpipar.errors import NonFiniteError
 from mpipar.gradsync import GradSync, agree, is_finite
 from mpipar.models.decoder import Stage, balanced_layers
@@ -19,7 +20,6 @@ from mpipar.optim import OPTIMIZERS, learning_rate
 from mpipar.pipeline import schedules
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
-from mpipar.transport import Options
 
 
 @dataclass(frozen=True)

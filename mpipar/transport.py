@@ -1,92 +1,15 @@
-"""How bytes travel: host memory, device memory, device memory staged through the host, or not at
-all.
+"""How bytes travel from host memory, or do not travel at all.
 
-Used by `mpipar/comm.py` alone. Upper-case mpi4py buffer calls only: mpi4py neither copies nor
-synchronizes, so a device transport drains the producing CUDA stream before every call, here and
-nowhere else.
+Upper-case mpi4py buffer calls only. Used by `mpipar/connect.py`, which chooses one for each group;
+device memory has its own (`mpipar/device_transport.py`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
-from typing import NamedTuple
-
-import numpy as np
-
-from mpipar.desync import CheckedTransport
 
 POLLS_BEFORE_SLEEP = 20  # a message that is nearly there is not slept over
 POLL_SECONDS = 50e-6
-
-
-class Options(NamedTuple):
-    """How the wire behaves: sync_sends: a send is done only when it is matched. check: compare
-    every collective over its group first. patient: a rank that waits for a message gives its core
-    away in between.
-    """
-
-    sync_sends: bool = False
-    check: bool = False
-    patient: bool = False
-
-
-def shares_cores(mpi_world) -> bool:
-    """Whether some host has more ranks than cores.
-
-    Comm: one split, one all_reduce over the world.
-    """
-    if mpi_world is None:
-        return False
-    from mpi4py import MPI
-
-    host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
-    crowded = np.array([host.size > (os.cpu_count() or 1)], np.int64)
-    host.Free()
-    mpi_world.Allreduce(MPI.IN_PLACE, crowded, op=MPI.MAX)
-    return bool(crowded[0])
-
-
-def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options, recorder):
-    """The transport for one group of world ranks.
-
-    Comm: with an MPI world, one Split over the world; so every rank must connect its groups in the
-    same order (a rank that is alone in its group too).
-    """
-    if mpi_world is None:
-        return NoTransport(ops)
-    mpi_comm = mpi_world.Split(color=min(ranks), key=mpi_world.rank)
-    assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
-    if ops.device == "cpu":
-        kind = HostTransport
-    else:
-        kind = DeviceTransport if cuda_aware() == "yes" else StagedTransport
-    wire = kind(ops, mpi_comm, options)
-    return CheckedTransport(wire, mpi_comm, ranks, recorder) if options.check else wire
-
-
-def cuda_aware() -> str:
-    """Whether this MPI takes device pointers: yes, no or unknown, asked without risking a crash.
-
-    A wrong yes is a segmentation fault, so anything but a clear statement of the library or of the
-    user's environment (MPIPAR_CUDA_AWARE=yes|no) is unknown, and unknown is staged through the
-    host.
-    """
-    stated = os.environ.get("MPIPAR_CUDA_AWARE")
-    if stated in ("yes", "no"):
-        return stated
-    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
-        return "yes"
-    from mpi4py import MPI
-
-    kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")  # MPI 4.1
-    if kinds is not None:
-        return "yes" if "cuda" in kinds else "no"
-    try:
-        return "yes" if ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support() else "no"
-    except (OSError, AttributeError):
-        return "unknown"
 
 
 class Done:
@@ -160,30 +83,6 @@ class PatientRequest:
             time.sleep(POLL_SECONDS)
 
 
-class StagedRequest:
-    """An MPI request on host memory, and what is left to do when it completes (for receives)."""
-
-    def __init__(self, request, keep, finish=None):
-        self.request = request
-        self.keep = keep  # a buffer that must live as long as the request
-        self.finish = finish
-
-    def Test(self):
-        if not self.request.Test():
-            return False
-        self._finish()
-        return True
-
-    def Wait(self):
-        self.request.Wait()
-        self._finish()
-
-    def _finish(self):
-        if self.finish is not None:
-            self.finish()
-        self.keep = self.finish = None
-
-
 class HostTransport:
     """NumPy arrays straight into MPI."""
 
@@ -197,7 +96,7 @@ class HostTransport:
         # Synchronous sends return only when matched: a program that works with them never leans on
         # buffering inside MPI, whatever the message size.
         self._isend = mpi_comm.Issend if options.sync_sends else mpi_comm.Isend
-        self.tag_ub = mpi_comm.Get_attr(MPI.TAG_UB)
+        self.tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
         self.patient = options.patient
 
     def all_reduce(self, x, op):
@@ -239,85 +138,3 @@ class HostTransport:
 
     def close(self):
         self.mpi.Free()
-
-
-class DeviceTransport(HostTransport):
-    """CuPy arrays straight into a CUDA-aware MPI."""
-
-    def all_reduce(self, x, op):
-        self.ops.synchronize()
-        super().all_reduce(x, op)
-
-    def iall_reduce(self, x):
-        # Non-blocking reductions of device memory are not supported by the common MPI libraries.
-        self.all_reduce(x, "sum")
-        return Done()
-
-    def all_gather(self, x, group_size):
-        self.ops.synchronize()
-        return super().all_gather(x, group_size)
-
-    def reduce_scatter(self, x):
-        self.ops.synchronize()
-        return super().reduce_scatter(x)
-
-    def all_to_all(self, x):
-        self.ops.synchronize()
-        return super().all_to_all(x)
-
-    def broadcast(self, x, root):
-        self.ops.synchronize()
-        super().broadcast(x, root)
-
-    def isend(self, x, peer, tag):
-        self.ops.synchronize()
-        return super().isend(x, peer, tag)
-
-    def irecv(self, x, peer, tag):
-        self.ops.synchronize()
-        return super().irecv(x, peer, tag)
-
-
-class StagedTransport(HostTransport):
-    """CuPy arrays by way of pinned host memory: device -> host -> MPI -> host -> device."""
-
-    def _to_host(self, x):
-        return self.ops.to_pinned(x)  # copies and drains the stream
-
-    def all_reduce(self, x, op):
-        host = self._to_host(x)
-        super().all_reduce(host, op)
-        x.set(host)
-
-    def iall_reduce(self, x):
-        host = self._to_host(x)
-        request = self.mpi.Iallreduce(self.in_place, host)
-        return StagedRequest(request, host, lambda: x.set(host))
-
-    def all_gather(self, x, group_size):
-        host = self.ops.pinned((group_size, *x.shape), x.dtype)
-        self.mpi.Allgather(self._to_host(x), host)
-        return self.ops.asarray(host)
-
-    def reduce_scatter(self, x):
-        host = self.ops.pinned(x.shape[1:], x.dtype)
-        self.mpi.Reduce_scatter_block(self._to_host(x), host)
-        return self.ops.asarray(host)
-
-    def all_to_all(self, x):
-        host = self.ops.pinned(x.shape, x.dtype)
-        self.mpi.Alltoall(self._to_host(x), host)
-        return self.ops.asarray(host)
-
-    def broadcast(self, x, root):
-        host = self._to_host(x)
-        super().broadcast(host, root)
-        x.set(host)
-
-    def isend(self, x, peer, tag):
-        host = self._to_host(x)
-        return StagedRequest(self._isend(host, peer, tag), host)
-
-    def irecv(self, x, peer, tag):
-        host = self.ops.pinned(x.shape, x.dtype)
-        return StagedRequest(self.mpi.Irecv(host, peer, tag), host, lambda: x.set(host))

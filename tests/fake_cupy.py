@@ -1,9 +1,9 @@
 """Stands in for CuPy where there is no GPU: NumPy arrays that refuse to meet host arrays.
 
-It proves which calls the device path makes, in which order, and that host and device memory are not
 It proves which calls the device path makes, in which order, and that host and device memory are
 not mixed; it proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the
 stream is synchronized.
+"""
 
 import types
 

@@ -1,4 +1,6 @@
-"""The tables of bench.claims follow the formulas, and the README shows what the result files say."""
+"""The tables of bench.claims follow the formulas, and the README shows what the result files
+say.
+"""
 
 import json
 

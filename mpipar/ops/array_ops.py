@@ -4,7 +4,6 @@ This is the readable version: the oracle of the tests and what runs on CuPy. `na
 computes, `name_backward_input` gives the gradient of the input, `name_backward_weight` ADDS the
 gradient of a parameter to the array it is given. Results are new C-contiguous arrays unless the
 text says otherwise.
-
 B batch, T tokens, D model width, H heads, d = D/H, V vocabulary (here the columns of one shard),
 N tokens of a microbatch (B*T), K and M the inner and outer width of a product.
 """
@@ -13,7 +12,7 @@ import math
 
 import numpy as np
 
-# GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); Hendrycks and Gimpel, arXiv 1606.08415.
+# GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); arXiv 1606.08415.
 GELU_A = math.sqrt(2.0 / math.pi)
 GELU_B = 0.044715 * GELU_A
 # Stands for the maximum over no columns. Finite: (it - true maximum) is never inf - inf = NaN.
@@ -52,7 +51,7 @@ class ArrayOps:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
     def select_device(self, host_rank):
-        """Take the device for the host_rank-th process of this host (on the CPU: all share it)."""
+        """Take a device by this process's place on its host (on the CPU: all share it)."""
 
     # Elementwise basics.
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from small_model import LAYOUTS, WORLD, small_config, tokens
 
+from mpipar import connect
 from mpipar import ops as ops_module
-from mpipar import transport
 from mpipar.data.rows import Rows
 from mpipar.grid import Grid
 from mpipar.trace import Recorder
@@ -27,7 +27,7 @@ CALLS = ("all_reduce", "iall_reduce", "all_gather", "isend", "irecv", "broadcast
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
 def cuda_aware(request, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setattr(transport, "cuda_aware", lambda: request.param)
+    monkeypatch.setattr(connect, "cuda_aware", lambda: request.param)
     for name in CALLS:
         plain = getattr(HostTransport, name)
 
@@ -45,7 +45,7 @@ def test_device_path_equals_one_rank(cuda_aware, layout):
     config = small_config(layout, 5)
     ops = ops_module.make("cuda", "float64")
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
-    kind = transport.DeviceTransport if cuda_aware == "yes" else transport.StagedTransport
+    kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
     if WORLD.size > 1:
         assert type(worker.comms.world.wire.wire) is kind
     worker.initialize()

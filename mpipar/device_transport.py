@@ -1,0 +1,115 @@
+"""How bytes travel from device memory: straight into a CUDA-aware MPI, or staged through the host.
+
+mpi4py neither copies nor synchronizes, so the producing CUDA stream is drained before every call,
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from mpipar.transport import Done, HostTransport
+
+
+class StagedRequest:
+    """An MPI request on host memory, and what is left to do when it completes (for receives)."""
+
+    def __init__(self, request, keep, finish=None):
+        self.request = request
+        self.keep = keep  # a buffer that must live as long as the request
+        self.finish = finish
+
+    def Test(self):
+        if not self.request.Test():
+            return False
+        self._finish()
+        return True
+
+    def Wait(self):
+        self.request.Wait()
+        self._finish()
+
+    def _finish(self):
+        if self.finish is not None:
+            self.finish()
+        self.keep = self.finish = None
+
+
+class DeviceTransport(HostTransport):
+    """CuPy arrays straight into a CUDA-aware MPI."""
+
+    def all_reduce(self, x, op):
+        self.ops.synchronize()
+        super().all_reduce(x, op)
+
+    def iall_reduce(self, x):
+        # Non-blocking reductions of device memory are not supported by the common MPI libraries.
+        self.all_reduce(x, "sum")
+        return Done()
+
+    def all_gather(self, x, group_size):
+        self.ops.synchronize()
+        return super().all_gather(x, group_size)
+
+    def reduce_scatter(self, x):
+        self.ops.synchronize()
+        return super().reduce_scatter(x)
+
+    def all_to_all(self, x):
+        self.ops.synchronize()
+        return super().all_to_all(x)
+
+    def broadcast(self, x, root):
+        self.ops.synchronize()
+        super().broadcast(x, root)
+
+    def isend(self, x, peer, tag):
+        self.ops.synchronize()
+        return super().isend(x, peer, tag)
+
+    def irecv(self, x, peer, tag):
+        self.ops.synchronize()
+        return super().irecv(x, peer, tag)
+
+
+class StagedTransport(HostTransport):
+    """CuPy arrays by way of pinned host memory: device -> host -> MPI -> host -> device."""
+
+    def _to_host(self, x):
+        return self.ops.to_pinned(x)  # copies and drains the stream
+
+    def all_reduce(self, x, op):
+        host = self._to_host(x)
+        super().all_reduce(host, op)
+        x.set(host)
+
+    def iall_reduce(self, x):
+        host = self._to_host(x)
+        request = self.mpi.Iallreduce(self.in_place, host)
+        return StagedRequest(request, host, lambda: x.set(host))
+
+    def all_gather(self, x, group_size):
+        host = self.ops.pinned((group_size, *x.shape), x.dtype)
+        self.mpi.Allgather(self._to_host(x), host)
+        return self.ops.asarray(host)
+
+    def reduce_scatter(self, x):
+        host = self.ops.pinned(x.shape[1:], x.dtype)
+        self.mpi.Reduce_scatter_block(self._to_host(x), host)
+        return self.ops.asarray(host)
+
+    def all_to_all(self, x):
+        host = self.ops.pinned(x.shape, x.dtype)
+        self.mpi.Alltoall(self._to_host(x), host)
+        return self.ops.asarray(host)
+
+    def broadcast(self, x, root):
+        host = self._to_host(x)
+        super().broadcast(host, root)
+        x.set(host)
+
+    def isend(self, x, peer, tag):
+        host = self._to_host(x)
+        return StagedRequest(self._isend(host, peer, tag), host)
+
+    def irecv(self, x, peer, tag):
+        host = self.ops.pinned(x.shape, x.dtype)
+        return StagedRequest(self.mpi.Irecv(host, peer, tag), host, lambda: x.set(host))

@@ -1,0 +1,103 @@
+"""Schedules through the front door: from CSV, chosen from measured costs, refused, and measured."""
+
+import json
+import re
+import tomllib
+
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+from program import PROGRAM, environment, mpipar
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = ("--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8 --num-microbatches 4"
+         " --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2").split()
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path, name):
+    made = mpipar("schedule", name, "--pp", 2, "--num-microbatches", 4,
+                  "--csv", tmp_path / "order.csv")
+    assert made.returncode == 0, made.tail()
+    runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", tmp_path / "order.csv"]}
+    for out, flags in runs.items():
+        result = mpipar("train", *SMALL, *flags, "--out", tmp_path / out, ranks=2)
+        assert result.returncode == 0, result.tail()
+        assert "text generated" in result.stdout
+    assert losses(tmp_path / "csv") == losses(tmp_path / "name")
+
+
+def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
+    rows = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
+            "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]
+    (tmp_path / "full.csv").write_text("\n".join(rows) + "\n")
+    result = mpipar("train", *SMALL, "--num-microbatches", 2, "--out", tmp_path / "run",
+                    "--schedule-csv", tmp_path / "full.csv", ranks=2)
+    assert result.returncode == 0, result.tail()
+    assert "held-out loss" in result.stdout
+
+
+@pytest.mark.parametrize(("rows", "what"), [
+    (["0F0,0B0,0F1,0B1", "1F0,1B0,1B1,1F1"], "1B1"),
+    (["0F0,0F1,0B0,0B1", "1F0,1B0,1F1"], "mb 1|1B1|microbatch 1"),
+    (["0F0,0B0"], "--pp 1"),
+])  # fmt: skip
+def test_a_broken_csv_file_is_refused(tmp_path, rows, what):
+    (tmp_path / "bad.csv").write_text("\n".join(rows) + "\n")
+    result = mpipar("train", *SMALL, "--num-microbatches", 2, "--out", tmp_path / "run",
+                    "--schedule-csv", tmp_path / "bad.csv", ranks=2)
+    assert result.returncode == 2, result.tail()
+    assert re.search(what, result.stderr), result.tail()
+    assert not (tmp_path / "run").exists()
+
+
+def test_auto_measures_ranks_and_writes_down_what_it_chose(tmp_path):
+    result = mpipar("train", *SMALL, "--schedule", "auto", "--out", tmp_path / "run", ranks=2)
+    assert result.returncode == 0, result.tail()
+    chosen = re.search(r"--schedule auto: (\S+) has the shortest simulated step", result.stdout)[1]
+    table = result.stdout[result.stdout.index("schedule  "):]
+    assert table.splitlines()[1].startswith(chosen)
+    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert config["schedule"] == chosen
+
+
+def test_auto_under_a_limit_that_nothing_meets_says_what_the_smallest_needs(tmp_path):
+    result = mpipar("train", *SMALL, "--schedule", "auto", "--memory-limit", 1000,
+                    "--out", tmp_path / "run", ranks=2)
+    assert result.returncode == 2, result.tail()
+    assert "no schedule fits" in result.stderr
+    assert result.stderr.count("mpipar: stopped") == 1
+
+
+def test_counts_that_a_schedule_cannot_take_are_refused_with_the_next_ones(tmp_path):
+    result = mpipar("train", *SMALL, "--schedule", "dualpipe", "--batch-size", 9,
+                    "--num-microbatches", 3, "--out", tmp_path / "run", ranks=2)
+    assert result.returncode == 2, result.tail()
+    assert "use --num-microbatches 4" in result.stderr
+
+
+def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):
+    result = mpipar("train", *SMALL, "--schedule", "naive", "--out", tmp_path / "run", ranks=2)
+    assert "busy share and bubble of naive" in result.stdout, result.tail()
+    pattern = r"^(\d) +([\d.]+)% +([\d.]+)% +[\d.]+ ms +[\d.]+ ms$"
+    rows = re.findall(pattern, result.stdout, re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1"]
+    # One microbatch in flight: the simulated shares of both ranks add up to all of the time.
+    assert sum(float(row[2]) for row in rows) == pytest.approx(100, abs=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_measured_makespan_is_the_simulated_one_for_every_schedule(tmp_path):
+    """Passes that sleep, four workers: the exit code says whether all are within 5 %."""
+    command = [PROGRAM[0], "-m", "bench.schedules", "--json", str(tmp_path / "result.json")]
+    result = run_ranks(4, command, 250, environment(), cwd=REPOSITORY)
+    assert result.returncode == 0, result.tail()
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert len(rows) == 14
+    assert rows[0]["schedule"] == "naive"
+    assert rows[0]["busy_measured"] == pytest.approx(1 / 4, abs=0.02)
