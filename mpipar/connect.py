@@ -1,4 +1,4 @@
-"""Which transport a group gets: by what ranks share, what MPI can do, and what the user asked for."""
+"""Which transport a group gets: by what ranks share, what MPI can do, what the user asked."""
 
 from __future__ import annotations
 

@@ -53,8 +53,6 @@ class ArrayOps:
     def select_device(self, host_rank):
         """Take a device by this process's place on its host (on the CPU: all share it)."""
 
-    # Elementwise basics.
-
     def fill(self, x, value):
         """Set every element of x to value."""
         x[...] = self.scalar(value)
