@@ -4,6 +4,7 @@ Plain functions of plain dictionaries: BLAS reads its thread count, and MPI its 
 they are loaded, so the guard applies these first (launch.py).
 """
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -120,3 +121,8 @@ def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
 def _short(library: str) -> str:
     """Name and version of the library: the start of its first line."""
     return " ".join(re.split("[\n,]", library, maxsplit=1)[0].split())
+
+
+def host_name(environ: Mapping[str, str]) -> str:
+    """The name to show for this host: SLURM's name of the node, else the system's."""
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]

@@ -20,6 +20,7 @@ from mpipar.commands.run_folder import (
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.rows import Rows
 from mpipar.data.source import BYTE_VOCABULARY
+from mpipar.environment import host_name
 from mpipar.errors import EXIT_OK, EXIT_STOPPED, HangError, NonFiniteError, UsageError
 from mpipar.generate import decode, generate
 from mpipar.grid import Grid
@@ -111,7 +112,7 @@ def describe(session, inputs, recorder, log) -> dict:
     recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
     share = f"{grid.tp_rank + 1}/{grid.tp_size} of heads, ffn, vocabulary"
     fact = {
-        "rank": grid.world_rank, "host": os.uname().nodename.split(".")[0],
+        "rank": grid.world_rank, "host": host_name(os.environ),
         "place": grid.describe(), "share": share if grid.tp_size > 1 else "all",
         "stages": [console.describe_stage(stage, split)
                    for stage in schedule.stages_of(grid.pp_rank)],
