@@ -40,6 +40,11 @@ class ModelConfig:
     ffn_cut: str = setting(
         "pair", "FFN over tp: pair = column + row, one all-reduce; gather = both by output, "
         "an all-gather after each", choices=("pair", "gather"))
+    sequence_parallel: bool = setting(
+        False, "cut tokens over tp between the products: norms, residuals, stash and messages / tp")
+    tp_matmul: str = setting(
+        "plain", "ring: with --sequence-parallel, tokens travel in pieces while others are "
+        "multiplied", choices=("plain", "ring"))
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,12 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
     if sorted(grid.rank_order.split(",")) != sorted(AXES):
         found.append(f"--rank-order {grid.rank_order}: must name each of {', '.join(AXES)} once, "
                      f"as in --rank-order {','.join(AXES)}")
+    if model.tp_matmul == "ring" and not model.sequence_parallel:
+        found.append("--tp-matmul ring: cuts the barriers of --sequence-parallel in pieces; add "
+                     "--sequence-parallel, or leave it out")
+    if model.ffn_cut == "gather" and model.sequence_parallel:
+        found.append("--ffn-cut gather: keeps all tokens on every rank, which --sequence-parallel "
+                     "does not; give one of them")
     total = sum(grid.stage_layers or (model.layers,))
     if not bad & {"stage_layers", "layers"} and total != model.layers:
         found.append(f"--stage-layers {','.join(map(str, grid.stage_layers))}: the sum is "

@@ -30,12 +30,18 @@ class Report:
     trace: str
 
 
-def report(error: BaseException, where: str) -> Report:
-    """The report of an exception; a traceback only for what is not the user's doing."""
+def report(error: BaseException, where: str, saved: str = "") -> Report:
+    """The report of an exception; a traceback only for what is not the user's doing.
+
+    saved: the folder of the weights if the run has written its last ones.
+    """
     if isinstance(error, UserError):
         return Report(error.exit_code, tuple(error.problems), where, "", "", "")
     if isinstance(error, KeyboardInterrupt):
         what = str(error) or "interrupted (SIGINT)"
+        if saved:
+            do = f"the weights are in {saved}"
+            return Report(errors.EXIT_STOPPED, (what,), where, "", do, "")
         return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "nothing was saved", "")
     if isinstance(error, BrokenPipeError):
         what = "the program that read the output ended before all of it was written"

@@ -31,6 +31,8 @@ class GradSync:
 
         Comm: one all_reduce per bucket over dp.
         """
+        if self.comms.dp.size == 1:
+            return
         flat = self.stages[stage].flat
         for groups, run in flat.runs(lambda param: param.grad_groups):
             if groups:

@@ -27,6 +27,7 @@ from mpipar.environment import Launcher, check_alone, check_library, presets, re
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 
 STOP_SECONDS = 3.5  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
+FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
 
 
@@ -44,6 +45,7 @@ class Session:
     world: COMM_WORLD after start(). host_ranks: world ranks on this host, ascending.
     run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
     where: called when an error is reported, says what the rank is doing, as "step 17".
+    saved: set to the folder of the final weights once they are written: Ctrl-C then loses nothing.
     stop_requested, grace: see stop_on_request().
     """
 
@@ -53,6 +55,7 @@ class Session:
         self.host_ranks = (0,)
         self.run_folder: str | None = None
         self.where: Callable[[], str] = str
+        self.saved = ""
         self.stop_requested = False
         self.grace: float | None = None
         self._private = None
@@ -172,7 +175,7 @@ class Session:
         alone = self.world is None
         # before MPI, a mistake is the same on every rank (a flag) or on a host (its installation)
         place = "" if alone and isinstance(error, UsageError) else self._place()
-        found = failure.report(error, place + (f", thread {thread}" if thread else ""))
+        found = failure.report(error, place + (f", thread {thread}" if thread else ""), self.saved)
         if alone:
             per_host = isinstance(error, EnvironmentProblem | KeyboardInterrupt)
             code, record = found.exit_code, None
@@ -205,6 +208,7 @@ class Session:
         """Kill every rank; where MPI cannot, at least this process."""
         leave_code(os.environ, code)
         _later(ABORT_SECONDS, os._exit, code)
+        time.sleep(FORWARD_SECONDS)
         if self.world is not None and (self.launcher.name or self.world.Get_size() > 1):
             self.world.Abort(code)
         os._exit(code)

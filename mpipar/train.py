@@ -104,10 +104,13 @@ class Worker:
         """Free the groups, when nothing more will be sent. Comm: every rank must call it."""
         self.comms.close()
 
-    def initialize(self) -> None:
-        """Give every parameter its initial values, the same model on every layout. Comm: none."""
+    def initialize(self, spread: float = 0.0) -> None:
+        """Give every parameter its initial values, the same model on every layout. Comm: none.
+
+        spread: see `FlatParams.initialize`.
+        """
         for stage in self.stages.values():
-            stage.flat.initialize(self.config.run.seed)
+            stage.flat.initialize(self.config.run.seed, spread)
 
     def gradients(self, step: int, get_batch, stop_asked=False) -> tuple[float, float, bool]:
         """Run forward and backward of one step; returns (mean loss, gradient norm, whether to

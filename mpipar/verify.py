@@ -20,6 +20,7 @@ from mpipar.hf_format import hf_name
 from mpipar.trace import Recorder
 from mpipar.train import Worker
 
+SPREAD = 0.02  # of biases and norms: a bias of zero that is counted twice is still zero
 TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ by less
 
 
@@ -60,7 +61,7 @@ def step_tensors(config, tokens, grid, mpi_world=None):
     if config.run.init_from:
         checkpoint.load(worker, config.run.init_from)
     else:
-        worker.initialize()
+        worker.initialize(SPREAD)
     rows = Rows(ops, tokens, config, grid.dp_rank)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, lambda param: param.grad)

@@ -12,7 +12,7 @@ FLOORS = {
     "plain data": "__init__ errors config layout flags environment failure launch watchdog",
     "hardware": "ops",
     "recorder": "trace",
-    "wire": "grid comm transport desync",
+    "wire": "grid comm connect transport device_transport desync",
     "partition": "partition",
     "layers": "layers",
     "models": "models",
@@ -23,8 +23,9 @@ FLOORS = {
     "views": "report plan",
     "commands": "commands cli __main__",
 }
-IMPORT_MPI = {"transport", "desync", "launch", "commands.doctor"}
-CALL_MPI = {"comm", "transport", "desync", "launch", "report.gather", "report.clock"}
+WIRE = {"comm", "connect", "transport", "device_transport", "desync"}
+IMPORT_MPI = WIRE | {"launch", "commands.doctor"}
+CALL_MPI = WIRE | {"launch", "report.gather", "report.clock"}
 MPI_CALLS = set(
     """Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Gatherv Iallreduce Ibarrier
     Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split

@@ -256,7 +256,7 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     if stopped:
         log(f"stopped on request after step {last}; the weights are in {folder / 'weights'}")
         return EXIT_STOPPED
-    session.where = lambda: f"evaluation; the weights are already in {folder / 'weights'}"
+    session.where, session.saved = lambda: "evaluation", str(folder / "weights")
     evaluate(worker, inputs, log, seconds)
     show_text(worker, inputs, log)
     log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {folder}")

@@ -57,8 +57,10 @@ class Param:
         start = min(self.cut_index * width, self.shape[self.cut_axis])
         return start, min(start + width, self.shape[self.cut_axis])
 
-    def initial_rows(self, seed: int):
+    def initial_rows(self, seed: int, spread: float = 0.0):
         """Yield (local row, values) for each first-axis row of this shard, without padding.
+
+        Normal values of deviation `std`; for biases and norms `spread`, around their constant.
 
         Row i of the whole tensor is a pure function of (seed, name, i): Philox keyed by a hash of
         seed and name, its counter set to i. So any layout starts from the same model, and no rank
@@ -70,7 +72,8 @@ class Param:
         first, last = (start, stop) if cut_rows else (0, self.shape[0])
         for row in range(first, last):
             generator = np.random.Generator(np.random.Philox(key=key, counter=row << 64))
-            values = generator.standard_normal(self.shape[1:]) * self.std
+            values = np.asarray(generator.standard_normal(self.shape[1:]))
+            values = values * self.std if self.fill is None else values * spread + self.fill
             if not cut_rows:
                 values = np.moveaxis(values, self.cut_axis - 1, 0)[start:stop]
                 values = np.moveaxis(values, 0, self.cut_axis - 1)
@@ -81,14 +84,14 @@ class FlatParams:
     """Data and gradients of a list of parameters, each in one flat buffer, every Param a view into
     both.
 
-    Order: parameters whose gradient needs only dp first, then the rest; inside each, those with
-    decay first. So an optimizer update is a handful of long runs, and a bucket of gradients is a
-    slice.
+    Order: parameters whose gradient needs only dp first, then by further groups; inside each, those
+    with decay first. So an optimizer update is a handful of long runs, and a bucket of gradients or
+    a group's sum is a slice.
     """
 
     def __init__(self, ops, params):
         self.ops = ops
-        self.params = sorted(params, key=lambda p: (bool(p.grad_groups), not p.decay))
+        self.params = sorted(params, key=lambda p: (p.grad_groups, not p.decay))
         total = sum(p.size for p in self.params)
         self.data = ops.zeros((total,), label="weights")
         self.grad = ops.zeros((total,), label="gradients")
@@ -114,13 +117,17 @@ class FlatParams:
         if start < stop:
             yield value, slice(start, stop)
 
-    def initialize(self, seed: int) -> None:
-        """Set every parameter to its initial values (padding stays zero). Comm: none."""
+    def initialize(self, seed: int, spread: float = 0.0) -> None:
+        """Set every parameter to its initial values (padding stays zero). Comm: none.
+
+        spread: standard deviation around the constant of biases and norms. Training starts them at
+        0 and 1; a comparison that is to see a bias counted twice must not.
+        """
         for param in self.params:
-            if param.fill is not None:
+            if param.fill is not None and not spread:
                 self.ops.fill(param.data, param.fill)
                 continue
             host = np.zeros(param.local_shape, self.ops.dtype)
-            for row, values in param.initial_rows(seed):
+            for row, values in param.initial_rows(seed, spread):
                 host[(row, *(slice(n) for n in values.shape))] = values
             self.ops.copy(param.data, self.ops.asarray(host))

@@ -32,6 +32,7 @@ def abort(text: str) -> None:
     """Report and end all ranks."""
     say(f" failed =====\n{text}")
     sys.__stdout__.flush()
+    time.sleep(0.3)  # the launcher drops output that it has not forwarded when a rank aborts
     MPI.COMM_WORLD.Abort(1)
 
 

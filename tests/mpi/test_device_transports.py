@@ -18,7 +18,7 @@ from mpipar.grid import Grid
 from mpipar.trace import Recorder
 from mpipar.train import Worker
 from mpipar.transport import HostTransport
-from mpipar.verify import differences, full_tensors, serial_config, step_tensors
+from mpipar.verify import SPREAD, differences, full_tensors, serial_config, step_tensors
 
 HERE = LAYOUTS[WORLD.size]
 CALLS = ("all_reduce", "iall_reduce", "all_gather", "isend", "irecv", "broadcast")
@@ -48,7 +48,7 @@ def test_device_path_equals_one_rank(cuda_aware, layout):
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
     if WORLD.size > 1:
         assert type(worker.comms.world.wire.wire) is kind
-    worker.initialize()
+    worker.initialize(SPREAD)
     rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, lambda param: param.grad)
