@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
     "verify": "prove this layout: one step here against one rank, tensor by tensor",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",
+    "explain": "list every barrier of a training step of one rank; needs no MPI",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
 USAGE = """\
@@ -55,6 +56,8 @@ def command_parser(name: str) -> flags.Parser:
         flags.add_flags(parser, GENERATE_FLAGS)
     elif name != "doctor":
         flags.add_flags(parser)
+    if name == "explain":
+        parser.add_argument("--rank", type=int, default=0, help="world rank to explain (default 0)")
     return parser
 
 
@@ -84,6 +87,8 @@ def main(argv: list[str], session: Session) -> int:
         if unknown:
             raise UsageError(unknown)
         return module.run(args) if name == "schedule" else module.run(session)
+    if name == "explain":
+        return module.run(reading, args.rank)
     if name == "generate":
         return module.run(session, reading, args.run_folder)
     return module.run(session, reading)

@@ -1,0 +1,120 @@
+"""`mpipar explain`: every barrier of one training step of a rank, in order, without MPI.
+
+The step is the real one, run on shapes, so what is printed is what the code would do; beside it
+stand the closed forms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mpipar.commands.resolve import AUTO, resolve
+from mpipar.errors import EXIT_OK, UsageError
+from mpipar.grid import Grid
+from mpipar.models.decoder import balanced_layers
+from mpipar.plan.predict import MEMORY_LABELS, predict
+from mpipar.report import formulas
+from mpipar.report.console import barriers, describe_stage, nbytes, number, table
+from mpipar.trace import (
+    AXIS,
+    MB,
+    NAME,
+    OPERATION,
+    PAYLOAD,
+    PEER,
+    PHASE,
+    SITE,
+    STAGE,
+    WIRE,
+    place,
+)
+from mpipar.train import make_schedule
+
+
+def run(reading, world_rank: int) -> int:
+    """Print the barriers of `world_rank`; the number of ranks is that of the layout. Comm: none."""
+    given = reading.config.grid
+    axes = {axis: getattr(given, axis) or 1 for axis in ("dp", "pp", "tp")}
+    reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
+    world_size = axes["dp"] * axes["pp"] * axes["tp"]
+    config, _ = resolve(reading, world_size)
+    problems = []
+    if not 0 <= world_rank < world_size:
+        problems.append(f"--rank {world_rank}: the layout has ranks 0 to {world_size - 1}")
+    if config.grid.schedule == AUTO:
+        problems.append("--schedule auto: measures first, which explain does not; name a schedule")
+    if problems:
+        raise UsageError(problems)
+    grid = Grid.of(config.grid, world_rank)
+    schedule = make_schedule(config.grid)
+    split = config.grid.stage_layers or balanced_layers(config.model, schedule.num_stages)
+    stages = schedule.stages_of(grid.pp_rank)
+    prediction = predict(config, world_rank)
+    print(f"rank {world_rank} of {world_size}: {grid.describe()}; stages "
+          + "; ".join(describe_stage(stage, split) for stage in stages))
+    print(f"one step of {schedule.name}, {config.grid.num_microbatches} microbatches of "
+          f"{formulas.sizes(config, 1).B} rows, {config.run.dtype}\n")
+    print(in_order(prediction.recorder, config, grid))
+    print("\nby name, per step:")
+    counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
+    print(without_times(barriers([counters], 1, 1)))
+    print("\ncalls per step beside the closed forms (L blocks here, m microbatches):")
+    print(closed_forms(prediction.recorder, config, stages, schedule, split, grid))
+    print("\nFLOPs of products: " + ", ".join(
+        f"{phase} {number(flops)}" for phase, flops in prediction.flops.items()))
+    print("memory at the peak: " + ", ".join(
+        f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}" for label in MEMORY_LABELS)
+        + f"; together {nbytes(prediction.peak_total)}")
+    return EXIT_OK
+
+
+def in_order(recorder, config, grid) -> str:
+    """One row per barrier or message, as the rank comes to them."""
+    itemsize = np.dtype(config.run.dtype).itemsize
+    rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "payload", "formula",
+             "sent", "factor", "source")]
+    for i, record in enumerate(recorder.records, 1):
+        ranks = group_of(grid, record[AXIS], config)
+        formula = formulas.payload(record, config, itemsize, len(ranks))
+        if record[PEER] >= 0:
+            arrow = "to" if record[OPERATION] == "send" else "from"
+            shown = f"{arrow} {ranks[record[PEER]]}"
+        else:
+            shown = ",".join(map(str, ranks))
+        rows.append((
+            i, record[PHASE], record[STAGE], record[MB], record[AXIS], record[OPERATION],
+            record[NAME], shown, nbytes(record[PAYLOAD]), formula[0] if formula else "",
+            nbytes(record[WIRE]), formulas.sent(record), place(*record[SITE])))
+    return table(rows, left=8)
+
+
+def group_of(grid, axis: str, config) -> tuple[int, ...]:
+    """World ranks of this rank's group on an axis, ties and mirrors included."""
+    if axis == "world":
+        return tuple(range(grid.world_size))
+    if axis == "tie":
+        return grid.pp_subgroup((0, grid.pp_size - 1))
+    if axis == "mirror":
+        return grid.pp_subgroup({grid.pp_rank, grid.pp_size - 1 - grid.pp_rank})
+    return grid.group(axis)
+
+
+def without_times(text: str) -> str:
+    """The barrier table without its last two columns: nothing has been timed."""
+    end = text.splitlines()[0].index("ms mean")
+    return "\n".join(line[:end].rstrip() for line in text.splitlines())
+
+
+def closed_forms(recorder, config, stages, schedule, split, grid) -> str:
+    """Counted and expected calls, by axis."""
+    counted = formulas.counted(recorder.records)
+    expected = {}
+    if schedule.placement != "mirror":
+        expected = formulas.expected_calls(config, stages, schedule.num_stages, split, grid)
+    rows = [("axis", "calls", "closed form", "")]
+    for axis, calls in counted.items():
+        formula, count = expected.get(axis, ("", ""))
+        rows.append((axis, calls, count, formula))
+    return table(rows)

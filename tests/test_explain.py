@@ -1,0 +1,98 @@
+"""`mpipar explain`: the barriers of a step in order, and their formulas beside what is counted."""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers import run_command
+from program import environment, mpipar
+
+from mpipar.commands.explain import group_of
+from mpipar.config import Config, GridConfig, ModelConfig, TrainConfig, resolve
+from mpipar.grid import Grid
+from mpipar.models.decoder import balanced_layers
+from mpipar.plan.predict import predict
+from mpipar.report import formulas
+from mpipar.trace import AXIS, NAME, OPERATION, PAYLOAD
+from mpipar.train import make_schedule
+
+CASES = [
+    ((1, 1, 2), "1f1b", "pair"), ((1, 1, 4), "1f1b", "gather"), ((1, 4, 1), "gpipe", "pair"),
+    ((2, 2, 2), "1f1b", "pair"), ((2, 2, 2), "interleaved", "gather"), ((1, 2, 2), "zb-v", "pair"),
+]  # fmt: skip
+
+
+def configure(layout, schedule, ffn_cut):
+    dp, pp, tp = layout
+    config = Config(
+        ModelConfig(layers=5, d_model=24, heads=4, ffn=20, seq_len=9, vocab_size=31,
+                    ffn_cut=ffn_cut),
+        GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
+        TrainConfig(batch_size=16))
+    return resolve(config, dp * pp * tp)[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_formulas_give_what_the_step_on_shapes_counts(case):
+    config = configure(*case)
+    dp, pp, tp = case[0]
+    schedule = make_schedule(config.grid)
+    split = balanced_layers(config.model, schedule.num_stages)
+    explained = 0
+    for world_rank in range(dp * pp * tp):
+        grid = Grid.of(config.grid, world_rank)
+        recorder = predict(config, world_rank).recorder
+        for record in recorder.records:
+            group = group_of(grid, record[AXIS], config)
+            formula = formulas.payload(record, config, np.dtype(config.run.dtype).itemsize,
+                                       len(group))
+            if formula is not None:
+                assert formula[1] == record[PAYLOAD], (record[NAME], record[OPERATION])
+                explained += 1
+            elif record[AXIS] in ("tp", "pp"):
+                raise AssertionError(f"no formula for {record[NAME]} {record[OPERATION]}")
+        counted = formulas.counted(recorder.records)
+        expected = formulas.expected_calls(
+            config, schedule.stages_of(grid.pp_rank), schedule.num_stages, split, grid)
+        for axis, (text, calls) in expected.items():
+            assert counted.get(axis, 0) == calls, (axis, text, world_rank)
+    assert explained
+
+
+def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
+    result = mpipar("explain", "--layout", "dp=2,pp=2,tp=2", "--layers", 2, "--num-microbatches", 1,
+                    "--batch-size", 2, "--rank", 5)
+    assert result.returncode == 0, result.tail()
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("rank 5 of 8: pp1 dp0 tp1; stages 1: block 1, head, loss")
+    listed = [line.split() for line in lines[3:lines.index("by name, per step:") - 1]]
+    names = [(row[4], row[5], row[6]) for row in listed[1:]]
+    assert names[:3] == [("pp", "recv", "activations"), ("tp", "all_reduce", "block1.attn.proj"),
+                         ("tp", "all_reduce", "block1.ffn.down")]
+    assert names[-1] == ("world", "all_reduce", "step.norm")
+    row = listed[2]
+    # B 1 row, T 64 tokens, D 128, 4 bytes; the tp group of rank 5 is ranks 4 and 5.
+    assert row[7:12] == ["4,5", "32.0", "KiB", "B*T*D*e", "32.0"]
+    assert row[-1].startswith("mpipar/partition/row.py:")
+    assert "m * (4L + 2)" in result.stdout
+    assert "FLOPs of products: F " in result.stdout
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--layout", "tp=2", "--rank", "2"], "--rank 2: the layout has ranks 0 to 1"),
+    (["--layout", "pp=2", "--schedule", "auto"], "--schedule auto: measures first"),
+    (["--layout", "tp=3"], "--heads 4"),
+])  # fmt: skip
+def test_mistakes_are_said(flags, message):
+    result = mpipar("explain", *flags)
+    assert result.returncode == 2, result.tail()
+    assert message in result.stderr
+
+
+def test_mpi_is_never_loaded():
+    program = ("import sys; from mpipar.cli import main; from mpipar.launch import Session;"
+               " from mpipar.environment import Launcher;"
+               " main(['explain', '--layout', 'tp=2'], Session(Launcher()));"
+               " assert 'mpi4py.MPI' not in sys.modules, 'loaded'")
+    result = run_command([sys.executable, "-c", program], 60, environment())
+    assert result.returncode == 0, result.tail()
