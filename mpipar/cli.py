@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
     "verify": "prove this layout: one step here against one rank, tensor by tensor",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",
+    "trace": "show a traced run: who waited for whom, where, how long; needs no MPI",
     "explain": "list every barrier of a training step of one rank; needs no MPI",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
@@ -54,6 +55,9 @@ def command_parser(name: str) -> flags.Parser:
         parser.usage = "mpipar generate RUN --prompt TEXT [flags]"
         parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train")
         flags.add_flags(parser, GENERATE_FLAGS)
+    elif name == "trace":
+        parser.usage = "mpipar trace RUN"
+        parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train --trace")
     elif name != "doctor":
         flags.add_flags(parser)
     if name == "explain":
@@ -83,10 +87,11 @@ def main(argv: list[str], session: Session) -> int:
     if getattr(args, "print_config", False):
         return _print_config(reading, session)
     module = importlib.import_module(f"mpipar.commands.{name}")
-    if name in ("schedule", "doctor"):
+    if name in ("schedule", "doctor", "trace"):
         if unknown:
             raise UsageError(unknown)
-        return module.run(args) if name == "schedule" else module.run(session)
+        subject = {"schedule": args, "doctor": session}.get(name) or args.run_folder
+        return module.run(subject)
     if name == "explain":
         return module.run(reading, args.rank)
     if name == "generate":

@@ -1,9 +1,11 @@
-"""mpipar with one planted fault on rank 1: python faulty_run.py FAULT mpipar-arguments..."""
+"""mpipar with one planted fault on one rank: python faulty_run.py FAULT mpipar-arguments..."""
 
 import os
 import signal
 import sys
 import time
+
+import numpy as np
 
 from mpipar.comm import Comm
 from mpipar.layers.norm import LayerNorm
@@ -35,6 +37,17 @@ if RANK == 1 and FAULT == "spin":
     at_step(6, lambda: [None for _ in iter(int, 1)])
 if RANK == 1 and FAULT == "stopped":
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
+    plain_forward = LayerNorm.forward
+    microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation behind them
+
+    def late_forward(self, x, stash):
+        real = self.name == "block1.norm1" and isinstance(x, np.ndarray)
+        if real and next(microbatches, None) is not None:
+            time.sleep(0.05)
+        return plain_forward(self, x, stash)
+
+    LayerNorm.forward = late_forward
 if RANK == 1 and FAULT in ("missing", "mismatch"):
     plain_reduce = Comm.all_reduce
 

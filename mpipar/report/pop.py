@@ -128,6 +128,9 @@ def _partners(call: Call) -> list[Call]:
         return [event.calls[0]]
     if record.operation == "broadcast":
         return [one for one in event.calls if one.rank == event.last]
+    if record.operation == "reduce":  # only the root needs the others
+        is_root = event.ranks[record.peer] == call.rank
+        return event.calls if is_root else []
     return event.calls
 
 

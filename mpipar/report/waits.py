@@ -7,7 +7,7 @@ A collective can end when its last member has arrived, so of the time that a mem
 
 both cut to the blocked time itself. A member arrives when it posts the operation; it is blocked
 from there on, or for a non-blocking one from its own wait(). Only the root of a broadcast is waited
-for.
+for, and only the root of a reduce waits.
 Point to point: a *late sender* makes the receiver wait until the send is posted; a *late receiver*
 makes the sender wait until the receive is posted, unless the send completed before that (the
 message was buffered). Source: the wait states of Scalasca's pattern reference.
@@ -129,14 +129,16 @@ def _collective(waits: Waits, axis: str, group: tuple[int, ...], members: list[C
         return
     event = Event(axis, group, members)
     root = members[0].record.peer
-    if members[0].record.operation == "broadcast":
+    operation = members[0].record.operation
+    if operation == "broadcast":
         last = next(call for call in members if call.rank == group[root])
     else:
         last = max(members, key=lambda call: call.record.posted_ns)
     event.last = last.rank
     for call in members:
         call.event = event
-        if call is not last:
+        needs_all = operation != "reduce" or call.rank == group[root]
+        if needs_all and call is not last:
             call.set_wait(last.record.posted_ns, last.rank)
     waits.events.append(event)
 

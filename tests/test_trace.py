@@ -1,0 +1,147 @@
+"""Traces: what is written, what the tables say, and a planted delay that has to be found."""
+
+import itertools
+import json
+import re
+import sys
+
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+from program import environment, mpipar
+
+from mpipar.report import pop, segments, trace_file, waits
+from mpipar.report.causes import Causes
+from mpipar.report.timeline import timeline
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
+         " --steps 6 --sample-tokens 0").split()
+
+
+def traced(folder, *flags, fault="none", ranks=2):
+    """Train with --trace under the fault of faulty_run.py; returns the Trace read back."""
+    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train", *SMALL,
+               "--trace", "3:5", "--out", str(folder), *flags]
+    result = run_ranks(ranks, command, 60, environment())
+    assert result.returncode == 0, result.tail()
+    return trace_file.read(folder)
+
+
+def analyse(trace):
+    found = waits.find(trace)
+    return found, segments.of_trace(trace, found)
+
+
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory):
+    """Rank 1 sleeps 50 ms in one named layer, once a microbatch, in every step."""
+    folder = tmp_path_factory.mktemp("delayed") / "run"
+    return traced(folder, "--layout", "tp=2", fault="delay"), folder
+
+
+def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
+    trace, folder = delayed
+    assert sorted(path.name for path in (folder / "trace").iterdir()) == [
+        "meta.json", "rank-00000.jsonl", "rank-00001.jsonl"]
+    for rank in trace.ranks:
+        assert [step for step, _, _ in rank.steps] == [3, 4, 5]
+        assert {record.step for record in rank.records} == {3, 4, 5}
+        assert all(record.posted_ns <= record.done_ns for record in rank.records)
+    assert json.loads((folder / "trace" / "meta.json").read_text())["world_size"] == 2
+
+
+def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
+    trace, _ = delayed
+    found, pieces = analyse(trace)
+    assert not found.unmatched
+    assert found.events
+    for rank, own in zip(trace.ranks, pieces, strict=True):
+        assert own[0].start == rank.start
+        assert own[-1].end == rank.end
+        assert all(a.end == b.start for a, b in itertools.pairwise(own))
+
+
+def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
+    """The wait of rank 0 at the barrier behind the delay is how much later rank 1 came, +- 2 ms."""
+    trace, _ = delayed
+    found, pieces = analyse(trace)
+    events = [event for event in found.events
+              if event.name == "block1.attn.proj" and event.calls[0].record.phase == "F"]
+    assert len(events) == 3 * 2  # steps x microbatches
+    for event in events:
+        calls = {call.rank: call for call in event.calls}
+        lateness = calls[1].record.posted_ns - calls[0].record.posted_ns
+        assert lateness > 40e6, "rank 1 slept 50 ms before this barrier"
+        assert abs(calls[0].wait_ns - lateness) < 2e6
+        assert event.last == 1
+        assert calls[1].wait_ns == 0
+    cause, cost = next(iter(Causes(trace, found, pieces).costs().items()))
+    assert cause.kind == "compute"
+    assert cause.ranks == (1,)
+    assert cause.what == "forward of stage 0"
+    assert cost.wait_ns > 0.8 * sum(call.wait_ns for event in events for call in event.calls)
+
+
+def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
+    trace, _ = delayed
+    found, pieces = analyse(trace)
+    result = pop.efficiency(trace, found, pieces)
+    assert result.ideal_ns <= result.runtime_ns * 1.001
+    assert result.parallel == pytest.approx(
+        result.load_balance * result.serialization * result.transfer)
+    # Rank 0 works while rank 1 sleeps in its span: most of the imbalance is planted.
+    assert result.useful_ns[1] > result.useful_ns[0] + 3 * 2 * 40e6
+
+
+def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
+    _, folder = delayed
+    result = mpipar("trace", folder)
+    assert result.returncode == 0, result.tail()
+    text = result.stdout
+    assert re.search(r"^rank 1: forward of stage 0 .* rank 0 +tp block\*\.attn\.proj$", text,
+                     re.MULTILINE), text
+    assert "mpipar/partition/row.py:" in text
+    assert re.search(r"^tp block\*\.attn\.proj .* rank 1 \d+x", text, re.MULTILINE)
+    assert all(len(line) <= 100 for line in text[:text.index("efficiency ")].splitlines())
+
+
+def test_the_timeline_shows_the_wait(delayed):
+    trace, _ = delayed
+    _, pieces = analyse(trace)
+    rows = timeline(trace, pieces).splitlines()
+    assert rows[1].count(".") > 30  # rank 0 waits for most of the time
+    assert rows[2].count("F") > 30  # rank 1 sleeps in its forward
+
+
+def test_a_late_sender_is_seen_by_the_receiver(tmp_path):
+    trace = traced(tmp_path / "run", "--layout", "pp=2", "--stage-layers", "2,0", "--schedule",
+                   "gpipe", fault="delay0")
+    found, _ = analyse(trace)
+    messages = [event for event in found.events if event.name == "activations"]
+    assert len(messages) == 3 * 2
+    for event in messages:
+        send, receive = event.calls
+        assert (send.rank, receive.rank) == (0, 1)
+        if receive.wait_ns > 1e6:
+            assert event.last == 0
+            expected = send.record.posted_ns - receive.record.waited_ns
+            assert abs(receive.wait_ns - expected) < 2e6
+    assert sum(event.calls[1].wait_ns for event in messages) > 3 * 40e6
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--trace", "5:9"], "the run has --steps 6"),
+    (["--trace", "x"], "--trace x: must be FIRST:LAST"),
+])  # fmt: skip
+def test_steps_that_do_not_exist_are_refused(tmp_path, flags, message):
+    result = mpipar("train", *SMALL, *flags, "--out", tmp_path / "run")
+    assert result.returncode == 2, result.tail()
+    assert message in result.stderr
+
+
+def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    result = mpipar("trace", tmp_path / "run")
+    assert result.returncode == 65, result.tail()
+    assert "mpipar train --trace 10:12" in result.stderr
+    assert mpipar("trace", tmp_path / "nothing").returncode == 65
