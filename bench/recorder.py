@@ -86,7 +86,8 @@ class Pairs:
 
 
 # Name, number of records (or spans) per call.
-CASES = (("all_reduce", 1), ("broadcast", 1), ("iall_reduce", 1), ("send_and_receive", 2), ("span", 1))
+CASES = (
+    ("all_reduce", 1), ("broadcast", 1), ("iall_reduce", 1), ("send_and_receive", 2), ("span", 1))
 
 
 def check(pairs) -> None:
@@ -118,7 +119,8 @@ def measure_calls(repeats: int) -> dict:
     for _ in range(repeats):
         for name, _ in CASES:
             for kind in ("bare", "recorded"):
-                samples.setdefault((kind, name), []).append(batch_ns(getattr(pairs, f"{kind}_{name}")))
+                sample = batch_ns(getattr(pairs, f"{kind}_{name}"))
+                samples.setdefault((kind, name), []).append(sample)
     found = {}
     for name, count in CASES:
         bare, recorded = samples["bare", name], samples["recorded", name]
@@ -160,7 +162,8 @@ def main(argv=None) -> int:
     """Measure, print; 1 if a limit is not kept."""
     parser = argparse.ArgumentParser(prog="python -m bench.recorder", description=__doc__)
     parser.add_argument("--repeats", type=int, default=400, help="batches of each case (400)")
-    parser.add_argument("--steps", type=int, default=6, help="training steps (6), the first not counted")
+    parser.add_argument("--steps", type=int, default=6,
+                        help="training steps (6), the first not counted")
     args = parser.parse_args(argv)
     world = MPI.COMM_WORLD
     costs = measure_calls(args.repeats) if world.rank == 0 else None
@@ -169,16 +172,19 @@ def main(argv=None) -> int:
     everything = world.gather((records, spans, step_ns))
     if world.rank > 0:
         return 0
-    print(f"{'operation':<18}{'bare_ns':>9}{'recorded_ns':>13}{'cost_ns':>9}{'cost_p10_ns':>13}  per record;"
+    print(f"{'operation':<18}{'bare_ns':>9}{'recorded_ns':>13}{'cost_ns':>9}{'cost_p10_ns':>13}"
+          "  per record;"
           f" limit {CALL_LIMIT_NS} ns")
     for name, numbers in costs.items():
-        print(f"{name:<18}" + "".join(f"{x:>{w}.0f}" for x, w in zip(numbers, (9, 13, 9, 13), strict=True)))
+        print(f"{name:<18}" + "".join(
+            f"{x:>{w}.0f}" for x, w in zip(numbers, (9, 13, 9, 13), strict=True)))
     worst = max(cost for name, (_, _, cost, _) in costs.items() if name != "span")
     shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
     rank = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[rank]
-    print(f"\ndefault model on {world.size} rank(s): {records} records and {spans} spans in a step of"
-          f" {step_ns * 1e-6:.1f} ms on rank {rank}: {shares[rank]:.3%} of it; limit {SHARE_LIMIT:.0%}")
+    print(f"\ndefault model on {world.size} rank(s): {records} records and {spans} spans in a step"
+          f" of {step_ns * 1e-6:.1f} ms on rank {rank}: {shares[rank]:.3%} of it;"
+          f" limit {SHARE_LIMIT:.0%}")
     kept = worst <= CALL_LIMIT_NS and shares[rank] <= SHARE_LIMIT
     if not kept:
         print("a limit is not kept")

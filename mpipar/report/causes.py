@@ -96,7 +96,8 @@ class Causes:
             elif segment.kind in COMPUTE:
                 yield from self._computing(rank, segment, low, high)
             else:
-                yield Cause("other", (rank,), "between spans (Python, posting, logging)"), high - low
+                what = "between spans (Python, posting, logging)"
+                yield Cause("other", (rank,), what), high - low
         if covered < end - start:  # before its first or after its last traced step
             yield Cause("other", (rank,), "outside the traced steps"), end - start - covered
 
