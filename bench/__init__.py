@@ -1,1 +1,9 @@
 """Measurements: each checks first that the data is right, then times it."""
+
+import os
+
+from mpipar.environment import presets
+
+# Before a benchmark imports NumPy: BLAS reads its number of threads once, and the ranks of a host
+# share its cores (mpipar's own commands have the guard for this, which imports NumPy later).
+os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from time import perf_counter_ns
 
@@ -24,9 +23,11 @@ from mpi4py import MPI
 from mpipar import ops as ops_module
 from mpipar.comm import Comm
 from mpipar.config import Config, resolve
+from mpipar.connect import Options
 from mpipar.data.rows import Rows
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.grid import Grid
+from mpipar.launch import guard
 from mpipar.trace import Recorder
 from mpipar.train import Worker
 from mpipar.transport import HostTransport
@@ -44,7 +45,7 @@ class Pairs:
         self.mpi = MPI.COMM_SELF.Dup()
         self.recorder = Recorder()
         self.recorder.phase = "F"
-        wire = HostTransport(ops, self.mpi, False)
+        wire = HostTransport(ops, self.mpi, Options())
         self.comm = Comm("tp", (0, 1), 0, wire, self.recorder)
         self.x, self.y = np.ones(16, np.float32), np.zeros(16, np.float32)
 
@@ -158,14 +159,14 @@ def wait_politely(world) -> None:
         time.sleep(0.01)
 
 
-def main(argv=None) -> int:
+def main(argv, session) -> int:
     """Measure, print; 1 if a limit is not kept."""
     parser = argparse.ArgumentParser(prog="python -m bench.recorder", description=__doc__)
     parser.add_argument("--repeats", type=int, default=400, help="batches of each case (400)")
     parser.add_argument("--steps", type=int, default=6,
                         help="training steps (6), the first not counted")
     args = parser.parse_args(argv)
-    world = MPI.COMM_WORLD
+    world = session.start()
     costs = measure_calls(args.repeats) if world.rank == 0 else None
     wait_politely(world)
     records, spans, step_ns = measure_step(args.steps)
@@ -192,4 +193,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    guard(main)
