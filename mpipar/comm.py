@@ -115,6 +115,14 @@ class Comm:
             self.recorder.close(record)
         return x
 
+    def reduce(self, x, root: int, name: str):
+        """Sum x over the group on `root` (place in the group), in place; None elsewhere."""
+        if self.size > 1:
+            record = self.recorder.open("reduce", name, self, x.nbytes, x.dtype, peer=root)
+            self.wire.reduce(x, root)
+            self.recorder.close(record)
+        return x if self.index == root else None
+
     def barrier(self, name: str) -> None:
         """Return when every member has called."""
         if self.size > 1:
@@ -141,6 +149,10 @@ class Comm:
         """Receive into x and return it."""
         record = self.recorder.open("recv", name, self, x.nbytes, x.dtype, peer, tag)
         return Pending(self.wire.irecv(x, peer, tag), record, self.recorder, x).wait()
+
+    def neighbor(self, steps: int) -> int:
+        """The place `steps` further round the ring of the group's members."""
+        return (self.index + steps) % self.size
 
     def max_tag(self) -> int:
         """The largest message tag that this group's transport can carry."""

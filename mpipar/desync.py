@@ -57,6 +57,10 @@ class CheckedTransport:
         self._agree()
         self.wire.broadcast(x, root)
 
+    def reduce(self, x, root):
+        self._agree()
+        self.wire.reduce(x, root)
+
     def barrier(self):
         self._agree()
         self.wire.barrier()

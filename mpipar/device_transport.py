@@ -61,6 +61,10 @@ class DeviceTransport(HostTransport):
         self.ops.synchronize()
         super().broadcast(x, root)
 
+    def reduce(self, x, root):
+        self.ops.synchronize()
+        super().reduce(x, root)
+
     def isend(self, x, peer, tag):
         self.ops.synchronize()
         return super().isend(x, peer, tag)
@@ -104,6 +108,11 @@ class StagedTransport(HostTransport):
     def broadcast(self, x, root):
         host = self._to_host(x)
         super().broadcast(host, root)
+        x.set(host)
+
+    def reduce(self, x, root):
+        host = self._to_host(x)
+        super().reduce(host, root)
         x.set(host)
 
     def isend(self, x, peer, tag):

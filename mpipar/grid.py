@@ -13,6 +13,17 @@ from dataclasses import dataclass
 AXES = ("pp", "dp", "cp", "tp")
 
 
+def share(length: int, parts: int) -> int:
+    """Length of each of `parts` equal pieces of an axis: the last ones are padded."""
+    return -(-length // parts)
+
+
+def piece(length: int, parts: int, index: int) -> slice:
+    """Where piece `index` lies on an axis of `length`, without its padding (perhaps empty)."""
+    width = share(length, parts)
+    return slice(min(index * width, length), min((index + 1) * width, length))
+
+
 @dataclass(frozen=True)
 class Grid:
     """One rank's place in a grid of `pp_size * dp_size * cp_size * tp_size` ranks."""

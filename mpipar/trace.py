@@ -41,15 +41,17 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     """Bytes that one rank sends for a payload of `payload` bytes, by the ring algorithm.
 
     The payload is the whole vector for all_reduce, the whole output for all_gather, the whole input
-    for reduce_scatter and all_to_all. Source: the bus-bandwidth factors of nccl-tests.
+    for reduce_scatter and all_to_all. broadcast and reduce go from rank to rank along a chain: all
+    but one send the payload, and each rank is booked the mean. Source: the bus-bandwidth factors of
+    nccl-tests.
     """
     if operation == "all_reduce":
         return 2 * (group_size - 1) * payload // group_size
-    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
+    if operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
         return (group_size - 1) * payload // group_size
     if operation in ("recv", "barrier"):
         return 0
-    return payload  # send, broadcast
+    return payload  # send
 
 
 def place(path: str, line: int) -> str:
@@ -158,6 +160,15 @@ class Recorder:
             for i, value in enumerate(counter):
                 entry[i] += value
         return sums
+
+    def flight_ns(self, axis: str) -> tuple[int, int]:
+        """Nanoseconds from posting to the end of the messages over `axis` that are in the ring, and
+        how many of these the rank went on working in.
+        """
+        sent = [record for record in self.records
+                if record[AXIS] == axis and record[OPERATION] in ("send", "recv") and record[DONE]]
+        return (sum(record[DONE] - record[POSTED] for record in sent),
+                sum(record[WAITED] - record[POSTED] for record in sent))
 
     def comm_ns(self) -> int:
         """Nanoseconds that this rank has been inside communication since the counters began."""

@@ -46,6 +46,9 @@ class NoTransport:
     def broadcast(self, x, root):
         pass
 
+    def reduce(self, x, root):
+        pass
+
     def barrier(self):
         pass
 
@@ -122,6 +125,10 @@ class HostTransport:
 
     def broadcast(self, x, root):
         self.mpi.Bcast(x, root=root)
+
+    def reduce(self, x, root):
+        here = self.mpi.rank == root
+        self.mpi.Reduce(self.in_place if here else x, x if here else None, root=root)
 
     def barrier(self):
         self.mpi.Barrier()

@@ -51,10 +51,10 @@ def cause_table(costs: dict, steps: int) -> str:
     total = sum(cost.wait_ns for cost in costs.values())
     rows = [("cause", "ms", "share", "mostly waiting", "at")]
     for cause, cost in list(costs.items())[:MOST]:
-        rank = cost.by_rank.most_common(1)[0][0]
+        waiting = cost.by_rank.most_common(1)[0][0]
         axis, name = cost.by_barrier.most_common(1)[0][0]
         rows.append((cause.text(), f"{cost.wait_ns * 1e-6 / steps:.2f}",
-                     f"{cost.wait_ns / total:.0%}", f"rank {rank}", f"{axis} {name}"))
+                     f"{cost.wait_ns / total:.0%}", f"rank {waiting}", f"{axis} {name}"))
     return table(rows)
 
 
@@ -62,7 +62,7 @@ def wait_table(title: str, sums: dict, steps: int) -> str:
     """Calls, bytes, waiting and transfer, and who came last how often."""
     rows = [(title, "calls", "payload", "wait ms", "transfer ms", "longest wait ms", "last")]
     for key, entry in list(sums.items())[:MOST]:
-        late = ", ".join(f"rank {rank} {count}x" for rank, count in entry.last.most_common(2))
+        late = ", ".join(f"rank {last} {count}x" for last, count in entry.last.most_common(2))
         rows.append((key, f"{entry.calls / steps:.4g}", nbytes(entry.payload / steps),
                      f"{entry.wait_ns * 1e-6 / steps:.2f}",
                      f"{entry.transfer_ns * 1e-6 / steps:.2f}",

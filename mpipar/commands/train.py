@@ -137,6 +137,7 @@ def report(session, worker, fact, memory, steps, log) -> None:
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
                      if key[3] in ("F", "I", "W", "sync")],
         "flight_ns": worker.gradsync.flight_ns, "overlapped_ns": worker.gradsync.overlapped_ns,
+        "ring_ns": worker.recorder.flight_ns("tp"),
         "measured": memory.peak, "process": process_peak(),
         "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
     }
@@ -145,6 +146,8 @@ def report(session, worker, fact, memory, steps, log) -> None:
         log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
         log(console.barriers([fact["counters"] for fact in facts], steps, len(facts)))
         log("\n" + console.overlap(facts))
+        if console.ring_overlap(facts):
+            log(console.ring_overlap(facts))
         if worker.grid.pp_size > 1:
             rows = bubble_rows([fact["spans"] for fact in facts],
                                [fact["pp_rank"] for fact in facts], worker.schedule)

@@ -2,7 +2,8 @@
 
 One fused product makes q, k and v of this rank's heads (column cut), each rank attends over its own
 heads, and the output projection (row cut) sums the heads of all ranks: one all-reduce forward, one
-backward. Letters: B batch, T tokens, D model width, H heads, d head width.
+backward. With tokens cut between the products x and y are (B, T/tp, D), and the barriers those of
+that pair. Letters: B batch, T tokens, D model width, H heads, d head width.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from mpipar.layers.linear import Linear
 class Attention:
     """softmax(q k^T / sqrt(d)) v with positions telling which keys a query may see."""
 
-    def __init__(self, ops, name, d_model, heads, comm, std, out_std):
+    def __init__(self, ops, name, d_model, heads, cuts, comm, std, out_std):
         self.ops, self.name = ops, name
         self.local_heads, self.head_width = heads // comm.size, d_model // heads
         head_shape = (heads, self.head_width)
         self.qkv = Linear(
-            ops, f"{name}.qkv", (d_model,), (3, *head_shape), "column", 2, comm, std)
+            ops, f"{name}.qkv", (d_model,), (3, *head_shape), cuts[0], 2, comm, std)
         self.proj = Linear(
-            ops, f"{name}.proj", head_shape, (d_model,), "row", 0, comm, out_std)
+            ops, f"{name}.proj", head_shape, (d_model,), cuts[1], 0, comm, out_std)
         self.params = [*self.qkv.params, *self.proj.params]
 
     def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D). Comm: one all_reduce over tp."""
+        """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
         qkv = self.qkv.forward(x, stash)  # (B, T, 3 * H/tp * d)
         qkv = qkv.reshape(*qkv.shape[:2], 3, self.local_heads, self.head_width)
         heads, probs = self.ops.attention_forward(qkv, stash.batch.positions)
@@ -32,7 +33,7 @@ class Attention:
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash)
 
     def backward_input(self, dy, stash):
-        """dx (B, T, D) of dy (B, T, D). Comm: one all_reduce over tp."""
+        """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
         qkv, probs = stash.pop((self.name, "qkv"))
         dheads = self.proj.backward_input(dy, stash)  # (B, T, H/tp * d)
         dheads = dheads.reshape(*dheads.shape[:2], self.local_heads, self.head_width)
@@ -40,6 +41,6 @@ class Attention:
         return self.qkv.backward_input(dqkv.reshape(*dqkv.shape[:2], -1), stash)
 
     def backward_weight(self, stash):
-        """Accumulate the gradients of both products. Comm: none."""
+        """Accumulate the gradients of both products. Comm: backward_weight of both cuts."""
         self.proj.backward_weight(stash)
         self.qkv.backward_weight(stash)

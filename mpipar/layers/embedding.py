@@ -1,7 +1,8 @@
 """Token and position embedding, the token table cut by vocabulary.
 
-Each rank looks up the tokens whose rows it holds and leaves zeros for the others; one all-reduce
-puts the whole embedding on every rank. Letters: B batch, T tokens, D model width, V vocabulary.
+Each rank looks up the tokens whose rows it holds and leaves zeros for the others; one sum over the
+ranks leaves each with the embedding of the tokens that it holds (see partition/tokens.py). Letters:
+B batch, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ from mpipar.layers.param import Param
 class Embedding:
     """x = token_table[tokens] + position_table[positions]."""
 
-    def __init__(self, ops, token_table: Param, seq_len, d_model, comm, std):
-        self.ops, self.comm, self.name = ops, comm, "embedding"
+    def __init__(self, ops, token_table: Param, seq_len, d_model, held, comm, std):
+        self.ops, self.held, self.name = ops, held, "embedding"
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
         self.positions = Param("embedding.positions", (seq_len, d_model), comm, std=std)
         self.params = [self.tokens, self.positions]
         self.start = token_table.cut_index * token_table.local_shape[0]
 
     def forward(self, x, stash):
-        """y (B, T, D); reads the microbatch's tokens, ignores x. Comm: one all_reduce over tp."""
+        """y (B, T, D) of the tokens held; reads the microbatch's tokens, ignores x.
+
+        Comm: held.scatter over tp.
+        """
         batch = stash.batch
         y = self.ops.embedding_forward(batch.tokens, self.tokens.data, self.start)
-        y = self.comm.all_reduce(y, self.name)
-        return self.ops.position_forward(y, batch.positions, self.positions.data)
+        y = self.held.scatter(y, self.name)
+        positions = self.held.positions(batch.positions)
+        return self.ops.position_forward(y, positions, self.positions.data)
 
     def backward_input(self, dy, stash):
         """Nothing below wants a gradient: keeps dy for the tables. Comm: none."""
         stash[self.name, "dy"] = dy
 
     def backward_weight(self, stash):
-        """Accumulate the gradients of both tables. Comm: none."""
+        """Accumulate the gradients of both tables. Comm: held.gather over tp."""
         dy, batch = stash.pop((self.name, "dy")), stash.batch
+        dy = self.held.gather(dy, batch.shape[1], self.name)
         self.ops.embedding_backward_weight(batch.tokens, dy, self.tokens.grad, self.start)
         self.ops.position_backward_weight(batch.positions, dy, self.positions.grad)

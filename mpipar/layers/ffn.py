@@ -1,41 +1,41 @@
 """Feed-forward network: widen, GELU, narrow.
 
-`pair` cuts the first product by its output channels and the second by its input channels, so the
-wide activations never travel: one all-reduce forward, one backward. `gather` cuts both by output
-channels and collects after each, as textbooks draw a partitioned layer. Letters: B batch, T tokens,
-D model width, F ffn width.
+A pair (column, row) cuts the first product by its output channels and the second by its input
+channels, so the wide activations never travel: one all-reduce forward, one backward. (gather,
+gather) cuts both by output channels and collects after each, as textbooks draw a partitioned layer.
+With tokens cut between the products x and y are (B, T/tp, D), and the barriers those of that pair.
+Letters: B batch, T tokens, D model width, F ffn width.
 """
 
 from __future__ import annotations
 
 from mpipar.layers.linear import Linear
-
-FFN_CUTS = {"pair": (("column", 1), ("row", 0)), "gather": (("gather", 1), ("gather", 1))}
+from mpipar.partition import CUTS
 
 
 class FeedForward:
     """y = gelu(x @ w_up + b_up) @ w_down + b_down."""
 
-    def __init__(self, ops, name, d_model, ffn, ffn_cut, comm, std, out_std):
+    def __init__(self, ops, name, d_model, ffn, cuts, comm, std, out_std):
         self.ops, self.name = ops, name
-        (up, up_axis), (down, down_axis) = FFN_CUTS[ffn_cut]
-        self.up = Linear(ops, f"{name}.up", (d_model,), (ffn,), up, up_axis, comm, std)
-        self.down = Linear(ops, f"{name}.down", (ffn,), (d_model,), down, down_axis, comm, out_std)
+        up, down = (CUTS[cut].shard_axis for cut in cuts)
+        self.up = Linear(ops, f"{name}.up", (d_model,), (ffn,), cuts[0], up, comm, std)
+        self.down = Linear(ops, f"{name}.down", (ffn,), (d_model,), cuts[1], down, comm, out_std)
         self.params = [*self.up.params, *self.down.params]
 
     def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D). Comm: pair: one all_reduce; gather: two all_gathers."""
+        """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
         h = self.up.forward(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
         stash[self.name, "h"] = h
         return self.down.forward(self.ops.gelu_forward(h), stash)
 
     def backward_input(self, dy, stash):
-        """dx (B, T, D) of dy (B, T, D). Comm: pair: one all_reduce; gather: two."""
+        """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
         da = self.down.backward_input(dy, stash)
         dh = self.ops.gelu_backward_input(da, stash.pop((self.name, "h")))
         return self.up.backward_input(dh, stash)
 
     def backward_weight(self, stash):
-        """Accumulate the gradients of both products. Comm: none."""
+        """Accumulate the gradients of both products. Comm: backward_weight of both cuts."""
         self.down.backward_weight(stash)
         self.up.backward_weight(stash)

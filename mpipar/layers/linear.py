@@ -16,7 +16,7 @@ class Linear:
 
     in_shape, out_shape: logical shapes of the two sides, e.g. (D,) and (3, H, d); `shard` is the
     axis of the weight's logical shape in_shape + out_shape that is cut: the head axis, the ffn
-    axis, ... The bias of a column cut is cut with the outputs; for the other cuts it is whole on
+    axis, ... The bias of a column cut is cut with the outputs; for the others it is whole on
     every rank and added once, after the barrier (adding it before a row cut's sum would count it
     once per rank).
     """
@@ -26,7 +26,7 @@ class Linear:
         self.cut = CUTS[cut]
         shape = (*in_shape, *out_shape)
         self.w = Param(f"{name}.w", shape, comm, shard, std=std)
-        bias_axis = shard - len(in_shape) if cut == "column" else None
+        bias_axis = shard - len(in_shape) if self.cut.bias_is_cut else None
         self.b = Param(f"{name}.b", out_shape, comm, bias_axis, fill=0.0, decay=False)
         self.params = [self.w, self.b]
         self.num_in = len(in_shape)
@@ -36,20 +36,22 @@ class Linear:
         return array.reshape(math.prod(array.shape[:self.num_in]), -1)
 
     def forward(self, x, stash):
-        """y (.., N) of x (.., K), local widths as the cut leaves them. Comm: forward of the cut."""
+        """y (.., N) of x (.., K), local sizes as the cut leaves them. Comm: forward of the cut."""
         stash[self.name, "x"] = x
-        y = self.cut.forward(self.ops, x, self._matrix(self.w.data), self.comm, self.name)
+        w, tokens = self._matrix(self.w.data), stash.batch.shape[1]
+        y = self.cut.forward(self.ops, x, w, self.comm, self.name, tokens)
         return self.ops.bias_forward(y, self.b.data.reshape(-1))
 
     def backward_input(self, dy, stash):
         """dx (.., K) of dy (.., N). Comm: backward_input of the cut."""
+        w, tokens = self._matrix(self.w.data), stash.batch.shape[1]
+        dx, dy = self.cut.backward_input(self.ops, dy, w, self.comm, self.name, tokens)
         stash[self.name, "dy"] = dy
-        w = self._matrix(self.w.data)
-        return self.cut.backward_input(self.ops, dy, w, self.comm, self.name)
+        return dx
 
     def backward_weight(self, stash):
         """Accumulate the gradients of w and b. Comm: backward_weight of the cut."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
-        dw = self._matrix(self.w.grad)
-        self.cut.backward_weight(self.ops, x, dy, dw, self.comm, self.name)
+        dw, tokens = self._matrix(self.w.grad), stash.batch.shape[1]
+        self.cut.backward_weight(self.ops, x, dy, dw, self.comm, self.name, tokens)
         self.ops.bias_backward_weight(dy, self.b.grad.reshape(-1))

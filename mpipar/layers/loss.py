@@ -17,23 +17,27 @@ class Head:
     table.
     """
 
-    def __init__(self, ops, table: Param, comm):
-        self.ops, self.table, self.comm, self.name = ops, table, comm, "head"
+    def __init__(self, ops, table: Param, held):
+        self.ops, self.table, self.held, self.name = ops, table, held, "head"
         self.params = [table]
 
     def forward(self, x, stash):
-        """logits (N, V/tp) of x (B, T, D). Comm: none."""
+        """logits (N, V/tp) of x (B, T, D), of which this rank holds its tokens.
+
+        Comm: held.gather over tp.
+        """
+        x = self.held.gather(x, stash.batch.shape[1], self.name)
         stash[self.name, "x"] = x
         return self.ops.matmul_backward_input(x.reshape(-1, x.shape[-1]), self.table.data)
 
     def backward_input(self, dy, stash):
-        """dx (B, T, D) of dlogits (N, V/tp).
+        """dx (B, T, D) of the tokens held, of dlogits (N, V/tp).
 
-        Comm: one all_reduce over tp (each rank knows its rows only).
+        Comm: held.scatter over tp (each rank knows its rows of the table only).
         """
         stash[self.name, "dy"] = dy
-        dx = self.comm.all_reduce(self.ops.matmul_forward(dy, self.table.data), self.name)
-        return dx.reshape(stash[self.name, "x"].shape)
+        dx = self.ops.matmul_forward(dy, self.table.data)
+        return self.held.scatter(dx.reshape(stash[self.name, "x"].shape), self.name)
 
     def backward_weight(self, stash):
         """Accumulate the table's gradient. Comm: none."""

@@ -6,13 +6,19 @@ from mpipar.layers.param import Param
 
 
 class LayerNorm:
-    """y = (x - mean) / sqrt(var + eps) * w + b, per token; whole on every rank of the tp group."""
+    """y = (x - mean) / sqrt(var + eps) * w + b, per token; w and b whole on every rank.
 
-    def __init__(self, ops, name, d_model, comm, eps=1e-5):
+    partial_groups: groups whose ranks hold different tokens, so that w's and b's gradients are sums
+    over them.
+    """
+
+    def __init__(self, ops, name, d_model, comm, partial_groups=(), eps=1e-5):
         self.ops, self.name, self.eps = ops, name, eps
         self.w = Param(f"{name}.w", (d_model,), comm, fill=1.0, decay=False)
         self.b = Param(f"{name}.b", (d_model,), comm, fill=0.0, decay=False)
         self.params = [self.w, self.b]
+        for param in self.params:
+            param.grad_groups = partial_groups
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: none."""

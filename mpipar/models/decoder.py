@@ -18,6 +18,7 @@ from mpipar.layers.ffn import FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.norm import LayerNorm
 from mpipar.layers.param import FlatParams, Param
+from mpipar.partition.tokens import hold
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
 
@@ -25,20 +26,23 @@ STD = 0.02  # GPT-2's standard deviation of initial weights
 class Block:
     """One transformer block.
 
-    Comm: two all_reduces over tp forward, two backward (with --ffn-cut pair).
+    Comm: two all_reduces over tp forward, two backward. With --ffn-cut gather or held tokens that
+    are cut: those of the cuts.
     """
 
-    def __init__(self, ops, index, config, comm):
+    def __init__(self, ops, index, config, held, comm):
         self.ops = ops
         name, d_model = f"block{index}", config.d_model
         # Residual branches start smaller so that the stream's variance does not grow with depth
         # (GPT-2).
         out_std = STD / math.sqrt(2 * config.layers)
-        self.norm1 = LayerNorm(ops, f"{name}.norm1", d_model, comm)
-        self.attn = Attention(ops, f"{name}.attn", d_model, config.heads, comm, STD, out_std)
-        self.norm2 = LayerNorm(ops, f"{name}.norm2", d_model, comm)
+        cuts, partial = held.cuts, held.partial_groups
+        ffn_cuts = {"pair": cuts, "gather": ("gather", "gather")}[config.ffn_cut]
+        self.norm1 = LayerNorm(ops, f"{name}.norm1", d_model, comm, partial)
+        self.attn = Attention(ops, f"{name}.attn", d_model, config.heads, cuts, comm, STD, out_std)
+        self.norm2 = LayerNorm(ops, f"{name}.norm2", d_model, comm, partial)
         self.ffn = FeedForward(
-            ops, f"{name}.ffn", d_model, config.ffn, config.ffn_cut, comm, STD, out_std)
+            ops, f"{name}.ffn", d_model, config.ffn, ffn_cuts, comm, STD, out_std)
         self.layers = [self.norm1, self.attn, self.norm2, self.ffn]
         self.params = [param for layer in self.layers for param in layer.params]
 
@@ -57,7 +61,7 @@ class Block:
         return self.ops.accumulate(du, dx)
 
     def backward_weight(self, stash):
-        """Accumulate all gradients of the block. Comm: none."""
+        """Accumulate all gradients of the block. Comm: backward_weight of the cuts."""
         for layer in reversed(self.layers):
             layer.backward_weight(stash)
 
@@ -109,32 +113,36 @@ class Stage:
 
     def __init__(self, ops, config, stage, stage_layers, comm, tables, copies=None):
         self.ops, self.stage, self.config = ops, stage, config
+        self.held = hold(ops, config, comm)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
-        held = set(tables)
+        elsewhere = set(tables)
         self.layers, self.loss = [], None
         if is_first:
             name = "embedding.tokens"
             table = tables.setdefault(name, table_param(name, config, comm))
-            self.layers.append(Embedding(ops, table, config.seq_len, config.d_model, comm, STD))
-        self.layers += [Block(ops, index, config, comm) for index in blocks]
+            self.layers.append(
+                Embedding(ops, table, config.seq_len, config.d_model, self.held, comm, STD))
+        self.layers += [Block(ops, index, config, self.held, comm) for index in blocks]
         if is_last:
             name = "embedding.tokens" if config.tied else "head.table"
             table = tables.setdefault(name, table_param(name, config, comm))
             self.loss = CrossEntropy(ops, config.vocab_size, table, comm)
-            self.layers.append(LayerNorm(ops, "final_norm", config.d_model, comm))
-            self.layers += [Head(ops, table, comm), self.loss]
+            partial = self.held.partial_groups
+            self.layers.append(LayerNorm(ops, "final_norm", config.d_model, comm, partial))
+            self.layers += [Head(ops, table, self.held), self.loss]
         # One Param per name: a tied table may be in two layers here, or belong to another stage's
         # buffers.
         params = {param.name: param for layer in self.layers for param in layer.params}
+        own = [param for name, param in params.items() if name not in elsewhere]
         if copies is not None:
-            self._mark_copies(params.values(), copies)
-        own = [param for name, param in params.items() if name not in held]
+            self._mark_copies(own, copies)
         self.flat = FlatParams(ops, own)
 
     def _mark_copies(self, params, copies):
         for param in params:
             tied = self.config.tied and param.name == "embedding.tokens"
-            param.grad_groups = copies["tied_groups"] if tied else copies["groups"]
+            groups = copies["tied_groups"] if tied else copies["groups"]
+            param.grad_groups = (*param.grad_groups, *groups)
             owner = copies["table_owner"] if tied else copies["owner"]
             param.owner = param.owner and owner
 
@@ -144,10 +152,11 @@ class Stage:
             self.loss.scale = scale
 
     def out_shape(self, batch) -> tuple[int, ...]:
-        """Shape of the activations that leave this stage, (B, T, D); those that enter it are
-        alike.
+        """Shape of the activations that leave this stage, (B, tokens held, D); those that enter it
+        are alike.
         """
-        return (*batch.shape, self.config.d_model)
+        batch_size, tokens = batch.shape
+        return (batch_size, self.held.length(tokens), self.config.d_model)
 
     in_shape = out_shape
 

@@ -21,8 +21,12 @@ class Ledger:
         self.live[label] += nbytes
         self.total += nbytes
         if self.total > self.peak_total:
-            self.peak_total = self.total
-            self.peak = {name: size for name, size in self.live.items() if size}
+            self.reset_peak()
+
+    def reset_peak(self):
+        """Take what is alive now for the largest sum so far."""
+        self.peak_total = self.total
+        self.peak = {name: size for name, size in self.live.items() if size}
 
 
 class _Block:

@@ -38,6 +38,10 @@ class ShapeOps:
         """Label -> bytes alive at the instant at which their sum was largest."""
         return dict(self._ledger.peak)
 
+    def reset_peak(self):
+        """Look for the largest sum anew, from what is alive now."""
+        self._ledger.reset_peak()
+
     def _count(self, op, flops):
         phase = "" if self.recorder is None else self.recorder.phase
         self.flops[phase] += flops

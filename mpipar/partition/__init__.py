@@ -2,13 +2,31 @@
 
 Every cut has the same three functions. The barriers of products are visible lines in these files:
 
-    forward(ops, x, w, comm, name)                    -> y
-    backward_input(ops, dy, w, comm, name)            -> dx
-    backward_weight(ops, x, dy, dw, comm, name)       dw += x^T dy
+    forward(ops, x, w, comm, name, tokens)            -> y
+    backward_input(ops, dy, w, comm, name, tokens)    -> dx, dy as backward_weight wants it
+    backward_weight(ops, x, dy, dw, comm, name, tokens)       dw += x^T dy
 
-w (K, N) is this rank's shard; `shard_axis` says which of its two axes is cut (None: not at all).
+w (K, N) is this rank's shard. Where a width does not divide, every shard has the size of the first
+and the last ones are padded with zeros, which changes no product.
+
+comm: the group; for 2d and 2.5d a `summa.Mesh` of groups. tokens: T, for the cuts whose x or y is
+also cut along tokens (*_sp, *_ring); the others do not read it. shard_axis: which axis of w is cut
+(None: both). bias_is_cut: whether a rank holds only its own columns of y, and so of the bias.
 """
 
-from mpipar.partition import column, gather, row
+from mpipar.partition import (
+    column,
+    column_ring,
+    column_sp,
+    depth,
+    gather,
+    row,
+    row_ring,
+    row_sp,
+    summa,
+)
 
-CUTS = {"column": column, "row": row, "gather": gather}
+CUTS = {
+    "column": column, "row": row, "gather": gather, "2d": summa, "2.5d": depth,
+    "column_sp": column_sp, "row_sp": row_sp, "column_ring": column_ring, "row_ring": row_ring,
+}

@@ -7,21 +7,22 @@ output, one all-gather forward and one all-reduce backward per product, against 
 """
 
 shard_axis = 1
+bias_is_cut = False
 
 
-def forward(ops, x, w, comm, name):
+def forward(ops, x, w, comm, name, tokens=None):
     """y (.., N) of x (.., K). Comm: one all_gather of y."""
     parts = comm.all_gather(ops.matmul_forward(x, w), name)  # (q, .., N/q)
     outer = range(1, parts.ndim - 1)
     return parts.transpose(*outer, 0, parts.ndim - 1).reshape(*parts.shape[1:-1], -1)
 
 
-def backward_input(ops, dy, w, comm, name):
+def backward_input(ops, dy, w, comm, name, tokens=None):
     """dx (.., K), summed over everybody's columns. Comm: one all_reduce of dx."""
-    return comm.all_reduce(ops.matmul_backward_input(_own(dy, w, comm), w), name)
+    return comm.all_reduce(ops.matmul_backward_input(_own(dy, w, comm), w), name), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name):
+def backward_weight(ops, x, dy, dw, comm, name, tokens=None):
     """dw (K, N/q) += x^T (own columns of dy). Comm: none."""
     ops.matmul_backward_weight(x, _own(dy, dw, comm), dw)
 

@@ -5,18 +5,19 @@ forward. Backward, dy is whole on every rank and each rank makes its own channel
 """
 
 shard_axis = 0
+bias_is_cut = False
 
 
-def forward(ops, x, w, comm, name):
+def forward(ops, x, w, comm, name, tokens=None):
     """y (.., N), summed over everybody's channels. Comm: one all_reduce of y."""
     return comm.all_reduce(ops.matmul_forward(x, w), name)
 
 
-def backward_input(ops, dy, w, comm, name):
+def backward_input(ops, dy, w, comm, name, tokens=None):
     """dx (.., K/q) of dy (.., N). Comm: none."""
-    return ops.matmul_backward_input(dy, w)
+    return ops.matmul_backward_input(dy, w), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name):
+def backward_weight(ops, x, dy, dw, comm, name, tokens=None):
     """dw (K/q, N) += x^T dy. Comm: none."""
     ops.matmul_backward_weight(x, dy, dw)

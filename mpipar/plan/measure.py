@@ -89,6 +89,11 @@ def zero_batch(ops, config) -> Batch:
     return Batch(*tokens, ops.asarray(np.arange(shape[1])))
 
 
+def activation_shape(worker, batch) -> tuple[int, ...]:
+    """What a rank holds of the activations between two stages: the same between any two."""
+    return next(iter(worker.stages.values())).in_shape(batch)
+
+
 def measure_times(worker) -> dict:
     """{kind: {unit: seconds}} of the units that this rank holds, medians.
 
@@ -96,7 +101,7 @@ def measure_times(worker) -> dict:
     """
     ops, config = worker.ops, worker.config
     batch = zero_batch(ops, config)
-    activation = (*batch.shape, config.model.d_model)
+    activation = activation_shape(worker, batch)
     rng = np.random.default_rng(0)
     x, dy = (ops.asarray(rng.standard_normal(activation).astype(ops.dtype)) for _ in range(2))
     samples: dict = {}
@@ -126,7 +131,7 @@ def measure_hop(worker) -> float:
     if pp.size == 1:
         return 0.0
     batch = zero_batch(worker.ops, worker.config)
-    x = worker.ops.zeros((*batch.shape, worker.config.model.d_model), label="buffers")
+    x = worker.ops.zeros(activation_shape(worker, batch), label="buffers")
     times = []
     for _ in range(1 + 2 * REPEATS):
         start = perf_counter()

@@ -149,3 +149,13 @@ def overlap(facts: list[dict]) -> str:
         return "gradient all-reduce: none (dp 1)"
     hidden = sum(fact["overlapped_ns"] for fact in facts) / flight
     return f"gradient all-reduce: {hidden:.0%} of its flight time overlapped with other work"
+
+
+def ring_overlap(facts: list[dict]) -> str | None:
+    """Share of the flight of --tp-matmul ring's messages that passed beside computing; None without
+    messages.
+    """
+    flight, hidden = (sum(fact["ring_ns"][i] for fact in facts) for i in (0, 1))
+    if not flight:
+        return None
+    return f"tp messages: {hidden / flight:.0%} of their flight time overlapped with products"

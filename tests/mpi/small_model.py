@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from mpipar import config as config_module
 from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
+from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.verify import compare
 
 WORLD = MPI.COMM_WORLD
@@ -44,6 +45,19 @@ def tokens():
     return np.random.default_rng(7).integers(0, MODEL.vocab_size, 2000).astype(np.uint8)
 
 
+def poison_unwritten(monkeypatch) -> None:
+    """Fill every array that ops.empty hands out with NaN."""
+    plain = NumpyOps.empty
+
+    def empty(self, shape, dtype=None, label="stash"):
+        x = plain(self, shape, dtype, label)
+        if x.dtype.kind == "f":
+            x.fill(float("nan"))
+        return x
+
+    monkeypatch.setattr(NumpyOps, "empty", empty)
+
+
 def assert_equals_one_rank(config: Config) -> None:
     """Assert that loss, norm, every gradient and every weight after a step equal those of one rank.
 
@@ -55,6 +69,11 @@ def assert_equals_one_rank(config: Config) -> None:
     count = np.array([len(bad)])
     WORLD.Bcast(count)
     assert not count[0], f"{config.grid}: {count[0]} tensors differ, e.g. {bad[:5]}"
+
+
+def cut_model(tp_matmul="plain", **changes) -> ModelConfig:
+    """The small decoder with --sequence-parallel."""
+    return replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul, **changes)
 
 
 def with_sync_sends(config: Config) -> Config:

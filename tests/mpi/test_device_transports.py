@@ -5,12 +5,15 @@ MPI call on device memory.
 """
 
 import sys
+from dataclasses import replace
 
 import fake_cupy
 import numpy as np
 import pytest
-from small_model import LAYOUTS, WORLD, small_config, tokens
+from small_model import LAYOUTS, MODEL, WORLD, small_config, tokens
 
+from bench.cut_product import PHASES, CutProduct, Sizes, cases, whole
+from bench.cut_product import connect as connect_cut
 from mpipar import connect
 from mpipar import ops as ops_module
 from mpipar.data.rows import Rows
@@ -21,7 +24,8 @@ from mpipar.transport import HostTransport
 from mpipar.verify import SPREAD, differences, full_tensors, serial_config, step_tensors
 
 HERE = LAYOUTS[WORLD.size]
-CALLS = ("all_reduce", "iall_reduce", "all_gather", "isend", "irecv", "broadcast")
+CALLS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "isend", "irecv", "broadcast",
+         "reduce")
 
 
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
@@ -42,7 +46,19 @@ def cuda_aware(request, monkeypatch):
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_device_path_equals_one_rank(cuda_aware, layout):
-    config = small_config(layout, 5)
+    check_step(cuda_aware, small_config(layout, 5))
+
+
+@pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
+@pytest.mark.parametrize("layout", [layout for layout in HERE if layout[2] > 1], ids=str)
+@pytest.mark.ranks(2, 3, 4, 8)
+def test_device_path_with_cut_tokens_equals_one_rank(cuda_aware, layout, tp_matmul):
+    model = replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul)
+    check_step(cuda_aware, small_config(layout, 2, model=model))
+
+
+def check_step(cuda_aware, config):
+    """Assert that a step on the device equals one on the host by one rank. Comm: a step's."""
     ops = ops_module.make("cuda", "float64")
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
@@ -61,6 +77,18 @@ def test_device_path_equals_one_rank(cuda_aware, layout):
         bad[0] = sum(not d.ok for d in differences("gradient", gradients, expected[2]))
     WORLD.Bcast(bad)
     assert bad[0] == 0
+
+
+@pytest.mark.parametrize("case", cases(WORLD.size), ids=str)
+def test_every_cut_on_the_device(cuda_aware, case):
+    ops, recorder, sizes = ops_module.make("cuda", "float64"), Recorder(), Sizes(2, 5, 7, 9)
+    comms, comm = connect_cut(*case, WORLD.rank, ops, recorder, WORLD)
+    product, full = CutProduct(ops, recorder, case[0], comm, sizes), whole(sizes, "float64")
+    product.take(full)
+    for phase in PHASES:
+        product.run(phase)
+    comms.close()
+    assert all(error <= 1e-12 for error in product.errors(full).values())
 
 
 @pytest.mark.ranks(2)

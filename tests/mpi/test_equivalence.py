@@ -5,9 +5,15 @@ to 1e-12.
 from dataclasses import replace
 
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, assert_equals_one_rank, small_config, with_sync_sends
-
-from mpipar.ops.numpy_ops import NumpyOps
+from small_model import (
+    LAYOUTS,
+    MODEL,
+    WORLD,
+    assert_equals_one_rank,
+    poison_unwritten,
+    small_config,
+    with_sync_sends,
+)
 
 HERE = LAYOUTS[WORLD.size]
 SIMPLE = ("naive", "gpipe", "1f1b")
@@ -16,15 +22,7 @@ SIMPLE = ("naive", "gpipe", "1f1b")
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Every array that is handed out unwritten, receive buffers among them, is full of NaN."""
-    plain = NumpyOps.empty
-
-    def empty(self, shape, dtype=None, label="stash"):
-        x = plain(self, shape, dtype, label)
-        if x.dtype.kind == "f":
-            x.fill(float("nan"))
-        return x
-
-    monkeypatch.setattr(NumpyOps, "empty", empty)
+    poison_unwritten(monkeypatch)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])

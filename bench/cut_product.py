@@ -1,0 +1,160 @@
+"""One product y = x w and its two gradients in any cut: what each rank holds of it, and whether the
+parts add up to the whole.
+
+Used by bench.matmul and by the tests. Letters: B batch, T tokens, K inner and N outer width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipar.comm import Comms
+from mpipar.grid import Grid, piece, share
+from mpipar.partition import CUTS
+from mpipar.partition.summa import Mesh
+
+PHASES = ("F", "I", "W")  # forward, input gradient, weight gradient
+NAME = "product"  # of the barriers
+GRIDS = {1: [(1, 1)], 2: [(1, 2)], 3: [(1, 3)], 4: [(2, 1), (1, 4)], 8: [(2, 2)]}
+
+
+class Sizes(NamedTuple):
+    """x (batch, tokens, inner), w (inner, outer)."""
+
+    batch: int
+    tokens: int
+    inner: int
+    outer: int
+
+
+class Whole(NamedTuple):
+    """The whole product: x, w, dy, an old dw that the new one is added to, and the results."""
+
+    x: np.ndarray
+    w: np.ndarray
+    dy: np.ndarray
+    old_dw: np.ndarray
+    y: np.ndarray
+    dx: np.ndarray
+    dw: np.ndarray
+
+
+def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
+    """Random matrices, the same on every rank, and their product and gradients by plain NumPy."""
+    rng = np.random.default_rng(seed)
+
+    def random(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    batch, tokens, inner, outer = sizes
+    x, w, dy = random(batch, tokens, inner), random(inner, outer), random(batch, tokens, outer)
+    old_dw = random(inner, outer)
+    dw = old_dw + x.reshape(-1, inner).T @ dy.reshape(-1, outer)
+    return Whole(x, w, dy, old_dw, x @ w, dy @ w.T, dw)
+
+
+def cases(num_ranks: int) -> list[tuple[str, int, int]]:
+    """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid."""
+    found = [(cut, num_ranks, 1) for cut in CUTS if cut not in ("2d", "2.5d")]
+    for q, d in GRIDS[num_ranks]:
+        found += [("2d", q, d)] if d == 1 else [("2.5d", q, d)]
+    return found
+
+
+def shown(cut: str, q: int, d: int) -> str:
+    """The grid of ranks as text."""
+    return {"2d": f"{q} x {q}", "2.5d": f"{q} x {q} x {d}"}.get(cut, str(q))
+
+
+def connect(cut, q, d, world_rank, ops, recorder, mpi_world=None, options=None):
+    """(groups to close, what the cut takes as `comm`). Comm: that of Comms; every rank at once."""
+    if cut not in ("2d", "2.5d"):
+        comms = Comms(Grid(world_rank, tp_size=q), ops, recorder, mpi_world, options)
+        return comms, comms.tp
+    grid = Grid(world_rank, tp_size=q, cp_size=q, dp_size=d)
+    comms = Comms(grid, ops, recorder, mpi_world, options)
+    return comms, Mesh(row=comms.tp, column=comms.cp, depth=comms.dp)
+
+
+def block(array: np.ndarray, places) -> np.ndarray:
+    """A rank's block of a whole array: for each axis (parts, index), padded with zeros."""
+    shape = [share(length, parts) for length, (parts, _) in zip(array.shape, places, strict=True)]
+    own = array[tuple(
+        piece(length, *place) for length, place in zip(array.shape, places, strict=True))]
+    result = np.zeros(shape, array.dtype)
+    result[tuple(slice(length) for length in own.shape)] = own
+    return result
+
+
+class CutProduct:
+    """This rank's part of a product in a cut; `run` takes one of its three functions.
+
+    comm: a Comm, or a Mesh for 2d and 2.5d, where all rows of x lie in one sequence.
+    """
+
+    def __init__(self, ops, recorder, cut: str, comm, sizes: Sizes):
+        self.ops, self.recorder, self.name, self.comm = ops, recorder, cut, comm
+        self.cut = CUTS[cut]
+        whole_, own = (1, 0), None
+        if isinstance(comm, Mesh):
+            sizes = Sizes(1, sizes.batch * sizes.tokens, sizes.inner, sizes.outer)
+            depth, column = comm.depth, comm.column
+            rows = (depth.size * column.size, depth.index * column.size + column.index)
+            columns = (comm.row.size, comm.row.index)
+            self.x_places = self.y_places = (whole_, rows, columns)
+            self.w_places = ((column.size, column.index), columns)
+        else:
+            own = (comm.size, comm.index)
+            tokens = own if cut.endswith(("_sp", "_ring")) else whole_
+            by_output = self.cut.shard_axis == 1
+            self.x_places = (whole_, tokens, whole_) if by_output else (whole_, whole_, own)
+            self.y_places = (whole_, whole_, own) if by_output else (whole_, tokens, whole_)
+            self.w_places = (whole_, own) if by_output else (own, whole_)
+        self.gathered = cut == "gather"
+        self.sizes = sizes
+
+    def y_block(self, y: np.ndarray) -> np.ndarray:
+        """This rank's block of y or dy; the gather cut holds all, with the padding of its parts."""
+        if not self.gathered:
+            return block(y, self.y_places)
+        width = share(y.shape[2], self.comm.size) * self.comm.size
+        return np.concatenate([y, np.zeros((*y.shape[:2], width - y.shape[2]), y.dtype)], axis=2)
+
+    def take(self, full: Whole) -> None:
+        """Cut this rank's blocks out of the whole matrices."""
+        sizes, on_device = self.sizes, self.ops.asarray
+        three = (sizes.batch, sizes.tokens, -1)
+        self.x = on_device(block(full.x.reshape(three), self.x_places))
+        self.w = on_device(block(full.w, self.w_places))
+        self.dy = on_device(self.y_block(full.dy.reshape(three)))
+        self.dw = on_device(block(full.old_dw, self.w_places))
+
+    def run(self, phase: str):
+        """Forward, input gradient or weight gradient; keeps the result. Comm: the cut's."""
+        self.recorder.phase = phase
+        rest = (self.comm, NAME, self.sizes.tokens)
+        if phase == "F":
+            self.y = self.cut.forward(self.ops, self.x, self.w, *rest)
+        elif phase == "I":
+            self.dx, self.kept = self.cut.backward_input(self.ops, self.dy, self.w, *rest)
+        else:
+            self.cut.backward_weight(self.ops, self.x, self.kept, self.dw, *rest)
+            self.kept = None
+
+    def errors(self, full: Whole) -> dict[str, float]:
+        """Largest difference of each result from its block of the whole, over the largest entry."""
+        three = (self.sizes.batch, self.sizes.tokens, -1)
+        expected = {
+            "y": self.y_block(full.y.reshape(three)),
+            "dx": block(full.dx.reshape(three), self.x_places),
+            "dw": block(full.dw, self.w_places),
+        }
+        largest = {name: np.abs(getattr(full, name)).max() for name in expected}
+        found = {}
+        for name, want in expected.items():
+            have = self.ops.to_host(getattr(self, name))
+            assert have.shape == want.shape, (name, have.shape, want.shape)
+            found[name] = float(np.abs(have - want).max(initial=0.0) / largest[name])
+        return found

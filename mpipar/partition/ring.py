@@ -1,0 +1,48 @@
+"""Collective products: an all-gather or reduce-scatter in q pieces, each of which travels round the
+ring of the ranks while the one before it is multiplied.
+
+A barrier of the whole group becomes q - 1 messages to the next neighbour, with as many bytes. What
+is hidden of them is between posted and waited in their records. Source: Wang et al., Overlap
+communication with dependent computation via decomposition, ASPLOS 2023.
+"""
+
+TAG = 0  # messages of a pair arrive in the order in which they are sent
+
+
+def pieces(ops, x, comm, name):
+    """Yield (place, its x) of every rank, from this one backwards; meanwhile the next one comes.
+
+    All x have one shape. A piece is valid until the next one is asked for: two buffers take turns.
+    Comm: size - 1 times one isend to the next place, one irecv from the one before.
+    """
+    place, block = comm.index, x
+    buffers = [ops.empty(x.shape, label="buffers") for _ in range(min(2, comm.size - 1))]
+    for step in range(1, comm.size):
+        after = buffers[step % len(buffers)]
+        arriving = comm.irecv(after, comm.neighbor(-1), TAG, name)
+        leaving = comm.isend(block, comm.neighbor(1), TAG, name)
+        yield place, block
+        block = arriving.wait()
+        leaving.wait()
+        place = comm.neighbor(-step)
+    yield place, block
+
+
+def total(ops, product, comm, name):
+    """The sum over all ranks of their product(this rank's place).
+
+    product(place) makes, into a new array, this rank's part of the sum that belongs to `place`. The
+    sum of each place starts behind it and goes once round the ring; a part is added where it
+    passes.
+    Comm: size - 1 times one isend to the next place, one irecv from the one before.
+    """
+    sum_so_far = product(comm.neighbor(-1))
+    after = ops.empty(sum_so_far.shape, label="buffers")
+    for step in range(2, comm.size + 1):
+        arriving = comm.irecv(after, comm.neighbor(-1), TAG, name)
+        leaving = comm.isend(sum_so_far, comm.neighbor(1), TAG, name)
+        part = product(comm.neighbor(-step))
+        arriving.wait()
+        leaving.wait()
+        sum_so_far = ops.accumulate(part, after)
+    return sum_so_far

@@ -1,0 +1,76 @@
+"""Cut in both directions over a grid of q x q ranks (SUMMA): a block of x, of w and of y each.
+
+Rank (i, j) holds x[i, j] (rows and K), w[i, j] (K and N) and y[i, j] (rows and N). Every product is
+a sum of q products of blocks. In turn, one rank of each row or column of the grid broadcasts its
+block, or collects the sum of everybody's:
+
+    forward          x along the rows,  w along the columns   y[i, j] = sum_l x[i, l] w[l, j]
+    backward_input   w along the columns, dx in the rows      dx[i, l] = sum_j dy[i, j] w[l, j]^T
+    backward_weight  x along the rows,  dw in the columns     dw[l, j] = sum_i x[i, l]^T dy[i, j]
+
+No rank ever holds more than one block beside its own of each of the two that travel. Every function
+sends (q-1)/q^2 of the two whole matrices that travel in it, per rank. Source: van de Geijn and
+Watts, SUMMA, 1997.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpipar.comm import Comm
+
+shard_axis = None
+bias_is_cut = True
+
+
+class Mesh(NamedTuple):
+    """The groups of a rank: its row and column of the q x q grid, and its place in other grids.
+
+    row.index counts along N (and K of x), column.index along the rows of x (and K of w). depth: the
+    ranks at the same place of each grid, for the 2.5d cut.
+    """
+
+    row: Comm
+    column: Comm
+    depth: Comm
+
+
+def forward(ops, x, w, mesh, name, tokens=None):
+    """y (.., N/q) of x (.., K/q). Comm: q broadcasts of x over row, q of w over column."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = ops.zeros((rows.shape[0], w.shape[1]))
+    x_blocks, w_blocks = _blocks(ops, rows, mesh.row, name), _blocks(ops, w, mesh.column, name)
+    for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
+        # y += x w is what a weight gradient does with x^T in the place of x.
+        ops.matmul_backward_weight(x_block.T, w_block, y)
+    return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+def backward_input(ops, dy, w, mesh, name, tokens=None):
+    """dx (.., K/q) of dy (.., N/q). Comm: q broadcasts of w over column, q reduces over row."""
+    dx = None
+    for root, w_block in enumerate(_blocks(ops, w, mesh.column, name)):
+        part = mesh.row.reduce(ops.matmul_backward_input(dy, w_block), root, name)
+        dx = part if mesh.row.index == root else dx
+    return dx, dy
+
+
+def backward_weight(ops, x, dy, dw, mesh, name, tokens=None):
+    """dw (K/q, N/q) += x^T dy. Comm: q broadcasts of x over row, q reduces over column."""
+    rows = x.reshape(-1, x.shape[-1])
+    for root, x_block in enumerate(_blocks(ops, rows, mesh.row, name)):
+        part = ops.zeros(dw.shape)
+        ops.matmul_backward_weight(x_block, dy.reshape(-1, dy.shape[-1]), part)
+        part = mesh.column.reduce(part, root, name)
+        if mesh.column.index == root:
+            ops.accumulate(dw, part)
+
+
+def _blocks(ops, own, comm, name):
+    """Everybody's block in group order, in one buffer: use each before you ask for the next.
+
+    Comm: a broadcast for each.
+    """
+    other = own if comm.size == 1 else ops.empty(own.shape, label="buffers")
+    for root in range(comm.size):
+        yield comm.broadcast(own if root == comm.index else other, root, name)

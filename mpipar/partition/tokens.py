@@ -1,0 +1,114 @@
+"""How the ranks of a tensor-parallel group hold the tokens between one pair of products and the
+next.
+
+Whole: every rank holds all T tokens; a sum over ranks is an all-reduce. Cut (sequence parallelism):
+each rank holds T/q of them, so norms and residuals run on a share and are kept only once; the
+all-reduce becomes a reduce-scatter, and an all-gather comes before the next product. Where q does
+not divide T every piece has ceil(T/q) tokens. The last ones are padding: zeros go in, their
+gradients are zero, and every gather leaves them away. Letters: B batch, T tokens, D width, q ranks
+of the group. Source: Korthikanti et al., arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from mpipar.grid import piece, share
+
+
+def gather(ops, x, tokens, comm, name):
+    """Whole x (B, T, D) of everybody's (B, ceil(T/q), D). Comm: one all_gather."""
+    parts = comm.all_gather(x, name)  # (q, B, ceil(T/q), D)
+    whole = ops.empty((x.shape[0], tokens, x.shape[2]))
+    for place in range(comm.size):
+        own = whole[:, piece(tokens, comm.size, place)]
+        ops.copy(own, parts[place, :, :own.shape[1]])
+    return whole
+
+
+def scatter(ops, y, comm, name):
+    """This rank's tokens (B, ceil(T/q), D) of the sum of all ranks' y (B, T, D).
+
+    Comm: one reduce_scatter.
+    """
+    batch, tokens, width = y.shape
+    parts = ops.zeros((comm.size, batch, share(tokens, comm.size), width), label="buffers")
+    for place in range(comm.size):
+        own = y[:, piece(tokens, comm.size, place)]
+        ops.copy(parts[place, :, :own.shape[1]], own)
+    return comm.reduce_scatter(parts, name)
+
+
+def pad(ops, x, length):
+    """x (B, T, D) with zeros up to `length` tokens; x itself where none are missing."""
+    if x.shape[1] == length:
+        return x
+    y = ops.zeros((x.shape[0], length, *x.shape[2:]), label="buffers")
+    ops.copy(y[:, :x.shape[1]], x)
+    return y
+
+
+class WholeTokens:
+    """Every rank of the group holds all tokens.
+
+    cuts: of the two products of a pair. partial_groups: groups over which the gradients of
+    parameters that work on held tokens are partial.
+    """
+
+    cuts = ("column", "row")
+    partial_groups = ()
+
+    def __init__(self, ops, comm):
+        self.ops, self.comm = ops, comm
+
+    def length(self, tokens):
+        """How many tokens of T this rank holds."""
+        return tokens
+
+    def positions(self, positions):
+        """Positions of the tokens that this rank holds, of the positions (T,) of all."""
+        return positions
+
+    def gather(self, x, tokens, name):
+        """All tokens (B, T, D) of what the ranks hold. Comm: none."""
+        return x
+
+    def scatter(self, y, name):
+        """What this rank holds of the sum of all ranks' y (B, T, D). Comm: one all_reduce."""
+        return self.comm.all_reduce(y, name)
+
+
+class CutTokens(WholeTokens):
+    """Each rank of the group holds ceil(T/q) tokens, the last ones padded."""
+
+    partial_groups = ("tp",)
+
+    def __init__(self, ops, comm, cuts):
+        super().__init__(ops, comm)
+        self.cuts = cuts
+
+    def length(self, tokens):
+        return share(tokens, self.comm.size)
+
+    def positions(self, positions):
+        """Padding is at position 0: its gradient is zero."""
+        own = positions[piece(len(positions), self.comm.size, self.comm.index)]
+        y = self.ops.zeros((self.length(len(positions)),), positions.dtype, label="buffers")
+        self.ops.copy(y[:len(own)], own)
+        return y
+
+    def gather(self, x, tokens, name):
+        """All tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""
+        return gather(self.ops, x, tokens, self.comm, name)
+
+    def scatter(self, y, name):
+        """This rank's tokens of the sum of all ranks' y (B, T, D). Comm: one reduce_scatter."""
+        return scatter(self.ops, y, self.comm, name)
+
+
+PAIRS = {"plain": ("column_sp", "row_sp"), "ring": ("column_ring", "row_ring")}
+
+
+def hold(ops, config, comm):
+    """How a model with this ModelConfig holds its tokens over a group. Comm: none."""
+    if comm.size == 1 or not config.sequence_parallel:
+        return WholeTokens(ops, comm)
+    return CutTokens(ops, comm, PAIRS[config.tp_matmul])

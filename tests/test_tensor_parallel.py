@@ -1,0 +1,95 @@
+"""Flags of tensor parallelism, its ring in a run's report, and the arithmetic of cut axes."""
+
+from types import SimpleNamespace
+
+import pytest
+from config_helpers import changed
+from hypothesis import given
+from hypothesis import strategies as st
+from program import mpipar, one_block, section
+
+from mpipar.config import problems
+from mpipar.grid import piece, share
+from mpipar.report import pop, waits
+from mpipar.report.trace_file import Record
+from mpipar.trace import wire_bytes
+
+SMALL = """train --layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4 --num-microbatches 2
+    --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split()
+
+
+@given(st.integers(0, 50), st.integers(1, 12))
+def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
+    places = [piece(length, parts, index) for index in range(parts)]
+    assert [i for place in places for i in range(place.start, place.stop)] == list(range(length))
+    assert all(place.stop - place.start <= share(length, parts) for place in places)
+    assert (share(length, parts) - 1) * parts < length <= share(length, parts) * parts or not length
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "reduce"])
+def test_a_chain_is_booked_with_its_mean(operation):
+    """All but one of the ranks send the payload."""
+    assert [wire_bytes(operation, 120, q) * q for q in (1, 2, 3, 4)] == [0, 120, 240, 360]
+
+
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [
+        ({"tp_matmul": "ring"}, ["--tp-matmul ring", "add --sequence-parallel"]),
+        ({"sequence_parallel": True, "ffn_cut": "gather"}, ["--ffn-cut", "--sequence-parallel"]),
+    ],
+)
+def test_flags_that_exclude_each_other(values, flags):
+    found = problems(changed(**values))
+    assert len(found) == 1
+    assert all(flag in found[0] for flag in flags)
+    assert problems(changed(sequence_parallel=True, tp_matmul="ring")) == []
+
+
+def test_ring_without_cut_tokens_is_refused_with_exit_code_2():
+    code, text = one_block(mpipar(*SMALL, "--tp-matmul", "ring", ranks=2))
+    assert code == 2
+    assert "--sequence-parallel" in text
+
+
+def test_a_run_reports_barriers_by_name_and_how_much_of_the_ring_is_hidden(tmp_path):
+    done = mpipar(*SMALL, "--sequence-parallel", "--tp-matmul", "ring", "--out", tmp_path / "run",
+                  ranks=2)
+    assert done.returncode == 0, done.tail()
+    lines = section(done.stdout, "barriers of a step")
+    found = {tuple(line.split()[1:4]) for line in lines if line.startswith("tp")}
+    for name, phases in (("attn.qkv", "FIW"), ("ffn.up", "FIW"), ("attn.proj", "FI"),
+                         ("ffn.down", "FI")):
+        for phase in phases:
+            assert {(f"block*.{name}", kind, phase) for kind in ("send", "recv")} <= found
+    assert ("grads.tp", "all_reduce", "sync") in found
+    line = next(line for line in done.stdout.splitlines() if line.startswith("tp messages: "))
+    assert 0 <= int(line.split()[2].rstrip("%")) <= 100
+
+
+def test_costs_for_the_choice_of_a_schedule(tmp_path):
+    done = mpipar(*SMALL[:-4], "--tp", 2, "--pp", 2, "--schedule", "auto", "--sequence-parallel",
+                  "--out", tmp_path / "run", ranks=4)
+    assert done.returncode == 0, done.tail()
+
+
+def reduce_trace(posted):
+    """A trace of one reduce to the first of three ranks, which all are done at 100 ns."""
+    ranks = []
+    for world_rank, time in enumerate(posted):
+        record = Record(**dict.fromkeys(Record._fields, 0) | {
+            "posted_ns": time, "waited_ns": time, "done_ns": 100, "operation": "reduce",
+            "name": "product", "axis": "tp", "peer": 0})
+        ranks.append(SimpleNamespace(
+            world_rank=world_rank, groups={"tp": (0, 1, 2)}, records=[record], start=0, end=120))
+    return SimpleNamespace(ranks=ranks)
+
+
+def test_only_the_root_of_a_reduce_waits():
+    """Rank 2 comes last, at 60 ns: rank 1 leaves its part behind, rank 0 needs them all."""
+    trace = reduce_trace([10, 20, 60])
+    found = waits.find(trace)
+    assert [own[0].wait_ns for own in found.calls] == [50, 0, 0]
+    assert [own[0].late for own in found.calls] == [2, -1, -1]
+    # Without transfer the root is done when the last one has come, and the others at once.
+    assert pop.replay(trace, found) == [60 + 20, 20 + 20, 60 + 20]
