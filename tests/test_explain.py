@@ -1,6 +1,8 @@
 """`mpipar explain`: the barriers of a step in order, and their formulas beside what is counted."""
 
+import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +32,20 @@ def configure(layout, schedule, ffn_cut):
         GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
         TrainConfig(batch_size=16))
     return resolve(config, dp * pp * tp)[0]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_sequence_parallel_counts_follow_the_closed_form(layout):
+    config = configure(layout, "1f1b", "pair")
+    config = replace(config, model=replace(config.model, sequence_parallel=True))
+    schedule = make_schedule(config.grid)
+    split = balanced_layers(config.model, schedule.num_stages)
+    for world_rank in range(math.prod(layout)):
+        grid = Grid.of(config.grid, world_rank)
+        counted = formulas.counted(predict(config, world_rank).recorder.records)
+        expected = formulas.expected_calls(
+            config, schedule.stages_of(grid.pp_rank), schedule.num_stages, split, grid)
+        assert counted["tp"] == expected["tp"][1], (expected["tp"][0], world_rank)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -76,9 +76,14 @@ def expected_calls(config, worker_stages, num_stages: int, stage_layers, grid) -
     parts = [stage_parts(stage, stage_layers) for stage in worker_stages]
     blocks = sum(len(part[0]) for part in parts)
     first, last = (any(part[i] for part in parts) for i in (1, 2))
-    per_layer = 6 if config.model.ffn_cut == "gather" else 4
     found = {}
-    if grid.tp_size > 1:
+    if grid.tp_size > 1 and config.model.sequence_parallel:
+        # Its sums of replicated gradients are once a step and stage; the ring's messages depend on q.
+        if config.model.tp_matmul == "plain":
+            ends, once = 2 * first + 3 * last, len(worker_stages)
+            found["tp"] = f"m * (10L + {ends}) + {once}", m * (10 * blocks + ends) + once
+    elif grid.tp_size > 1:
+        per_layer = 6 if config.model.ffn_cut == "gather" else 4
         ends = first + 2 * last
         found["tp"] = f"m * ({per_layer}L + {ends})", m * (per_layer * blocks + ends)
     if grid.pp_size > 1:
