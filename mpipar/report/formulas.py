@@ -78,7 +78,7 @@ def expected_calls(config, worker_stages, num_stages: int, stage_layers, grid) -
     first, last = (any(part[i] for part in parts) for i in (1, 2))
     found = {}
     if grid.tp_size > 1 and config.model.sequence_parallel:
-        # Its sums of replicated gradients are once a step and stage; the ring's messages depend on q.
+        # Replicated gradients: one sum a step and stage. The ring has messages instead.
         if config.model.tp_matmul == "plain":
             ends, once = 2 * first + 3 * last, len(worker_stages)
             found["tp"] = f"m * (10L + {ends}) + {once}", m * (10 * blocks + ends) + once
