@@ -99,7 +99,8 @@ def test_a():
         r"rank 1 of 2: 2.0 s in .*test_a(.|\n)*WORLD.Recv",
     ),
     "broken import": ("import no_such_module\n", r"No module named 'no_such_module'"),
-    "no test": ("", r"no tests ran"),
+    # pytest's code for it; the other rank may end the job before rank 0 has printed its summary
+    "no test": ("", r"exit 5 after|no tests ran"),
 }
 
 
