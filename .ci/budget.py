@@ -13,7 +13,7 @@ from pathlib import Path
 FILE_LINES = 300
 FUNCTION_LINES = 60
 LINE_LENGTH = 100
-SUFFIXES = {".py", ".cu", ".cuh", ".sbatch"}
+SUFFIXES = {".py", ".cu", ".cuh", ".sbatch", ".js", ".css", ".html"}
 LEFTOVER = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|NotImplemented[E]rror)\b")
 
 

@@ -26,6 +26,9 @@ USAGE = """\
 usage: mpipar COMMAND [flags]
        mpiexec -n RANKS mpipar COMMAND [flags]
 """
+OWN_ARGUMENTS = {  # commands without the flags of a configuration
+    "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
+}
 GENERATE_FLAGS = {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
                   "rank_order", "device", "dtype"}
 
@@ -55,9 +58,9 @@ def command_parser(name: str) -> flags.Parser:
         parser.usage = "mpipar generate RUN --prompt TEXT [flags]"
         parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train")
         flags.add_flags(parser, GENERATE_FLAGS)
-    elif name == "trace":
-        parser.usage = "mpipar trace RUN"
-        parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train --trace")
+    elif name in OWN_ARGUMENTS:
+        parser.usage = OWN_ARGUMENTS[name]
+        importlib.import_module(f"mpipar.commands.{name}").add_arguments(parser)
     elif name != "doctor":
         flags.add_flags(parser)
     if name == "explain":
@@ -87,11 +90,10 @@ def main(argv: list[str], session: Session) -> int:
     if getattr(args, "print_config", False):
         return _print_config(reading, session)
     module = importlib.import_module(f"mpipar.commands.{name}")
-    if name in ("schedule", "doctor", "trace"):
+    if name in ("schedule", "doctor", *OWN_ARGUMENTS):
         if unknown:
             raise UsageError(unknown)
-        subject = {"schedule": args, "doctor": session}.get(name) or args.run_folder
-        return module.run(subject)
+        return module.run(session if name == "doctor" else args)
     if name == "explain":
         return module.run(reading, args.rank)
     if name == "generate":

@@ -9,6 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+import browser
 import hypothesis
 import numpy as np
 import pytest
@@ -59,7 +60,16 @@ def missing_slurm() -> str | None:
     return f"not installed: {', '.join(names)}" if names else None
 
 
-NEEDS = {"gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm}
+@functools.cache
+def missing_browser() -> str | None:
+    """Return why the tests marked browser cannot run here, or None."""
+    names = browser.missing_programs()
+    return f"not installed: {', '.join(names)}" if names else None
+
+
+NEEDS = {
+    "gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm, "browser": missing_browser,
+}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpipar.comm import Comm
 from mpipar.layers.norm import LayerNorm
+from mpipar.transport import HostTransport
 
 FAULT = sys.argv.pop(1)
 RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
@@ -48,6 +49,23 @@ if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
         return plain_forward(self, x, stash)
 
     LayerNorm.forward = late_forward
+if (RANK, FAULT) == (1, "slow-link"):  # a microbatch's activations need 20 ms from rank 0 to rank 1
+    plain_irecv = HostTransport.irecv
+    messages = iter(range(5 * 4))  # of the training steps, not of the evaluation behind them
+
+    class SlowRequest:
+        def __init__(self, request):
+            self.request = request
+
+        def Wait(self):
+            self.request.Wait()
+            time.sleep(0.02)
+
+    def slow_irecv(self, x, peer, tag):
+        request = plain_irecv(self, x, peer, tag)
+        return request if next(messages, None) is None else SlowRequest(request)
+
+    HostTransport.irecv = slow_irecv
 if RANK == 1 and FAULT in ("missing", "mismatch"):
     plain_reduce = Comm.all_reduce
 

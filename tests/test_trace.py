@@ -3,12 +3,15 @@
 import itertools
 import json
 import re
+import shutil
 import sys
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 from program import environment, mpipar
+from test_trace_perfetto import check_arrows, check_slices
 
+from mpipar.commands.train import draw_trace
 from mpipar.report import pop, segments, trace_file, waits
 from mpipar.report.causes import Causes
 from mpipar.report.timeline import timeline
@@ -103,6 +106,50 @@ def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     assert "mpipar/partition/row.py:" in text
     assert re.search(r"^tp block\*\.attn\.proj .* rank 1 \d+x", text, re.MULTILINE)
     assert all(len(line) <= 100 for line in text[:text.index("efficiency ")].splitlines())
+
+
+def test_the_run_folder_gets_its_report(delayed):
+    _, folder = delayed
+    page = (folder / "report.html").read_text()
+    assert "block1.attn.proj" in page
+    assert "rank 1: forward of stage 0" in page
+    assert "report.html shows who waited for whom; open it" in (folder / "log.txt").read_text()
+
+
+def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
+    _, folder = delayed
+    page, events = tmp_path / "page.html", tmp_path / "events.json"
+    result = mpipar("trace", folder, "--html", page, "--perfetto", events)
+    assert result.returncode == 0, result.tail()
+    assert f"{page}: open it in a browser" in result.stdout
+    assert page.read_text() == (folder / "report.html").read_text()
+    found = json.loads(events.read_text())["traceEvents"]
+    assert f"{len(found):,} events" in result.stdout
+    check_slices(found)
+    leads = [(start["pid"], end["pid"]) for start, end in check_arrows(found)
+             if start["name"] == "block1.attn.proj"]
+    assert leads.count((1, 0)) >= 3 * 2  # in every step and microbatch rank 1 was late
+
+
+@pytest.mark.parametrize("flag", ["--html", "--perfetto"])
+def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
+    _, folder = delayed
+    for path, reason in ((tmp_path, "Is a directory"),
+                         (tmp_path / "no" / "file", "No such file or directory")):
+        result = mpipar("trace", folder, flag, path)
+        assert result.returncode == 74, result.tail()
+        assert f"cannot write {path}: {reason}; name another file" in result.stderr
+
+
+def test_a_report_that_cannot_be_made_does_not_fail_the_run(delayed, tmp_path):
+    """As where rank 1 wrote to a disk of its own host."""
+    folder, said = tmp_path / "run", []
+    shutil.copytree(delayed[1], folder)
+    (folder / "report.html").unlink()
+    (folder / "trace" / "rank-00001.jsonl").unlink()
+    draw_trace(folder, said.append)
+    assert re.match(r"no report\.html: .*: rank-00001\.jsonl missing of 2 ranks", said[0])
+    assert not (folder / "report.html").exists()
 
 
 def test_the_timeline_shows_the_wait(delayed):

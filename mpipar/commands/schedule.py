@@ -6,13 +6,14 @@ from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
-from mpipar.errors import EXIT_OK, OutputError, UsageError, UserError
+from mpipar.errors import EXIT_OK, UsageError, UserError
 from mpipar.pipeline import csv_format, draw, schedules
 from mpipar.pipeline.closed_form import ClosedForm, closed_form
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.pipeline.svg import svg
 from mpipar.plan.costs import Costs
+from mpipar.report import output
 
 EPILOG = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
@@ -118,10 +119,7 @@ def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
     timeline = simulate(schedule, costs)
     form = None if args.group_size else closed_form(schedule, costs)
     if args.svg:
-        try:
-            Path(args.svg).write_text(svg(timeline, title(schedule)), encoding="ascii")
-        except OSError as error:
-            raise OutputError(f"cannot write {args.svg}: {error.strerror}") from error
+        output.write_text(Path(args.svg), svg(timeline, title(schedule)))
     if args.csv:
         csv_format.write_csv(schedule, Path(args.csv), args.csv_format)
     if args.json:

@@ -2,46 +2,101 @@
 
 from __future__ import annotations
 
-from mpipar.errors import EXIT_OK
-from mpipar.report import pop, segments, trace_file, waits
-from mpipar.report.bubble import bubble_table
-from mpipar.report.causes import Causes
-from mpipar.report.console import family, nbytes, table
-from mpipar.report.timeline import timeline
+import textwrap
+from pathlib import Path
 
+from mpipar.errors import EXIT_OK
+from mpipar.report import html, perfetto, pop, trace_file, waits
+from mpipar.report.analysis import CATEGORIES, Analysis, analyse, category_ns
+from mpipar.report.bubble import bubble_table
+from mpipar.report.console import family, nbytes, table
+from mpipar.report.timeline import median_step, timeline
+
+WIDTH = 100  # characters of a line of text
 MOST = 12  # rows of a table of causes, barriers or call sites
 
 
-def run(run_folder: str) -> int:
-    """Print the tables of a traced run; raises DataError where there is no trace. Comm: none."""
-    trace = trace_file.read(run_folder)
-    found = waits.find(trace)
-    pieces = segments.of_trace(trace, found)
-    steps = trace.num_steps
-    layout = " x ".join(f"{axis} {size}" for axis, size in trace.meta["layout"].items() if size > 1)
-    print(f"{len(trace.ranks)} ranks ({layout or 'one rank'}), {steps} steps of"
+def add_arguments(parser) -> None:
+    """The run folder and the two files that can be written."""
+    parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train --trace")
+    parser.add_argument("--perfetto", metavar="FILE",
+                        help="write Chrome JSON for ui.perfetto.dev to this file")
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained page to this file")
+
+
+def run(args) -> int:
+    """Print the tables of a traced run and write the files that were asked for.
+
+    Raises DataError where there is no trace, OutputError where a file can't be written. Comm: none.
+    """
+    trace = trace_file.read(args.run_folder)
+    analysis = analyse(trace)
+    written = write_files(args, analysis)  # before the tables, of which somebody may read the head
+    print(f"{trace.size()}, {trace.num_steps} steps of"
           f" {trace.meta['schedule']['name']} in {(trace.end - trace.start) * 1e-6:.1f} ms;"
-          f" clocks: {trace.clock.describe()}\n")
-    print(timeline(trace, pieces))
-    efficiency = pop.efficiency(trace, found, pieces)
+          f" clocks: {trace.clock.describe()}")
+    for remark in trace.remarks():
+        print(textwrap.fill(remark, WIDTH))
+    step, window = median_step(trace)
+    print(f"\nstep {step}:")
+    print(timeline(trace, analysis.segments, WIDTH, window))
     rows = [("efficiency", "value", "what it says")]
-    rows += [(name, f"{value:.1%}", what) for name, value, what in efficiency.rows()]
-    print("\n" + table(rows))
+    rows += [(name, f"{value:6.1%}", what) for name, value, what in analysis.efficiency.rows()]
+    print("\n" + table(rows, left=3))
+    print_findings(analysis)
+    if analysis.waits.events:
+        print_waits(analysis)
+    if len(trace.schedule().programs) > 1:
+        print("\nbusy share and bubble of each pipeline rank:")
+        print(bubble_table(pop.pipeline_bubble(trace)))
+    if analysis.waits.unmatched:
+        print(f"\n{len(analysis.waits.unmatched)} operations have no partner in the trace: all"
+              " transfer")
+    if written:
+        print("\n" + "\n".join(written))
+    return EXIT_OK
+
+
+def write_files(args, analysis: Analysis) -> list[str]:
+    """Write what was asked for, and return what to say of it."""
+    said = []
+    if args.perfetto is not None:
+        count = perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
+        said.append(f"{args.perfetto}: {count:,} events; open it in https://ui.perfetto.dev")
+    if args.html is not None:
+        thinned = html.write(analysis, Path(args.html))
+        said.append(f"{args.html}: open it in a browser" + (f"; {thinned}" if thinned else ""))
+    return said
+
+
+def print_findings(analysis: Analysis) -> None:
+    """What is wrong, in words, and where each rank's time went."""
+    if analysis.findings:
+        print("\nfindings:")
+    for finding in analysis.findings:
+        text = f"- {finding.kind} (about {finding.lost_ms:.1f} ms per step): {finding.text}"
+        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+    print("\nwhere the time went, ms per step:")
+    rows = [("rank", "place", *CATEGORIES)]
+    for traced, own in zip(analysis.trace.ranks, analysis.segments, strict=True):
+        sums = category_ns(own, traced.start, traced.end)
+        rows.append((traced.world_rank, analysis.trace.place(traced), *(
+            f"{sums[name] * 1e-6 / analysis.trace.num_steps:.1f}" for name in CATEGORIES)))
+    print(table(rows, left=2))
+
+
+def print_waits(analysis: Analysis) -> None:
+    """Causes of waiting, and totals by axis, barrier, call site and rank."""
+    steps = analysis.trace.num_steps
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
-    print(cause_table(Causes(trace, found, pieces).costs(), steps))
+    print(cause_table(analysis.costs, steps))
     for title, key in (
             ("axis", lambda call: call.record.axis),
             ("barrier", lambda call: f"{call.record.axis} {family(call.record.name)}"),
             ("call site", lambda call: call.record.site),
             ("rank", lambda call: f"rank {call.rank}")):
         print(f"\nby {title}, per step:")
-        print(wait_table(title, waits.totals(found, key), steps))
-    if len(trace.schedule().programs) > 1:
-        print("\nbusy share and bubble of each pipeline rank:")
-        print(bubble_table(pop.pipeline_bubble(trace)))
-    if found.unmatched:
-        print(f"\n{len(found.unmatched)} operations have no partner in the trace: all transfer")
-    return EXIT_OK
+        print(wait_table(title, waits.totals(analysis.waits, key), steps))
 
 
 def cause_table(costs: dict, steps: int) -> str:
@@ -62,7 +117,7 @@ def wait_table(title: str, sums: dict, steps: int) -> str:
     """Calls, bytes, waiting and transfer, and who came last how often."""
     rows = [(title, "calls", "payload", "wait ms", "transfer ms", "longest wait ms", "last")]
     for key, entry in list(sums.items())[:MOST]:
-        late = ", ".join(f"rank {last} {count}x" for last, count in entry.last.most_common(2))
+        late = ", ".join(f"rank {late} {count}x" for late, count in entry.last.most_common(2))
         rows.append((key, f"{entry.calls / steps:.4g}", nbytes(entry.payload / steps),
                      f"{entry.wait_ns * 1e-6 / steps:.2f}",
                      f"{entry.transfer_ns * 1e-6 / steps:.2f}",

@@ -21,7 +21,14 @@ from mpipar.data.bigram import bigram_loss
 from mpipar.data.rows import Rows
 from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.environment import host_name
-from mpipar.errors import EXIT_OK, EXIT_STOPPED, HangError, NonFiniteError, UsageError
+from mpipar.errors import (
+    EXIT_OK,
+    EXIT_STOPPED,
+    HangError,
+    NonFiniteError,
+    UsageError,
+    UserError,
+)
 from mpipar.generate import decode, generate
 from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
@@ -31,7 +38,8 @@ from mpipar.pipeline.check import check
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.costs import Costs
 from mpipar.plan.predict import predict
-from mpipar.report import console, hang
+from mpipar.report import console, hang, html, trace_file
+from mpipar.report.analysis import analyse
 from mpipar.report.bubble import bubble_rows, bubble_table, span_facts
 from mpipar.report.gather import broadcast_text, gather_facts
 from mpipar.report.memory import PeakMemory, process_peak
@@ -189,6 +197,17 @@ def save(worker, folder) -> None:
     checkpoint.save(worker, folder / "weights")
 
 
+def draw_trace(folder, log) -> None:
+    """Make report.html of the trace; every rank must have written its part. Comm: none."""
+    try:
+        thinned = html.write(analyse(trace_file.read(folder)), folder / "report.html")
+    except UserError as error:  # as where the hosts share no disk; the run itself is none the worse
+        log(f"no report.html: {error}")
+    else:
+        log(f"report.html shows who waited for whom{f' ({thinned})' if thinned else ''}; open it in"
+            " a browser")
+
+
 def run(session, reading) -> int:
     """Train as the flags say; returns the exit code. Comm: everything."""
     world = session.start()
@@ -262,5 +281,7 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     session.where, session.saved = lambda: "evaluation", str(folder / "weights")
     evaluate(worker, inputs, log, seconds)
     show_text(worker, inputs, log)
+    if tracer.written and log.speaks:
+        draw_trace(folder, log)
     log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {folder}")
     return EXIT_OK

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.report import bubble
 from mpipar.report.segments import IDLE, PASSES, Segment
 from mpipar.report.trace_file import Trace
@@ -134,8 +135,8 @@ def _partners(call: Call) -> list[Call]:
     return event.calls
 
 
-def pipeline_bubble(trace: Trace) -> list[tuple]:
-    """`bubble.bubble_rows` of the trace: measured and simulated, by pipeline rank."""
+def pass_facts(trace: Trace) -> list[dict]:
+    """What `bubble.span_facts` says of a live recorder, for every rank of a trace."""
     facts = []
     for rank in trace.ranks:
         passes, busy, pipeline = defaultdict(list), defaultdict(float), {}
@@ -148,5 +149,16 @@ def pipeline_bubble(trace: Trace) -> list[tuple]:
                 pipeline[span.step] = seconds
         facts.append({"busy": dict(busy), "pipeline": pipeline, "passes": {
             key: sum(values) / len(values) for key, values in passes.items()}})
+    return facts
+
+
+def pipeline_bubble(trace: Trace) -> list[tuple]:
+    """`bubble.bubble_rows` of the trace: measured and simulated, by pipeline rank."""
     pp_ranks = [rank.place["pp"] for rank in trace.ranks]
-    return bubble.bubble_rows(facts, pp_ranks, trace.schedule())
+    return bubble.bubble_rows(pass_facts(trace), pp_ranks, trace.schedule())
+
+
+def simulated(trace: Trace) -> Timeline:
+    """The trace's schedule with its own mean pass times and instant messages, in seconds."""
+    schedule = trace.schedule()
+    return simulate(schedule, bubble.measured_costs(pass_facts(trace), schedule.num_stages))

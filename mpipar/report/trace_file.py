@@ -33,7 +33,8 @@ HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
 class RankTrace:
     """What one rank did. Times: nanoseconds of the common clock since the trace began.
 
-    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)].
+    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores:
+    those of its host that it may run on. complete: false if it failed in the last step.
     """
 
     world_rank: int
@@ -46,6 +47,7 @@ class RankTrace:
     spans: list[Span] = field(default_factory=list)
     operations: list[LayerOperation] = field(default_factory=list)
     complete: bool = True
+    cores: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
@@ -77,6 +79,35 @@ class Trace:
     @property
     def end(self) -> int:
         return max(rank.end for rank in self.ranks)
+
+    def layout(self) -> str:
+        """As in `pp 2 x tp 2`."""
+        sizes = self.meta["layout"].items()
+        return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
+
+    def size(self) -> str:
+        """As in `4 ranks (pp 2 x tp 2)`."""
+        count = len(self.ranks)
+        return f"{count} ranks ({self.layout()})" if count > 1 else self.layout()
+
+    def place(self, rank: RankTrace) -> str:
+        """As in `pp1 tp0`: the rank's place on the axes that have several."""
+        axes = [axis for axis in self.meta["rank_order"] if self.meta["layout"][axis] > 1]
+        return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
+
+    def remarks(self) -> list[str]:
+        """What a reader must know before believing the numbers."""
+        found = []
+        for host in sorted({rank.host for rank in self.ranks}):
+            here = [rank for rank in self.ranks if rank.host == host]
+            cores = set().union(*(rank.cores for rank in here))
+            if cores and len(here) > len(cores):
+                found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s), so ranks also"
+                             " wait for each other's core: the times show the order of the work,"
+                             " not the speed of a machine with a core for each rank")
+        if not all(rank.complete for rank in self.ranks):
+            found.append("the run failed in the last step that is shown")
+        return found
 
     def schedule(self) -> Schedule:
         """The schedule that was run."""
@@ -178,7 +209,8 @@ def _read_rank(path: Path, clock: CommonClock) -> RankTrace:
             trace = RankTrace(
                 rank, head["host"], head["place"], tuple(head["stages"]),
                 {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
-                [tuple(common(step, 1, 2)) for step in head["steps"]], complete=head["complete"])
+                [tuple(common(step, 1, 2)) for step in head["steps"]], complete=head["complete"],
+                cores=tuple(head["cores"]))
             for line in file:
                 number += 1
                 letter, *entry = json.loads(line)

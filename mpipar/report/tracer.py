@@ -111,7 +111,7 @@ class Tracer:
             "world_rank": worker.grid.world_rank, "host": os.uname().nodename, "pid": os.getpid(),
             "place": {axis: worker.grid.axis_rank(axis) for axis in AXES},
             "stages": sorted(worker.stages), "groups": groups | {"world": worker.comms.world.ranks},
-            "steps": self.steps, "complete": complete, "cores": len(os.sched_getaffinity(0)),
+            "steps": self.steps, "complete": complete, "cores": sorted(os.sched_getaffinity(0)),
         }
         trace_file.write_rank(
             self.folder, head, [r for r in recorder.records if r[STEP] in numbers],

@@ -1,0 +1,185 @@
+// Everything around the timeline: figures, tables, loss curve, pipeline, layout.
+const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
+                opt: "optimizer", data: "data loading", wait: "waits for a late rank",
+                transfer: "transfer" };
+const CATEGORY_COLOURS = { forward: "F", backward: "B", optimizer: "opt", data: "data",
+                           bubble: "bubble", waiting: "wait", transfer: "transfer",
+                           other: "other" };
+const page = JSON.parse(document.getElementById("data").textContent);
+const find = id => document.getElementById(id);
+
+function element(tag, text = "", attributes = {}) {
+  const made = Object.assign(document.createElement(tag), { textContent: text });
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function drawing(tag, attributes = {}, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.textContent = text;
+  return made;
+}
+
+function swatch(name) {
+  const made = element("i", "", { class: "swatch" });
+  made.style.background = `var(--${name})`;
+  return made;
+}
+
+const percent = share => `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %`;
+const short = number => number >= 100 ? number.toFixed(0) : number >= 1 ? number.toFixed(1)
+  : number.toFixed(2);
+
+function head() {
+  document.title = page.title;
+  find("title").textContent = page.title;
+  find("subtitle").textContent = `${page.model} \u00b7 clock: ${page.clock}`;
+  const remarks = [page.thinned, ...page.remarks].filter(Boolean);
+  find("remarks").hidden = !remarks.length;
+  for (const text of remarks) find("remarks").append(element("p", text));
+  const cards = [["step", `${short(page.step_ms)} ms`, null, "mean of the traced steps"],
+    ...page.efficiency.map(([name, value, words]) => [name, percent(value), value, words])];
+  for (const [name, value, share, words] of cards) {
+    const card = element("div", "", { class: "stat" });
+    card.append(element("span", name, { class: "name" }), element("b", value));
+    if (share !== null) {
+      const meter = element("div", "", { class: "meter" });
+      meter.append(element("i", "", { style: `width:${share * 100}%` }));
+      card.append(meter);
+    }
+    card.append(element("span", words, { class: "soft" }));
+    find("cards").append(card);
+  }
+  for (const section of document.querySelectorAll(".calls"))
+    section.hidden = !page.barriers.length;  // one rank alone
+  find("findings").hidden = !page.findings.length;
+  for (const finding of page.findings) {
+    const item = element("li");
+    item.append(element("b", finding.kind),
+      ` (about ${short(finding.lost_ms)} ms per step): ${finding.text}`);
+    find("findings").lastElementChild.append(item);
+  }
+}
+
+function toolbar(timeline) {
+  const steps = [["all steps", ...timeline.limits],
+    ...page.timeline.steps.map(([step, start, end]) => [`step ${step}`, start, end])];
+  for (const [name] of steps) find("steps").append(element("option", name));
+  find("steps").onchange = event => timeline.show(...steps[event.target.selectedIndex].slice(1));
+  for (const axis of page.timeline.axes) {
+    const button = element("button", ` ${axis}`,
+      { type: "button", class: "chip", "aria-pressed": "true", title: `show barriers of ${axis}` });
+    button.prepend(swatch(`axis-${axis}`));
+    button.onclick = () => {
+      const hide = button.getAttribute("aria-pressed") === "true";
+      button.setAttribute("aria-pressed", String(!hide));
+      timeline.hidden[hide ? "add" : "delete"](axis);
+      timeline.draw();
+    };
+    find("axes").append(button);
+  }
+  const used = new Set(page.timeline.ranks.flatMap(
+    rank => rank.spans.map(span => page.timeline.kinds[span[SPAN.kind]])));
+  for (const kind of [...page.timeline.kinds.filter(one => used.has(one)), "wait", "transfer"]) {
+    const item = element("span", WORDS[kind]);
+    item.prepend(swatch(kind));
+    find("legend").append(item);
+  }
+  find("focus").onclick = () => focus(timeline, null);
+}
+
+/** Show only one barrier in the timeline, or all again. */
+function focus(timeline, row) {
+  timeline.focus = row && { axis: row.axis, name: row.name, operation: row.operation };
+  find("focus").hidden = !row;
+  find("focus").textContent = row ? `only ${row.axis} ${row.name} \u00d7` : "";
+  for (const line of document.querySelectorAll("#barriers tbody tr"))
+    line.classList.toggle("chosen", line.row === row);
+  timeline.draw();
+}
+
+function causes() {
+  const table = find("causes"), widest = Math.max(...page.causes.map(row => row.ms), 1e-9);
+  if (!page.causes.length) return table.append(element("caption", "nobody waited"));
+  const line = element("tr");
+  for (const name of ["cause", "ms", "share", "mostly waiting", "at"])
+    line.append(element("th", name, { class: name === "cause" || name === "at" ? "text" : "" }));
+  table.append(element("thead"), element("tbody"));
+  table.tHead.append(line);
+  for (const row of page.causes) {
+    const made = element("tr"), ms = element("td");
+    const bar = element("i", "", { class: "bar", style: `width:${120 * row.ms / widest}px` });
+    ms.append(bar, short(row.ms));
+    made.append(element("td", row.text, { class: "text" }), ms, element("td", percent(row.share)),
+      element("td", `rank ${row.rank}`), element("td", row.barrier, { class: "text" }));
+    table.tBodies[0].append(made);
+  }
+}
+
+const COLUMNS = [
+  ["axis", "axis", row => row.axis], ["barrier", "name", row => row.name],
+  ["operation", "operation", row => row.operation],
+  ["calls", "calls", row => `${+row.calls.toFixed(2)}`],
+  ["bytes", "bytes", row => bytes(row.bytes)], ["sent", "sent", row => bytes(row.sent)],
+  ["wait ms", "wait_ms", row => row.wait_ms.toFixed(2)],
+  ["transfer ms", "transfer_ms", row => row.transfer_ms.toFixed(2)],
+  ["longest wait ms", "longest_ms", row => row.longest_ms.toFixed(2)],
+  ["mostly last", "last", row => row.last < 0 ? "" : `rank ${row.last} (${row.times} of `
+    + `${row.events})`],
+  ["source", "site", row => row.site],
+];
+const TEXT = new Set(["axis", "name", "operation", "site"]);
+
+function barriers(timeline) {
+  const table = find("barriers"), line = element("tr");
+  table.append(element("thead"), element("tbody"));
+  table.tHead.append(line);
+  for (const [name, key] of COLUMNS) {
+    const cell = element("th", name, { scope: "col", tabindex: "0", "data-key": key,
+                                       class: TEXT.has(key) ? "text" : "" });
+    const sort = () => {
+      const down = cell.getAttribute("aria-sort") !== "descending" && !TEXT.has(key)
+        || cell.getAttribute("aria-sort") === "ascending";
+      for (const other of line.cells) other.removeAttribute("aria-sort");
+      cell.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const sign = down ? -1 : 1;
+      const rows = [...table.tBodies[0].rows].sort((a, b) => sign * (TEXT.has(key)
+        ? String(a.row[key]).localeCompare(b.row[key], "en", { numeric: true })
+        : a.row[key] - b.row[key]));
+      table.tBodies[0].append(...rows);
+    };
+    cell.onclick = sort;
+    cell.onkeydown = event => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();  // a space would scroll
+      sort();
+    };
+    line.append(cell);
+  }
+  for (const row of page.barriers) {
+    const made = element("tr");
+    made.row = row;
+    for (const [, key, show] of COLUMNS) {
+      const cell = element("td", "", { class: TEXT.has(key) ? "text" : "" });
+      if (key === "axis") cell.append(swatch(`axis-${row.axis}`), ` ${row.axis}`);
+      else cell.append(key === "site" ? element("code", show(row)) : show(row));
+      made.append(cell);
+    }
+    made.onclick = () => focus(timeline, made.classList.contains("chosen") ? null : row);
+    table.tBodies[0].append(made);
+  }
+}
+
+function theme(timeline) {
+  const names = ["system", "light", "dark"];
+  find("theme").onclick = () => {
+    const now = document.documentElement.dataset.theme || "system";
+    const next = names[(names.indexOf(now) + 1) % names.length];
+    if (next === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = next;
+    find("theme").textContent = `theme: ${next}`;
+    timeline.recolour();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.recolour());
+}

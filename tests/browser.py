@@ -1,0 +1,121 @@
+"""A headless Chromium, driven by chromedriver over HTTP: just what the tests of the page need."""
+
+import base64
+import contextlib
+import json
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+LIMIT = 60.0  # seconds for one command
+
+
+def missing_programs() -> list[str]:
+    """Return what is not installed here."""
+    browser = [] if any(map(shutil.which, CHROMIUM)) else ["chromium"]
+    return browser + ([] if shutil.which("chromedriver") else ["chromium-driver"])
+
+
+class Browser:
+    """One window. Every call raises RuntimeError with the driver's words when it fails."""
+
+    def __init__(self, address: str, width: int, height: int):
+        self.address = address
+        binary = next(filter(None, map(shutil.which, CHROMIUM)))
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                     "--disable-dev-shm-usage", f"--window-size={width},{height}"]
+        session = self._post("", {"capabilities": {"alwaysMatch": {
+            "goog:chromeOptions": {"binary": binary, "args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"}, "timeouts": {"script": 30_000}}}})
+        self.address += f"/{session['sessionId']}"
+
+    def _post(self, path: str, value: dict | None = None, method: str = "POST"):
+        body = None if value is None else json.dumps(value).encode()
+        request = urllib.request.Request(  # noqa: S310 (our own driver on this host)
+            f"{self.address}{path}", body, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=LIMIT) as answer:  # noqa: S310
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(error.read().decode()) from None
+
+    def open(self, path: Path) -> None:
+        """Load a file."""
+        self._post("/url", {"url": path.resolve().as_uri()})
+
+    def run(self, script: str, *arguments):
+        """Return what the body of a function returns; a promise is waited for."""
+        return self._post("/execute/sync", {"script": script, "args": list(arguments)})
+
+    def console(self) -> list[dict]:
+        """Return what the console has said since the last call."""
+        return self._post("/se/log", {"type": "browser"})
+
+    def prefer(self, theme: str) -> None:
+        """Set what the system prefers: light or dark."""
+        feature = {"name": "prefers-color-scheme", "value": theme}
+        self._post("/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia",
+                                         "params": {"features": [feature]}})
+
+    def move(self, x: float, y: float, *, clicks: int = 0) -> None:
+        """Move the pointer to a point of the window, and click there so many times."""
+        actions = [{"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}]
+        for _ in range(clicks):
+            actions += [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
+        self._post("/actions", {"actions": [
+            {"type": "pointer", "id": "mouse", "actions": actions}]})
+
+    def wheel(self, x: float, y: float, delta: int) -> None:
+        """Turn the wheel at a point of the window; up is negative."""
+        turn = {"type": "scroll", "x": round(x), "y": round(y), "deltaX": 0, "deltaY": delta,
+                "duration": 0}
+        self._post("/actions", {"actions": [{"type": "wheel", "id": "wheel", "actions": [turn]}]})
+
+    def click(self, selector: str) -> None:
+        """Click the middle of the first element that fits, after bringing it into view."""
+        x, y = self.run(
+            "const e = document.querySelector(arguments[0]);"
+            "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
+            "return [b.x + b.width / 2, b.y + b.height / 2];", selector)
+        self.move(x, y, clicks=1)
+
+    def picture(self, path: Path, *, whole: bool = True) -> None:
+        """Save the whole page, or what the window shows of it, as PNG."""
+        if not whole:
+            path.write_bytes(base64.b64decode(self._post("/screenshot", method="GET")))
+            return
+        box = self.run("const d = document.documentElement;"
+                       "return [innerWidth, d.scrollHeight];")
+        clip = {"x": 0, "y": 0, "width": box[0], "height": box[1], "scale": 1}
+        answer = self._post("/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": {
+            "captureBeyondViewport": True, "clip": clip}})
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+
+@contextlib.contextmanager
+def browser(width: int = 1440, height: int = 1000) -> Iterator[Browser]:
+    """A browser for the time of a `with`; afterwards its processes are gone."""
+    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+    try:
+        port = None
+        for line in driver.stdout:
+            if "started successfully on port" in line:
+                port = int(line.rstrip(".\n").rsplit(" ", 1)[1])
+                break
+        assert port is not None, "chromedriver did not start"
+        window = Browser(f"http://127.0.0.1:{port}/session", width, height)
+        try:
+            yield window
+        finally:
+            window._post("", method="DELETE")
+    finally:
+        driver.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            driver.wait(5)
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()

@@ -1,0 +1,96 @@
+"""Planted faults are named: an uneven stage, a heavy head, a slow rank, a slow link; and nothing
+else is.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+from program import environment
+from trace_cases import span, trace
+
+from mpipar.report import findings, segments, trace_file, waits
+
+# Big enough that a stage's time is products and not Python.
+SIZE = ("--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4 --layout pp=2"
+        " --schedule gpipe --steps 5 --trace 3:5 --sample-tokens 0").split()
+
+
+def traced(folder, *flags, fault="none"):
+    if find_launcher() is None:
+        pytest.skip("no mpiexec: install .[mpich]")
+    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train", *SIZE,
+               *flags, "--out", str(folder)]
+    result = run_ranks(2, command, 100, environment())
+    assert result.returncode == 0, result.tail()
+    return trace_file.read(folder)
+
+
+def found_in(run):
+    matched = waits.find(run)
+    pieces = segments.of_trace(run, matched)
+    return {finding.kind: finding for finding in findings.find(run, matched, pieces)}
+
+
+def test_an_uneven_stage_is_named(tmp_path):
+    run = traced(tmp_path / "run", "--layers", "4", "--stage-layers", "3,1")
+    finding = found_in(run)["uneven stage"]
+    assert finding.text.startswith("pipeline rank 0 (stage 0: embedding, blocks 0-2) computes ")
+    assert finding.text.endswith("balanced by FLOPs: --stage-layers 2,2")
+    assert finding.lost_ms > 0
+
+
+def test_a_heavy_head_is_named(tmp_path):
+    np.arange(8_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    run = traced(tmp_path / "run", "--layers", "4", "--stage-layers", "2,2", "--vocab-size",
+                 "8000", "--data", str(tmp_path / "tokens.bin"))
+    finding = found_in(run)["heavy head"]
+    assert finding.text.startswith("pipeline rank 1 (stage 1: blocks 2-3, head, loss) computes ")
+    assert "the head is 71% of its FLOPs" in finding.text  # 2DV of 2DV + 2 (24 D^2 + 4 T D)
+    assert finding.text.endswith("--stage-layers 4,0")
+
+
+def test_a_slow_rank_is_named(tmp_path):
+    """The work is even but for a small head; rank 1 sleeps in its stage."""
+    run = traced(tmp_path / "run", "--layers", "2", "--num-microbatches", "2", fault="delay")
+    finding = found_in(run)["slow rank"]
+    assert "only 1.1x of the FLOPs" in finding.text
+    assert f"rank 1 on {run.ranks[1].host} slow, or late inside a pass" in finding.text
+
+
+def test_a_slow_link_is_named(tmp_path):
+    run = traced(tmp_path / "run", "--layers", "2", fault="slow-link")
+    found = found_in(run)
+    assert found["slow link"].text.startswith("pp link 0 -> 1: 12 transfers of 64.0 KiB take ")
+    assert "x as long per byte as the axis's others" in found["slow link"].text
+    receives = [call for call in waits.find(run).calls[1] if call.record.operation == "recv"]
+    assert all(call.transfer_ns > 19e6 for call in receives)
+
+
+def by_hand(slow_steps):
+    """Three ranks of one stage, three steps: rank 1 takes 20 ms instead of 10 in some of them."""
+    spans = [[span("F", 100 * step, 100 * step + (20 if (i, step) in slow_steps else 10),
+                   step=step + 1) for step in range(3)] for i in range(3)]  # fmt: skip
+    return trace([[]] * 3, spans, end=300, steps=3)
+
+
+def test_a_rank_that_is_slower_than_its_stage_in_every_step_is_named():
+    finding = found_in(by_hand({(1, 0), (1, 1), (1, 2)}))["slow rank"]
+    assert finding.text == ("rank 1 on host1 computes 20.0 ms per step, the others of its stage"
+                            " 10.0 ms")
+    assert finding.lost_ms == pytest.approx(10)
+
+
+def test_once_may_be_chance():
+    assert found_in(by_hand({(1, 0), (1, 2)})) == {}
+
+
+def test_stages_of_equal_work_are_not_blamed(tmp_path):
+    """By construction: the passes of both ranks are given the same length."""
+    run = traced(tmp_path / "run", "--layers", "2")
+    for rank in run.ranks:
+        rank.records = []
+        rank.spans = [one._replace(end_ns=one.start_ns + 10**6) for one in rank.spans
+                      if one.kind in ("F", "B")]  # fmt: skip
+    assert found_in(run) == {}

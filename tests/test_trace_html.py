@@ -1,0 +1,42 @@
+"""What the page of a trace is made of; how it looks and answers is tested in a browser."""
+
+import json
+import re
+
+import pytest
+from trace_cases import blocking, trace
+
+from mpipar.errors import OutputError
+from mpipar.report import html
+from mpipar.report.analysis import analyse
+
+
+def case():
+    """Two ranks and one barrier."""
+    return trace([[blocking("all_reduce", "block0.ffn.down", "tp", 10, 42)],
+                  [blocking("all_reduce", "block0.ffn.down", "tp", 40, 41)]])  # fmt: skip
+
+
+def test_whole_steps_are_left_out_before_slices():
+    three_steps = trace([[blocking("all_reduce", "a", "world", 10 * i, 10 * i + 5, step=1 + i // 5)
+                        for i in range(15)]] * 2, end=150, steps=3)  # fmt: skip
+    data = html.page_data(analyse(three_steps), most_slices=12)
+    assert data["thinned"] == "thinned: 10 of 30 slices are shown; step 1 of 3 steps"
+    assert {call[12] for rank in data["timeline"]["ranks"] for call in rank["calls"]} == {1}
+    data = html.page_data(analyse(three_steps), most_slices=29)
+    assert data["thinned"] == "thinned: 20 of 30 slices are shown; steps 1 to 2 of 3 steps"
+    assert html.page_data(analyse(three_steps))["thinned"] is None
+
+
+def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
+    with pytest.raises(OutputError, match="cannot write"):
+        html.write(analyse(case()), tmp_path / "no" / "page.html")
+
+
+def test_the_data_are_plain_json(tmp_path):
+    path = tmp_path / "page.html"
+    html.write(analyse(case()), path)
+    text = path.read_text()
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert json.loads(data[1])["step_ms"] == 100
+    assert not re.search(r"\[\[[A-Z]+\]\]", text), "every part is filled in"

@@ -1,0 +1,118 @@
+"""The Chrome JSON: slices nest on their rows, arrows begin and end inside slices."""
+
+import json
+from collections import defaultdict
+
+import pytest
+from trace_cases import blocking, record, span, trace
+
+from mpipar.errors import OutputError
+from mpipar.report import perfetto, waits
+
+
+def example():
+    """A barrier at which rank 1 is 30 ms late, a message that is waited for and one that is not."""
+    send = {"peer": 1, "tag": 3, "stage": 0}
+    receive = {"peer": 0, "tag": 3, "stage": 1}
+    return trace(
+        [
+            [blocking("all_reduce", "block0.ffn.down", "tp", 10, 42),
+             record("send", "activations", "pp", 60, 80, 80, **send),
+             record("send", "activations", "pp", 60, 81, 81, **send),
+             record("send", "gradients", "pp", 70, 82, 85, **send)],
+            [blocking("all_reduce", "block0.ffn.down", "tp", 40, 41),
+             record("recv", "activations", "pp", 42, 50, 63, **receive),
+             record("recv", "activations", "pp", 64, 66, 66, **receive),
+             record("recv", "gradients", "pp", 84, 85, 88, **receive)],
+        ],
+        [[span("F", 0, 45)], [span("F", 2, 44, stage=1)]],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def found(tmp_path):
+    case = example()
+    path = tmp_path / "trace.json"
+    count = perfetto.write(case, waits.find(case), path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert len(events) == count
+    return events
+
+
+def slices(found):
+    rows = defaultdict(list)
+    for event in found:
+        if event["ph"] == "X":
+            assert event["dur"] > 0
+            rows[event["pid"], event["tid"]].append(
+                (event["ts"], event["ts"] + event["dur"], event["name"]))
+    return rows
+
+
+def test_one_process_per_rank_with_three_named_rows(found):
+    names = [event for event in found if event["ph"] == "M" and event["name"] == "process_name"]
+    assert [event["args"]["name"] for event in names] == [
+        "rank 0 - tp0 - host0", "rank 1 - tp1 - host1"]
+    rows = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
+    assert rows == ["compute", "wait", "transfer"] * 2
+
+
+def check_slices(found):
+    """Those of a row nest or follow each other. Times: microseconds, whole nanoseconds."""
+    for row in slices(found).values():
+        row.sort(key=lambda piece: (piece[0], -piece[1]))
+        around = []
+        for piece in row:
+            while around and around[-1][1] <= piece[0] + 1e-4:
+                around.pop()
+            assert not around or piece[1] <= around[-1][1] + 1e-4, (around[-1], piece)
+            around.append(piece)
+
+
+def check_arrows(found):
+    """Each begins and ends inside a slice that bears its name; returns their pairs of ends."""
+    rows, ends = slices(found), defaultdict(dict)
+    for event in found:
+        if event["ph"] in "sf":
+            inside = [name for start, end, name in rows[event["pid"], event["tid"]]
+                      if start - 1e-4 <= event["ts"] < end]
+            assert any(name.endswith(event["name"]) for name in inside), event
+            assert event["ph"] not in ends[event["id"]], "ids are unique"
+            ends[event["id"]][event["ph"]] = event
+            assert (event.get("bp") == "e") == (event["ph"] == "f")
+    assert all(set(pair) == {"s", "f"} for pair in ends.values())
+    assert all(pair["s"]["ts"] <= pair["f"]["ts"] + 0.0011 for pair in ends.values())
+    return [(pair["s"], pair["f"]) for pair in ends.values()]
+
+
+def test_slices_nest_and_arrows_lead_from_the_late_to_the_waiting(found):
+    check_slices(found)
+    leads = sorted((start["name"], start["pid"], end["pid"]) for start, end in check_arrows(found))
+    assert leads == [("activations", 0, 1), ("activations", 0, 1), ("block0.ffn.down", 1, 0),
+                     ("gradients", 0, 1)]
+
+
+def test_an_arrow_outside_its_slice_and_slices_that_cross_are_noticed(found):
+    arrow = next(event for event in found if event["ph"] == "f")
+    arrow["ts"] += 50_000
+    with pytest.raises(AssertionError):
+        check_arrows(found)
+    wait = next(event for event in found if event["ph"] == "X" and event["cat"] == "wait")
+    with pytest.raises(AssertionError):
+        check_slices([wait, wait | {"ts": wait["ts"] + wait["dur"] / 2}])
+
+
+def test_the_wait_is_a_slice_with_its_facts(found):
+    wait, late_receiver = [event for event in found if event["ph"] == "X"
+                           and event["cat"] == "wait" and event["pid"] == 0]  # fmt: skip
+    assert (late_receiver["name"], late_receiver["args"]["waits for rank"]) == ("gradients", 1)
+    assert (wait["ts"], wait["dur"], wait["name"]) == (10_000, 30_000, "block0.ffn.down")
+    assert wait["args"]["waits for rank"] == 1
+    assert wait["args"]["source"] == "mpipar/partition/row.py:20"
+    assert wait["args"]["transfer us"] == 2_000
+
+
+def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
+    case = example()
+    with pytest.raises(OutputError, match="cannot write"):
+        perfetto.write(case, waits.find(case), tmp_path / "no" / "trace.json")

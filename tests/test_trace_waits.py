@@ -1,0 +1,213 @@
+"""Wait states, causes and efficiencies of traces made by hand, where every number is known."""
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from trace_cases import MS, blocking, record, span, trace
+
+from mpipar.report import pop, segments, waits
+from mpipar.report.causes import Causes
+from mpipar.report.waits import totals
+
+
+def analyse(case):
+    found = waits.find(case)
+    pieces = segments.of_trace(case, found)
+    return found, pieces
+
+
+def states(found):
+    """(wait, transfer) in ms and who was waited for, by rank and call."""
+    return [[(call.wait_ns / MS, call.transfer_ns / MS, call.late) for call in own]
+            for own in found.calls]
+
+
+def test_collective_wait_is_last_arrival_minus_own_arrival():
+    case = trace([[blocking("all_reduce", "a", "tp", 10, 34)],
+                  [blocking("all_reduce", "a", "tp", 30, 33)],
+                  [blocking("all_reduce", "a", "tp", 25, 35)]])  # fmt: skip
+    found, _ = analyse(case)
+    assert states(found) == [[(20, 4, 1)], [(0, 3, -1)], [(5, 5, 1)]]
+    event, = found.events
+    assert (event.last, event.arrival_ns, event.ranks) == (1, 30 * MS, (0, 1, 2))
+
+
+def test_a_wait_ends_with_the_call_at_the_latest():
+    """Clocks are not perfect: an arrival after the end of a call does not make its wait longer."""
+    case = trace([[blocking("all_reduce", "a", "tp", 10, 20)],
+                  [blocking("all_reduce", "a", "tp", 21, 30)]])  # fmt: skip
+    assert states(waits.find(case)) == [[(10, 0, 1)], [(0, 9, -1)]]
+
+
+def test_non_blocking_collective_waits_only_where_it_blocks():
+    """Posted at 10, waited for from 40 on, when the last one (posted at 50) is still missing."""
+    case = trace([[record("all_reduce", "grads.bucket", "tp", 10, 40, 60)],
+                  [record("all_reduce", "grads.bucket", "tp", 50, 55, 62)]])  # fmt: skip
+    assert states(waits.find(case)) == [[(10, 10, 1)], [(0, 7, -1)]]
+    case = trace([[record("all_reduce", "grads.bucket", "tp", 10, 60, 60)],
+                  [record("all_reduce", "grads.bucket", "tp", 50, 55, 62)]])  # fmt: skip
+    assert states(waits.find(case))[0] == [(0, 0, -1)]  # a test found it done
+
+
+def test_only_the_root_of_a_broadcast_is_waited_for():
+    root = {"peer": 1}
+    case = trace([[blocking("broadcast", "text", "world", 10, 41, **root)],
+                  [blocking("broadcast", "text", "world", 30, 31, **root)],
+                  [blocking("broadcast", "text", "world", 40, 42, **root)]])  # fmt: skip
+    found, _ = analyse(case)
+    assert states(found) == [[(20, 11, 1)], [(0, 1, -1)], [(0, 2, -1)]]
+    assert found.events[0].last == 1
+
+
+def message(send, receive):
+    """A trace with one message; times (posted, waited, done) in ms."""
+    return trace([[record("send", "activations", "pp", *send, peer=1, tag=7)],
+                  [record("recv", "activations", "pp", *receive, peer=0, tag=7)]])  # fmt: skip
+
+
+@pytest.mark.parametrize(("send", "receive", "sender", "receiver", "last"), [
+    # late sender: the receiver is blocked from 10 on, the message is posted at 30
+    ((30, 40, 40), (5, 10, 34), (0, 0, -1), (20, 4, 0), 0),
+    # late receiver, rendezvous: the sender is blocked from 20 on, the receive is posted at 50
+    ((15, 20, 56), (50, 50, 55), (30, 6, 1), (0, 5, -1), 1),
+    # buffered: the send had completed before the receive was posted: nobody was late
+    ((15, 20, 22), (50, 50, 51), (0, 2, -1), (0, 1, -1), -1),
+    # both in time
+    ((15, 20, 20), (10, 30, 30), (0, 0, -1), (0, 0, -1), -1),
+])  # fmt: skip
+def test_late_sender_and_late_receiver(send, receive, sender, receiver, last):
+    found, _ = analyse(message(send, receive))
+    assert states(found) == [[sender], [receiver]]
+    assert found.events[0].last == last
+
+
+def test_messages_match_by_tag_sender_receiver_and_order():
+    both = {"tag": 1, "peer": 1}, {"tag": 1, "peer": 0}
+    case = trace([[record("send", "x", "pp", 10, 90, 90, **both[0]),
+                   record("recv", "x", "pp", 11, 12, 50, **both[0]),
+                   record("send", "x", "pp", 60, 91, 91, **both[0])],
+                  [record("recv", "x", "pp", 5, 5, 15, **both[1]),
+                   record("send", "x", "pp", 40, 92, 92, **both[1]),
+                   record("recv", "x", "pp", 41, 41, 66, **both[1])]])  # fmt: skip
+    found, _ = analyse(case)
+    assert not found.unmatched
+    assert states(found)[1] == [(5, 5, 0), (0, 0, -1), (19, 6, 0)]
+    assert states(found)[0][1] == (28, 10, 1)
+
+
+def test_what_has_no_partner_is_said_and_counts_as_transfer():
+    case = trace([[blocking("all_reduce", "a", "tp", 10, 20)], []])
+    found, pieces = analyse(case)
+    assert [call.record.name for call in found.unmatched] == ["a"]
+    assert segments.by_kind(pieces[0])["transfer"] == 10 * MS
+    case = trace([[blocking("all_reduce", "a", "tp", 10, 20)],
+                  [blocking("all_gather", "b", "tp", 10, 20)]])  # fmt: skip
+    assert len(waits.find(case).unmatched) == 2
+
+
+def test_segments_cover_all_time_and_take_waiting_out_of_spans():
+    case = trace([[blocking("all_reduce", "a", "tp", 20, 50)],
+                  [blocking("all_reduce", "a", "tp", 45, 49)]],
+                 [[span("F", 10, 60), span("opt", 90, 95)], [span("F", 40, 55)]])  # fmt: skip
+    _, pieces = analyse(case)
+    assert segments.by_kind(pieces[0]) == {
+        "other": 45 * MS, "F": 20 * MS, "wait": 25 * MS, "transfer": 5 * MS, "opt": 5 * MS}
+    assert all(piece.span.kind == "F" for piece in pieces[0] if piece.kind in ("wait", "transfer"))
+    assert segments.by_kind(pieces[0], 0, 30 * MS) == {"other": 10 * MS, "F": 10 * MS,
+                                                       "wait": 10 * MS}
+
+
+def chain():
+    """Rank 2 computes until 60; rank 1 waits for it, then computes 10; rank 0 waits for rank 1."""
+    groups = [{"tp": (0, 1), "dp": (0,)}, {"tp": (0, 1), "dp": (1, 2)}, {"tp": (2,), "dp": (1, 2)}]
+    return trace(
+        [[blocking("all_reduce", "b", "tp", 0, 72)],
+         [blocking("all_reduce", "a", "dp", 5, 61), blocking("all_reduce", "b", "tp", 71, 73)],
+         [blocking("all_reduce", "a", "dp", 60, 62)]],
+        [[], [span("F", 61, 71, stage=1)], [span("B", 0, 60, stage=2)]], groups=groups)  # fmt: skip
+
+
+def test_a_wait_that_was_handed_on_is_charged_to_where_the_time_went():
+    found, pieces = analyse(chain())
+    costs = Causes(chain(), found, pieces).costs()
+    readable = {cause.text(): cost.wait_ns / MS for cause, cost in costs.items()}
+    assert readable == {
+        "rank 2: backward of stage 2": 55 + 55,  # rank 1 at a, and rank 0 while rank 1 waited
+        "rank 1: forward of stage 1": 10,
+        "rank 1: between spans (Python, posting, logging)": 5,
+        "transfer of a (dp) between ranks 1-2": 1,
+    }
+    worst = next(iter(costs))
+    assert worst.ranks == (2,)
+    assert costs[worst].by_rank == {0: 55 * MS, 1: 55 * MS}
+
+
+def test_totals_add_up_and_say_who_was_last():
+    found, _ = analyse(chain())
+    by_axis = totals(found, lambda call: call.record.axis)
+    assert by_axis["tp"].wait_ns == 71 * MS
+    assert by_axis["tp"].longest_wait_ns == 71 * MS
+    assert by_axis["tp"].last == {1: 1}
+    assert (by_axis["dp"].wait_ns, by_axis["dp"].calls, by_axis["dp"].payload) == (55 * MS, 2, 2048)
+    by_rank = totals(found, lambda call: call.rank)
+    assert [by_rank[rank].wait_ns / MS for rank in (0, 1, 2)] == [71, 55, 0]
+
+
+def test_efficiencies_by_hand():
+    """Two ranks, 100 ms. Useful: rank 0 100-32, rank 1 100-2. On an ideal network the 2 ms of
+    transfer are gone, and rank 0 ends 2 ms earlier, rank 1 too.
+    """
+    case = trace([[blocking("all_reduce", "a", "tp", 10, 42)],
+                  [blocking("all_reduce", "a", "tp", 40, 42)]])  # fmt: skip
+    found, pieces = analyse(case)
+    result = pop.efficiency(case, found, pieces)
+    assert result.useful_ns == (68 * MS, 98 * MS)
+    assert result.ideal_ns == 98 * MS
+    assert result.load_balance == pytest.approx(83 / 98)
+    assert result.communication == pytest.approx(0.98)
+    assert result.transfer == pytest.approx(0.98)
+    assert result.serialization == pytest.approx(1.0)
+    assert result.parallel == pytest.approx(0.83)
+
+
+def test_serialization_is_what_an_ideal_network_does_not_cure():
+    """Rank 1 computes only after rank 0's message, and rank 0 only before: half is lost."""
+    case = trace([[record("send", "x", "pp", 50, 50, 50, peer=1)],
+                  [record("recv", "x", "pp", 0, 0, 50, peer=0)]])  # fmt: skip
+    case.ranks[0].steps = [(1, 0, 50 * MS)]
+    found, pieces = analyse(case)
+    result = pop.efficiency(case, found, pieces)
+    assert result.transfer == 1.0
+    assert result.serialization == pytest.approx(0.5)
+
+
+@st.composite
+def programs(draw):
+    """Ranks that go through the same barriers with random work before each, on a real network."""
+    ranks, barriers = draw(st.integers(2, 4)), draw(st.integers(1, 5))
+    clock, records = [0] * ranks, [[] for _ in range(ranks)]
+    for _ in range(barriers):
+        work = [draw(st.integers(0, 9)) for _ in range(ranks)]
+        arrivals = [now + one for now, one in zip(clock, work, strict=True)]
+        for rank in range(ranks):
+            clock[rank] = max(arrivals) + draw(st.integers(0, 4))
+            records[rank].append(blocking("all_reduce", "a", "tp", arrivals[rank], clock[rank]))
+    return trace(records, end=max(clock) + 1)
+
+
+@hypothesis.given(programs())
+def test_what_must_hold_of_any_trace(case):
+    found, pieces = analyse(case)
+    assert not found.unmatched
+    for own in found.calls:
+        for call in own:
+            assert call.wait_ns >= 0
+            assert call.transfer_ns >= 0
+            assert (call.late == -1) == (call.wait_ns == 0)
+            assert call.wait_ns == max(
+                0, call.event.arrival_ns - call.record.posted_ns), "last arrival - own arrival"
+    waited = sum(call.wait_ns for own in found.calls for call in own)
+    charged = sum(cost.wait_ns for cost in Causes(case, found, pieces).costs().values())
+    assert charged == waited
+    result = pop.efficiency(case, found, pieces)
+    assert max(result.useful_ns) <= result.ideal_ns <= result.runtime_ns

@@ -1,0 +1,113 @@
+"""Small traces made by hand: what each rank did is written down, so what must come out is known."""
+
+from pathlib import Path
+from random import Random
+
+from mpipar.pipeline import schedules
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
+from mpipar.report.clock import CommonClock
+from mpipar.report.trace_file import RankTrace as Rank
+from mpipar.report.trace_file import Record, Span, Trace, schedule_json
+
+MS = 10**6
+
+
+def record(operation, name, axis, posted, waited, done, **other):
+    """A record with times in milliseconds."""
+    values = {"seq": 1, "peer": -1, "tag": -1, "payload_bytes": 1024, "wire_bytes": 1024,
+              "dtype": "float32", "step": 1, "stage": 0, "mb": 0, "phase": "F",
+              "site": "mpipar/partition/row.py:20"} | other
+    times = (round(time * MS) for time in (posted, waited, done))
+    return Record(*times, operation, name, axis, **values)
+
+
+def blocking(operation, name, axis, start, done, **other):
+    """A record of an operation that blocks from where it is posted."""
+    return record(operation, name, axis, start, start, done, **other)
+
+
+def span(kind, start, end, stage=0, mb=0, step=1):
+    """A compute span with times in milliseconds."""
+    return Span(kind, round(start * MS), round(end * MS), step, stage, mb)
+
+
+def trace(records, spans=None, end=100, groups=None, steps=1):
+    """A Trace of one step from 0 to `end` ms; records, spans: one list per rank."""
+    count = len(records)
+    everybody = tuple(range(count))
+    groups = groups or [{"tp": everybody, "pp": everybody, "world": everybody}] * count
+    ranks = [
+        Rank(i, f"host{i}", {"pp": 0, "dp": 0, "cp": 0, "tp": i}, (0,), groups[i],
+             [(step + 1, round(end * MS * step / steps), round(end * MS * (step + 1) / steps))
+              for step in range(steps)],
+             list(records[i]), list(spans[i]) if spans else [])
+        for i in range(count)
+    ]  # fmt: skip
+    meta = {
+        "world_size": count, "layout": {"pp": 1, "dp": 1, "cp": 1, "tp": count},
+        "rank_order": ["pp", "dp", "cp", "tp"], "stage_layers": [2],
+        "stages": ["0: embedding, blocks 0-1, head, loss"], "batch_size": 4, "dtype": "float32",
+        "schedule": schedule_json(schedules.make("gpipe", 1, 1)),
+        "model": {"layers": 2, "d_model": 8, "heads": 2, "ffn": 32, "seq_len": 4, "vocab_size": 16},
+    }  # fmt: skip
+    return Trace(Path("run"), meta, ranks, CommonClock((0,) * count, {}, {}), [])
+
+
+def busy_trace(ranks=8, barriers=320, seed=0):
+    """Many slices: each rank computes and meets the others, again and again, never at one time."""
+    random = Random(seed)
+    clock, records, spans = [0.0] * ranks, [[] for _ in range(ranks)], [[] for _ in range(ranks)]
+    for number in range(barriers):
+        arrivals = [now + random.uniform(0.1, 0.5) for now in clock]
+        for rank in range(ranks):
+            axis = ("tp", "world")[number % 2]
+            spans[rank].append(span("FB"[number % 2], clock[rank], arrivals[rank], mb=number % 4))
+            clock[rank] = max(arrivals) + random.uniform(0.01, 0.05)
+            records[rank].append(blocking(
+                "all_reduce", f"block{number % 5}.ffn.down", axis, arrivals[rank], clock[rank],
+                payload_bytes=4096 * (number % 5 + 1), mb=number % 4))
+    made = trace(records, spans, end=max(clock) + 1)
+    made.metrics.extend({"step": step, "loss": 5 / step, "step_seconds": 0.1}
+                        for step in range(1, 20))
+    return made
+
+
+def pipeline_trace(name="zb-h1", ranks=4, microbatches=8, steps=2):
+    """Steps that run as the simulator says: 10 ms a pass, messages that are there at once.
+
+    What is measured in it must equal what is simulated from it.
+    """
+    schedule = schedules.make(name, ranks, microbatches)
+    timeline = simulate(schedule, Costs(f=10, i=10, w=10))
+    length = float(timeline.makespan) + 5  # the optimizer's
+    made = trace([[]] * ranks, end=length * steps, steps=steps)
+    made.meta.update(
+        layout={"pp": ranks, "dp": 1, "cp": 1, "tp": 1}, schedule=schedule_json(schedule),
+        stage_layers=[1] * ranks, stages=[f"{stage}: block {stage}" for stage in range(ranks)])
+    for place, own in enumerate(timeline.spans):
+        rank = made.ranks[place]
+        rank.place, rank.stages = {"pp": place, "dp": 0, "cp": 0, "tp": 0}, (place,)
+        for step in range(steps):
+            begin, now = step * length, step * length
+            rank.spans.append(span("pipeline", begin, begin + length - 5, step=step + 1))
+            for one in own:
+                start, end = begin + float(one.start), begin + float(one.end)
+                kind, stage, mb = one.instr.kind, one.instr.stage, one.instr.mb
+                sends, needs = {"F": (1, -1), "I": (-1, 1)}.get(kind, (0, 0))
+                facts = {"stage": stage, "mb": mb, "phase": kind, "step": step + 1,
+                         "payload_bytes": 2**16, "wire_bytes": 2**16}
+                what = "activations" if kind == "F" else "gradients"
+                tag = 2 * mb + (kind == "I")
+                if needs and 0 <= place + needs < ranks:
+                    rank.records.append(record("recv", what, "pp", begin, now, start, tag=tag,
+                                               peer=place + needs, **facts))
+                rank.spans.append(span(kind, start, end, stage, mb, step + 1))
+                if sends and 0 <= place + sends < ranks:
+                    rank.records.append(record("send", what, "pp", end, end, end, tag=tag,
+                                               peer=place + sends, **facts))
+                now = end
+            rank.spans.append(span("opt", begin + length - 5, begin + length, step=step + 1, mb=-1))
+    made.metrics.extend({"step": step, "loss": 5 / step, "step_seconds": length / 1e3}
+                        for step in range(1, 20))
+    return made
