@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": "prove this layout: one step here against one rank, tensor by tensor",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",
     "trace": "show a traced run: who waited for whom, where, how long; needs no MPI",
+    "compare": "compare two traced runs: what got slower, by cause; needs no MPI",
     "explain": "list every barrier of a training step of one rank; needs no MPI",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
@@ -28,6 +29,7 @@ usage: mpipar COMMAND [flags]
 """
 OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
+    "compare": "mpipar compare RUN_A RUN_B [--check]",
 }
 GENERATE_FLAGS = {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
                   "rank_order", "device", "dtype"}

@@ -1,0 +1,209 @@
+"""What got slower from one run to the other: each planted slowdown is named first, and noise is
+not.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+from program import environment, mpipar
+from test_trace import SMALL
+from trace_cases import MS, blocking, record, span, trace
+
+from mpipar.commands import compare
+from mpipar.report import comparison
+from mpipar.report.analysis import analyse
+
+STEPS = 7
+PLANTED_MS = 6.0
+# What a step of the run below is made of, in ms. Rank 1 alone computes `late` before the barrier,
+# and its backward is shorter by `short`.
+PARTS = {"data": 2, "forward": 10, "late": 0, "transfer": 3, "backward": 20, "short": 10,
+         "message": 4, "opt": 5}
+
+
+def run(seed, **longer):
+    """Two ranks: data, forward, a barrier, backward, a message 0 -> 1, a barrier, the optimizer.
+
+    Each part is up to 2 % longer than PARTS says, by dice, and by what `longer` says in ms.
+    """
+    random, clock = Random(seed), [0.0, 0.0]
+    steps, records, spans = [], [[], []], [[], []]
+
+    def work(place, kind, length, step):
+        spans[place].append(span(kind, clock[place], clock[place] + length, step=step))
+        clock[place] += length
+
+    def meet(name, axis, transfer, step):
+        done = max(clock) + transfer
+        for place in (0, 1):
+            records[place].append(blocking("all_reduce", name, axis, clock[place], done, step=step))
+            clock[place] = done
+
+    for step in range(1, STEPS + 1):
+        begin = clock[0]
+        parts = {name: (ms + longer.get(name, 0)) * random.uniform(1, 1.02)
+                 for name, ms in PARTS.items()}
+        for place in (0, 1):
+            work(place, "data", parts["data"], step)
+            work(place, "F", parts["forward"] + parts["late"] * place, step)
+        meet("block0.ffn.down", "tp", parts["transfer"], step)
+        for place in (0, 1):
+            work(place, "B", parts["backward"] - parts["short"] * place, step)
+        (sent, ready), arrived = clock, max(clock) + parts["message"]
+        ends = {"tag": step, "step": step}
+        records[0].append(record("send", "activations", "pp", sent, sent, sent, peer=1, **ends))
+        records[1].append(record("recv", "activations", "pp", begin, ready, arrived, peer=0,
+                                 **ends))
+        clock[1] = arrived
+        meet("step.norm", "world", 0, step)
+        for place in (0, 1):
+            work(place, "opt", parts["opt"], step)
+        steps.append((step, round(begin * MS), round(clock[0] * MS)))
+    made = trace(records, spans)
+    for one in made.ranks:
+        one.steps = list(steps)
+    made.metrics.extend({"step": step, "loss": 1.0, "step_seconds": (end - start) * 1e-9}
+                        for step, start, end in steps)
+    return analyse(made)
+
+
+# What takes longer, the causes that must come first, and their share of the planted time: a mean
+# over two ranks, of which one or both lose it.
+@pytest.mark.parametrize(("part", "causes", "share"), [
+    ("data", {"data loading"}, 1), ("forward", {"compute: forward of stage 0"}, 1),
+    ("backward", {"compute: backward of stage 0"}, 1), ("opt", {"optimizer"}, 1),
+    ("transfer", {"transfer over tp"}, 1),
+    ("late", {"compute: forward of stage 0", "waiting for rank 1"}, 0.5),
+    ("message", {"transfer over pp", "waiting for rank 1"}, 0.5),
+])  # fmt: skip
+def test_a_planted_slowdown_comes_first(part, causes, share):
+    before, after = run(1), run(2, **{part: PLANTED_MS})
+    first = comparison.items(before, after)[:len(causes)]
+    assert {one.what for one in first} == causes
+    for one in first:
+        assert one.verdict == "slower"
+        assert one.change_ms == pytest.approx(share * PLANTED_MS, abs=0.5)
+    step, _ = comparison.step_time(before, after)
+    assert step.verdict == "slower"
+    assert step.change_ms == pytest.approx(PLANTED_MS, abs=1)
+    back, _ = comparison.step_time(after, before)
+    assert back.verdict == "faster"
+
+
+def test_who_was_late_and_with_what_is_named():
+    waited = comparison.waited_for(run(1), run(2, late=PLANTED_MS))[0]
+    assert waited.what == "rank 1: forward of stage 0"
+    assert waited.change_ms == pytest.approx(PLANTED_MS, abs=0.5)
+
+
+def test_waiting_for_a_message_is_the_bubble():
+    """Rank 1's backward gets shorter: it waits for rank 0 instead, and no step gets faster."""
+    before, after = run(1), run(1, short=5)
+    changes = comparison.items(before, after)
+    assert changes[0].what == "bubble: waiting for a message of the pipeline"
+    assert changes[0].change_ms == pytest.approx(2.5, abs=0.1)  # of one of two ranks
+    assert changes[-1].what == "compute: backward of stage 0"
+    assert changes[-1].change_ms == pytest.approx(-2.5, abs=0.1)
+    assert comparison.step_time(before, after)[0].verdict == ""
+
+
+def test_noise_is_not_blamed():
+    before, after = run(1), run(2)
+    assert comparison.step_time(before, after)[0].verdict == ""
+    assert [one for one in comparison.items(before, after) if abs(one.change_ms) > 0.5] == []
+
+
+def test_the_parts_of_a_step_make_up_the_step():
+    before = run(1)
+    for i in range(STEPS):
+        total = sum(values[i] for values in comparison.by_item(before, True).values())
+        _, start, end = before.trace.ranks[0].steps[i]
+        assert total == pytest.approx((end - start) * 1e-6)
+
+
+def test_two_steps_prove_nothing():
+    assert comparison.verdict([1.0, 1.0], [9.0, 9.0, 9.0]) == ""
+    assert comparison.verdict([1.0, 1.0, 1.1], [9.0, 9.0, 9.0]) == "slower"
+    assert comparison.verdict([9.0, 9.0, 9.0], [1.0, 1.0, 1.1]) == "faster"
+    assert comparison.verdict([1.0, 5.0, 9.0], [2.0, 6.0, 9.5]) == ""
+
+
+def test_small_changes_are_added_up():
+    changes = [comparison.Change(f"cause {i}", 1.0, 1.0 + i) for i in range(20, 0, -1)]
+    text = compare.change_table("cause", changes).splitlines()
+    assert len(text) == 1 + compare.MOST + 1
+    assert text[1].split() == ["cause", "20", "1.00", "21.00", "+20.00"]
+    assert text[-1].split() == ["8", "smaller", "changes", "8.00", "44.00", "+36.00"]
+
+
+# --- the command, on real runs
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two runs that differ in 50 ms of sleep on rank 1, twice a step."""
+    if find_launcher() is None:
+        pytest.skip("no mpiexec: install .[mpich]")
+    base, made = tmp_path_factory.mktemp("compare"), {}
+    for fault in ("none", "delay"):
+        made[fault] = base / fault
+        command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train",
+                   *SMALL, "--layout", "tp=2", "--trace", "3:5", "--out", str(made[fault])]
+        result = run_ranks(2, command, 60, environment())
+        assert result.returncode == 0, result.tail()
+    return made
+
+
+def test_the_command_names_the_slow_rank_and_its_pass(folders):
+    result = mpipar("compare", folders["none"], folders["delay"])
+    assert result.returncode == 0, result.tail()
+    lines = result.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("cause  "))
+    first = {lines[start + 1].split("  ")[0], lines[start + 2].split("  ")[0]}
+    assert first == {"compute: forward of stage 0", "waiting for rank 1"}
+    assert lines[start + 1].endswith("slower")
+    start = next(i for i, line in enumerate(lines) if line.startswith("cause of waiting"))
+    assert lines[start + 1].startswith("rank 1: forward of stage 0 ")
+    assert mpipar("compare", folders["none"], folders["delay"], "--check").returncode == 1
+    assert mpipar("compare", folders["delay"], folders["none"], "--check").returncode == 0
+
+
+def test_a_run_is_as_fast_as_itself(folders):
+    result = mpipar("compare", folders["none"], folders["none"], "--check")
+    assert result.returncode == 0, result.tail()
+    assert "B takes 1.00x as long, within the spread: neither slower nor faster" in result.stdout
+
+
+def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folders["none"], other)
+    config = (other / "config.toml").read_text()
+    (other / "config.toml").write_text(config.replace("d-model = 16", "d-model = 32"))
+    meta = json.loads((other / "trace" / "meta.json").read_text())
+    meta["layout"] = meta["layout"] | {"tp": 1, "dp": 2}
+    (other / "trace" / "meta.json").write_text(json.dumps(meta))
+    result = mpipar("compare", folders["none"], other)
+    assert result.returncode == 0, result.tail()
+    assert "   d-model: 16 -> 32" in result.stdout.splitlines()
+    assert "the layouts differ" in result.stdout
+    assert f"B: {other}: 2 ranks (dp 2), " in result.stdout
+
+
+@pytest.mark.parametrize(("words", "code", "message"), [
+    (["none"], 2, "the following arguments are required: RUN_B"),
+    (["none", "missing"], 65, "missing: no such run folder; make one with"),
+    (["none", "."], 65, "this run has no trace; make one with"),
+    (["none", "none/config.toml"], 65, "config.toml: no such run folder"),
+    (["none", "none", "--steps", "3"], 2, "--steps: unknown flag"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_refused(folders, words, code, message):
+    words = [word if word.startswith("-") or word.isdigit() else folders["none"].parent / Path(word)
+             for word in words]  # fmt: skip
+    result = mpipar("compare", *words)
+    assert result.returncode == code, result.tail()
+    assert message in result.stderr
