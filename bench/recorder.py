@@ -1,6 +1,6 @@
 """What recording costs: a call through mpipar.comm beside the same bare mpi4py call, in one run.
 
-    mpiexec -n 2 python -m bench.recorder
+    mpiexec -n 4 python -m bench.recorder
 
 Part 1, on world rank 0 alone: every operation is called on a communicator of one process, where the
 message costs next to nothing and nobody else's delay is in the numbers; the group only claims to
@@ -20,6 +20,7 @@ from time import perf_counter_ns
 import numpy as np
 from mpi4py import MPI
 
+from bench import results
 from mpipar import ops as ops_module
 from mpipar.comm import Comm
 from mpipar.config import Config, resolve
@@ -35,6 +36,7 @@ from mpipar.transport import HostTransport
 CALL_LIMIT_NS, SHARE_LIMIT = 1500, 0.02
 BATCH = 200  # calls between two looks at the clock: short enough to fall between two interruptions
 TAG = 3
+COLUMNS = ("operation", "bare_ns", "recorded_ns", "cost_ns", "cost_p10_ns")
 
 
 class Pairs:
@@ -165,6 +167,7 @@ def main(argv, session) -> int:
     parser.add_argument("--repeats", type=int, default=400, help="batches of each case (400)")
     parser.add_argument("--steps", type=int, default=6,
                         help="training steps (6), the first not counted")
+    parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     world = session.start()
     costs = measure_calls(args.repeats) if world.rank == 0 else None
@@ -173,20 +176,20 @@ def main(argv, session) -> int:
     everything = world.gather((records, spans, step_ns))
     if world.rank > 0:
         return 0
-    print(f"{'operation':<18}{'bare_ns':>9}{'recorded_ns':>13}{'cost_ns':>9}{'cost_p10_ns':>13}"
-          "  per record;"
-          f" limit {CALL_LIMIT_NS} ns")
-    for name, numbers in costs.items():
-        print(f"{name:<18}" + "".join(
-            f"{x:>{w}.0f}" for x, w in zip(numbers, (9, 13, 9, 13), strict=True)))
+    rows = [dict(zip(COLUMNS, (name, *numbers), strict=True)) for name, numbers in costs.items()]
+    print(f"per record; limit {CALL_LIMIT_NS} ns\n{results.table(rows)}")
     worst = max(cost for name, (_, _, cost, _) in costs.items() if name != "span")
     shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
-    rank = max(range(world.size), key=shares.__getitem__)
-    records, spans, step_ns = everything[rank]
+    busiest = max(range(world.size), key=shares.__getitem__)
+    records, spans, step_ns = everything[busiest]
     print(f"\ndefault model on {world.size} rank(s): {records} records and {spans} spans in a step"
-          f" of {step_ns * 1e-6:.1f} ms on rank {rank}: {shares[rank]:.3%} of it;"
+          f" of {step_ns * 1e-6:.1f} ms on rank {busiest}: {shares[busiest]:.3%} of it;"
           f" limit {SHARE_LIMIT:.0%}")
-    kept = worst <= CALL_LIMIT_NS and shares[rank] <= SHARE_LIMIT
+    if args.json:
+        results.write(args.json, "bench.recorder", rows, ranks=world.size, records_per_step=records,
+                      spans_per_step=spans, step_ms=round(step_ns * 1e-6, 1),
+                      percent_of_step=round(100 * shares[busiest], 3))
+    kept = worst <= CALL_LIMIT_NS and shares[busiest] <= SHARE_LIMIT
     if not kept:
         print("a limit is not kept")
     return 0 if kept else EXIT_CHECK_FAILED
