@@ -3,9 +3,10 @@
     python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how busy the workers are, measured
+    mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
 
 Barriers and memory come from the shapes-only run, which the tests hold equal to the records of real
-runs; hybrids are real training steps.
+runs; hybrids and limit are real training steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import statistics
 from dataclasses import replace
 
-from bench import results
+from bench import results, too_large
 from mpipar import ops as ops_module
 from mpipar.config import Config, GridConfig, resolve
 from mpipar.data.rows import Rows
@@ -145,16 +146,20 @@ def main(argv, session) -> int:
     """Print one table."""
     parser = argparse.ArgumentParser(prog="python -m bench.claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("barriers", "memory", "hybrids"))
+    parser.add_argument("table", choices=("barriers", "memory", "hybrids", "limit"))
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
-    rows = {"barriers": barriers, "memory": memory}.get(
-        args.table, lambda: hybrids(session.start()))()
+    measured = {"hybrids": hybrids, "limit": too_large.too_large}
+    if args.table in measured:
+        rows = measured[args.table](session.start())
+    else:
+        rows = {"barriers": barriers, "memory": memory}[args.table]()
     if rows is None:
         return 0
     if args.json:
-        results.write(args.json, f"bench.claims {args.table}", rows, rows_per_step=16,
-                      microbatches=8, **MODEL)
+        facts = too_large.MODEL if args.table == "limit" else {
+            "rows_per_step": 16, "microbatches": 8, **MODEL}
+        results.write(args.json, f"bench.claims {args.table}", rows, **facts)
     print(results.table(rows))
     return 0
 

@@ -132,7 +132,8 @@ class RunConfig:
         None, "write every record of the steps FIRST:LAST to the run folder, for mpipar trace")
     trace_ops: bool = setting(False, "with --trace, also time each operation of each layer")
     memory_limit: int | None = setting(
-        None, "bytes per rank that --schedule auto may plan with (default: no limit)", low=1)
+        None, "bytes of a rank's arrays: more is an error that names the layouts that fit, and"
+        " --schedule auto plans with it (default: no limit)", low=1)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
     prompt: str = setting("The ", "start of the text generated at the end")
     sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0)

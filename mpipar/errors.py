@@ -25,7 +25,7 @@ EXIT_CODES = {
     EXIT_CHECK_FAILED: "a check that was asked for did not hold",
     EXIT_USAGE: "wrong flags or configuration",
     EXIT_DATA: "bad data or weights",
-    EXIT_ENVIRONMENT: "the environment does not fit (MPI, launcher, GPU)",
+    EXIT_ENVIRONMENT: "the environment does not fit (MPI, launcher, GPU, memory)",
     EXIT_INTERNAL: "an exception in a rank: a defect of mpipar",
     EXIT_OUTPUT: "a file could not be written",
     EXIT_STOPPED: "stopped on request, weights written",
@@ -62,6 +62,10 @@ class EnvironmentProblem(UserError):
     """MPI, launcher or GPU do not fit what was asked for."""
 
     exit_code = EXIT_ENVIRONMENT
+
+
+class OutOfMemory(EnvironmentProblem):
+    """An array did not fit into a rank's memory."""
 
 
 class OutputError(UserError):

@@ -49,8 +49,6 @@ def report(error: BaseException, where: str, saved: str = "") -> Report:
     what = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):
         what = f"sys.exit({error.code!r}) on this rank, while the others go on"
-    elif isinstance(error, MemoryError):
-        what += "; more ranks or fewer rows need less: --memory shows the bytes of each rank"
     frames = traceback.extract_tb(error.__traceback__)
     why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     return Report(errors.EXIT_INTERNAL, (what,), where, why,

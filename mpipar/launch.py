@@ -284,6 +284,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     Call it before NumPy is imported: it sets the number of BLAS threads.
     """
     os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
+    threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     session = Session(read_launcher(os.environ))
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
     _listen(session)

@@ -12,6 +12,7 @@ from time import perf_counter
 from mpipar import checkpoint
 from mpipar.commands.auto import with_schedule
 from mpipar.commands.inputs import prepare
+from mpipar.commands.memory_limit import MemoryLimit
 from mpipar.commands.run_folder import (
     folder_problems,
     full_disk_is_an_output_error,
@@ -245,10 +246,20 @@ def watchdog(session, worker, folder, log) -> Watchdog:
 
 
 def in_folder(session, inputs, folder, log, metrics_file) -> int:
-    """The run itself: describe, train, report, save, evaluate, generate. Comm: everything."""
-    world, config, recorder = session.world, inputs.config, Recorder()
+    """Describe the run before anything is allocated, then do it within --memory-limit.
+
+    Comm: everything.
+    """
+    recorder = Recorder()
     fact = describe(session, inputs, recorder, log)
-    inputs.ops.select_device(session.host_ranks.index(world.rank))
+    inputs.ops.select_device(session.host_ranks.index(session.world.rank))
+    with MemoryLimit(inputs.config, inputs.ops, recorder):
+        return described(session, inputs, recorder, fact, folder, log, metrics_file)
+
+
+def described(session, inputs, recorder, fact, folder, log, metrics_file) -> int:
+    """The run itself: train, report, save, evaluate, generate. Comm: everything."""
+    world, config = session.world, inputs.config
     memory = PeakMemory(inputs.ops)
     memory.start()
     timed_ops = TimedOps(inputs.ops, recorder) if config.run.trace_ops else None

@@ -92,6 +92,9 @@ class FlatParams:
     def __init__(self, ops, params):
         self.ops = ops
         self.params = sorted(params, key=lambda p: (p.grad_groups, not p.decay))
+        largest = max(self.params, key=lambda p: p.size).name if params else "none"
+        # for whoever reports that there is no room
+        self.name = f"{largest} and {len(self.params) - 1} smaller tensors"
         total = sum(p.size for p in self.params)
         self.data = ops.zeros((total,), label="weights")
         self.grad = ops.zeros((total,), label="gradients")

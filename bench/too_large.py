@@ -1,0 +1,71 @@
+"""A layer that is too large for one device: which layouts train under the same --memory-limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpipar import ops as ops_module
+from mpipar.commands.memory_limit import MemoryLimit, fullest, num_ranks
+from mpipar.config import Config, GridConfig, resolve
+from mpipar.data.rows import Rows
+from mpipar.data.source import load_tokens
+from mpipar.errors import OutOfMemory
+from mpipar.grid import Grid
+from mpipar.report.gather import gather_facts
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+MODEL = {"layers": 1, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
+LIMIT_MIB = 190
+LAYOUTS = [{}, {"dp": 2}, {"tp": 2}, {"tp": 4}]
+STEPS = 2
+
+
+def configure(axes: dict):
+    """The model in a layout, 4 rows per step, with the limit."""
+    grid = GridConfig(**({"dp": 1, "pp": 1, "tp": 1} | axes), num_microbatches=1)
+    config = Config()
+    return resolve(replace(
+        config, model=replace(config.model, **MODEL), grid=grid,
+        train=replace(config.train, batch_size=4),
+        run=replace(config.run, memory_limit=LIMIT_MIB << 20)), num_ranks(replace(grid, cp=1)))[0]
+
+
+def attempt(config, world) -> str:
+    """Train two steps; "trains", or what did not fit. Comm: everything of those steps.
+
+    Where a rank of these layouts lacks memory, all do, for the optimizer, before the first message:
+    none is left waiting.
+    """
+    ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
+    tokens, _ = load_tokens((), config.model.vocab_size)
+    try:
+        with MemoryLimit(config, ops, recorder):
+            grid = Grid.of(config.grid, world.rank)
+            worker = Worker(config, grid, ops, recorder, world)
+            worker.initialize()
+            rows = Rows(ops, tokens, config, grid.dp_rank)
+            for step in range(1, STEPS + 1):
+                worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
+            worker.close()
+    except OutOfMemory as error:
+        return error.problems[0].partition(", but")[0]
+    return "trains"
+
+
+def too_large(world) -> list[dict] | None:
+    """A row per layout, on world rank 0. Comm: a split of the world per layout, and training."""
+    rows = []
+    for axes in LAYOUTS:
+        config = configure(axes)
+        count = num_ranks(config.grid)
+        part = world.Split(0 if world.rank < count else 1, world.rank)
+        outcome = attempt(config, part) if world.rank < count else ""
+        part.Free()
+        outcomes = gather_facts(world, outcome)
+        if outcomes:
+            rows.append({
+                "layout": " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "one rank",
+                "predicted_peak_MiB": fullest(config).peak_total / 2**20,
+                "limit_MiB": LIMIT_MIB, "outcome": outcomes[0]})
+    return rows if world.rank == 0 else None

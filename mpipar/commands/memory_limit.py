@@ -1,0 +1,186 @@
+"""`--memory-limit`: each rank's arrays get so many bytes, and what did not fit is named.
+
+On the CPU the kernel enforces it (RLIMIT_DATA: the private memory of the process), on a GPU CuPy's
+pool. A layer that is too large for one device thus fails here as it would there, and the error
+says over how many ranks it fits.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import traceback
+from dataclasses import replace
+from math import prod
+
+from mpipar.commands.resolve import stage_problems
+from mpipar.config import resolve
+from mpipar.errors import OutOfMemory, UserError
+from mpipar.grid import AXES, Grid
+from mpipar.plan.predict import predict
+from mpipar.report.console import nbytes
+from mpipar.trace import place
+
+# What a process takes after its start for things that are no array of the model: stacks of threads,
+# Python's objects, scratch tiles.
+RESERVE_BYTES = 16 << 20
+# Arrays that were freed leave holes, and BLAS and NumPy have temporaries that shapes do not show.
+HEADROOM = 1.05
+MOST_RANKS = 64  # of the layouts that are tried
+PASSES = {"F": "forward pass", "I": "input gradient", "W": "weight gradient", "opt": "update"}
+
+
+class MemoryLimit:
+    """Inside, arrays may take the --memory-limit of a resolved config; None sets no limit.
+
+    A MemoryError leaves as OutOfMemory: which array, bytes wanted and left, the layouts that fit.
+    """
+
+    def __init__(self, config, ops, recorder):
+        self.config, self.ops, self.recorder = config, ops, recorder
+        self.budget = config.run.memory_limit
+
+    def __enter__(self):
+        if self.budget is not None and self.ops.device == "cuda":
+            self._pool().set_limit(size=self.budget)
+        elif self.budget is not None:
+            # The first product makes BLAS allocate its own buffers: before, not from the budget.
+            warm = self.ops.zeros((512, 512), label="buffers")
+            self.ops.matmul_forward(warm, warm)
+            self.before = resource.getrlimit(resource.RLIMIT_DATA)
+            self.limit = data_bytes() + self.budget + RESERVE_BYTES
+            if self.before[1] != resource.RLIM_INFINITY:
+                self.limit = min(self.limit, self.before[1])
+            resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.before[1]))
+        return self
+
+    def __exit__(self, kind, error, trace):
+        out_of_memory = isinstance(error, MemoryError) or str(error) == "can't start new thread"
+        left = self._bytes_left() if out_of_memory else None
+        if self.budget is not None and self.ops.device == "cuda":
+            self._pool().set_limit(size=0)  # none
+        elif self.budget is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self.before)
+        if out_of_memory:
+            raise OutOfMemory(self._problems(error, left)) from error
+
+    def _pool(self):
+        return self.ops.xp.get_default_memory_pool()
+
+    def _bytes_left(self) -> int | None:
+        if self.budget is None:
+            return None
+        if self.ops.device == "cuda":
+            return max(0, self.budget - self._pool().used_bytes())
+        return max(0, self.limit - data_bytes())
+
+    def _problems(self, error, left) -> list[str]:
+        wanted = bytes_wanted(error)
+        text = (f"out of memory: {tensor(error)}{self._when()} wants"
+                f" {'some bytes' if wanted is None else nbytes(wanted)}")
+        if self.budget is None:
+            return [(f"{text}, and this host has no more; --memory shows the predicted bytes of"
+                    " each rank, more ranks (--tp, --pp) or fewer rows (--batch-size) need less")]
+        predicted = fullest(self.config)
+        parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
+        found = [
+            (f"{text}, but {nbytes(left)} are left of --memory-limit {self.budget}"
+            f" ({nbytes(self.budget)})"),
+            (f"this layout is predicted to need {nbytes(predicted.peak_total)} on its fullest rank:"
+            f" {parts}")]
+        layouts = smallest_layouts(self.config, self.budget)
+        if not layouts:
+            return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: give a higher limit, or"
+                            " a smaller --batch-size, --seq-len or --d-model")]
+        return [*found, "it fits with " + ", or with ".join(
+            f"--layout dp={grid.dp},pp={grid.pp},tp={grid.tp}"
+            f" (mpiexec -n {num_ranks(grid)}; {nbytes(peak)})" for grid, peak in layouts)]
+
+    def _when(self) -> str:
+        recorder = self.recorder
+        if recorder.phase not in PASSES:
+            return ""
+        if recorder.stage < 0:
+            return f", {PASSES[recorder.phase]},"
+        return (f", {PASSES[recorder.phase]} of stage {recorder.stage}, microbatch"
+                f" {recorder.mb},")
+
+
+def data_bytes() -> int:
+    """What RLIMIT_DATA counts of this process: private memory that it may write."""
+    with open("/proc/self/status") as file:
+        found = re.search(r"^VmData:\s+(\d+) kB", file.read(), re.MULTILINE)
+    return int(found[1]) * 1024
+
+
+def bytes_wanted(error: Exception) -> int | None:
+    """Bytes of the allocation that failed, by NumPy's or CuPy's error; None if it does not say."""
+    if hasattr(error, "shape"):
+        return prod(error.shape) * error.dtype.itemsize
+    found = re.search(r"allocating ([\d,]+) bytes", str(error))
+    return int(found[1].replace(",", "")) if found else None
+
+
+def tensor(error: Exception) -> str:
+    """What was being allocated: its label, its shape, the layer it belongs to, and the line.
+
+    The layer is found as in `ops/timed_ops.py`: the `name` of a function, else that of its `self`.
+    """
+    label = layer = site = ""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not place(frame.f_code.co_filename, line).startswith("mpipar/"):
+            continue
+        local = frame.f_locals
+        label = label or local.get("label", "")
+        in_ops = "/ops/" in frame.f_code.co_filename
+        site = site or ("" if in_ops else place(frame.f_code.co_filename, line))
+        layer = local.get("name") or getattr(local.get("self"), "name", "")
+        if layer and not in_ops:
+            break
+    shape = f" {tuple(error.shape)} {error.dtype}" if hasattr(error, "shape") else ""
+    return f"{label or 'a result'}{shape}{f' of {layer}' if layer else ''} ({site})"
+
+
+def num_ranks(grid) -> int:
+    """Ranks of a layout."""
+    return grid.dp * grid.pp * grid.cp * grid.tp
+
+
+def fullest(config):
+    """The prediction of the rank that needs most: first of its dp and tp groups, on each stage."""
+    places = (Grid.of(config.grid, one) for one in range(num_ranks(config.grid)))
+    firsts = [grid.world_rank for grid in places
+              if not any(grid.axis_rank(axis) for axis in AXES if axis != "pp")]
+    return max((predict(config, one) for one in firsts), key=lambda one: one.peak_total)
+
+
+def smallest_layouts(config, budget: int) -> list[tuple]:
+    """(grid, predicted peak bytes) of the smallest tp, pp and dp that fit, each grown alone; where
+    none does, of the smallest pp x tp that does.
+    """
+    given = config.grid
+    room = MOST_RANKS // num_ranks(given)
+    alone = [[{axis: getattr(given, axis) * times} for times in range(2, room + 1)]
+             for axis in ("tp", "pp", "dp")]
+    both = [{"pp": given.pp * a, "tp": given.tp * b}
+            for a in range(2, room + 1) for b in range(2, room // a + 1)]
+    found = [one for axis in alone if (one := _first_fit(config, axis, budget))]
+    if found:
+        return found
+    one = _first_fit(config, sorted(both, key=lambda axes: axes["pp"] * axes["tp"]), budget)
+    return [one] if one else []
+
+
+def _first_fit(config, candidates: list[dict], budget: int):
+    """(grid, peak bytes) of the first candidate that is a legal layout and fits; or None."""
+    for axes in candidates:
+        grid = replace(config.grid, **axes, stage_layers=None)
+        try:
+            larger, _ = resolve(replace(config, grid=grid), num_ranks(grid),
+                                [(stage_problems, UserError)])
+        except UserError:
+            continue
+        peak = fullest(larger).peak_total
+        if peak * HEADROOM <= budget:
+            return larger.grid, peak
+    return None

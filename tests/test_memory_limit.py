@@ -1,0 +1,105 @@
+"""--memory-limit: what does not fit is named with the layouts that do, and those train."""
+
+import re
+import resource
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from program import mpipar, one_block
+
+from mpipar import ops as ops_module
+from mpipar.commands import memory_limit
+from mpipar.commands.memory_limit import MemoryLimit, data_bytes, smallest_layouts
+from mpipar.config import Config, GridConfig, ModelConfig, TrainConfig, resolve
+from mpipar.errors import OutOfMemory
+from mpipar.trace import Recorder
+
+# One layer of 17 million parameters: 68 MB each for weights, gradients and two moments.
+WIDE = """--layers 1 --d-model 256 --heads 8 --ffn 32768 --seq-len 16 --batch-size 4
+    --num-microbatches 1 --steps 1 --sample-tokens 0""".split()
+LIMIT = 190 << 20
+
+
+def test_a_layer_too_large_for_one_rank_names_a_layout_that_trains(tmp_path):
+    limited = (*WIDE, "--memory-limit", LIMIT)
+    alone = mpipar("train", *limited, cwd=tmp_path)
+    code, block = one_block(alone)
+    assert code == 69
+    assert "out of memory: optimizer (17144576,) float32" in block
+    assert "wants 65.4 MiB" in block
+    assert "gradients 65.4 MiB" in block  # the prediction, by what the bytes are for
+    words, ranks = re.search(r"it fits with (--layout \S+) \(mpiexec -n (\d+);", block).groups()
+    assert (words, ranks) == ("--layout dp=1,pp=1,tp=2", "2")
+    done = mpipar("train", *limited, *words.split(), ranks=int(ranks), cwd=tmp_path)
+    assert done.returncode == 0, done.tail()
+    assert "held-out loss" in done.stdout
+
+
+def test_a_pass_that_does_not_fit_names_the_layer(tmp_path):
+    words = "--layers 6 --d-model 64 --heads 2 --seq-len 256 --batch-size 32 --num-microbatches 1"
+    result = mpipar("train", *words.split(), "--steps", 1, "--memory-limit", 60 << 20, cwd=tmp_path)
+    code, block = one_block(result)
+    assert code == 69
+    assert re.search(r"of block\d\.\S+ \(mpipar/\S+:\d+\), forward pass of stage 0, microbatch 0,"
+                     r" wants [\d.]+ MiB, but [\d.]+ \w+ are left", block), block
+    assert "--layout dp=" in block
+
+
+def limited(budget=None, **parts):
+    """The configuration of one rank with a limit."""
+    config = Config()
+    return replace(config, run=replace(config.run, memory_limit=budget), **parts)
+
+
+def test_the_limit_is_taken_back():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    ops = ops_module.make("cpu", "float32")
+    with MemoryLimit(limited(64 << 20), ops, Recorder()) as limit:
+        # 16 MiB beside the budget are for the rest of the process
+        assert limit.limit == pytest.approx(data_bytes() + (80 << 20), abs=4 << 20)
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limit.limit
+        np.ones(32 << 20, np.uint8)
+        with pytest.raises(MemoryError):
+            np.ones(128 << 20, np.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_without_a_limit_the_array_is_named():
+    ops = ops_module.make("cpu", "float32")
+    message = r"\(1125899906842624,\) float32 .* wants 4194304.0 GiB"
+    with pytest.raises(OutOfMemory, match=message), \
+            MemoryLimit(limited(), ops, Recorder()):
+        ops.empty((1 << 50,), label="weights")
+
+
+def test_on_a_gpu_the_pool_gets_the_limit():
+    limits = []
+
+    class Pool:
+        def set_limit(self, size):
+            limits.append(size)
+
+        def used_bytes(self):
+            return 700
+
+    cupy = SimpleNamespace(get_default_memory_pool=Pool)
+    error = MemoryError("Out of memory allocating 1,024 bytes (allocated so far: 700 bytes).")
+    message = r"wants 1.0 KiB, but 300 B are left of --memory-limit 1000 "
+    config, _ = resolve(limited(1000), 1)
+    with pytest.raises(OutOfMemory, match=message), \
+            MemoryLimit(config, SimpleNamespace(device="cuda", xp=cupy), Recorder()):
+        raise error
+    assert limits == [1000, 0]
+
+
+def test_the_smallest_layout_that_fits_is_found():
+    config, _ = resolve(limited(
+        model=ModelConfig(layers=1, d_model=256, heads=8, ffn=32768, seq_len=16),
+        train=TrainConfig(batch_size=4),
+        grid=GridConfig(dp=1, pp=1, tp=1, num_microbatches=1)), 1)
+    (grid, peak), = smallest_layouts(config, 100 << 20)
+    assert (grid.dp, grid.pp, grid.tp) == (1, 1, 4)
+    assert peak * memory_limit.HEADROOM <= 100 << 20
+    assert smallest_layouts(config, 1 << 20) == []
