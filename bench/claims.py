@@ -36,12 +36,12 @@ LAYOUTS = [
 STEPS = 6  # of each hybrid; the first is not counted
 
 
-def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", ffn_cut="pair"):
-    """The claims' model in a layout, 16 rows per step."""
+def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", **model):
+    """The claims' model in a layout, 16 rows per step; `model` changes some of its settings."""
     axes = {"dp": 1, "pp": 1, "tp": 1} | layout
     config = Config()
     config = replace(
-        config, model=replace(config.model, ffn_cut=ffn_cut, **MODEL),
+        config, model=replace(config.model, **MODEL, **model),
         grid=GridConfig(**axes, num_microbatches=num_microbatches // axes["dp"],
                         schedule=schedule),
         train=replace(config.train, batch_size=16))
@@ -56,10 +56,12 @@ def named(layout: dict) -> str:
 def barriers() -> list[dict]:
     """Barriers (collectives) and messages per step and rank, and bytes sent, by layout."""
     rows = []
-    cases = [(layout, "pair") for layout in LAYOUTS]
-    cases += [({"tp": size}, "gather") for size in (2, 4, 8)]
-    for layout, ffn_cut in cases:
-        config = configure(layout, ffn_cut=ffn_cut)
+    cases = [(layout, "", {}) for layout in LAYOUTS]
+    cases += [({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True})
+              for size in (2, 4, 8)]
+    cases += [({"tp": size}, " (ffn-cut gather)", {"ffn_cut": "gather"}) for size in (2, 4, 8)]
+    for layout, variant, model in cases:
+        config = configure(layout, **model)
         world_size = config.grid.dp * config.grid.pp * config.grid.tp
         busiest = {"collectives": 0, "messages": 0, "sent": 0, "payload": 0}
         for rank in range(world_size):
@@ -74,7 +76,7 @@ def barriers() -> list[dict]:
             }
             busiest = {key: max(busiest[key], own[key]) for key in busiest}
         rows.append({
-            "layout": named(layout) + (" (ffn-cut gather)" if ffn_cut == "gather" else ""),
+            "layout": named(layout) + variant,
             "collectives_per_step": busiest["collectives"],
             "messages_sent_per_step": busiest["messages"],
             "payload_MiB": busiest["payload"] / 2**20, "sent_MiB": busiest["sent"] / 2**20,

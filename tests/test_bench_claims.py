@@ -22,6 +22,9 @@ def test_tensor_parallel_barriers_do_not_depend_on_its_size(barriers, tp):
     assert barriers[f"tp {tp}"]["collectives_per_step"] == M * (4 * L + 3) + 1
     gather = barriers[f"tp {tp} (ffn-cut gather)"]
     assert gather["collectives_per_step"] == M * (6 * L + 3) + 1
+    # Embedding 2, head and loss 3; the replicated gradients and the norm, once a step.
+    sequence = barriers[f"tp {tp} (sequence-parallel)"]
+    assert sequence["collectives_per_step"] == M * (10 * L + 5) + 2
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
