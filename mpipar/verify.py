@@ -56,7 +56,7 @@ def step_tensors(config, tokens, grid, mpi_world=None):
 
     Comm: everything that a training step crosses, and two streams to world rank 0.
     """
-    ops = ops_module.make(config.run.device, config.run.dtype)
+    ops = ops_module.make_for(config.run)
     worker = Worker(config, grid, ops, Recorder(), mpi_world)
     if config.run.init_from:
         checkpoint.load(worker, config.run.init_from)

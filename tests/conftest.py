@@ -67,8 +67,15 @@ def missing_browser() -> str | None:
     return f"not installed: {', '.join(names)}" if names else None
 
 
+@functools.cache
+def missing_numba() -> str | None:
+    """Return why the tests marked numba cannot run here, or None."""
+    return None if importlib.util.find_spec("numba") else "Numba is not installed"
+
+
 NEEDS = {
     "gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm, "browser": missing_browser,
+    "numba": missing_numba,
 }
 
 

@@ -32,6 +32,8 @@ MPI_CALLS = set(
     Split_type Ssend""".split()
 )
 PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-case methods
+# Modules that are an extra's from their first line on: nobody imports them at the top.
+EXTRAS = {"ops.numba_kernels": "numba"}
 CORE = {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "mpipar"}
 SIZES = {"lines of a file": 300, "lines of a function": 60, "columns of a line": 100}
 
@@ -104,7 +106,10 @@ def outside_problems(module, source):
         top = name.split(".")[0]
         if top in ("tests", "bench"):
             found.append(f"{module}:{line}: the package imports {name}")
-        elif not late and top not in CORE | sys.stdlib_module_names | {"__future__"}:
+        elif not late and target(name) in EXTRAS:
+            found.append(f"{module}:{line}: {name} is an extra's: import it where it is needed")
+        elif not late and top not in (
+                CORE | sys.stdlib_module_names | {"__future__", EXTRAS.get(module)}):
             found.append(f"{module}:{line}: {name} is optional: import it where it is needed")
     return found
 

@@ -11,13 +11,22 @@ from mpipar.ops.array_ops import EMPTY_MAX
 DIFFERENCES = 1e-6
 
 
-@pytest.fixture(params=["plain", "tuned", "tuned in tiny tiles"])
+COMPILED = pytest.param("numba", marks=pytest.mark.numba)
+
+
+def implementation_of(name, dtype="float64"):
+    """Return the array functions of that name."""
+    kernels = "numba" if name == "numba" else "numpy"
+    return plain(dtype) if name == "plain" else make("cpu", dtype, kernels=kernels)
+
+
+@pytest.fixture(params=["plain", "tuned", "tuned in tiny tiles", COMPILED])
 def ops(request, monkeypatch):
     """An implementation in float64; tiny tiles make small arrays cross every tile border."""
     if request.param == "tuned in tiny tiles":
         monkeypatch.setattr(numpy_ops, "TILE", 16)
         monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
-    return plain() if request.param == "plain" else make("cpu", "float64")
+    return implementation_of(request.param)
 
 
 def numeric_gradient(function, x, step=3e-5):
@@ -206,17 +215,18 @@ def test_argmax_takes_the_lowest_of_equals(ops):
 
 @pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
-def test_tuned_equals_plain(monkeypatch, sizes, kind):
+@pytest.mark.parametrize("implementation", ["tuned", COMPILED])
+def test_tuned_equals_plain(monkeypatch, implementation, sizes, kind):
     monkeypatch.setattr(numpy_ops, "TILE", 4096)
     monkeypatch.setattr(numpy_ops, "PRODUCT_TILE", 1)  # 64 rows of a weight gradient at a time
     expected = call_every_op(plain(), sizes, kind)
-    for name, value in call_every_op(make("cpu", "float64"), sizes, kind).items():
+    for name, value in call_every_op(implementation_of(implementation), sizes, kind).items():
         assert_close(value, expected[name], 1e-12, name)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "tuned"])
+@pytest.mark.parametrize("implementation", ["plain", "tuned", COMPILED])
 def test_float32_stays_float32_and_is_close(implementation):
-    ops = plain("float32") if implementation == "plain" else make("cpu", "float32")
+    ops = implementation_of(implementation, "float32")
     expected = call_every_op(plain("float64"), LARGE)
     for name, value in call_every_op(ops, LARGE).items():
         if not name.startswith("argmax") and not isinstance(value, float):
@@ -224,9 +234,9 @@ def test_float32_stays_float32_and_is_close(implementation):
         assert_close(value, expected[name], 2e-5, name)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "tuned"])
+@pytest.mark.parametrize("implementation", ["plain", "tuned", COMPILED])
 def test_no_result_depends_on_what_was_in_the_memory(monkeypatch, implementation):
-    ops = plain() if implementation == "plain" else make("cpu", "float64")
+    ops = implementation_of(implementation)
     expected = call_every_op(ops, LARGE)
 
     def poisoned(shape, dtype=float):
@@ -234,7 +244,7 @@ def test_no_result_depends_on_what_was_in_the_memory(monkeypatch, implementation
 
     monkeypatch.setattr(np, "empty", poisoned)
     monkeypatch.setattr(np, "empty_like", lambda x: poisoned(x.shape, x.dtype))
-    fresh = plain() if implementation == "plain" else make("cpu", "float64")
+    fresh = implementation_of(implementation)
     for name, value in call_every_op(fresh, LARGE).items():
         # Not bit for bit: vector loops may start elsewhere in an array that lies elsewhere.
         assert_close(value, expected[name], 1e-13, name)

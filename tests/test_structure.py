@@ -98,6 +98,8 @@ BROKEN = {
         floor_problems, "pipeline.x", "from mpipar.plan.predict import predict\n", "views above"),
     "a module on no floor": (floor_problems, "surprise", "", "no floor"),
     "an optional package at the top": (outside_problems, "ops.x", "import cupy\n", "optional"),
+    "an extra's module at the top": (
+        outside_problems, "ops.x", "from mpipar.ops import numba_kernels\n", "extra's"),
     "the tests": (outside_problems, "verify", "def f():\n    import tests.helpers\n", "imports"),
     "MPI in a layer": (
         mpi_problems, "layers.x", "def f():\n    from mpi4py import MPI\n", "imports mpi4py.MPI"),

@@ -78,4 +78,4 @@ def prepare(reading, run_folder: str, world_size: int):
 
     checks = [(prompt_problems, UsageError), (checkpoint.problems, DataError)]
     config, _ = resolve(replace(reading, config=one_row), world_size, checks)
-    return config, ops_module.make(config.run.device, config.run.dtype), found["prompt"]
+    return config, ops_module.make_for(config.run), found["prompt"]

@@ -46,7 +46,7 @@ def prepare(reading, world_size: int, checks=()) -> Inputs:
 
     def device_problems(config):
         try:
-            found["ops"] = ops_module.make(config.run.device, config.run.dtype)
+            found["ops"] = ops_module.make_for(config.run)
         except EnvironmentProblem as error:
             return error.problems
         return []

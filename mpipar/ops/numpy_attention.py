@@ -12,12 +12,30 @@ import numpy as np
 QUERY_TILE = 64
 
 
-def forward(qkv, positions, buffer):
-    """Return (y (B, T, H, d), probs (B, H, T, T)); `buffer(name, shape)` lends scratch arrays."""
+def softmax(probs, tile, keys):
+    """Write softmax over the scores in probs[:, tile, :keys]; probs (H, T, T)."""
+    p = probs[:, tile, :keys]
+    p -= p.max(axis=-1, keepdims=True)
+    np.exp(p, out=p)
+    p *= np.reciprocal(p @ np.ones(keys, p.dtype))[..., None]
+
+
+def softmax_backward(dprobs, probs, tile):
+    """Write dscores over dprobs (H, n, keys): of a row, probs (dprobs - sum(probs dprobs))."""
+    p = probs[:, tile, : dprobs.shape[-1]]
+    dprobs -= np.vecdot(dprobs, p)[..., None]
+    dprobs *= p
+
+
+def forward(qkv, positions, buffer, softmax=softmax):
+    """Return (y (B, T, H, d), probs (B, H, T, T)).
+
+    `buffer(name, shape)` lends scratch arrays; `softmax` may be another one than NumPy's.
+    """
     batch, tokens, _, heads, width = qkv.shape
     y = np.empty((batch, tokens, heads, width), qkv.dtype)
     probs = np.empty((batch, heads, tokens, tokens), qkv.dtype)
-    factor, ones = qkv.dtype.type(width**-0.5), np.ones(tokens, qkv.dtype)
+    factor = qkv.dtype.type(width**-0.5)
     for tile, keys, doubtful in _query_tiles(positions):
         visible = positions[None, doubtful:keys] <= positions[tile, None]
         mask = np.where(visible, 0.0, -np.inf).astype(qkv.dtype)
@@ -29,15 +47,13 @@ def forward(qkv, positions, buffer):
             np.multiply(q[:, tile], factor, out=scaled)
             np.matmul(scaled, k[:, :keys].transpose(0, 2, 1), out=p)
             p[..., doubtful:] += mask
-            p -= p.max(axis=-1, keepdims=True)
-            np.exp(p, out=p)
-            p *= np.reciprocal(p @ ones[:keys])[..., None]
+            softmax(probs[one], tile, keys)
             np.matmul(p, v[:, :keys], out=y[one].transpose(1, 0, 2)[:, tile])
     return y, probs
 
 
-def backward_input(dy, qkv, probs, positions, buffer):
-    """Return dqkv (B, T, 3, H, d); of a row, dscores = probs (dprobs - sum(probs dprobs))."""
+def backward_input(dy, qkv, probs, positions, buffer, softmax_backward=softmax_backward):
+    """Return dqkv (B, T, 3, H, d); `buffer` and `softmax_backward` as in `forward`."""
     dqkv = np.empty(qkv.shape, qkv.dtype)
     tokens = len(positions)
     # From the last tile on: it reaches every key, so its products fill dk and dv to be added to.
@@ -48,8 +64,7 @@ def backward_input(dy, qkv, probs, positions, buffer):
             p, g = probs[one, :, tile, :keys], dy[one].transpose(1, 0, 2)[:, tile]
             ds = buffer("scores", p.shape)
             np.matmul(g, v[:, :keys].transpose(0, 2, 1), out=ds)
-            ds -= np.vecdot(ds, p)[..., None]
-            ds *= p
+            softmax_backward(ds, probs[one], tile)
             np.matmul(ds, k[:, :keys], out=dq[:, tile])
             for rows, right, out in ((p, g, dv), (ds, q[:, tile], dk)):
                 if tile.stop == tokens:

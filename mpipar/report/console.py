@@ -49,10 +49,12 @@ def number(count: float) -> str:
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
     """Layout, schedule and model in two lines."""
     grid, model, run = config.grid, config.model, config.run
+    kernels = ", numba kernels" if run.kernels == "numba" else ""
     return (
         f"{world_size} rank{'s' * (world_size > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}:"
         f" dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"
-        f" {num_stages} stages, {grid.num_microbatches} microbatches, {run.dtype} on {run.device}\n"
+        f" {num_stages} stages, {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
+        f"{kernels}\n"
         f"model {run.preset}: {model.layers} layers, D {model.d_model}, {model.heads} heads,"
         f" F {model.ffn}, T {model.seq_len}, V {model.vocab_size}"
         f"{', tied head' if model.tied else ''}; {config.train.optimizer},"

@@ -1,0 +1,204 @@
+"""The elementwise chains of the layers as single loops, compiled by Numba (the extra `cpu`).
+
+Only `numba_ops` imports this, when it is asked for. Each chain is one pass over memory instead of
+one per operator, on the thread that calls it. Results go to arrays that the caller made. Letters
+and formulas as in `array_ops`.
+NaN and infinity keep their meaning: of LLVM's relaxations, sums may be reordered and a product and
+a sum may be rounded once, nothing more.
+"""
+
+import math
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from mpipar.ops.array_ops import GELU_A, GELU_B
+
+ROUND_ONCE, REORDER = {"contract"}, {"contract", "reassoc", "nsz"}
+# ln 2 in two parts; the first has 15 bits, so that a whole number n <= 1074 times it is exact.
+LN2_HIGH = 22713 / 32768
+LN2_LOW = 1.4286068203094173e-06
+
+
+def compiled(relaxed):
+    """Return the decorator of a kernel.
+
+    Kept on disk only where `numba_ops` found a folder for that: Numba's own choice would be the
+    folder of this package.
+    """
+    return numba.njit(error_model="numpy", fastmath=relaxed, nogil=True,
+                      cache=bool(numba.config.CACHE_DIR))
+
+
+def exp(x):
+    """exp(x) of a scalar; compiled code gets `_exp`, for x that is 0, below, or hardly above."""
+    return math.exp(x)
+
+
+@overload(exp, jit_options={"fastmath": ROUND_ONCE, "error_model": "numpy"})
+def _exp(x):
+    if x == types.float32:
+        return _polynomial_exp(np.float32, np.int32, terms=8, smallest=-87, bits=23, bias=127)
+    return _polynomial_exp(np.float64, np.int64, terms=14, smallest=-708, bits=52, bias=1023)
+
+
+def _polynomial_exp(real, whole, terms, smallest, bits, bias):
+    """exp(x) = 2^n exp(r), r = x - n ln 2, by the series to r^(terms - 1): LLVM vectorises that,
+    and a call of the library's exp not. The terms left out are below a rounding of the result,
+    which is 0 where exp(x) is no normal number.
+    """
+    series = tuple(real(1 / math.factorial(k)) for k in reversed(range(terms)))
+    per_ln2, high, low = real(1 / math.log(2)), real(LN2_HIGH), real(LN2_LOW)
+    half, zero, smallest = real(0.5), real(0), real(smallest)
+    bits, bias = whole(bits), whole(bias)
+
+    def implementation(x):
+        n = math.floor(x * per_ln2 + half) if x >= smallest else zero  # a NaN makes no exponent
+        n = real(n)
+        r = x - n * high
+        r = r - n * low
+        y = zero
+        for factor in series:
+            y = y * r + factor
+        y = y * whole((whole(n) + bias) << bits).view(real)
+        return zero if x < smallest else y
+
+    return implementation
+
+
+# GELU: (1 + tanh u) / 2 is the logistic function s of 2u, and its slope s (1 - s) 2u'.
+
+
+@compiled(ROUND_ONCE)
+def gelu_forward(x, y):
+    """Write x s to y; both flat."""
+    a, b = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
+    one = x.dtype.type(1.0)
+    for i in range(x.size):
+        e = exp(-abs(x[i] * (a + b * x[i] * x[i])))
+        y[i] = x[i] * (one if x[i] >= 0 else e) / (one + e)
+
+
+@compiled(ROUND_ONCE)
+def gelu_backward_input(dy, x, dx):
+    """Write dy (s + x s (1 - s) 2u') to dx; all flat."""
+    a, b = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
+    b3, one = x.dtype.type(6.0 * GELU_B), x.dtype.type(1.0)
+    for i in range(x.size):
+        square = x[i] * x[i]
+        e = exp(-abs(x[i] * (a + b * square)))
+        part = one / (one + e)
+        s = part if x[i] >= 0 else e * part
+        dx[i] = dy[i] * (s + x[i] * (e * part * part) * (a + b3 * square))
+
+
+@compiled(REORDER)
+def layernorm_forward(x, w, b, eps, y, mean, rstd):
+    """Normalise and scale the rows of x (N, D) into y; mean and rstd (N,)."""
+    width = x.dtype.type(x.shape[1])
+    one = x.dtype.type(1.0)
+    for i in range(x.shape[0]):
+        total = x.dtype.type(0.0)
+        for j in range(x.shape[1]):
+            total += x[i, j]
+        m = total / width
+        total = x.dtype.type(0.0)
+        for j in range(x.shape[1]):
+            total += (x[i, j] - m) * (x[i, j] - m)
+        r = one / np.sqrt(total / width + eps)
+        for j in range(x.shape[1]):
+            y[i, j] = (x[i, j] - m) * r * w[j] + b[j]
+        mean[i], rstd[i] = m, r
+
+
+@compiled(REORDER)
+def layernorm_backward_input(dy, x, w, mean, rstd, dx):
+    """Write rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
+    width = x.dtype.type(x.shape[1])
+    for i in range(x.shape[0]):
+        m, r = mean[i], rstd[i]
+        total = slope = x.dtype.type(0.0)
+        for j in range(x.shape[1]):
+            g = dy[i, j] * w[j]
+            total += g
+            slope += g * ((x[i, j] - m) * r)
+        total, slope = total / width, slope / width
+        for j in range(x.shape[1]):
+            dx[i, j] = r * (dy[i, j] * w[j] - total - (x[i, j] - m) * r * slope)
+
+
+@compiled(ROUND_ONCE)
+def layernorm_backward_weight(dy, x, mean, rstd, dw, db):
+    """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
+    for i in range(x.shape[0]):
+        m, r = mean[i], rstd[i]
+        for j in range(x.shape[1]):
+            dw[j] += dy[i, j] * ((x[i, j] - m) * r)
+            db[j] += dy[i, j]
+
+
+# Softmax. The largest of a row comes from NumPy, whose maximum is vectorised and keeps NaN.
+
+
+@compiled(REORDER)
+def softmax(probs, top, first, keys):
+    """Write softmax over the leading `keys` scores in the rows from `first` of probs (H, T, T).
+
+    top (H, n): the largest of each of these rows. Rows are addressed in the whole array: in a
+    strided view of it LLVM would not vectorise.
+    """
+    one = probs.dtype.type(1.0)
+    for h in range(top.shape[0]):
+        for i in range(top.shape[1]):
+            total = probs.dtype.type(0.0)
+            for j in range(keys):
+                e = exp(probs[h, first + i, j] - top[h, i])
+                probs[h, first + i, j] = e
+                total += e
+            factor = one / total
+            for j in range(keys):
+                probs[h, first + i, j] *= factor
+
+
+@compiled(REORDER)
+def softmax_backward(dprobs, probs, first):
+    """Write dscores over dprobs (H, n, keys), of the rows from `first` of probs (H, T, T)."""
+    for h in range(dprobs.shape[0]):
+        for i in range(dprobs.shape[1]):
+            total = probs.dtype.type(0.0)
+            for j in range(dprobs.shape[2]):
+                total += dprobs[h, i, j] * probs[h, first + i, j]
+            for j in range(dprobs.shape[2]):
+                p = probs[h, first + i, j]
+                dprobs[h, i, j] = (dprobs[h, i, j] - total) * p
+
+
+@compiled(REORDER)
+def exp_sum(logits, top, total):
+    """Write the sum of exp(logit - top) of each row of logits (N, V) to total (N,)."""
+    for i in range(logits.shape[0]):
+        row = logits.dtype.type(0.0)
+        for j in range(logits.shape[1]):
+            row += exp(logits[i, j] - top[i])
+        total[i] = row
+
+
+@compiled(ROUND_ONCE)
+def scaled_softmax(logits, lse, scale):
+    """Write exp(logit - lse) scale over logits (N, V)."""
+    for i in range(logits.shape[0]):
+        for j in range(logits.shape[1]):
+            logits[i, j] = exp(logits[i, j] - lse[i]) * scale
+
+
+@compiled(ROUND_ONCE)
+def adamw_step(data, grad, m, v, beta1, beta2, eps, decay, root, rate):
+    """Update data, m, v (flat): decay = 1 - lr * weight_decay, root and rate: bias correction."""
+    one = data.dtype.type(1.0)
+    for i in range(data.size):
+        g = grad[i]
+        m[i] = beta1 * m[i] + (one - beta1) * g
+        v[i] = beta2 * v[i] + (one - beta2) * (g * g)
+        data[i] = decay * data[i] - rate * m[i] / (np.sqrt(v[i]) * root + eps)

@@ -1,0 +1,120 @@
+"""The array functions for the CPU with the elementwise chains compiled: `--kernels numba`.
+
+Products, attention's tiles and embeddings are those of `numpy_ops`. Results differ from NumPy's in
+the last bits (order of sums, exp), so that nobody gets these functions without asking for them.
+"""
+
+import importlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.errors import EnvironmentProblem
+from mpipar.ops import numpy_attention
+from mpipar.ops.array_ops import as_rows
+from mpipar.ops.numpy_ops import NumpyOps
+
+
+class NumbaOps(NumpyOps):
+    """The array functions of `NumpyOps`; one pass over memory for each elementwise chain.
+
+    The chains run on one thread: ranks, not threads, share the cores. Raises EnvironmentProblem
+    when Numba is missing.
+    """
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.kernels = _load_kernels()
+
+    def gelu_forward(self, x):
+        """Return the tanh form of GELU of x."""
+        y = np.empty(x.shape, self.dtype)
+        self.kernels.gelu_forward(x.reshape(-1), y.reshape(-1))
+        return y
+
+    def gelu_backward_input(self, dy, x):
+        """Return dx = dy GELU'(x)."""
+        dx = np.empty(x.shape, self.dtype)
+        self.kernels.gelu_backward_input(dy.reshape(-1), x.reshape(-1), dx.reshape(-1))
+        return dx
+
+    def layernorm_forward(self, x, w, b, eps):
+        """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
+        y = np.empty(x.shape, self.dtype)
+        mean, rstd = np.empty(x.shape[:-1], self.dtype), np.empty(x.shape[:-1], self.dtype)
+        self.kernels.layernorm_forward(
+            as_rows(x), w, b, self.scalar(eps), as_rows(y), mean.reshape(-1), rstd.reshape(-1))
+        return y, mean, rstd
+
+    def layernorm_backward_input(self, dy, x, w, mean, rstd):
+        """Return dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w."""
+        dx = np.empty(x.shape, self.dtype)
+        self.kernels.layernorm_backward_input(
+            as_rows(dy), as_rows(x), w, mean.reshape(-1), rstd.reshape(-1), as_rows(dx))
+        return dx
+
+    def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
+        """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
+        self.kernels.layernorm_backward_weight(
+            as_rows(dy), as_rows(x), mean.reshape(-1), rstd.reshape(-1), dw, db)
+
+    def attention_forward(self, qkv, positions):
+        """Return (y, probs) of causal attention.
+
+        qkv (B, T, 3, H, d), positions (T,); y (B, T, H, d), probs (B, H, T, T), hidden part 0.
+        """
+        return numpy_attention.forward(qkv, positions, self._buffer, self._softmax)
+
+    def attention_backward_input(self, dy, qkv, probs, positions):
+        """Return dqkv (B, T, 3, H, d)."""
+        return numpy_attention.backward_input(
+            dy, qkv, probs, positions, self._buffer, self._softmax_backward)
+
+    def _softmax(self, probs, tile, keys):
+        self.kernels.softmax(probs, probs[:, tile, :keys].max(axis=-1), tile.start, keys)
+
+    def _softmax_backward(self, dprobs, probs, tile):
+        self.kernels.softmax_backward(dprobs, probs, tile.start)
+
+    def _max_and_sum(self, valid, stats):
+        np.max(valid, axis=1, out=stats[:, 0])
+        self.kernels.exp_sum(valid, stats[:, 0], stats[:, 1])
+
+    def _scaled_softmax(self, valid, lse, scale):
+        self.kernels.scaled_softmax(valid, lse, self.scalar(scale))
+
+    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step):
+        """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
+        root, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
+        decay = 1.0 - lr * weight_decay
+        factors = map(self.scalar, (beta1, beta2, eps, decay, root, rate))
+        self.kernels.adamw_step(data, grad, m, v, *factors)
+
+
+def _load_kernels():
+    """Return the module of the kernels; each compiles at its first call, a second or less.
+
+    Compiled code is kept in NUMBA_CACHE_DIR, else in the user's cache folder, else (a home that
+    cannot be written) nowhere.
+    """
+    try:
+        import numba
+    except ImportError:
+        raise EnvironmentProblem(
+            "--kernels numba: Numba is not installed: pip install 'mpipar[cpu]', or use "
+            "--kernels numpy") from None
+    if not numba.config.CACHE_DIR:
+        numba.config.CACHE_DIR = _cache_folder()
+    return importlib.import_module("mpipar.ops.numba_kernels")
+
+
+def _cache_folder():
+    """Return the folder for compiled code as text, empty if none can be made."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "mpipar" / "numba"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return ""
+    return str(folder) if os.access(folder, os.W_OK) else ""
