@@ -1,15 +1,28 @@
-"""Time one training step of mpipar's decoder beside the same model in PyTorch eager, in one run.
+"""Time one training step of mpipar's decoder beside the same model in PyTorch, in one run.
 
-    python -m bench.step --threads 1
+    python -m bench.step                          # one rank beside PyTorch on one thread
+    mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
+    python -m bench.step --device cuda [--peak-tflops 60]
 
-PyTorch computes attention explicitly (product, mask, softmax, product), as mpipar does. Both start
-from the same weights, and both must give the same losses over three updates before anything is
-timed. Repetitions of the two alternate, so that a slow spell of the machine hits both.
+Each side is a row: mpipar with NumPy and, where it is installed, Numba, on several ranks with data
+and with tensor parallelism; PyTorch eager with attention computed explicitly (product, mask,
+softmax, product), as mpipar does; on a GPU also that model compiled. All start from the same
+weights, and must give the same losses over three updates before anything is timed. Their
+repetitions alternate, so that a slow spell of the machine hits all.
+
+Columns: medians over the repetitions; of several ranks the slowest counts, from a barrier to its
+last update. over_torch: step_ms over that of PyTorch eager; best_over_torch: of the best
+repetitions. in_communication: share of the step inside barriers or waiting for messages.
+tflops: operations of the products, 6 B T P + 12 L B T^2 D (P: elements of the matrices of blocks
+and head), per second. mfu: that over the peak, which is --peak-tflops, else the rate of a product
+of 8192 x 8192 matrices in float32, measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import statistics
 import sys
 import time
@@ -18,47 +31,22 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results
-from bench.torch_decoder import TorchDecoder
-from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig, resolve
-from mpipar.data.rows import Batch
+from bench.step_sides import OurSide, configure, random_batch, step_flops, torch_side
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
-from mpipar.grid import Grid
+from mpipar.launch import guard
 from mpipar.ops import make
-from mpipar.optim import learning_rate
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.report.gather import gather_numbers
 
 PARTS = ("forward_backward", "update")
 CHECK_STEPS, WARM_UP_STEPS, TOLERANCE = 3, 2, 1e-5
-
-
-class OurSide:
-    """mpipar's own step: `gradients`, then clipping and AdamW."""
-
-    def __init__(self, config, batch):
-        self.config, self.batch = config, batch
-        self.worker = Worker(config, Grid.of(config.grid, 0), make("cpu", "float32"), Recorder())
-        self.worker.initialize()
-
-    def weights(self):
-        """Name -> array of every parameter."""
-        stages = self.worker.stages.values()
-        return {param.name: param.data for stage in stages for param in stage.flat.params}
-
-    def forward_backward(self, step):
-        """Return the loss; keeps the gradient norm for `update`."""
-        loss, self.norm, _ = self.worker.gradients(step, lambda mb: self.batch)
-        return loss
-
-    def update(self, step):
-        """Clip and apply the gradients."""
-        self.worker.gradsync.clip(self.norm, self.config.train.clip)
-        self.worker.optimizer.step(learning_rate(self.config.train, step), step)
+SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
+PEAK_SIZE = 8192
 
 
 def parse(argv):
     """Sizes of the model and of the measurement."""
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
         ("layers", 6, "transformer blocks"),
         ("d-model", 384, "model width"),
@@ -66,126 +54,199 @@ def parse(argv):
         ("seq-len", 256, "tokens per row"),
         ("batch-size", 4, "rows per step"),
         ("vocab-size", 256, "tokens in the vocabulary"),
-        ("threads", 1, "threads of the products, for both"),
         ("repeats", 20, "timed steps"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument("--threads", type=int,
+                        help="of PyTorch, and of all ranks together (number of ranks)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device, from its data sheet")
     parser.add_argument("--json", help="write the result to this file")
     return parser.parse_args(argv)
 
 
-def setup(args, torch):
-    """Both sides, on one random batch and from equal weights."""
-    model = ModelConfig(
-        layers=args.layers,
-        d_model=args.d_model,
-        heads=args.heads,
-        seq_len=args.seq_len,
-        vocab_size=args.vocab_size,
-    )
-    config, _ = resolve(
-        Config(
-            model,
-            GridConfig(num_microbatches=1),
-            TrainConfig(batch_size=args.batch_size, warmup_steps=0),
-            RunConfig(),
-        ),
-        1,
-    )
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, args.vocab_size, (args.batch_size, args.seq_len + 1))
-    batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(args.seq_len))
-    ours = OurSide(config, batch)
-    return ours, TorchDecoder(torch, config, batch, ours.weights())
+def our_sides(args, batch, world) -> dict:
+    """Name -> OurSide, for every layout and set of kernels. Comm: those of their groups."""
+    layouts = [{}] if world.size == 1 else [
+        {axis: world.size} for axis, count in (("dp", args.batch_size), ("tp", args.heads))
+        if count % world.size == 0]
+    kernels = ["numpy"]
+    if args.device == "cpu" and importlib.util.find_spec("numba"):
+        kernels.append("numba")
+    sides = {}
+    for layout in layouts:
+        config = configure(args, layout, world.size)
+        for name in kernels:
+            ops = make(args.device, "float32", kernels=name)
+            ops.select_device(world.rank)
+            shown = name if args.device == "cpu" else "cupy"
+            shown += "".join(f", {axis} {count}" for axis, count in layout.items())
+            sides[f"mpipar {shown}"] = OurSide(config, batch, ops, world)
+    return sides
 
 
-def disagreement(ours, theirs):
+def quiet_barrier(world):
+    """Return when all ranks are here; asleep meanwhile, because PyTorch needs all cores.
+
+    Comm: two barriers over the world; the second, short one makes all leave together.
+    """
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+    world.Barrier()
+
+
+def losses(sides, names, world) -> dict[str, list[float]]:
+    """Name -> losses of the first steps, on every rank that runs the side. Comm: the sides'."""
+    found = {name: [] for name in names}
+    for step in range(1, CHECK_STEPS + 1):
+        for name in names:
+            quiet_barrier(world)
+            if name in sides:
+                found[name].append(sides[name].forward_backward(step))
+                sides[name].update(step)
+    return found
+
+
+def disagreement(found, wanted) -> str | None:
     """What differs between the losses of a few full updates, or None.
 
     The second loss is right only if every gradient and the update were.
     """
-    for step in range(1, CHECK_STEPS + 1):
-        a, b = ours.forward_backward(step), theirs.forward_backward(step)
-        if not abs(a - b) <= TOLERANCE * abs(b):
-            return f"step {step}: loss {a!r} here, {b!r} in PyTorch"
-        ours.update(step)
-        theirs.update(step)
+    for name, ours in found.items():
+        for step, (a, b) in enumerate(zip(ours, wanted, strict=True), 1):
+            if not abs(a - b) <= TOLERANCE * abs(b):
+                return f"{name}, step {step}: loss {a!r}, {b!r} in PyTorch"
     return None
 
 
-def measure(sides, repeats):
-    """(side, part) -> seconds of each repetition; the sides take turns."""
-    seconds = {(name, part): [] for name in sides for part in PARTS}
+def measure(sides, names, repeats, world) -> np.ndarray:
+    """This rank's (names, repetitions, three): seconds of both parts, of them in communication.
+
+    The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step
+    of each side, and the sides' own.
+    """
     first = CHECK_STEPS + 1
+    seconds = np.zeros((len(names), repeats, 3))
     for step in range(first, first + WARM_UP_STEPS + repeats):
-        for name, side in sides.items():
+        for number, name in enumerate(names):
+            time.sleep(SETTLE_SECONDS)
+            quiet_barrier(world)
+            if name not in sides:
+                continue
+            side, times = sides[name], [time.perf_counter()]
+            recorder = getattr(side, "recorder", None)
+            before = recorder.comm_ns() if recorder else 0
             for part in PARTS:
-                start = time.perf_counter()
                 getattr(side, part)(step)
-                if step >= first + WARM_UP_STEPS:
-                    seconds[name, part].append(time.perf_counter() - start)
-    for name in sides:
-        pairs = zip(*(seconds[name, part] for part in PARTS), strict=True)
-        seconds[name, "step"] = [sum(pair) for pair in pairs]
+                side.synchronize()
+                times.append(time.perf_counter())
+            inside = (recorder.comm_ns() - before) * 1e-9 if recorder else 0.0
+            if step >= first + WARM_UP_STEPS:
+                seconds[number, step - first - WARM_UP_STEPS] = (*np.diff(times), inside)
     return seconds
 
 
-def table(seconds):
-    """The lines of the result: medians, best values, and the ratio of each."""
-    head = f"{'part':<18}{'mpipar_ms':>11}{'torch_ms':>10}{'ratio':>7}"
-    lines = [head + f"{'mpipar_best_ms':>16}{'torch_best_ms':>15}{'ratio':>7}"]
-    for part in (*PARTS, "step"):
-        a, b = seconds["mpipar", part], seconds["torch", part]
-        line = f"{part:<18}"
-        for pick, widths in ((statistics.median, (11, 10)), (min, (16, 15))):
-            line += f"{pick(a) * 1e3:>{widths[0]}.2f}{pick(b) * 1e3:>{widths[1]}.2f}"
-            line += f"{pick(a) / pick(b):>7.2f}"
-        lines.append(line)
-    return lines
+def measured_peak(ops) -> float:
+    """TFLOP/s of a large product, the best of five."""
+    x, best = ops.zeros((PEAK_SIZE, PEAK_SIZE)), np.inf
+    for _ in range(5):
+        ops.synchronize()
+        start = time.perf_counter()
+        ops.matmul_forward(x, x)
+        ops.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * PEAK_SIZE**3 / best * 1e-12
 
 
-def rows(seconds):
-    """The result as rows: medians, best values, and their ratios."""
+def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
+    """The result as rows, of all ranks' seconds (ranks, names, repetitions, three)."""
+    parts = seconds.max(axis=0)
+    steps = seconds[..., :2].sum(axis=-1).max(axis=0)
+    theirs = steps[names.index("torch")]
     found = []
-    for part in (*PARTS, "step"):
-        a, b = seconds["mpipar", part], seconds["torch", part]
-        found.append({
-            "part": part, "mpipar_ms": statistics.median(a) * 1e3,
-            "torch_ms": statistics.median(b) * 1e3,
-            "ratio_of_medians": statistics.median(a) / statistics.median(b),
-            "ratio_of_best": min(a) / min(b),
-        })
+    for number, name in enumerate(names):
+        step_s = statistics.median(steps[number])
+        tflops = step_flops(args) / step_s * 1e-12
+        # A rank without a part in this side has measured nothing.
+        busy = seconds[:, number, :, :2].sum(axis=-1)
+        row = {
+            "side": name,
+            **{f"{part}_ms": statistics.median(parts[number, :, i]) * 1e3
+               for i, part in enumerate(PARTS)},
+            "step_ms": step_s * 1e3,
+            "over_torch": step_s / statistics.median(theirs),
+            "best_over_torch": min(steps[number]) / min(theirs),
+            "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
+            "tokens_per_s": args.batch_size * args.seq_len / step_s,
+            "tflops": tflops,
+        }
+        found.append(row | ({} if peak_tflops is None else {"mfu": tflops / peak_tflops}))
     return found
 
 
-def main(argv=None):
-    """Check, measure, print; returns the exit code."""
-    args = parse(argv)
-    try:
-        import torch
-    except ImportError:
-        error = EnvironmentProblem("bench.step compares with PyTorch: pip install '.[peers]'")
-        print(error, file=sys.stderr)
-        return error.exit_code
+def their_sides(args, batch, world) -> tuple[list[str], dict]:
+    """(names of PyTorch's sides, those that this rank runs: all on world rank 0)."""
+    import torch
+
     torch.set_num_threads(args.threads)
-    with threadpool_limits(args.threads):
-        ours, theirs = setup(args, torch)
-        problem = disagreement(ours, theirs)
+    kinds = {"torch": False} | ({"torch compiled": True} if args.device == "cuda" else {})
+    return list(kinds), {name: torch_side(torch, args, batch, args.device, compiled)
+                         for name, compiled in kinds.items() if world.rank == 0}
+
+
+def compare(args, world) -> int:
+    """Check, measure, print; returns the exit code. Comm: as `measure`, and a few sums."""
+    batch = random_batch(args)
+    sides = our_sides(args, batch, world)
+    ours = list(sides)
+    theirs, more = their_sides(args, batch, world)
+    sides |= more
+    names = ours + theirs
+    found = losses(sides, names, world)
+    problem = disagreement({name: found[name] for name in sides}, found["torch"]) \
+        if world.rank == 0 else None
+    wrong = np.array([problem is not None], np.int64)
+    world.Allreduce(wrong.copy(), wrong)
+    if wrong[0]:
         if problem:
-            print(f"not timed, the two models differ: {problem}", file=sys.stderr)
-            return EXIT_CHECK_FAILED
-        seconds = measure({"mpipar": ours, "torch": theirs}, args.repeats)
-    print(
-        f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
-        f"{args.seq_len} tokens, V {args.vocab_size}, float32, {args.threads} thread(s), numpy "
-        f"{np.__version__}, torch {torch.__version__}, {args.repeats} steps, losses equal"
-    )
-    print("\n".join(table(seconds)))
-    if args.json:
-        sizes = {key: value for key, value in vars(args).items() if key != "json"}
-        results.write(args.json, "bench.step", rows(seconds), torch=torch.__version__, **sizes)
+            print(f"not timed, the models differ: {problem}", file=sys.stderr)
+        return EXIT_CHECK_FAILED
+    seconds = gather_numbers(world, measure(sides, names, args.repeats, world))
+    facts = {}
+    if args.device == "cuda":
+        facts["peak_tflops"] = args.peak_tflops or measured_peak(make("cuda", "float32"))
+    if seconds is not None:
+        report(args, rows(args, names, seconds, facts.get("peak_tflops")), world.size, facts)
     return 0
 
 
+def report(args, found, num_ranks, facts):
+    """Print the table and write the file."""
+    print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
+          f"{args.seq_len} tokens, V {args.vocab_size}, float32, {num_ranks} rank(s), "
+          f"{args.threads} thread(s), {args.repeats} steps, losses equal")
+    print(results.table(found))
+    if args.json:
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "numba")
+                    if importlib.util.find_spec(name)}
+        sizes = {key: value for key, value in vars(args).items()
+                 if key not in ("json", "peak_tflops")}
+        results.write(args.json, "bench.step", found, ranks=num_ranks, **versions, **sizes, **facts)
+
+
+def main(argv, session) -> int:
+    """Compare; refuses where PyTorch is missing."""
+    args = parse(argv)
+    if importlib.util.find_spec("torch") is None:
+        error = EnvironmentProblem("bench.step compares with PyTorch: pip install '.[peers]'")
+        print(error, file=sys.stderr)
+        return error.exit_code
+    world = session.start()
+    args.threads = args.threads or world.size
+    with threadpool_limits(max(1, args.threads // world.size)):
+        return compare(args, world)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    guard(main)

@@ -1,4 +1,4 @@
-"""The same decoder in PyTorch eager: what the tests and the benchmarks compare with.
+"""The same decoder in PyTorch: what the tests and the benchmarks compare with.
 
 Attention is explicit (product, mask, softmax, product), as mpipar computes it.
 """
@@ -14,17 +14,20 @@ class TorchDecoder:
     """Loss, gradients by autograd, clipping and AdamW, on leaf tensors named like our parameters.
 
     weights: our parameters by name, whole, in their logical shapes; copied. Their dtype is the
-    model's. config: resolved; its TrainConfig is PyTorch's too.
+    model's. config: resolved; its TrainConfig is PyTorch's too. compiled: by torch.compile.
     """
 
-    def __init__(self, torch, config, batch, weights):
+    def __init__(self, torch, config, batch, weights, device="cpu", compiled=False):
         self.torch, self.functional, self.config = torch, torch.nn.functional, config
-        self.tokens, self.targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+        self.device = device
+        self.tokens, self.targets = (
+            torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets))
         seq_len = batch.tokens.shape[1]
-        self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
+        self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).triu(1)
+        self.loss = torch.compile(self._loss) if compiled else self._loss
         self.shapes = {name: w.shape for name, w in weights.items()}
         self.leaves = {
-            name: torch.tensor(self._their_layout(name, w)).requires_grad_()
+            name: torch.tensor(self._their_layout(name, w), device=device).requires_grad_()
             for name, w in weights.items()
         }
         train = config.train
@@ -55,11 +58,12 @@ class TorchDecoder:
 
     def gradients(self):
         """Name -> gradient of every parameter, in our layout."""
-        return {name: self._our_layout(name, w.grad.numpy()) for name, w in self.leaves.items()}
+        return {name: self._our_layout(name, w.grad.cpu().numpy())
+                for name, w in self.leaves.items()}
 
     def weights(self):
         """Name -> value of every parameter, in our layout."""
-        return {name: self._our_layout(name, w.detach().numpy()).copy()
+        return {name: self._our_layout(name, w.detach().cpu().numpy()).copy()
                 for name, w in self.leaves.items()}
 
     def _linear(self, x, name):
@@ -81,9 +85,8 @@ class TorchDecoder:
         h = self._linear(self._norm(x, f"{name}.norm2"), f"{name}.ffn.up")
         return x + self._linear(self.functional.gelu(h, approximate="tanh"), f"{name}.ffn.down")
 
-    def forward_backward(self, step):
-        """Return the loss; leaves the gradients in the leaves."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def _loss(self):
+        """Mean loss of the batch, a tensor of one element."""
         table = self.leaves["embedding.tokens"]
         positions = self.leaves["embedding.positions"][:self.tokens.shape[1]]
         x = self.functional.embedding(self.tokens, table) + positions
@@ -91,9 +94,19 @@ class TorchDecoder:
             x = self._block(x, f"block{index}")
         head = table if self.config.model.tied else self.leaves["head.table"]
         logits = self.functional.linear(self._norm(x, "final_norm"), head)
-        loss = self.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        return self.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+
+    def forward_backward(self, step):
+        """Return the loss; leaves the gradients in the leaves."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss()
         loss.backward()
         return loss.item()
+
+    def synchronize(self):
+        """Wait for the device."""
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
 
     def update(self, step):
         """Clip and apply the gradients; returns their norm before clipping. Step counts from 1."""

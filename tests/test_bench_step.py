@@ -1,36 +1,82 @@
 """bench.step: runs, prints its table, and refuses to time a model that computes something else."""
 
+import json
 import sys
 
+import numpy as np
 import pytest
-from helpers import run_command
+from helpers import run_command, run_ranks
 
-pytestmark = pytest.mark.peers
-SIZES = "--layers 2 --d-model 24 --heads 3 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
-WRONG_GRADIENT = """
-import sys
 from bench import step
+
+SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
+WRONG_GRADIENT = """
+from bench import step
+from mpipar.launch import guard
 from mpipar.ops.numpy_ops import NumpyOps
 NumpyOps.gelu_backward_input = lambda self, dy, x: dy.copy()
-sys.exit(step.main(sys.argv[1:]))
+guard(step.main)
 """
 
 
-def test_both_sides_agree_and_are_timed():
-    done = run_command([sys.executable, "-m", "bench.step", *SIZES.split()], timeout=100)
+def rows_of(path, sides):
+    """The rows of a result file by side, after checks that hold for any of them."""
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
+    assert [side for side in rows if "numba" not in side] == sides
+    assert rows["torch"]["over_torch"] == rows["torch"]["best_over_torch"] == 1
+    for row in rows.values():
+        assert 0 < row["update_ms"] < row["step_ms"]
+        assert row["tokens_per_s"] == pytest.approx(40e3 / row["step_ms"])
+    return rows
+
+
+@pytest.mark.peers
+def test_one_rank_is_timed_beside_pytorch(tmp_path):
+    path = tmp_path / "step.json"
+    argv = [sys.executable, "-m", "bench.step", *SIZES.split(), "--json", path]
+    done = run_command(argv, timeout=100)
     assert done.returncode == 0, done.tail()
-    lines = done.stdout.splitlines()
-    assert "losses equal" in lines[0]
-    assert lines[1].split()[:4] == ["part", "mpipar_ms", "torch_ms", "ratio"]
-    assert [line.split()[0] for line in lines[2:]] == ["forward_backward", "update", "step"]
-    for line in lines[2:]:
-        _, ours, theirs, _, our_best, their_best, _ = line.split()
-        assert float(ours) >= float(our_best) > 0
-        assert float(theirs) >= float(their_best) > 0
+    assert "1 rank(s), 1 thread(s), 2 steps, losses equal" in done.stdout
+    rows = rows_of(path, ["mpipar numpy", "torch"])
+    assert all(row["in_communication"] == 0 for row in rows.values())
 
 
+@pytest.mark.peers
+def test_two_ranks_are_timed_beside_pytorch_on_two_threads(tmp_path):
+    path = tmp_path / "step.json"
+    argv = [sys.executable, "-m", "bench.step", *SIZES.split(), "--json", path]
+    done = run_ranks(2, argv, timeout=100)
+    assert done.returncode == 0, done.tail()
+    assert "2 rank(s), 2 thread(s)" in done.stdout
+    rows = rows_of(path, ["mpipar numpy, dp 2", "mpipar numpy, tp 2", "torch"])
+    assert all((row["in_communication"] > 0) == (side != "torch") for side, row in rows.items())
+
+
+@pytest.mark.peers
 def test_a_wrong_gradient_is_not_timed():
     done = run_command([sys.executable, "-c", WRONG_GRADIENT, *SIZES.split()], timeout=100)
     assert done.returncode == 1, done.tail()
-    assert "step 2: loss" in done.stderr
+    assert "mpipar numpy, step 2: loss" in done.stderr
     assert not done.stdout
+
+
+def test_the_slowest_rank_counts_and_pytorch_runs_on_one():
+    args = step.parse(SIZES.split())
+    seconds = np.zeros((2, 2, 3, 3))  # ranks, sides, repetitions, (two parts, communication)
+    seconds[0, 0], seconds[1, 0] = (0.2, 0.1, 0.0), (0.1, 0.3, 0.07)
+    seconds[0, 1] = (0.5, 0.3, 0.0)
+    ours, theirs = step.rows(args, ["mpipar", "torch"], seconds, peak_tflops=1e-6)
+    assert ours["step_ms"] == pytest.approx(400)
+    assert ours["forward_backward_ms"] == pytest.approx(200)
+    assert ours["over_torch"] == ours["best_over_torch"] == pytest.approx(0.5)
+    assert ours["in_communication"] == pytest.approx(0.1)
+    assert theirs["step_ms"] == pytest.approx(800)
+    assert theirs["mfu"] == pytest.approx(theirs["tflops"] * 1e6)
+
+
+def test_operations_of_a_step_are_those_of_the_closed_form():
+    args = step.parse(SIZES.split())
+    batch, tokens, width, layers, vocabulary = 2, 20, 24, 2, 31
+    matrices = 12 * layers * width**2 + vocabulary * width
+    assert step.step_flops(args) == (
+        6 * batch * tokens * matrices + 12 * layers * batch * tokens**2 * width)
