@@ -1,0 +1,192 @@
+"""How the size of a tile decides the time of the work around the products, on the CPU.
+
+    python -m bench.tiles [--json FILE]
+
+Each chain of mpipar/ops/numpy_ops.py runs over a tile of elements, and attention
+(numpy_attention.py) over a tile of queries. Small tiles starve on the interpreter, large ones fall
+out of the cache, and a large tile of queries works on the hidden triangle too. Before anything is
+timed, every tile's result is compared with the plain functions of array_ops.py.
+
+Columns: tile: elements, or queries; "all" is no tiling, "numba" the compiled loop, where Numba is
+installed. tile_KiB: one array of that tile. over_best: time over that of the best tile.
+bytes_MiB: every argument once and every result once, what any tiling has to move.
+percent_of_copy: that per second, of the rate at which NumPy copies an array (its bytes counted
+twice) larger than the caches. percent_of_gemm: operations on visible pairs per second, of the rate
+of a product of 2048 x 2048 matrices; both peaks are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from bench import results
+from mpipar.errors import EXIT_CHECK_FAILED
+from mpipar.ops import make, numpy_attention, numpy_ops
+from mpipar.ops.array_ops import ArrayOps
+
+ELEMENTS = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
+QUERIES = (4, 64, 256)
+TOLERANCE = 2e-5  # of the largest entry, float32
+PEAK_SIZE, COPY_BYTES = 2048, 1 << 28
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One function with its arguments; it returns arrays, or changes its arguments."""
+
+    call: Callable
+    arrays: tuple
+    bytes: int
+    flops: int = 0
+    tiles: tuple = ELEMENTS
+    constant: tuple = (numpy_ops, "TILE")
+
+
+def parse(argv):
+    """Sizes of the arrays and of the measurement."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tiles", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, text in (
+        ("rows", 8192, "tokens of the elementwise chains"),
+        ("width", 1536, "elements of each"),
+        ("seq-len", 1024, "tokens of a sequence in attention"),
+        ("heads", 6, "attention heads, of 64 elements each"),
+        ("repeats", 5, "repetitions; the best counts"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument("--json", help="write the result to this file")
+    return parser.parse_args(argv)
+
+
+def chains(args) -> dict[str, Chain]:
+    """Name -> chain, on random arguments."""
+    rng = np.random.default_rng(0)
+
+    def real(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    x, dy = real(args.rows, args.width), real(args.rows, args.width)
+    w, mean, rstd = real(args.width), x.mean(axis=1), 1 / x.std(axis=1)
+    state = (real(x.size), real(x.size), real(x.size), np.abs(real(x.size)))
+    found = {
+        "gelu_forward": Chain(lambda ops, x: ops.gelu_forward(x), (x,), 2 * x.nbytes),
+        "layernorm_backward_input": Chain(
+            lambda ops, *of: ops.layernorm_backward_input(*of), (dy, x, w, mean, rstd),
+            3 * x.nbytes),
+        "adamw_step": Chain(
+            lambda ops, *of: ops.adamw_step(*of, 1e-3, 0.9, 0.95, 1e-8, 0.1, 3), state,
+            7 * x.nbytes),
+    }
+    return found | attention(args, real)
+
+
+def attention(args, real) -> dict[str, Chain]:
+    """Both halves of attention over one sequence, in tiles of queries."""
+    positions = np.arange(args.seq_len)
+    qkv, dy = real(1, args.seq_len, 3, args.heads, 64), real(1, args.seq_len, args.heads, 64)
+    y, probs = make("cpu", "float32").attention_forward(qkv, positions)
+    pairs = args.heads * args.seq_len * (args.seq_len + 1) // 2
+    tiles = {"tiles": QUERIES, "constant": (numpy_attention, "QUERY_TILE")}
+    return {
+        "attention_forward": Chain(
+            lambda ops, qkv: ops.attention_forward(qkv, positions)[0], (qkv,),
+            qkv.nbytes + y.nbytes + probs.nbytes, 2 * 2 * 64 * pairs, **tiles),
+        "attention_backward_input": Chain(
+            lambda ops, *of: ops.attention_backward_input(*of, positions), (dy, qkv, probs),
+            2 * qkv.nbytes + dy.nbytes + probs.nbytes, 4 * 2 * 64 * pairs, **tiles),
+    }
+
+
+def outcome(chain, ops):
+    """What one call on copies of the arguments returns, or the first argument if it changes it."""
+    arrays = [array.copy() for array in chain.arrays]
+    result = chain.call(ops, *arrays)
+    return arrays[0] if result is None else result
+
+
+def best_seconds(function, repeats) -> float:
+    """The shortest of `repeats` calls, after one that is not timed."""
+    function()
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def peaks(repeats) -> dict[str, float]:
+    """GFLOP/s of a product and GB/s of a copy, on this thread now."""
+    x = np.ones((PEAK_SIZE, PEAK_SIZE), np.float32)
+    source, copy = np.ones((2, COPY_BYTES // 8), np.float32)  # zeros need not lie in memory
+    out = np.empty_like(x)
+    product = best_seconds(partial(np.matmul, x, x, out=out), repeats)
+    moved = best_seconds(partial(np.copyto, copy, source), repeats)
+    return {"gemm_gflops": 2e-9 * PEAK_SIZE**3 / product, "copy_gbs": 1e-9 * COPY_BYTES / moved}
+
+
+def sweep(name, chain, args, peak) -> list[dict]:
+    """Rows of one chain, a row per tile; raises ValueError where one changes the result."""
+    module, constant = chain.constant
+    whole = args.seq_len if chain.flops else args.rows * args.width
+    row_elements = args.seq_len * args.heads if chain.flops else 1
+    wanted = outcome(chain, ArrayOps(np, "float32", "cpu"))
+
+    def row(shown, ops, tile_kib="-"):
+        error = np.abs(outcome(chain, ops) - wanted).max() / np.abs(wanted).max()
+        if not error <= TOLERANCE:
+            raise ValueError(f"{name}, tile {shown}: off by {error:.1e} of the largest entry")
+        copies = [array.copy() for array in chain.arrays]  # some chains work in place
+        seconds = best_seconds(partial(chain.call, ops, *copies), args.repeats)
+        return {
+            "chain": name, "tile": shown, "tile_KiB": tile_kib, "ms": seconds * 1e3,
+            "bytes_MiB": chain.bytes / 2**20,
+            "percent_of_copy": 1e-7 * chain.bytes / seconds / peak["copy_gbs"],
+            "percent_of_gemm": (1e-7 * chain.flops / seconds / peak["gemm_gflops"]
+                                if chain.flops else "-"),
+        }
+
+    default, found = getattr(module, constant), []
+    try:
+        for tile in (*(tile for tile in chain.tiles if tile < whole), whole):
+            setattr(module, constant, tile)
+            shown = "all" if tile == whole else f"{tile} (default)" if tile == default else tile
+            found.append(row(shown, make("cpu", "float32"), tile * row_elements * 4 / 1024))
+    finally:
+        setattr(module, constant, default)
+    fastest = min(one["ms"] for one in found)
+    if importlib.util.find_spec("numba"):
+        found.append(row("numba", make("cpu", "float32", kernels="numba")))
+    return [one | {"over_best": one["ms"] / fastest} for one in found]
+
+
+def main(argv=None) -> int:
+    """Sweep, print, write; returns the exit code."""
+    args = parse(argv)
+    with threadpool_limits(1):
+        peak = peaks(args.repeats)
+        try:
+            rows = [row for name, chain in chains(args).items()
+                    for row in sweep(name, chain, args, peak)]
+        except ValueError as error:
+            print(f"not timed: {error}", file=sys.stderr)
+            return EXIT_CHECK_FAILED
+    print("one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak))
+    print(results.table(rows))
+    if args.json:
+        results.write(args.json, "bench.tiles", rows, tokens=args.rows, width=args.width,
+                      seq_len=args.seq_len, heads=args.heads, repeats=args.repeats, **peak)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

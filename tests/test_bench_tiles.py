@@ -1,0 +1,55 @@
+"""bench.tiles: a row per tile, nothing timed that is wrong, and the constants as they were."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import tiles
+from mpipar.ops import numpy_attention, numpy_ops
+
+SIZES = "--rows 40 --width 60 --seq-len 70 --heads 2 --repeats 1".split()
+
+
+@pytest.fixture(autouse=True)
+def small_peaks(monkeypatch):
+    monkeypatch.setattr(tiles, "PEAK_SIZE", 64)
+    monkeypatch.setattr(tiles, "COPY_BYTES", 1 << 16)
+
+
+def test_every_tile_is_timed_and_the_constants_stay(tmp_path):
+    before = numpy_ops.TILE, numpy_attention.QUERY_TILE
+    path = tmp_path / "tiles.json"
+    assert tiles.main([*SIZES, "--json", str(path)]) == 0
+    assert before == (numpy_ops.TILE, numpy_attention.QUERY_TILE)
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["tile"] != "numba"]
+    found = [(row["chain"], row["tile"]) for row in rows]
+    assert found == [
+        *((chain, tile) for chain in ("gelu_forward", "layernorm_backward_input", "adamw_step")
+          for tile in (1024, "all")),
+        *((chain, tile) for chain in ("attention_forward", "attention_backward_input")
+          for tile in (4, "64 (default)", "all")),
+    ]
+    for chain in {row["chain"] for row in rows}:
+        assert min(row["over_best"] for row in rows if row["chain"] == chain) == 1
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["percent_of_copy"] > 0
+        assert (row["percent_of_gemm"] == "-") == (not row["chain"].startswith("attention"))
+    by_chain = {row["chain"]: row for row in rows}
+    assert by_chain["adamw_step"]["bytes_MiB"] == pytest.approx(7 * 40 * 60 * 4 / 2**20)
+
+
+def test_a_tile_that_changes_the_result_is_not_timed(monkeypatch, capsys):
+    right = numpy_ops.NumpyOps.gelu_forward
+
+    def wrong_in_small_tiles(self, x):
+        y = right(self, x)
+        return y * np.float32(1.001) if numpy_ops.TILE == 1024 else y
+
+    monkeypatch.setattr(numpy_ops.NumpyOps, "gelu_forward", wrong_in_small_tiles)
+    assert tiles.main(SIZES) == 1
+    out, err = capsys.readouterr()
+    assert "gelu_forward, tile 1024: off by 1.0e-03" in err
+    assert not out
+    assert numpy_ops.TILE > 1024
