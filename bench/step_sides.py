@@ -46,7 +46,7 @@ class OurSide:
     def __init__(self, config, batch, ops, world):
         self.config, self.ops, self.recorder = config, ops, Recorder()
         grid = Grid.of(config.grid, world.rank)
-        self.worker = Worker(config, grid, ops, self.recorder, world)
+        self.worker = Worker(config, grid, ops, self.recorder, world if world.size > 1 else None)
         self.worker.initialize()
         rows = len(batch.tokens) // config.grid.dp
         own = slice(grid.dp_rank * rows, (grid.dp_rank + 1) * rows)

@@ -2,12 +2,15 @@
 
 import json
 import sys
+import types
 
+import fake_cupy
 import numpy as np
 import pytest
 from helpers import run_command, run_ranks
 
 from bench import step
+from mpipar.ops import make
 
 SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
 WRONG_GRADIENT = """
@@ -80,3 +83,23 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
     matrices = 12 * layers * width**2 + vocabulary * width
     assert step.step_flops(args) == (
         6 * batch * tokens * matrices + 12 * layers * batch * tokens**2 * width)
+
+
+def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
+    """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(step, "PEAK_SIZE", 64)
+    world = types.SimpleNamespace(size=1, rank=0)
+    found = {}
+    for device in ("cpu", "cuda"):
+        args = step.parse([*SIZES.split(), "--device", device])
+        sides = step.our_sides(args, step.random_batch(args), world)
+        name, side = next(iter(sides.items()))
+        found[name] = []
+        for number in range(1, 4):
+            found[name].append(side.forward_backward(number))
+            side.update(number)
+            side.synchronize()
+    assert list(found) == ["mpipar numpy", "mpipar cupy"]
+    assert step.disagreement(found, found["mpipar numpy"]) is None
+    assert step.measured_peak(make("cuda", "float32")) > 0
