@@ -117,8 +117,7 @@ class RunConfig:
     device: str = setting("cpu", "where arrays live", choices=("cpu", "cuda"))
     dtype: str = setting("float32", "of weights and activations", choices=("float32", "float64"))
     kernels: str = setting(
-        "numpy", "elementwise chains on the CPU: numba = each compiled to one loop (extra cpu)",
-        choices=("numpy", "numba"))
+        "numpy", "CPU: numba = compiled elementwise chains (extra cpu)", choices=("numpy", "numba"))
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
     init_from: str | None = setting(None, "folder with weights to start from; fixes the shape")
     save_interval: int = setting(0, "steps between two writes of weights; 0 = at the end", low=0)
