@@ -19,7 +19,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
-MARK = re.compile(r"<!-- result: (\S+) -->\n.*?<!-- end of result -->", re.DOTALL)
+# "<!-- result: FILE -->", or "<!-- result: FILE where ranks=4 -->" for some of its rows.
+MARK = re.compile(r"<!-- result: (\S+)( where (\w+)=(\S+))? -->\n.*?<!-- end of result -->",
+                  re.DOTALL)
 
 
 def machine() -> dict:
@@ -72,7 +74,10 @@ def update(readme: str) -> str:
     """The README with every marked table as its result file has it."""
     def write_table(match):
         result = json.loads((ROOT / match[1]).read_text())
-        return f"<!-- result: {match[1]} -->\n{markdown(result)}\n<!-- end of result -->"
+        if match[2]:
+            result["rows"] = [row for row in result["rows"] if text(row[match[3]]) == match[4]]
+        head = f"{match[1]}{match[2] or ''}"
+        return f"<!-- result: {head} -->\n{markdown(result)}\n<!-- end of result -->"
     return MARK.sub(write_table, readme)
 
 
