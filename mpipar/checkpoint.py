@@ -76,7 +76,7 @@ def stream(worker, array_of):
     """Yield (name, disk shape, first row, block) of full tensors on world rank 0, nothing
     elsewhere.
 
-    array_of(param) picks what is streamed: `param.data`, or `param.grad` for a comparison. The
+    array_of(param) picks what is streamed: `param.master`, or `param.grad` for a comparison. The
     block keeps the parameter's logical shape. Every rank must run this to the end.
     Comm: per block and owner other than rank 0, one send over world, in the order of the file.
     """
@@ -85,8 +85,8 @@ def stream(worker, array_of):
     for stage, param in all_params(worker.config.model, worker.stage_layers):
         pp_rank = worker.schedule.rank_of(stage, 0)
         shards = grid.tp_size if param.cut_axis is not None else 1
-        for first, last in _blocks(param.shape, ops.dtype.itemsize):
-            block = np.empty((last - first, *param.shape[1:]), ops.dtype)
+        for first, last in _blocks(param.shape, ops.statistics.itemsize):
+            block = np.empty((last - first, *param.shape[1:]), ops.statistics)
             for index in range(shards):
                 part = _shard_part(param, index, shards, first, last)
                 if part is None:
@@ -112,11 +112,12 @@ def stream(worker, array_of):
 def _move(worker, world, piece, shape, owner, name):
     """One piece from its owner to world rank 0. Comm: one send over world."""
     if worker.grid.world_rank == owner:
-        buffer = worker.ops.empty(shape, label="buffers")
+        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
         worker.ops.copy(buffer, piece)
         world.send(buffer, 0, 0, name)
     elif worker.grid.world_rank == 0:
-        return world.recv(worker.ops.empty(shape, label="buffers"), owner, 0, name)
+        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
+        return world.recv(buffer, owner, 0, name)
     return None
 
 
@@ -126,22 +127,23 @@ def save(worker, folder: Path) -> None:
     Raises OutputError on rank 0 when the disk refuses. Comm: see `stream`.
     """
     params = all_params(worker.config.model, worker.stage_layers)
+    dtype = worker.ops.statistics
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for _, param in params:
-        nbytes = math.prod(param.shape) * worker.ops.dtype.itemsize
+        nbytes = math.prod(param.shape) * dtype.itemsize
         name = file_name(param.name)
-        header[name] = {"dtype": DTYPES[worker.ops.dtype.name],
+        header[name] = {"dtype": DTYPES[dtype.name],
                         "shape": disk_shape(param),
                         "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    blocks = (block for _, _, _, block in stream(worker, lambda param: param.data))
+    blocks = (block for _, _, _, block in stream(worker, lambda param: param.master))
     if worker.grid.world_rank > 0:
         for _ in blocks:
             pass
         return
-    config = json.dumps(hf_config(worker.config), indent=2) + "\n"
+    config = json.dumps(hf_config(worker.config, dtype.name), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "config.json", [config.encode()])
@@ -198,6 +200,7 @@ def load(worker, folder: str) -> None:
         for stage in worker.stages.values():
             for param in stage.flat.params:
                 _load_param(worker.ops, param, file.get_slice(found[param.name]))
+            stage.flat.publish()
 
 
 def _open(folder: str):
@@ -237,8 +240,8 @@ def _load_param(ops, param, tensor):
             continue
         local, place = part
         block = tensor[first * per_row:last * per_row].reshape(last - first, *param.shape[1:])
-        values = np.ascontiguousarray(block[place], dtype=ops.dtype)
+        values = np.ascontiguousarray(block[place], dtype=ops.statistics)
         inside = [slice(None)] * len(param.shape)
         if param.cut_axis:
             inside[param.cut_axis] = slice(0, stop - start)
-        ops.copy(param.data[(local, *inside[1:])], ops.asarray(values))
+        ops.copy(param.master[(local, *inside[1:])], ops.asarray(values))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from mpipar import layout
 from mpipar.errors import UsageError, UserError, combine, suggestion
 from mpipar.layout import divisors, listing
+from mpipar.presets import PRESETS
 
 AXES = ("pp", "dp", "cp", "tp")
 Check = tuple[Callable[["Config"], list[str]], type[UserError]]
@@ -91,21 +92,6 @@ class TrainConfig:
         4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages", low=1)
 
 
-def _gpt2(layers, d_model, heads):
-    return {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": 1024,
-            "vocab_size": 50257, "batch_size": 512, "num_microbatches": 8, "lr": 6e-4,
-            "warmup_steps": 700, "steps": 20000}
-
-
-PRESETS = {
-    "tiny": {"batch_size": 16, "num_microbatches": 4},
-    "gpt2": _gpt2(12, 768, 12),
-    "gpt2-medium": _gpt2(24, 1024, 16),
-    "gpt2-large": _gpt2(36, 1280, 20),
-    "gpt2-xl": _gpt2(48, 1600, 25),
-}
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """Input, output and the machine."""
@@ -115,7 +101,11 @@ class RunConfig:
     out: str | None = setting(None, "run folder; must be new (default: runs/NUMBER, the next one)")
     run_name: str | None = setting(None, "name of the run folder in runs/, in place of --out")
     device: str = setting("cpu", "where arrays live", choices=("cpu", "cuda"))
-    dtype: str = setting("float32", "of weights and activations", choices=("float32", "float64"))
+    dtype: str = setting("float32", "of weights and activations; with 16 bits sums stay float32",
+                         choices=("float32", "float64", "bfloat16", "float16"))
+    loss_scale: float | None = setting(None, "float16: first factor (default 65536)", above=0.0)
+    loss_scale_interval: int | None = setting(
+        None, "float16: good steps until the factor doubles (default 2000)", low=1)
     kernels: str = setting(
         "numpy", "CPU: numba = compiled elementwise chains (extra cpu)", choices=("numpy", "numba"))
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
@@ -259,8 +249,9 @@ def _choose_batch(config: Config) -> tuple[Config, list[str], list[str]]:
                    train=replace(config.train, batch_size=up)), found, notes
 
 
-SHAPE_FIELDS = {"batch_size", "preset", *(field.name for part in (ModelConfig, GridConfig)
-                                          for field in dataclasses.fields(part))}
+# While one of these is wrong no other floor is asked: it could not compute with the value.
+FIRST = {"batch_size", "preset", "dtype", "device", "loss_scale", "loss_scale_interval", *(
+    field.name for part in (ModelConfig, GridConfig) for field in dataclasses.fields(part))}
 
 
 def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
@@ -274,7 +265,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
     found = _value_problems(config)
     bad = set(found) | set(bad)
     usage, notes, errors = [*found.values(), *_relation_problems(config, bad)], [], []
-    if not bad & SHAPE_FIELDS:
+    if not bad & FIRST:
         model = replace(config.model, ffn=config.model.ffn or 4 * config.model.d_model)
         given = config.grid
         (dp, pp, tp), misfits = layout.choose(

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpipar.desync import CheckedTransport
 from mpipar.device_transport import DeviceTransport, StagedTransport
+from mpipar.narrow_transport import NarrowTransport
 from mpipar.transport import HostTransport, NoTransport
 
 
@@ -47,15 +48,20 @@ def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options, recorder):
     same order (a rank that is alone in its group too).
     """
     if mpi_world is None:
-        return NoTransport(ops)
+        return narrow(NoTransport(ops), ops, len(ranks))
     mpi_comm = mpi_world.Split(color=min(ranks), key=mpi_world.rank)
     assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     if ops.device == "cpu":
         kind = HostTransport
     else:
         kind = DeviceTransport if cuda_aware() == "yes" else StagedTransport
-    wire = kind(ops, mpi_comm, options)
+    wire = narrow(kind(ops, mpi_comm, options), ops, len(ranks))
     return CheckedTransport(wire, mpi_comm, ranks, recorder) if options.check else wire
+
+
+def narrow(wire, ops, group_size: int):
+    """The transport itself, or what makes it fit for 16-bit numbers where the ops have such."""
+    return NarrowTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
 
 
 def cuda_aware() -> str:

@@ -66,7 +66,7 @@ def generate(worker, prompt: list[int], num_tokens: int, temperature: float, see
                 philox = np.random.Philox(key=seed, counter=[0, position, 0, 1])
                 generator = np.random.Generator(philox)
                 noise = temperature * generator.gumbel(size=padded)[None, own]
-                noise = ops.asarray(noise.astype(ops.dtype))
+                noise = ops.asarray(noise.astype(ops.statistics))
             best = ops.argmax_forward(logits, loss.start, model.vocab_size, noise)
             best = ops.to_host(worker.comms.tp.all_gather(best, "generate.token"))[:, 0]
             # The largest value wins; of equal ones the lowest id, as on one rank.

@@ -22,7 +22,7 @@ class GradSync:
 
     def __init__(self, ops, stages, comms, recorder, bucket_bytes):
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
-        self.bucket = max(1, bucket_bytes // ops.dtype.itemsize)  # elements
+        self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending = []
         self.overlapped_ns = self.flight_ns = 0
 
@@ -82,6 +82,17 @@ class GradSync:
                 if owner:
                     total += self.ops.square_sum(stage.flat.grad[run])
         return total
+
+    def unscale(self, loss_scale: float) -> None:
+        """Divide all gradients by the factor that the loss was multiplied by."""
+        if loss_scale != 1:
+            for stage in self.stages.values():
+                self.ops.scale(stage.flat.grad, 1 / loss_scale)
+
+    def overflows(self) -> int:
+        """How many of this rank's stages, copies included, hold a gradient that is not finite."""
+        return sum(not is_finite(self.ops.square_sum(stage.flat.grad))
+                   for stage in self.stages.values())
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale all gradients so that their global norm is at most `limit` (0: no limit)."""

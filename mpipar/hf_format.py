@@ -52,15 +52,15 @@ def file_name(name: str) -> str:
     return hf_name(name) if name == "head.table" else f"transformer.{hf_name(name)}"
 
 
-def hf_config(config) -> dict:
-    """What config.json says of a resolved Config."""
+def hf_config(config, dtype: str) -> dict:
+    """What config.json says of a resolved Config whose weights are written as `dtype`."""
     model = config.model
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": model.layers,
         "n_embd": model.d_model, "n_head": model.heads, "n_inner": model.ffn,
         "n_positions": model.seq_len, "n_ctx": model.seq_len, "vocab_size": model.vocab_size,
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": model.tied, "torch_dtype": config.run.dtype,
+        "tie_word_embeddings": model.tied, "torch_dtype": dtype,
     }
 
 

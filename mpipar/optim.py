@@ -1,4 +1,4 @@
-"""Optimizers over flat buffers, and the learning rate of a step.
+"""Optimizers over flat buffers of master weights, and the learning rate of a step.
 
 Weight decay is decoupled and applies to matrices and embedding tables; biases and norms are exempt.
 """
@@ -9,7 +9,7 @@ import math
 
 
 class Sgd:
-    """data -= lr * grad. No state, no decay: a wrong gradient scale shows at once."""
+    """master -= lr * grad. No state, no decay: a wrong gradient scale shows at once."""
 
     def __init__(self, ops, stages, config):
         self.ops, self.stages = ops, stages
@@ -17,7 +17,8 @@ class Sgd:
     def step(self, lr: float, step: int) -> None:
         """Update all parameters of this rank; step counts from 1. Comm: none."""
         for stage in self.stages.values():
-            self.ops.sgd_step(stage.flat.data, stage.flat.grad, lr)
+            self.ops.sgd_step(stage.flat.master, stage.flat.grad, lr)
+            stage.flat.publish()
 
 
 class AdamW:
@@ -26,8 +27,8 @@ class AdamW:
     def __init__(self, ops, stages, config):
         self.ops, self.stages, self.config = ops, stages, config
         self.moments = {
-            number: (ops.zeros(stage.flat.grad.shape, label="optimizer"),
-                     ops.zeros(stage.flat.grad.shape, label="optimizer"))
+            number: tuple(ops.zeros(stage.flat.grad.shape, ops.statistics, label="optimizer")
+                          for _ in range(2))
             for number, stage in stages.items()
         }
 
@@ -38,8 +39,9 @@ class AdamW:
             flat, (m, v) = stage.flat, self.moments[number]
             for decay, run in flat.runs(lambda param: param.decay):
                 self.ops.adamw_step(
-                    flat.data[run], flat.grad[run], m[run], v[run], lr, config.beta1, config.beta2,
-                    config.eps, config.weight_decay if decay else 0.0, step)
+                    flat.master[run], flat.grad[run], m[run], v[run], lr, config.beta1,
+                    config.beta2, config.eps, config.weight_decay if decay else 0.0, step)
+            flat.publish()
 
 
 OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}

@@ -25,9 +25,9 @@ PAYLOAD, WIRE, DTYPE, STEP, STAGE, MB, PHASE, SITE = range(9, 17)
 TALLY = 17  # behind the fields: what `close` adds to
 
 # What the records of one barrier share. A record must cost next to nothing, so these are found with
-# one look-up when the operation is posted: calls, nanoseconds inside, wire bytes of a call, code
-# and instruction of the last caller, and that caller as (file, line).
-T_CALLS, T_NANOSECONDS, T_WIRE, T_CODE, T_INSTRUCTION, T_SITE = range(6)
+# one look-up when the operation is posted: calls, nanoseconds inside, wire bytes of a call,
+# dtype, code and instruction of the last caller, and that caller as (file, line).
+T_CALLS, T_NANOSECONDS, T_WIRE, T_DTYPE, T_CODE, T_INSTRUCTION, T_SITE = range(7)
 
 # Fields of a compute span, and of an operation of a layer (recorded only when asked for).
 SPAN_FIELDS = ("kind", "start_ns", "end_ns", "step", "stage", "mb")
@@ -93,15 +93,15 @@ class Recorder:
         self.busy_ns = {}
 
     @property
-    def counters(self) -> dict[tuple[str, str, str, str], list[int]]:
-        """(axis, barrier name, operation, phase) -> [calls, payload bytes, wire bytes,
+    def counters(self) -> dict[tuple[str, str, str, str, str], list[int]]:
+        """(axis, barrier name, operation, phase, dtype) -> [calls, payload bytes, wire bytes,
         nanoseconds].
         """
         counters: dict = {}
         for (*key, payload), tally in self._tallies.items():
             calls = tally[T_CALLS]
             if calls:
-                counter = counters.setdefault(tuple(key), [0, 0, 0, 0])
+                counter = counters.setdefault((*key, str(tally[T_DTYPE])), [0, 0, 0, 0])
                 counter[CALLS] += calls
                 counter[BYTES] += calls * payload
                 counter[WIRE_BYTES] += calls * tally[T_WIRE]
@@ -120,7 +120,7 @@ class Recorder:
         tally = self._tallies.get(key)
         if tally is None:
             wire = wire_bytes(operation, payload, comm.size)
-            tally = self._tallies[key] = [0, 0, wire, None, -1, None]
+            tally = self._tallies[key] = [0, 0, wire, dtype, None, -1, None]
         # Finding a line number takes longer than all the rest, and the caller is mostly the same as
         # last time.
         if tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti:
@@ -150,8 +150,8 @@ class Recorder:
     def totals(self, by: tuple[int, ...] = (0,)) -> dict:
         """Sum the counters over everything but the key positions in `by`.
 
-        Key positions: 0 axis, 1 barrier name, 2 operation, 3 phase. Values: [calls, payload bytes,
-        wire bytes, nanoseconds].
+        Key positions: 0 axis, 1 barrier name, 2 operation, 3 phase, 4 dtype. Values: [calls,
+        payload bytes, wire bytes, nanoseconds].
         """
         sums: dict = {}
         for key, counter in self.counters.items():

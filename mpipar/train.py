@@ -15,6 +15,7 @@ from mpipar.comm import Comms
 from mpipar.connect import Options
 from mpipar.errors import NonFiniteError
 from mpipar.gradsync import GradSync, agree, is_finite
+from mpipar.loss_scale import LossScale
 from mpipar.models.decoder import Stage, balanced_layers
 from mpipar.optim import OPTIMIZERS, learning_rate
 from mpipar.pipeline import schedules
@@ -24,7 +25,11 @@ from mpipar.pipeline.engine import Engine, forward_only
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step: mean loss in nats per token, norm of the whole gradient."""
+    """What all ranks know after a step: mean loss in nats per token, norm of the whole gradient.
+
+    loss_scale: of this step's backward pass, None where nothing is scaled. skipped: the gradients
+    overflowed, on some rank, and no weight has changed.
+    """
 
     step: int
     loss: float
@@ -32,6 +37,8 @@ class StepResult:
     lr: float
     step_seconds: float
     stop: bool
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 def make_schedule(grid_config):
@@ -84,6 +91,7 @@ class Worker:
         self.engine = Engine(
             ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync)
         self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.stages, config.train)
+        self.loss_scale = LossScale(config.run)
         self.num_tokens = config.train.batch_size * config.model.seq_len  # of the global batch
 
     def _copies(self, stage):
@@ -117,46 +125,57 @@ class Worker:
         stop).
 
         get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
-        mean loss over the global batch, on every rank that holds the parameter.
+        mean loss over the global batch, on every rank that holds the parameter; where one is not
+        finite on any rank, the norm is not finite on all of them.
         Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums,
         and one all_reduce of three numbers over world.
         """
         self.recorder.step = step
         self.gradsync.zero()
         for stage in self.stages.values():
-            stage.set_loss_scale(1.0 / self.num_tokens)
+            stage.set_loss_scale(self.loss_scale.value / self.num_tokens)
         start = perf_counter_ns()
         losses = self.engine.run(self.program, get_batch)
         self.recorder.phase, self.recorder.stage, self.recorder.mb = "sync", -1, -1
         self.recorder.span("pipeline", start)
         self.gradsync.finish()
+        self.gradsync.unscale(self.loss_scale.value)
         # tp ranks know the same loss: one of them reports it.
         loss = sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+        squares = self.gradsync.square_sum()
+        if self.loss_scale.dynamic and self.gradsync.overflows():
+            squares = math.inf  # also in a copy that the norm does not count: all ranks must skip
         loss, squares, stop = agree(
-            self.ops, self.comms, [loss, self.gradsync.square_sum(), float(stop_asked)],
-            "step.norm")
+            self.ops, self.comms, [loss, squares, float(stop_asked)], "step.norm")
         return loss / self.num_tokens, math.sqrt(squares), stop > 0
 
     def train_step(self, step: int, get_batch, stop_asked=False) -> StepResult:
-        """One optimizer update; step counts from 1.
+        """One optimizer update, or none where float16 gradients overflowed; step counts from 1.
 
-        Raises NonFiniteError on every rank, before any weight changes, when loss or gradient is not
-        finite.
+        Raises NonFiniteError on every rank, before any weight changes, when the loss is not finite,
+        or a gradient for which no smaller loss scale is left.
         """
         start = perf_counter_ns()
         loss, norm, stop = self.gradients(step, get_batch, stop_asked)
-        if not is_finite(loss, norm):
+        scale, overflow = self.loss_scale.value, not is_finite(norm)
+        if not is_finite(loss) or (overflow and not self.loss_scale.can_skip()):
             raise NonFiniteError(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update;"
-                f" try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps")
+                f" try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
+                + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic
+                   else ""))
+        self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         self.recorder.phase = "opt"
         opt_start = perf_counter_ns()
-        self.gradsync.clip(norm, self.config.train.clip)
-        self.optimizer.step(lr, step)
+        if not overflow:
+            self.gradsync.clip(norm, self.config.train.clip)
+            self.optimizer.step(lr, step - self.loss_scale.skipped)
         self.ops.synchronize()
         self.recorder.span("opt", opt_start)
-        return StepResult(step, loss, norm, lr, (perf_counter_ns() - start) * 1e-9, stop)
+        seconds = (perf_counter_ns() - start) * 1e-9
+        shown = scale if self.loss_scale.dynamic else None
+        return StepResult(step, loss, norm, lr, seconds, stop, shown, overflow)
 
     def forward(self, num_microbatches: int, get_batch) -> dict:
         """Forward passes alone; returns the last stage's outputs by microbatch, where this rank has

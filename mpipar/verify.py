@@ -66,7 +66,7 @@ def step_tensors(config, tokens, grid, mpi_world=None):
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, lambda param: param.grad)
     worker.optimizer.step(config.train.lr, 1)
-    weights = full_tensors(worker, lambda param: param.data)
+    weights = full_tensors(worker, lambda param: param.master)
     worker.close()
     return loss, norm, gradients, weights
 

@@ -27,25 +27,34 @@ def positions_of(kind, tokens, rng):
 
 
 class Inputs:
-    """Makes arrays of one implementation from random host arrays of its type."""
+    """Makes arrays of one implementation from random host arrays of its types.
 
-    def __init__(self, ops, seed):
-        self.ops = ops
+    rounded: the type whose numbers weights and activations are, if it is not that of the ops.
+    """
+
+    def __init__(self, ops, seed, rounded=None):
+        self.ops, self.rounded = ops, rounded or ops.dtype
         self.rng = np.random.default_rng(seed)
 
     def real(self, *shape):
-        return self.ops.asarray(self.rng.standard_normal(shape).astype(self.ops.dtype))
+        """Weights or activations."""
+        host = self.rng.standard_normal(shape).astype(self.rounded)
+        return self.ops.asarray(host.astype(self.ops.dtype))
+
+    def sums(self, *shape):
+        """Gradients of weights, or what the optimizer keeps."""
+        return self.ops.asarray(self.rng.standard_normal(shape).astype(self.ops.statistics))
 
     def positive(self, *shape):
-        return self.ops.asarray(self.rng.uniform(0.5, 2.0, shape).astype(self.ops.dtype))
+        return self.ops.asarray(self.rng.uniform(0.5, 2.0, shape).astype(self.ops.statistics))
 
     def ids(self, high, *shape):
         return self.ops.asarray(self.rng.integers(0, high, shape))
 
 
-def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5):
+def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
     """Return name -> result of every array function (in-place ones: what they changed)."""
-    make = Inputs(ops, seed)
+    make = Inputs(ops, seed, rounded)
     return {
         **_basics(ops, make, sizes),
         **_products(ops, make, sizes),
@@ -60,22 +69,23 @@ def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5):
 def _basics(ops, make, sizes):
     x, y = make.real(sizes.batch, sizes.width), make.real(sizes.batch, sizes.width)
     copied, filled = ops.zeros(x.shape), ops.empty((sizes.inner,), label="buffers")
-    out = {"sum": ops.sum(x), "square_sum": ops.square_sum(x), "add": ops.add(x, y)}
+    grad = make.sums(sizes.batch, sizes.width)
+    out = {"sum": ops.sum(grad), "square_sum": ops.square_sum(grad), "add": ops.add(x, y)}
     out["add_broadcast"] = ops.add(make.real(3, *x.shape), y)
     ops.copy(copied, x)
     ops.fill(filled, 2.5)
     ops.synchronize()
     out |= {"copy": copied, "fill": filled, "accumulate": ops.accumulate(x, y)}
-    out["scale"] = ops.scale(y, 0.3)
+    out["scale"] = ops.scale(grad, 0.3)
     return out
 
 
 def _products(ops, make, sizes):
     x = make.real(sizes.batch, sizes.tokens, sizes.width)
     dy = make.real(sizes.batch, sizes.tokens, sizes.inner)
-    w, dw = make.real(sizes.width, sizes.inner), make.real(sizes.width, sizes.inner)
-    table, dtable = make.real(sizes.inner, sizes.width), make.real(sizes.inner, sizes.width)
-    b, db = make.real(sizes.inner), make.real(sizes.inner)
+    w, dw = make.real(sizes.width, sizes.inner), make.sums(sizes.width, sizes.inner)
+    table, dtable = make.real(sizes.inner, sizes.width), make.sums(sizes.inner, sizes.width)
+    b, db = make.real(sizes.inner), make.sums(sizes.inner)
     out = {
         "matmul_forward": ops.matmul_forward(x, w),
         "matmul_forward_tied": ops.matmul_forward(x, table.T),
@@ -93,7 +103,7 @@ def _products(ops, make, sizes):
 
 def _norm(ops, make, sizes):
     x = make.real(sizes.batch, sizes.tokens, sizes.width)
-    dy, dw, db = make.real(*x.shape), make.real(sizes.width), make.real(sizes.width)
+    dy, dw, db = make.real(*x.shape), make.sums(sizes.width), make.sums(sizes.width)
     w, b = make.real(sizes.width), make.real(sizes.width)
     y, mean, rstd = ops.layernorm_forward(x, w, b, 1e-5)
     dx = ops.layernorm_backward_input(dy, x, w, mean, rstd)
@@ -122,8 +132,8 @@ def _attention(ops, make, sizes, kind):
 
 def _embeddings(ops, make, sizes):
     ids = make.ids(3 * sizes.rows, sizes.batch, sizes.tokens)  # some belong to other shards
-    table, dtable = make.real(sizes.rows, sizes.width), make.real(sizes.rows, sizes.width)
-    places, dplaces = make.real(sizes.tokens, sizes.width), make.real(sizes.tokens, sizes.width)
+    table, dtable = make.real(sizes.rows, sizes.width), make.sums(sizes.rows, sizes.width)
+    places, dplaces = make.real(sizes.tokens, sizes.width), make.sums(sizes.tokens, sizes.width)
     positions = ops.asarray(make.rng.permutation(sizes.tokens))
     y = ops.embedding_forward(ids, table, sizes.rows)
     dy = make.real(*y.shape)
@@ -140,7 +150,7 @@ def _embeddings(ops, make, sizes):
 def _loss(ops, make, sizes):
     count, start = sizes.batch * sizes.tokens, sizes.rows
     num_valid = start + sizes.rows - 2  # the last two columns are padding
-    logits, noise = make.real(count, sizes.rows), make.real(count, sizes.rows)
+    logits, noise = make.real(count, sizes.rows), make.sums(count, sizes.rows)
     targets = make.ids(num_valid, count)
     best = ops.argmax_forward(logits, start, num_valid)
     noisy = ops.argmax_forward(logits, start, num_valid, noise)
@@ -159,8 +169,8 @@ def _loss(ops, make, sizes):
 
 def _updates(ops, make, sizes):
     size = sizes.width * sizes.inner
-    data, grad, m, v = make.real(size), make.real(size), make.real(size), make.positive(size)
-    plain_data = make.real(size)
+    data, grad, m, v = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
+    plain_data = make.sums(size)
     ops.sgd_step(plain_data, grad, 0.1)
     ops.adamw_step(data, grad, m, v, 0.01, 0.9, 0.95, 1e-8, 0.1, 3)
     return {"sgd_step": plain_data, "adamw data": data, "adamw m": m, "adamw v": v}

@@ -9,21 +9,21 @@ from helpers import REPOSITORY
 PACKAGE = REPOSITORY / "mpipar"
 # From the ground up: a floor imports from the floors above it in this list, or sideways.
 FLOORS = {
-    "plain data": "__init__ errors config layout flags environment failure launch watchdog",
+    "plain data": "__init__ errors config presets layout flags environment failure launch watchdog",
     "hardware": "ops",
     "recorder": "trace",
-    "wire": "grid comm connect transport device_transport desync",
+    "wire": "grid comm connect transport narrow_transport device_transport desync",
     "partition": "partition",
     "layers": "layers",
     "models": "models",
-    "update": "gradsync optim",
+    "update": "gradsync loss_scale optim",
     "order": "pipeline plan.costs",
     "state": "data hf_format checkpoint",
     "one rank's work": "train generate verify",
     "views": "report plan",
     "commands": "commands cli __main__",
 }
-WIRE = {"comm", "connect", "transport", "device_transport", "desync"}
+WIRE = {"comm", "connect", "transport", "narrow_transport", "device_transport", "desync"}
 IMPORT_MPI = WIRE | {"launch", "commands.doctor"}
 CALL_MPI = WIRE | {"launch", "report.gather", "report.clock"}
 MPI_CALLS = set(

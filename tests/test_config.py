@@ -180,8 +180,9 @@ def test_misfit_is_refused_with_legal_values(values, world_size, words):
         ("beta1", 1.0), ("beta2", -0.1), ("clip", -1.0), ("weight_decay", math.nan),
         ("layers", 0), ("heads", -1), ("steps", 0), ("seed", -1), ("seed", 2**63),
         ("num_microbatches", 0), ("stage_layers", (3, 0)), ("batch_size", 0), ("vocab_size", 1),
-        ("device", "gpu"), ("dtype", "float16"), ("optimizer", "adam"), ("ffn_cut", "row"),
+        ("device", "gpu"), ("dtype", "float8"), ("optimizer", "adam"), ("ffn_cut", "row"),
         ("d_model", 10**18), ("prompt", "\udcff"), ("temperature", -1.0), ("log_interval", 0),
+        ("loss_scale", 0.0), ("loss_scale", math.inf), ("loss_scale_interval", 0),
     ],
 )  # fmt: skip
 def test_value_out_of_range_is_refused(name, value):

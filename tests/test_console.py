@@ -56,11 +56,11 @@ def test_console_has_a_line_per_log_interval(layout, run_of):
 def test_barrier_table_adds_up_to_the_metrics(layout, run_of):
     folder, text = run_of(layout)
     rows = [cells(line) for line in section(text, "barriers of a step")]
-    assert rows[0] == ["axis", "barrier", "operation", "phase", "calls/step", "bytes/step",
-                       "ms mean", "ms max"]
+    assert rows[0] == ["axis", "barrier", "operation", "phase", "dtype", "calls/step",
+                       "bytes/step", "ms mean", "ms max"]
     calls = {}
     for row in rows[1:]:
-        calls[row[0]] = calls.get(row[0], 0) + float(row[4])
+        calls[row[0]] = calls.get(row[0], 0) + float(row[5])
     comm = metrics(folder)[-1]["comm"]
     assert calls == {axis: counter["calls"] for axis, counter in comm.items()}
     names = {row[1] for row in rows[1:]}

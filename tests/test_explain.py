@@ -88,7 +88,7 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     assert names[-1] == ("world", "all_reduce", "step.norm")
     row = listed[2]
     # B 1 row, T 64 tokens, D 128, 4 bytes; the tp group of rank 5 is ranks 4 and 5.
-    assert row[7:12] == ["4,5", "32.0", "KiB", "B*T*D*e", "32.0"]
+    assert row[7:13] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
     assert row[-1].startswith("mpipar/partition/row.py:")
     assert "m * (4L + 2)" in result.stdout
     assert "FLOPs of products: F " in result.stdout

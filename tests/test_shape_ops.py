@@ -38,7 +38,7 @@ def ops():
 
 
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_every_function_gives_the_shape_and_type_of_the_real_one(dtype, sizes):
     real = call_every_op(make("cpu", dtype), sizes)
     shapes = call_every_op(make("shapes", dtype), sizes)

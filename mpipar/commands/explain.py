@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from mpipar.commands.resolve import AUTO, resolve
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.grid import Grid
@@ -19,6 +17,7 @@ from mpipar.report import formulas
 from mpipar.report.console import barriers, describe_stage, nbytes, number, table
 from mpipar.trace import (
     AXIS,
+    DTYPE,
     MB,
     NAME,
     OPERATION,
@@ -72,12 +71,12 @@ def run(reading, world_rank: int) -> int:
 
 def in_order(recorder, config, grid) -> str:
     """One row per barrier or message, as the rank comes to them."""
-    itemsize = np.dtype(config.run.dtype).itemsize
-    rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "payload", "formula",
-             "sent", "factor", "source")]
+    rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "dtype", "payload",
+             "formula", "sent", "factor", "source")]
     for i, record in enumerate(recorder.records, 1):
         ranks = group_of(grid, record[AXIS], config)
-        formula = formulas.payload(record, config, itemsize, len(ranks))
+        dtype = record[DTYPE]
+        formula = formulas.payload(record, config, dtype.itemsize, len(ranks))
         if record[PEER] >= 0:
             arrow = "to" if record[OPERATION] == "send" else "from"
             shown = f"{arrow} {ranks[record[PEER]]}"
@@ -85,9 +84,9 @@ def in_order(recorder, config, grid) -> str:
             shown = ",".join(map(str, ranks))
         rows.append((
             i, record[PHASE], record[STAGE], record[MB], record[AXIS], record[OPERATION],
-            record[NAME], shown, nbytes(record[PAYLOAD]), formula[0] if formula else "",
+            record[NAME], shown, dtype, nbytes(record[PAYLOAD]), formula[0] if formula else "",
             nbytes(record[WIRE]), formulas.sent(record), place(*record[SITE])))
-    return table(rows, left=8)
+    return table(rows, left=9)
 
 
 def group_of(grid, axis: str, config) -> tuple[int, ...]:

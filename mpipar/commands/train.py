@@ -91,6 +91,8 @@ def train(session, worker, rows, metrics, memory, tracer, log, folder) -> tuple[
         if step % run.log_interval == 0 or step in (1, steps) or result.stop:
             lines = metrics.flush(session.world)
             if lines:
+                for text in console.skipped_steps(lines):
+                    log(text)
                 seconds = median(durations or [result.step_seconds])
                 log(console.step_line(steps, lines[-1], seconds))
         if result.stop:

@@ -19,8 +19,8 @@ class Param:
     decay: whether weight decay applies (matrices and embeddings yes, biases and norms no).
     grad_groups: names of the groups over which the gradient is still partial when the last backward
     of the step is done, besides dp. owner: false for replicas and tied copies, which norms and
-    files must not count again. data, grad: views into the flat buffers of the stage, set by
-    `FlatParams`.
+    files must not count again. data, grad, master: views into the flat buffers of the stage, set by
+    `FlatParams`; layers read data, the optimizer and files have to do with master.
     """
 
     def __init__(self, name, shape, comm, cut_axis=None, std=0.0, fill=None, decay=True):
@@ -34,7 +34,7 @@ class Param:
         self.decay = decay
         self.grad_groups: tuple[str, ...] = ()
         self.owner = cut_axis is not None or comm.index == 0
-        self.data = self.grad = None
+        self.data = self.grad = self.master = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -81,8 +81,11 @@ class Param:
 
 
 class FlatParams:
-    """Data and gradients of a list of parameters, each in one flat buffer, every Param a view into
-    both.
+    """Data, gradients and master weights of a list of parameters, each in one flat buffer, every
+    Param a view into all three.
+
+    With 16-bit data, gradients and master weights are float32: an update is often too small to
+    change a 16-bit number. Otherwise the master weights are the data.
 
     Order: parameters whose gradient needs only dp first, then by further groups; inside each, those
     with decay first. So an optimizer update is a handful of long runs, and a bucket of gradients or
@@ -96,8 +99,10 @@ class FlatParams:
         # for whoever reports that there is no room
         self.name = f"{largest} and {len(self.params) - 1} smaller tensors"
         total = sum(p.size for p in self.params)
-        self.data = ops.zeros((total,), label="weights")
-        self.grad = ops.zeros((total,), label="gradients")
+        self.data = self.master = ops.zeros((total,), label="weights")
+        self.grad = ops.zeros((total,), ops.statistics, label="gradients")
+        if ops.dtype != ops.statistics:
+            self.master = ops.zeros((total,), ops.statistics, label="optimizer")
         self.slices = {}
         start = 0
         for param in self.params:
@@ -105,6 +110,7 @@ class FlatParams:
             self.slices[param.name] = piece
             param.data = self.data[piece].reshape(param.local_shape)
             param.grad = self.grad[piece].reshape(param.local_shape)
+            param.master = self.master[piece].reshape(param.local_shape)
             start += param.size
 
     def runs(self, key):
@@ -128,9 +134,15 @@ class FlatParams:
         """
         for param in self.params:
             if param.fill is not None and not spread:
-                self.ops.fill(param.data, param.fill)
+                self.ops.fill(param.master, param.fill)
                 continue
-            host = np.zeros(param.local_shape, self.ops.dtype)
+            host = np.zeros(param.local_shape, self.ops.statistics)
             for row, values in param.initial_rows(seed, spread):
                 host[(row, *(slice(n) for n in values.shape))] = values
-            self.ops.copy(param.data, self.ops.asarray(host))
+            self.ops.copy(param.master, self.ops.asarray(host))
+        self.publish()
+
+    def publish(self) -> None:
+        """Round the master weights, which have changed, to what the layers read. Comm: none."""
+        if self.master is not self.data:
+            self.ops.copy(self.data, self.master)

@@ -24,7 +24,7 @@ class ArrayOps:
 
     def __init__(self, xp, dtype, device):
         self.xp = xp
-        self.dtype = np.dtype(dtype)
+        self.dtype = self.statistics = np.dtype(dtype)  # of activations; of gradients and sums
         self.device = device
         # A NumPy float64 scalar would widen a float32 array (NEP 50): every scalar is cast by this.
         self.scalar = self.dtype.type

@@ -106,6 +106,22 @@ class ShapeArray:
     def _view(self, shape, strides):
         return ShapeArray(self._ledger, self._block, tuple(shape), self.dtype, tuple(strides))
 
+    def astype(self, dtype):
+        """Return a new array of another type; a wider one is a buffer for one computation."""
+        wider = np.dtype(dtype).itemsize > self.itemsize
+        label = "buffers" if wider else self._block.label
+        return ShapeArray.allocate(self._ledger, self.shape, dtype, label)
+
+    def view(self, dtype):
+        """Return the array itself: its memory as another type of the same width."""
+        assert np.dtype(dtype).itemsize == self.itemsize, (dtype, self.dtype)
+        return self
+
+    def sum(self, axis):
+        """Return a new array without the first dimension."""
+        assert axis == 0, axis
+        return ShapeArray.allocate(self._ledger, self.shape[1:], self.dtype, self._block.label)
+
     def reshape(self, *shape):
         """Return a view in another shape, or a new array where NumPy would have to copy."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape

@@ -21,7 +21,7 @@ class ShapeOps:
 
     def __init__(self, dtype, recorder=None):
         self.xp = None
-        self.dtype = np.dtype(dtype)
+        self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
         self.recorder = recorder
         self.flops = Counter()
@@ -178,7 +178,7 @@ class ShapeOps:
 
     def embedding_forward(self, ids, table, start):
         """Return (..., D)."""
-        return self.empty((*ids.shape, table.shape[1]))
+        return self.empty((*ids.shape, table.shape[1]), table.dtype)
 
     def embedding_backward_weight(self, ids, dy, dtable, start):
         """Check the shapes."""

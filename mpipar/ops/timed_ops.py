@@ -8,7 +8,8 @@ from sys import _getframe
 from time import perf_counter_ns
 
 # What makes or moves arrays belongs to no layer.
-PLUMBING = ("empty", "zeros", "asarray", "to_host", "to_pinned", "pinned", "synchronize")
+PLUMBING = ("empty", "zeros", "asarray", "to_host", "to_pinned", "pinned", "synchronize",
+            "scalar")
 
 
 class TimedOps:
@@ -21,7 +22,7 @@ class TimedOps:
     def __init__(self, ops, recorder):
         self.active = False
         self._ops = ops
-        for name in dir(type(ops)):
+        for name in dir(ops):
             function = getattr(ops, name)
             if callable(function) and not name.startswith("_") and name not in PLUMBING:
                 setattr(self, name, self._timed(name, function, recorder))

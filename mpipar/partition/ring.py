@@ -33,7 +33,7 @@ def total(ops, product, comm, name):
 
     product(place) makes, into a new array, this rank's part of the sum that belongs to `place`. The
     sum of each place starts behind it and goes once round the ring; a part is added where it
-    passes.
+    passes, and the sum is rounded there where activations have 16 bits.
     Comm: size - 1 times one isend to the next place, one irecv from the one before.
     """
     sum_so_far = product(comm.neighbor(-1))

@@ -167,8 +167,9 @@ def unit_memory(config) -> dict:
     batch = zero_batch(ops, config)
     groups = grouped_layers(stage, range(num_units), num_units)
     one_pass(ops, groups, batch, None, None, observe)
-    copies = 2 + OPTIMIZER_STATE[config.train.optimizer]
-    weights = [copies * ops.dtype.itemsize * sum(p.size for layer in layers for p in layer.params)
+    copies = 1 + OPTIMIZER_STATE[config.train.optimizer] + (ops.dtype != ops.statistics)
+    each = ops.dtype.itemsize + copies * ops.statistics.itemsize
+    weights = [each * sum(p.size for layer in layers for p in layer.params)
                for _, layers in groups]
     return {
         "stash_bytes": tuple(kept["f"][unit] for unit in range(num_units)),

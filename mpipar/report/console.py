@@ -105,13 +105,22 @@ def measured_memory(facts: list[dict]) -> str:
 def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
     """One line per log interval, fixed order: greppable."""
     left = round((steps - line["step"]) * seconds_per_step)
+    norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
+    scale = f" | scale {line['loss_scale']:g}" if "loss_scale" in line else ""
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}"
-        f" | gnorm {line['grad_norm']:.3f} | lr {line['lr']:.1e}"
+        f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
         f" | {seconds_per_step * 1e3:.0f} ms | {number(line['tokens_per_second'])} tok/s"
         f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
         f" | eta {left // 60}:{left % 60:02d}"
     )
+
+
+def skipped_steps(lines: list[dict]) -> list[str]:
+    """What is said of each of these steps whose gradients overflowed."""
+    return [f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
+            f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
+            for line in lines if line.get("skipped")]
 
 
 def family(name: str) -> str:
@@ -122,26 +131,27 @@ def family(name: str) -> str:
 def barriers(facts: list[list], steps: int, world_size: int) -> str:
     """The barriers of a step by name, summed over blocks and microbatches.
 
-    facts: for each rank a list of [axis, name, operation, phase, calls, bytes, wire bytes, ns].
+    facts: for each rank a list of [axis, name, operation, phase, dtype, calls, bytes, wire bytes,
+    ns].
     Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over
     ranks.
     """
     sums: dict = {}
     for world_rank, counters in enumerate(facts):
-        for axis, name, operation, phase, *counter in counters:
-            key = (axis, family(name), operation, phase)
+        for axis, name, operation, phase, dtype, *counter in counters:
+            key = (axis, family(name), operation, phase, dtype)
             entry = sums.setdefault(key, [0, 0, [0.0] * world_size])
             entry[0] += counter[CALLS]
             entry[1] += counter[BYTES]
             entry[2][world_rank] += counter[NANOSECONDS] * 1e-6
     if not sums:
         return "none: one rank waits for nobody"
-    rows = [("axis", "barrier", "operation", "phase", "calls/step", "bytes/step", "ms mean",
-             "ms max")]
+    rows = [("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step",
+             "ms mean", "ms max")]
     for key, (calls, size, times) in sorted(sums.items()):
         rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps),
                      f"{sum(times) / world_size / steps:.2f}", f"{max(times) / steps:.2f}"))
-    return table(rows, left=4)
+    return table(rows, left=5)
 
 
 def overlap(facts: list[dict]) -> str:

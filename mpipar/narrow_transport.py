@@ -1,0 +1,70 @@
+"""How sixteen-bit numbers travel: MPI neither knows bfloat16 nor adds it.
+
+Between a Comm and its transport. What only moves goes as 16-bit integers. The parts of a sum travel
+in 16 bits too, which is what halves the bytes: each rank gets everybody's part of its share
+(all-to-all), adds them up in float32, rounds once, and the shares are gathered. These are the bytes
+of a ring all-reduce, and every rank ends with the same numbers. Arrays of other types pass: weight
+gradients are float32 and summed by MPI.
+"""
+
+from __future__ import annotations
+
+
+class NarrowTransport:
+    """A transport for groups of `group_size` ranks whose ops have a 16-bit dtype."""
+
+    def __init__(self, wire, ops, group_size):
+        self.wire, self.ops, self.group_size = wire, ops, group_size
+
+    def __getattr__(self, name):
+        return getattr(self.wire, name)  # barriers and limits pass
+
+    def _is_narrow(self, x):
+        return x.dtype == self.ops.dtype
+
+    def _moved(self, x):
+        """The same memory as MPI may see it."""
+        return x.view("uint16") if self._is_narrow(x) else x
+
+    def _received(self, y, x):
+        """What has arrived, in the type of x."""
+        return y.view(x.dtype) if self._is_narrow(x) else y
+
+    def all_reduce(self, x, op):
+        if not self._is_narrow(x):
+            self.wire.all_reduce(x, op)
+            return
+        assert op == "sum", op
+        share = -(-x.size // self.group_size)
+        parts = self.ops.zeros((self.group_size, share), label="buffers")
+        self.ops.copy(parts.reshape(-1)[:x.size], x.reshape(-1))
+        whole = self.all_gather(self.reduce_scatter(parts), self.group_size)
+        self.ops.copy(x.reshape(-1), whole.reshape(-1)[:x.size])
+
+    def iall_reduce(self, x):
+        assert not self._is_narrow(x), "gradients are summed in float32"
+        return self.wire.iall_reduce(x)
+
+    def reduce_scatter(self, x):
+        if not self._is_narrow(x):
+            return self.wire.reduce_scatter(x)
+        return self.ops.add_parts(self.all_to_all(x))
+
+    def reduce(self, x, root):
+        assert not self._is_narrow(x), "the cuts that reduce to one rank are float32 or float64"
+        self.wire.reduce(x, root)
+
+    def all_gather(self, x, group_size):
+        return self._received(self.wire.all_gather(self._moved(x), group_size), x)
+
+    def all_to_all(self, x):
+        return self._received(self.wire.all_to_all(self._moved(x)), x)
+
+    def broadcast(self, x, root):
+        self.wire.broadcast(self._moved(x), root)
+
+    def isend(self, x, peer, tag):
+        return self.wire.isend(self._moved(x), peer, tag)
+
+    def irecv(self, x, peer, tag):
+        return self.wire.irecv(self._moved(x), peer, tag)

@@ -1,0 +1,16 @@
+"""Named starting points: field -> value, where it is not the default of config.py."""
+
+
+def _gpt2(layers, d_model, heads):
+    return {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": 1024,
+            "vocab_size": 50257, "batch_size": 512, "num_microbatches": 8, "lr": 6e-4,
+            "warmup_steps": 700, "steps": 20000}
+
+
+PRESETS = {
+    "tiny": {"batch_size": 16, "num_microbatches": 4},
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+}
