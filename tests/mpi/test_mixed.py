@@ -1,0 +1,255 @@
+"""16-bit training over ranks: equal to one rank within the rounding, skipped by all or none."""
+
+import hashlib
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import LAYOUTS, MODEL, WORLD, cut_model, poison_unwritten, small_config, tokens
+from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
+from test_records import WHAT
+
+from mpipar import ops as ops_module
+from mpipar import train
+from mpipar.comm import Comm
+from mpipar.connect import Options, connect
+from mpipar.data.rows import Rows
+from mpipar.errors import NonFiniteError
+from mpipar.gradsync import GradSync
+from mpipar.grid import Grid
+from mpipar.narrow_transport import NarrowTransport
+from mpipar.plan.predict import predict
+from mpipar.report.memory import PeakMemory
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+from mpipar.verify import compare
+
+HERE = LAYOUTS[WORLD.size]
+HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
+# Largest difference of a gradient from one rank's, in roundings. Rows are cut without any further
+# rounding, only float32 sums come in another order; every tensor-parallel barrier rounds the parts
+# of its sum once more.
+ROUNDINGS = {"rows": 0.25, "tp": 6}
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+
+
+@pytest.fixture(params=HALF_UNIT)
+def dtype(request):
+    return request.param
+
+
+def mixed(dtype, layout, num_microbatches=2, optimizer="sgd", scale=None, interval=None, **options):
+    config = small_config(layout, num_microbatches, **options)
+    run = replace(config.run, dtype=dtype, loss_scale=scale, loss_scale_interval=interval)
+    return replace(config, run=run, train=replace(config.train, optimizer=optimizer))
+
+
+def worker_of(config):
+    """This rank's Worker and a function: step -> StepResult."""
+    ops = ops_module.make(config.run.device, config.run.dtype)
+    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
+    worker.initialize()
+    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    return worker, lambda step: worker.train_step(step, lambda mb: rows.train(step, mb))
+
+
+def on_all_ranks(problem: str) -> None:
+    """Raise AssertionError on every rank if there is a problem on any. Comm: one all-gather."""
+    found = [text for text in WORLD.allgather(problem) if text]
+    assert not found, found[0]
+
+
+def assert_equals_one_rank(config):
+    """Assert that gradients and weights equal those of the one-rank run of the same dtype."""
+    roundings = ROUNDINGS["tp" if config.grid.tp > 1 else "rows"]
+    limit = roundings * HALF_UNIT[config.run.dtype]
+    bad = [f"tensors differ: {d.kind} of {d.name}: {d.error:.1e}"
+           for d in compare(config, tokens(), WORLD) if not d.error <= limit]
+    on_all_ranks(", ".join(bad[:5]))
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 8)
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_layout_equals_one_rank(layout, dtype, monkeypatch):
+    poison_unwritten(monkeypatch)
+    assert_equals_one_rank(mixed(dtype, layout, 5))
+    if layout[1] > 1:
+        assert_equals_one_rank(mixed(dtype, layout, schedule="zb-h1"))
+    if layout[2] > 1:
+        assert_equals_one_rank(mixed(dtype, layout, model=replace(MODEL, ffn_cut="gather")))
+        assert_equals_one_rank(mixed(dtype, layout, model=cut_model()))
+        assert_equals_one_rank(mixed(dtype, layout, model=cut_model("ring")))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.usefixtures("cuda_aware")
+@pytest.mark.parametrize("layout", HERE[-2:], ids=str)
+def test_device_path_equals_one_rank(layout, dtype):
+    config = mixed(dtype, layout)
+    assert_equals_one_rank(replace(config, run=replace(config.run, device="cuda")))
+
+
+@pytest.mark.ranks(2)
+def test_reduce_dropped_in_a_layer_is_caught(dtype, monkeypatch):
+    plain = Comm.all_reduce
+    monkeypatch.setattr(
+        Comm, "all_reduce", lambda self, x, name, op="sum":
+        x if name == "block1.ffn.up" else plain(self, x, name, op))
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equals_one_rank(mixed(dtype, TP))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_summed_in_16_bits_are_caught(dtype, monkeypatch):
+    plain = Comm.iall_reduce
+
+    def iall_reduce(self, x, name):
+        x[...] = x.astype(dtype)
+        return plain(self, x, name)
+
+    monkeypatch.setattr(Comm, "iall_reduce", iall_reduce)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equals_one_rank(mixed(dtype, DP))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
+    worker, step = worker_of(mixed(dtype, layout, optimizer="adamw"))
+    for number in (1, 2, 3):
+        step(number)
+    worker.close()
+    mine = {}
+    for stage in worker.stages.values():
+        for param in stage.flat.params:
+            both = param.data.tobytes() + param.master.tobytes()
+            mine[param.name, param.cut_index] = hashlib.sha256(both).hexdigest()
+    seen = {}
+    for ranks in WORLD.allgather(mine):
+        for key, digest in ranks.items():
+            assert seen.setdefault(key, digest) == digest, key
+
+
+@pytest.mark.parametrize("tp_matmul", [None, "plain", "ring"])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
+    model = cut_model(tp_matmul) if tp_matmul else MODEL
+    config = mixed(dtype, layout, model=model)
+    worker, step = worker_of(config)
+    step(1)
+    worker.close()
+    real = [[record[i] for i in WHAT] for record in worker.recorder.records]
+    predicted = predict(config, WORLD.rank).recorder
+    assert real == [[record[i] for i in WHAT] for record in predicted.records]
+    narrow = {(key[0], key[1]) for key in predicted.counters if key[4] == dtype}
+    wide = {(key[0], key[1]) for key in predicted.counters if key[4] == "float32"}
+    assert {axis for axis, name in narrow} <= {"pp", "tp"}
+    assert all(axis in ("dp", "tie") or name in ("loss", "grads.tp") for axis, name in wide)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", HERE[-1:], ids=str)
+def test_memory_is_predicted(layout):
+    """Widened copies, master weights and all, within 5 % and 2 MiB."""
+    model = replace(MODEL, d_model=96, ffn=384, seq_len=64)
+    config = mixed("bfloat16", layout, model=model, rows_per_mb=1)
+    memory = PeakMemory(ops_module.make("cpu", "bfloat16"))
+    memory.start()
+    worker, step = worker_of(config)
+    step(1)
+    worker.close()
+    memory.stop()
+    predicted = predict(config, WORLD.rank)
+    total = predicted.peak_total
+    assert 0.95 * total <= memory.peak <= 1.05 * total + 2**21, (memory.peak, total)
+    assert predicted.peak_bytes["weights"] == 2 * predicted.num_params
+    assert predicted.peak_bytes["gradients"] == predicted.peak_bytes["optimizer"] == (
+        4 * predicted.num_params)
+
+
+@pytest.mark.parametrize("size", [1, 7, 30])
+def test_sums_are_made_in_float32_and_the_same_everywhere(size, dtype):
+    ops, recorder = ops_module.make("cpu", dtype), Recorder()
+    everyone = tuple(range(WORLD.size))
+    wire = connect(ops, WORLD, everyone, Options(), recorder)
+    comm = Comm("tp", everyone, WORLD.rank, wire, recorder)
+    parts = np.random.default_rng(size).standard_normal((WORLD.size, size, 3)).astype(ops.dtype)
+    expected = parts.astype(np.float32).sum(axis=0).astype(ops.dtype)
+    got = comm.all_reduce(parts[WORLD.rank].copy(), "x")
+    assert got.dtype == ops.dtype
+    assert (got == expected).all()
+    assert (np.array(WORLD.allgather(got.tobytes())) == got.tobytes()).all()
+    blocks = np.random.default_rng(1).standard_normal((WORLD.size, *parts.shape)).astype(ops.dtype)
+    mine = comm.reduce_scatter(blocks[WORLD.rank].copy(), "x")
+    assert (mine == blocks.astype(np.float32)[:, WORLD.rank].sum(axis=0).astype(ops.dtype)).all()
+    root = comm.broadcast(parts[WORLD.rank].copy(), WORLD.size - 1, "x")
+    assert (root == parts[-1]).all()
+    wire.close()
+
+
+def overflow_on_rank_1(monkeypatch, at_step):
+    """Plant an infinity in the last gradient of world rank 1, after all sums, in these steps."""
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        if WORLD.rank == 1 and self.recorder.step in at_step:
+            next(iter(self.stages.values())).flat.grad[-1:] = math.inf
+
+    monkeypatch.setattr(GradSync, "finish", finish)
+
+
+def skip_together(layout):
+    """Steps 2 and 3 overflow on one rank: nobody may change a weight; then the scale recovers."""
+    config = mixed("float16", layout, optimizer="adamw", scale=1024.0, interval=2)
+    worker, step = worker_of(config)
+    problem, skipped, scales = "", [], []
+    for number in range(1, 8):
+        before = [stage.flat.master.copy() for stage in worker.stages.values()]
+        result = step(number)
+        after = [stage.flat.master for stage in worker.stages.values()]
+        same = all((a == b).all() for a, b in zip(before, after, strict=True))
+        skipped.append(result.skipped)
+        scales.append(result.loss_scale)
+        if same != (number in (2, 3)):
+            problem = f"step {number}: rank {WORLD.rank} skipped: {same}"
+    worker.close()
+    if not problem and (skipped != [False, True, True, False, False, False, False]
+                        or scales != [1024, 1024, 512, 256, 256, 512, 512]):
+        problem = f"rank {WORLD.rank}: {skipped}, {scales}"
+    on_all_ranks(problem)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_an_overflow_on_one_rank_makes_all_skip(layout, monkeypatch):
+    overflow_on_rank_1(monkeypatch, (2, 3))
+    skip_together(layout)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [DP, PP, TP], ids=str)
+def test_ranks_that_do_not_agree_are_caught(layout, monkeypatch):
+    overflow_on_rank_1(monkeypatch, (2, 3))
+    monkeypatch.setattr(train, "agree", lambda ops, comms, values, name: values)
+    with pytest.raises(AssertionError, match="rank 0"):
+        skip_together(layout)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [DP, TP], ids=str)
+def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch):
+    """Rank 1 holds a copy whose gradient the norm leaves to rank 0."""
+    overflow_on_rank_1(monkeypatch, (2, 3))
+    monkeypatch.setattr(GradSync, "overflows", lambda self: 0)
+    with pytest.raises((AssertionError, NonFiniteError), match=r"rank|loss nan"):
+        skip_together(layout)
+
+
+def test_sixteen_bits_are_moved_by_the_transport_that_knows_them(dtype):
+    for name, expected in ((dtype, True), ("float32", False)):
+        wire = connect(ops_module.make("cpu", name), WORLD, tuple(range(WORLD.size)), Options(),
+                       Recorder())
+        assert isinstance(wire, NarrowTransport) == expected
+        wire.close()

@@ -1,0 +1,160 @@
+"""The loss scale of float16, and the float32 weights behind 16-bit ones: in one process."""
+
+import math
+
+import numpy as np
+import pytest
+from config_helpers import changed
+from one_rank import fresh
+
+from mpipar.data.rows import Rows
+from mpipar.errors import NonFiniteError
+from mpipar.gradsync import GradSync
+from mpipar.layers.loss import CrossEntropy
+from mpipar.layers.param import FlatParams
+from mpipar.loss_scale import FIRST, LossScale, problems
+
+TOKENS = np.random.default_rng(2).integers(0, 17, 500).astype(np.uint8)
+
+
+def scale_of(**values):
+    return LossScale(changed(**values).run)
+
+
+def test_halves_at_an_overflow_and_doubles_after_enough_good_steps():
+    scale = scale_of(dtype="float16", loss_scale=1024.0, loss_scale_interval=3)
+    seen = []
+    for overflow in [0, 0, 1, 0, 0, 0, 0, 0, 0, 1]:
+        scale.update(bool(overflow))
+        seen.append(scale.value)
+    assert seen == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048, 1024]
+    assert scale.skipped == 2
+
+
+def test_types_with_the_range_of_float32_have_none():
+    for dtype in ("float32", "float64", "bfloat16"):
+        scale = scale_of(dtype=dtype)
+        scale.update(True)
+        assert (scale.value, scale.dynamic, scale.can_skip()) == (1.0, False, False)
+    assert scale_of(dtype="float16").value == FIRST
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"loss_scale": 1024.0}, "--loss-scale 1024: is for --dtype float16"),
+    ({"loss_scale_interval": 5, "dtype": "bfloat16"}, "bfloat16 needs none"),
+    ({"loss_scale": 1000.0, "dtype": "float16"}, "use 1024"),
+    ({"loss_scale": 3e-5, "dtype": "float16"}, "use 3.05176e-05"),
+])  # fmt: skip
+def test_flags_that_would_do_nothing_or_round_are_refused(values, words):
+    found = problems(changed(**values))
+    assert len(found) == 1
+    assert words in found[0]
+
+
+def steps(worker, count, first=1):
+    rows = Rows(worker.ops, TOKENS, worker.config, 0)
+    return [worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
+            for step in range(first, first + count)]
+
+
+def masters(worker):
+    return np.concatenate([stage.flat.master for stage in worker.stages.values()])
+
+
+def test_gradients_do_not_depend_on_the_scale():
+    """Powers of two round nothing, as long as nothing over- or underflows."""
+    found = []
+    for scale in (1024.0, 65536.0):
+        worker = fresh(dtype="float16", loss_scale=scale, optimizer="sgd")
+        result = steps(worker, 1)[0]
+        assert (result.loss_scale, result.skipped) == (scale, False)
+        found.append((result.grad_norm, masters(worker)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+    assert np.allclose(found[0][1], found[1][1], rtol=0, atol=1e-5)
+
+
+def test_without_a_scale_small_gradients_are_lost():
+    """The reason for all this: what is below 6e-8 on its way back is zero in float16."""
+    worker = fresh(dtype="float16", loss_scale=2.0**-24)
+    reference = fresh(dtype="float32")
+    lost, norm = steps(worker, 1)[0].grad_norm, steps(reference, 1)[0].grad_norm
+    assert lost == 0 < norm
+
+
+def test_skipped_steps_leave_weights_moments_and_adam_s_count_alone():
+    worker = fresh(dtype="float16", loss_scale=2.0**30, loss_scale_interval=1000)
+    before = masters(worker).copy()
+    results = steps(worker, 14)
+    skipped = [result.skipped for result in results]
+    count = sum(skipped)
+    assert 0 < count < 14
+    assert skipped == [True] * count + [False] * (14 - count)
+    assert [result.loss_scale for result in results] == [
+        2.0 ** (30 - min(i, count)) for i in range(14)]
+    good = fresh(dtype="float16", loss_scale=2.0 ** (30 - count), lr=3e-3)
+    assert (masters(good) == before).all()
+    good.loss_scale.skipped = count  # the same learning rates and rows; Adam begins at 1
+    steps(good, 14 - count, first=count + 1)
+    assert (masters(good) == masters(worker)).all()
+
+
+def test_what_a_smaller_scale_can_not_mend_stops_the_run(monkeypatch):
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        next(iter(self.stages.values())).flat.grad[0] = math.nan
+
+    monkeypatch.setattr(GradSync, "finish", finish)
+    worker = fresh(dtype="float16", loss_scale=4.0)
+    assert [result.skipped for result in steps(worker, 2)] == [True, True]
+    with pytest.raises(NonFiniteError, match="step 3"):
+        steps(worker, 1, first=3)
+    with pytest.raises(NonFiniteError, match="step 1"):
+        steps(fresh(dtype="bfloat16"), 1)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch):
+    monkeypatch.setattr(CrossEntropy, "forward", lambda self, logits, stash: math.inf)
+    monkeypatch.setattr(CrossEntropy, "backward_input", lambda self, dy, stash: 1 / 0)
+    worker = fresh(dtype="float16")
+    monkeypatch.setattr(worker.engine, "run", lambda program, get_batch: {0: math.inf})
+    with pytest.raises(NonFiniteError, match=r"loss inf.*or --dtype bfloat16"):
+        steps(worker, 1)
+
+
+def test_masters_start_as_in_float32_and_layers_read_them_rounded():
+    wide, narrow = fresh(dtype="float32"), fresh(dtype="bfloat16")
+    assert (masters(wide) == masters(narrow)).all()
+    flat = narrow.stages[0].flat
+    assert flat.data.dtype == narrow.ops.dtype
+    assert (flat.data == flat.master.astype(narrow.ops.dtype)).all()
+    assert wide.stages[0].flat.master is wide.stages[0].flat.data
+
+
+def way(dtype):
+    """Where 40 small plain steps move the weights."""
+    worker = fresh(dtype=dtype, optimizer="sgd", lr=1e-3, warmup_steps=0, min_lr_ratio=1.0)
+    before = masters(worker).copy()
+    steps(worker, 40)
+    return masters(worker) - before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_small_updates_are_kept_in_the_masters(dtype, monkeypatch):
+    expected = way("float32")
+
+    def astray():
+        """How far from the float32 run's end, as a share of its way."""
+        return np.linalg.norm(way(dtype) - expected) / np.linalg.norm(expected)
+
+    rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    assert astray() < 2 * rounding
+    plain = FlatParams.publish
+
+    def update_rounded_weights(self):  # as if there were no masters
+        plain(self)
+        self.ops.copy(self.master, self.data)
+
+    monkeypatch.setattr(FlatParams, "publish", update_rounded_weights)
+    assert astray() > 20 * rounding

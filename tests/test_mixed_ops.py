@@ -1,0 +1,100 @@
+"""The array functions with 16-bit activations: one rounding each, every sum in float32."""
+
+import math
+
+import numpy as np
+import pytest
+from helpers import assert_close
+from ops_cases import LARGE, SMALL, call_every_op, plain
+
+from mpipar.ops import make
+from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.cupy_ops import CupyOps
+from mpipar.ops.mixed_ops import ACTIVATIONS, DTYPES, PASSED, MixedOps
+from mpipar.ops.numba_ops import NumbaOps
+from mpipar.ops.numpy_ops import NumpyOps
+
+HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
+FLOAT32 = 2e-5
+# These read what another function has rounded before: errors of two or three roundings.
+FURTHER = {"attention_backward_input": 4}
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_every_function_rounds_once_and_adds_up_in_float32(dtype, sizes):
+    check_every_function(make("cpu", dtype), dtype, sizes)
+
+
+@pytest.mark.gpu
+def test_every_function_rounds_once_on_the_gpu(dtype):
+    check_every_function(make("cuda", dtype), dtype, LARGE)
+
+
+def check_every_function(ops, dtype, sizes):
+    """Compare with float64 on the same 16-bit numbers, within the roundings of each function."""
+    expected = call_every_op(plain("float64"), sizes, rounded=ops.dtype)
+    for name, value in call_every_op(ops, sizes).items():
+        is_narrow = getattr(value, "dtype", None) == ops.dtype
+        roundings = FURTHER.get(name, 1) if is_narrow else 0
+        on_host = value if isinstance(value, float) else ops.to_host(value).astype(np.float64)
+        assert_close(on_host, expected[name],
+                     roundings * HALF_UNIT[dtype] + FLOAT32, name)
+
+
+def test_what_is_rounded_and_what_is_not(dtype):
+    ops = make("cpu", dtype)
+    results = call_every_op(ops)
+    wide = {name for name, value in results.items()
+            if not isinstance(value, float) and value.dtype == np.float32}
+    words = ("weight", "mean", "rstd", "sgd", "adamw", "combine", "scale")
+    assert wide == {name for name in results
+                    if any(word in name for word in words)} | {"cross_entropy_forward"}
+    assert (ops.dtype, ops.statistics) == (DTYPES[dtype], np.float32)
+
+
+def test_every_function_has_its_place():
+    """A new function must say whether its result is rounded."""
+    own = {name for name in vars(MixedOps) if not name.startswith("_")}
+    listed = [*ACTIVATIONS, *PASSED, *(own - {"add_parts"})]
+    public = {name for kind in (ArrayOps, NumpyOps, NumbaOps, CupyOps) for name in vars(kind)
+              if not name.startswith("_")}
+    assert sorted(listed) == sorted(public)
+
+
+def test_layernorm_takes_its_mean_in_float32():
+    """257 is no bfloat16 number: with a mean of 256 or 258 half of the row would be 0."""
+    ops = make("cpu", "bfloat16")
+    x = np.array([[256, 258, 256, 258]]).astype(ops.dtype)
+    one, zero = np.ones(4).astype(ops.dtype), np.zeros(4).astype(ops.dtype)
+    y, mean, rstd = ops.layernorm_forward(x, one, zero, 0.0)
+    assert (mean[0], rstd[0]) == (257, 1)
+    assert y.tolist() == [[-1, 1, -1, 1]]
+
+
+def test_softmax_and_loss_add_up_in_float32():
+    """256 + 1 = 256 in bfloat16: a sum of ones would stop there."""
+    ops = make("cpu", "bfloat16")
+    logits = np.zeros((1, 1000)).astype(ops.dtype)
+    stats = ops.cross_entropy_forward(logits, np.array([3]), 0, 1000)
+    loss, _ = ops.cross_entropy_combine(stats[None])
+    assert loss[0] == pytest.approx(math.log(1000), rel=1e-6)
+    qkv = np.zeros((1, 300, 3, 1, 2)).astype(ops.dtype)
+    _, probs = ops.attention_forward(qkv, np.arange(300))
+    assert probs[0, 0, -1, 0] == np.float64(1 / 300).astype(ops.dtype) != 1 / 256
+    db = np.zeros(2, np.float32)
+    ops.bias_backward_weight(np.ones((1, 300, 2)).astype(ops.dtype), db)
+    assert db.tolist() == [300, 300]
+
+
+@pytest.mark.filterwarnings("error")
+def test_float16_beyond_its_range_is_infinite_without_a_warning():
+    ops = make("cpu", "float16")
+    big = np.full((2, 2), 6e4).astype(np.float16)
+    assert np.isinf(ops.matmul_forward(big, big)).all()
+    assert np.isinf(ops.add_parts(big)).all()
+    assert np.isinf(ops.accumulate(big.copy(), big)).all()

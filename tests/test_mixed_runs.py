@@ -1,0 +1,155 @@
+"""16-bit training through the front door: loss curves, skipped steps, files, refusals."""
+
+import numpy as np
+import pytest
+from config_helpers import changed
+from helpers import find_launcher
+from program import cells, metrics, mpipar, one_block, section, weights
+
+from mpipar.config import resolve
+from mpipar.plan.measure import unit_memory
+from mpipar.plan.predict import predict
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = "--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0".split()
+TINY = """--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 8 --num-microbatches 2
+    --log-interval 2""".split()
+HALF = ("bfloat16", "float16")
+# Nats between a 16-bit loss curve and float32's, while the loss falls by 2.5: on average, and the
+# largest of all steps.
+MEAN_BAND, LARGEST_BAND = 0.03, 0.15
+
+
+def train(out, *words, ranks=2):
+    result = mpipar("train", *words, "--out", out, ranks=ranks)
+    assert result.returncode == 0, result.tail()
+    assert result.stderr == "", result.tail()
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    """dtype -> (losses of 80 steps on two tensor-parallel ranks, console)."""
+    found = {}
+    for dtype in ("float32", *HALF):
+        folder = tmp_path_factory.mktemp("runs") / dtype
+        text = train(folder, *SMALL, "--steps", 80, "--layout", "tp=2", "--dtype", dtype)
+        found[dtype] = np.array([line["loss"] for line in metrics(folder)]), text
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_loss_curve_is_float32_s_within_the_band(curves, dtype):
+    losses, reference = curves[dtype][0], curves["float32"][0]
+    apart = np.abs(losses - reference)
+    assert reference[0] - reference[-1] > 2.5
+    assert apart.mean() <= MEAN_BAND
+    assert apart.max() <= LARGEST_BAND
+    assert apart.max() > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
+def test_barrier_table_names_the_type_that_travels(curves, dtype):
+    rows = [cells(line) for line in section(curves[dtype][1], "barriers of a step")]
+    types = {(row[0], row[1]): row[4] for row in rows[1:]}
+    assert types.pop(("tp", "loss")) == "float32"
+    assert types.pop(("world", "step.norm")) == "float64"
+    assert set(types.values()) == {dtype}
+    assert len(types) == 6
+
+
+def test_skipped_steps_are_on_the_console_and_in_the_metrics(tmp_path):
+    text = train(tmp_path / "run", *TINY, "--steps", 30, "--dtype", "float16", "--layout", "pp=2",
+                 "--loss-scale", 2**30, "--loss-scale-interval", 1000)
+    lines = metrics(tmp_path / "run")
+    skipped = [line for line in lines if line["skipped"]]
+    assert 0 < len(skipped) < 30
+    for i, line in enumerate(skipped):
+        scale = 2.0 ** (30 - i)
+        assert (line["step"], line["loss_scale"], line["grad_norm"]) == (i + 1, scale, None)
+        assert (f"step {i + 1}: a gradient overflowed in float16; every rank skipped the update,"
+                f" loss scale {scale:g} -> {scale / 2:g}\n") in text
+    assert text.count("every rank skipped") == len(skipped)
+    assert "step  1/30 | loss" in text
+    assert "| gnorm overflow | scale 1.07374e+09 |" in text
+    assert f"| scale {2.0 ** (30 - len(skipped)):g} |" in text
+    assert all(line["grad_norm"] > 0 for line in lines[len(skipped):])
+
+
+def test_weights_on_disk_are_the_float32_masters(tmp_path):
+    train(tmp_path / "a", *TINY, "--steps", 3, "--dtype", "bfloat16", "--layout", "tp=2")
+    found = weights(tmp_path / "a")
+    assert {x.dtype.name for x in found.values()} == {"float32"}
+    rounded = [x.view(np.uint32) & 0xFFFF for x in found.values()]
+    assert any(low.any() for low in rounded), "these were bfloat16 numbers"
+    # Nothing is lost on the way in: a step with hardly any learning rate writes the same again.
+    train(tmp_path / "b", "--init-from", tmp_path / "a" / "weights", "--steps", 1, "--dtype",
+          "bfloat16", "--lr", "1e-30", "--batch-size", 8, "--num-microbatches", 2,
+          "--optimizer", "sgd", "--layout", "pp=2")
+    again = weights(tmp_path / "b")
+    assert all((again[name] == x).all() for name, x in found.items())
+    for dtype in HALF:
+        text = mpipar("generate", tmp_path / "a", "--prompt", "The ", "--sample-tokens", 4,
+                      "--dtype", dtype, "--temperature", 0)
+        assert text.returncode == 0, text.tail()
+        assert text.stdout.startswith("The ")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--loss-scale 1024", "--loss-scale 1024: is for --dtype float16"),
+    ("--loss-scale-interval 5 --dtype bfloat16", "--loss-scale-interval 5: is for --dtype float16"),
+    ("--dtype float16 --loss-scale 1000", "must be a power of two, so that it rounds nothing"),
+    ("--dtype float16 --loss-scale nan", "--loss-scale nan: must be a finite number"),
+    ("--dtype float16 --loss-scale -8", "--loss-scale -8.0: must be greater than 0"),
+    ("--dtype float16 --loss-scale much", "--loss-scale much: must be a number"),
+    ("--dtype bf16", "--dtype 'bf16': must be one of float32, float64, bfloat16, float16"),
+    ("--device gpu", "--device 'gpu': must be one of cpu, cuda"),
+])  # fmt: skip
+def test_bad_flags_are_refused(words, message):
+    code, block = one_block(mpipar("train", *TINY, *words.split()))
+    assert code == 2
+    assert message in block
+
+
+def test_verify_says_that_it_proves_the_layout_in_float64():
+    for words in ("--dtype bfloat16", "--dtype float16 --loss-scale 8"):
+        result = mpipar("verify", *TINY[:8], "--batch-size", 4, *words.split())
+        assert result.returncode == 0, result.tail()
+        assert f"in float64 in place of {words.split()[1]}: this proves the layout" in result.stdout
+    assert "in place of" not in mpipar("verify", *TINY[:8], "--batch-size", 4).stdout
+
+
+def test_explain_states_the_type_of_each_barrier():
+    result = mpipar("explain", *TINY[:8], "--dtype", "bfloat16", "--layout", "dp=2,pp=2,tp=2",
+                    "--rank", 4)
+    assert result.returncode == 0, result.tail()
+    rows = [cells(line) for line in section(result.stdout, "phase  stage")]
+    types = {row[6]: row[8] for row in rows}
+    assert types["activations"] == types["head"] == "bfloat16"
+    assert types["loss"] == types["grads.bucket"] == "float32"
+    formulas = {row[6]: row[10] for row in rows}
+    assert formulas["activations"] == "B*T*D*e"
+    sizes = {row[6]: row[9] for row in rows}
+    # default batch of 16 rows: 2 of a microbatch; 8 tokens, width 16
+    assert sizes["activations"] == f"{2 * 8 * 16 * 2} B"
+    assert sizes["loss"] == f"{2 * 3 * 2 * 8 * 4} B"
+
+
+@pytest.mark.parametrize(("dtype", "optimizer", "per_parameter"), [
+    ("float32", "adamw", 16), ("bfloat16", "adamw", 18), ("float16", "sgd", 10)])  # fmt: skip
+def test_schedule_auto_counts_masters_and_wide_gradients(dtype, optimizer, per_parameter):
+    config = resolve(changed(dtype=dtype, optimizer=optimizer, pp=1, tp=1), 1)[0]
+    params = predict(config, 0).num_params
+    # A tied table is at both ends of the model.
+    tied = config.model.vocab_size * config.model.d_model
+    assert sum(unit_memory(config)["weight_bytes"]) == per_parameter * (params + tied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [
+    "--schedule auto", "--trace 2:3 --trace-ops --check-comm", "--sync-sends --schedule zb-v"])
+def test_other_features_work_in_16_bits(tmp_path, words):
+    train(tmp_path / "run", *TINY, "--layers", 4, "--steps", 4, "--dtype", "bfloat16",
+          "--layout", "pp=2,tp=2", *words.split(), ranks=4)
+    if "trace" in words:
+        assert mpipar("trace", tmp_path / "run").returncode == 0
