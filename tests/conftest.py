@@ -7,11 +7,13 @@ import functools
 import hashlib
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import browser
 import hypothesis
 import numpy as np
+import nvrtc
 import pytest
 import slurm_cluster
 from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
@@ -73,9 +75,15 @@ def missing_numba() -> str | None:
     return None if importlib.util.find_spec("numba") else "Numba is not installed"
 
 
+def missing_compiler() -> str | None:
+    """Return why the tests marked shim cannot run here, or None."""
+    return None if shutil.which("g++") else "g++ is not installed"
+
+
 NEEDS = {
     "gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm, "browser": missing_browser,
     "numba": missing_numba,
+    "shim": missing_compiler, "nvrtc": nvrtc.missing,
 }
 
 

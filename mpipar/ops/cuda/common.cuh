@@ -1,0 +1,71 @@
+// What all kernels share: types, conversions, sums over a warp and a block.
+//
+// Conventions of the .cu files of this folder:
+// - A kernel is a template over its types and its tile sizes, which static_asserts confine; it is
+//   instantiated by name, as "gemm_tile<float, false, false, 64, 64, 8>". kernels.py lists the
+//   instantiations that are used: what is listed there is compiled and tested.
+// - The head comment says what is computed, who computes what, the bytes moved per element, and the
+//   FLOPs per byte. Any sizes are legal: the edges are guarded, not padded.
+// - A file includes only common.cuh and mma.cuh, by #include "...". Inline PTX and dynamic shared
+//   memory only through mma.cuh: the tests run these sources on a CPU with another mma.cuh.
+// - No __syncthreads, shuffle or mma where some threads of the block (warp) have left or turned
+//   off. Shuffles take FULL_MASK; a block's size is a multiple of 32 threads.
+// - Sums and statistics are float whatever the storage type. Offsets of arrays that can hold more
+//   than 2^31 elements are size_t. No std headers: NVRTC has none.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+using bf16 = __nv_bfloat16;
+using half = __half;
+
+constexpr unsigned FULL_MASK = 0xffffffffu;
+
+template <typename A, typename B> constexpr bool is_same = false;
+template <typename A> constexpr bool is_same<A, A> = true;
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+__device__ inline float infinity() { return __int_as_float(0x7f800000); }
+
+// To float and back; back rounds to nearest even.
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(half x) { return __half2float(x); }
+template <typename T> __device__ inline T from_float(float x) {
+    if constexpr (is_same<T, bf16>) return __float2bfloat16(x);
+    else if constexpr (is_same<T, half>) return __float2half(x);
+    else return x;
+}
+
+// Two neighbours in one 32-bit register, the first in its lower half: what mma tiles are made of.
+template <typename T> __device__ inline unsigned pack(float first, float second) {
+    static_assert(sizeof(T) == 2, "two 16-bit values make a register");
+    union { T pair[2]; unsigned bits; } both = {{from_float<T>(first), from_float<T>(second)}};
+    return both.bits;
+}
+
+// Results of all lanes of a warp, in every lane.
+__device__ inline float warp_sum(float x) {
+    for (int flip = 16; flip > 0; flip /= 2) x += __shfl_xor_sync(FULL_MASK, x, flip);
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int flip = 16; flip > 0; flip /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, flip));
+    return x;
+}
+
+// The sum over a block of Threads threads (one-dimensional), in every thread. Two barriers: the
+// first lets an earlier call's readers finish.
+template <int Threads> __device__ inline float block_sum(float x) {
+    static_assert(Threads % 32 == 0 && Threads <= 1024, "whole warps, at most 32 of them");
+    __shared__ float partial[Threads / 32];
+    x = warp_sum(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+    __syncthreads();
+    float total = 0.0f;
+    for (int i = 0; i < Threads / 32; ++i) total += partial[i];
+    return total;
+}

@@ -1,0 +1,41 @@
+"""The CUDA kernels: which there are, and the text of their files.
+
+Only names and text, so that tests and tools can read them where there is neither CuPy nor a GPU.
+"""
+
+import re
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+
+# File -> the instantiations of its kernels that are used, as name expressions.
+KERNELS = {
+    "gemm_naive.cu": ("gemm_naive<float, float, false, false>",),
+}
+# File -> most registers per thread that its kernels may use; where nothing is said, 128.
+REGISTERS = {}
+
+
+def source(file, folders=(FOLDER,)):
+    """Return the text of a .cu file with its own headers put in place of their includes.
+
+    One text without own includes is what CuPy's compile cache can tell apart from an older one.
+    folders: where files are looked for, the first that has one wins.
+    Line numbers in messages of the compiler stay those of the files.
+    """
+    seen = set()
+
+    def read(name):
+        path = next(folder / name for folder in folders if (folder / name).exists())
+        text = path.read_text().replace("#pragma once\n", "\n")
+        return f'#line 1 "{path}"\n' + INCLUDE.sub(
+            lambda match: include(match[1], path, text[: match.start()].count("\n") + 2), text)
+
+    def include(name, path, next_line):
+        if name in seen:
+            return ""
+        seen.add(name)
+        return f'{read(name)}\n#line {next_line} "{path}"'
+
+    return read(file)

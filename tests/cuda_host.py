@@ -1,0 +1,128 @@
+"""Runs the kernels of mpipar/ops/cuda on the CPU: their unchanged sources, compiled with g++.
+
+    run_kernel("gemm_naive.cu", "gemm_naive<float, float, false, false>", grid=(2, 3),
+               block=(32, 8), args=[m, n, k, a, k, b, n, 0.0, c, n])
+
+NumPy arrays are passed as pointers and changed in place; int is int, float is float, anything else
+a NumPy scalar of the parameter's type. The sources are what `kernels.source` puts together, with
+tests/cuda_shim/mma.cuh in place of the one that has inline PTX.
+
+run_kernel runs a block's threads as fibers, in this process; run_sanitized as OS threads in a
+process of its own, under ThreadSanitizer or AddressSanitizer, and returns what that printed.
+`edit` is a pair (old, new) of texts: the kernel is run with that change, to see it caught.
+"""
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.ops.cuda import kernels
+
+SHIM = Path(__file__).parent / "cuda_shim"
+LIMIT = 120  # seconds for the compiler, and for a program under a sanitizer
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"]
+MODES = {
+    "fibers": ["-O2", "-shared", "-fPIC"],
+    "thread": ["-O1", "-g", "-DSHIM_THREADS", "-fsanitize=thread"],
+    "address": ["-O1", "-g", "-DSHIM_THREADS", "-fsanitize=address,undefined",
+                "-fno-sanitize-recover"],
+}
+
+
+class KernelError(Exception):
+    """A kernel that does not compile, or did what no GPU allows; the text says where."""
+
+
+@functools.cache
+def build_folder():
+    """A folder of this test session for what is compiled; it goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="mpipar-cuda-shim-")
+
+
+def compile_host(file, names, mode="fibers", edit=None):
+    """Return the path of the compiled program or library with these instantiations of a file."""
+    text = kernels.source(file, (SHIM, kernels.FOLDER))
+    if edit is not None:
+        assert text.count(edit[0]) == 1, f"{text.count(edit[0])} times in {file}: {edit[0]}"
+        text = text.replace(*edit)
+    entries = ",\n".join(f'{{"{name}", shim::Launch<&{name}>::run}}' for name in names)
+    text = (f'#include "shim.h"\n{text}\n#line 1 "entries"\n'
+            f"static const shim::Entry entries[] = {{{entries}}};\n"
+            f'#include "shim_main.h"\n')
+    return _compiled(text, mode)
+
+
+@functools.cache
+def _compiled(text, mode):
+    target = Path(build_folder().name) / hashlib.sha256(f"{mode}{text}".encode()).hexdigest()[:16]
+    target.with_suffix(".cpp").write_text(text)
+    command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], f"-I{SHIM}",
+               str(target.with_suffix(".cpp")), "-o", str(target), "-pthread"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        raise KernelError(done.stderr)
+    return target
+
+
+@functools.cache
+def _library(path):
+    library = ctypes.CDLL(str(path))
+    library.launch.restype = ctypes.c_char_p
+    return library
+
+
+def _scalars(args):
+    """Each argument as an array of the bytes that the kernel gets; arrays stay arrays."""
+    for one in args:
+        if isinstance(one, np.ndarray):
+            assert one.flags.c_contiguous, one.strides
+    kinds = {int: np.int32, float: np.float32}
+    return [one if isinstance(one, np.ndarray) else np.array(one, kinds.get(type(one)))
+            for one in args]
+
+
+def _shape(grid, block):
+    return (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
+
+
+def run_kernel(file, name, grid, block, args, shared_bytes=0, order=1, edit=None, together=None):
+    """Run one kernel in this process; order = -1 runs threads and blocks backwards.
+
+    together: instantiations to compile at once (default: those that `kernels.KERNELS` lists).
+    """
+    listed = kernels.KERNELS.get(file, ()) if together is None else together
+    names = listed if name in listed else (name,)
+    library = _library(compile_host(file, names, edit=edit))
+    values = _scalars(args)
+    is_array = [isinstance(one, np.ndarray) for one in args]
+    addresses = [ctypes.c_void_p(one.ctypes.data) for one in values]
+    places = [ctypes.addressof(address) if array else address.value
+              for address, array in zip(addresses, is_array, strict=True)]
+    sizes = [8 if array else one.nbytes for one, array in zip(values, is_array, strict=True)]
+    count = len(args)
+    message = library.launch(
+        name.encode(), _shape(grid, block), ctypes.c_size_t(shared_bytes), order,
+        (ctypes.c_void_p * count)(*places), (ctypes.c_size_t * count)(*sizes),
+        ctypes.c_size_t(count))
+    if message:
+        raise KernelError(message.decode())
+
+
+def run_sanitized(sanitizer, file, name, grid, block, args, shared_bytes=0, edit=None):
+    """Run one kernel under "thread" or "address" sanitizer; return (exit code, what it printed).
+
+    The arrays keep what they hold: their values come from run_kernel.
+    """
+    program = compile_host(file, (name,), sanitizer, edit)
+    blob = [f"{name}\n{' '.join(map(str, _shape(grid, block)))} {shared_bytes} {len(args)}\n"
+            .encode()]
+    for one, value in zip(args, _scalars(args), strict=True):
+        blob.append(f"{int(isinstance(one, np.ndarray))} {value.nbytes}\n".encode())
+        blob.append(value.tobytes())
+    done = subprocess.run([program], input=b"".join(blob), capture_output=True, timeout=LIMIT)
+    return done.returncode, done.stderr.decode()

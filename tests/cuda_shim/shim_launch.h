@@ -1,0 +1,159 @@
+// Starting the threads of a grid, as fibers or as OS threads; included by shim.h alone.
+#pragma once
+
+namespace shim {
+
+using Body = std::function<void()>;
+
+#ifdef SHIM_THREADS
+
+inline void fail(const char *message) {
+    fprintf(stderr, "shim: %s\n", message);
+    exit(3);
+}
+
+inline void run_block(const Body &body, int) {
+    std::vector<std::thread> running;
+    for (Thread &thread : block->threads)
+        running.emplace_back([&] {
+            current = &thread;
+            body();
+        });
+    for (std::thread &one : running) one.join();
+}
+
+#else
+
+inline jmp_buf home;
+inline const Body *running_body;
+inline int direction, stalled;
+
+inline void fail(const char *message) {
+    snprintf(error, sizeof error, "%s (block %u,%u,%u thread %u,%u,%u)", message, block->index.x,
+             block->index.y, block->index.z, current->index.x, current->index.y,
+             current->index.z);
+    _longjmp(home, 1);
+}
+
+inline void fiber() {
+    (*running_body)();
+    current->done = true;
+    stalled = 0;
+    void next();
+    next();
+}
+
+// Goes on with the next thread that is not done; never returns to the caller.
+inline void next() {
+    int count = int(block->threads.size()), at = int(current - block->threads.data());
+    for (int i = 1; i <= count; ++i) {
+        Thread &thread = block->threads[(at + i * direction + count * 2) % count];
+        if (thread.done) continue;
+        current = &thread;
+        if (thread.started) _longjmp(thread.state, 1);
+        thread.started = true;
+        setcontext(&thread.first);
+    }
+    _longjmp(home, 2);
+}
+
+inline void Barrier::wait() {
+    unsigned mine = generation;
+    if (++arrived == expected) {
+        arrived = 0;
+        ++generation;
+        stalled = 0;
+        return;
+    }
+    while (generation == mine) {
+        if (++stalled > 2 * int(block->threads.size()))
+            fail("a barrier that not all threads reach");
+        if (_setjmp(current->state) == 0) next();
+    }
+}
+
+// Fills this library's thread-local memory, which holds the __shared__ arrays and nothing else.
+inline void poison() {
+    [[maybe_unused]] static thread_local volatile char touched;
+    touched = 1;  // the loader gives it memory at the first use
+    dl_iterate_phdr([](dl_phdr_info *info, size_t, void *) {
+        bool own = false;
+        const ElfW(Phdr) *found = nullptr;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+            const ElfW(Phdr) &part = info->dlpi_phdr[i];
+            auto start = info->dlpi_addr + part.p_vaddr, here = reinterpret_cast<ElfW(Addr)>(&home);
+            if (part.p_type == PT_LOAD) own |= start <= here && here < start + part.p_memsz;
+            if (part.p_type == PT_TLS) found = &part;
+        }
+        if (own && found) memset(info->dlpi_tls_data, POISON, found->p_memsz);
+        return int(own);
+    }, nullptr);
+}
+
+inline void run_block(const Body &body, int order) {
+    static std::vector<std::unique_ptr<char[]>> stacks;
+    running_body = &body;
+    direction = order;
+    stalled = 0;
+    poison();
+    while (stacks.size() < block->threads.size())
+        stacks.emplace_back(new char[STACK]);
+    for (size_t i = 0; i < block->threads.size(); ++i) {
+        ucontext_t &context = block->threads[i].first;
+        getcontext(&context);
+        context.uc_stack.ss_sp = stacks[i].get();
+        context.uc_stack.ss_size = STACK;
+        context.uc_link = nullptr;
+        makecontext(&context, fiber, 0);
+    }
+    if (_setjmp(home) == 0) {
+        current = direction > 0 ? &block->threads.back() : &block->threads.front();
+        next();
+    }
+}
+
+#endif
+
+// Runs all blocks one after another; returns an empty text, or what went wrong.
+inline const char *run_grid(dim3 grid, dim3 threads, size_t shared_bytes, int order,
+                            const Body &body) {
+    error[0] = 0;
+    grid_size = grid;
+    block_size = threads;
+    unsigned count = grid.x * grid.y * grid.z;
+    for (unsigned n = 0; n < count && !error[0]; ++n) {
+        unsigned i = order > 0 ? n : count - 1 - n;
+        Block now({i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)}, threads, shared_bytes);
+        block = &now;
+        run_block(body, order);
+    }
+    return error;
+}
+
+template <typename... P, size_t... I>
+const char *call(void (*kernel)(P...), const unsigned *shape, size_t shared_bytes, int order,
+                 void **args, const size_t *sizes, size_t given, std::index_sequence<I...>) {
+    constexpr size_t expected[] = {sizeof(P)..., 0};
+    if (given != sizeof...(P)) return "wrong number of arguments";
+    for (size_t i = 0; i < given; ++i)
+        if (sizes[i] != expected[i]) return "an argument of another size than the parameter";
+    return run_grid({shape[0], shape[1], shape[2]}, {shape[3], shape[4], shape[5]}, shared_bytes,
+                    order, [&] { kernel(*static_cast<P *>(args[I])...); });
+}
+
+// One kernel as a plain function: shape = grid and block, args = a pointer to each argument.
+template <auto Kernel> struct Launch;
+template <typename... P, void (*Kernel)(P...)> struct Launch<Kernel> {
+    static const char *run(const unsigned *shape, size_t shared_bytes, int order, void **args,
+                           const size_t *sizes, size_t given) {
+        return call(Kernel, shape, shared_bytes, order, args, sizes, given,
+                    std::index_sequence_for<P...>());
+    }
+};
+
+struct Entry {
+    const char *name;
+    const char *(*run)(const unsigned *, size_t, int, void **, const size_t *, size_t);
+};
+
+}  // namespace shim

@@ -1,0 +1,79 @@
+"""NVIDIA's runtime compiler through ctypes: kernels to machine code, with no GPU and no driver."""
+
+import ctypes
+import importlib.util
+import re
+from collections import namedtuple
+from pathlib import Path
+
+# registers: per thread. spill_bytes: stored and loaded per thread because registers ran out.
+# shared_bytes: static shared memory per block.
+Usage = namedtuple("Usage", "registers spill_bytes shared_bytes")
+
+
+def folder(package, inside):
+    """A folder of one of NVIDIA's wheels, or None."""
+    spec = importlib.util.find_spec("nvidia")
+    for base in spec.submodule_search_locations if spec else ():
+        if (Path(base) / package / inside).is_dir():
+            return Path(base) / package / inside
+    return None
+
+
+def missing():
+    """Why nothing can be compiled here, or None."""
+    if folder("cuda_nvrtc", "lib") is None:
+        return "nvidia-cuda-nvrtc-cu12 is not installed"
+    if folder("cuda_runtime", "include") is None:
+        return "nvidia-cuda-runtime-cu12 is not installed"
+    return None
+
+
+class Nvrtc:
+    """The library; a call that fails raises RuntimeError with the compiler's log."""
+
+    def __init__(self):
+        library = next(folder("cuda_nvrtc", "lib").glob("libnvrtc.so.*"))
+        self._library = ctypes.CDLL(str(library))
+
+    def _call(self, name, *arguments):
+        return getattr(self._library, f"nvrtc{name}")(*arguments)
+
+    def _text(self, name, program):
+        size = ctypes.c_size_t()
+        self._call(f"Get{name}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{name}", program, text)
+        return text.raw
+
+    def compile(self, source, names, arch):
+        """Return (machine code, name expression -> Usage) for an architecture, as "sm_90"."""
+        program = ctypes.c_void_p()
+        self._call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0,
+                   None, None)
+        for name in names:
+            self._call("AddNameExpression", program, name.encode())
+        options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v",
+                   f"--include-path={folder('cuda_runtime', 'include')}"]
+        code = self._call("CompileProgram", program, len(options),
+                          (ctypes.c_char_p * len(options))(*map(str.encode, options)))
+        log = self._text("ProgramLog", program).rstrip(b"\0").decode()
+        if code:
+            raise RuntimeError(log)
+        usage = {}
+        for name in names:
+            lowered = ctypes.c_char_p()
+            self._call("GetLoweredName", program, name.encode(), ctypes.byref(lowered))
+            usage[name] = _usage(log, lowered.value.decode())
+        cubin = self._text("CUBIN", program)
+        self._call("DestroyProgram", ctypes.byref(program))
+        return cubin, usage
+
+
+def _usage(log, lowered):
+    """What ptxas says of one kernel."""
+    part = log.split(f"Compiling entry function '{lowered}'")[1].split("Compiling entry")[0]
+    registers = int(re.search(r"Used (\d+) registers", part)[1])
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+    shared = re.search(r"(\d+) bytes smem", part)
+    return Usage(registers, spills, int(shared[1]) if shared else 0)

@@ -1,0 +1,45 @@
+"""NVIDIA's compiler takes every kernel, within a budget of registers and without spills."""
+
+import nvrtc
+import pytest
+
+from mpipar.ops.cuda import kernels
+
+pytestmark = pytest.mark.nvrtc
+ARCHITECTURES = ("sm_80", "sm_90")
+MOST_SHARED = 48 << 10  # static shared memory that any GPU gives a block
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("file", kernels.KERNELS)
+def test_kernels_compile_within_their_budget(file, arch):
+    names = kernels.KERNELS[file]
+    assert names
+    _, usage = nvrtc.Nvrtc().compile(kernels.source(file), names, arch)
+    for name, used in usage.items():
+        assert used.spill_bytes == 0, (name, used)
+        assert used.registers <= kernels.REGISTERS.get(file, 128), (name, used)
+        assert used.shared_bytes <= MOST_SHARED, (name, used)
+
+
+def test_what_spills_is_seen():
+    source = """
+    template <int Values> __global__ void __launch_bounds__(1024) spills(float *x) {
+        float values[Values];
+        #pragma unroll
+        for (int i = 0; i < Values; ++i) values[i] = x[i * 1024 + threadIdx.x];
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < Values; ++i) x[i * 1024 + threadIdx.x] = values[Values - 1 - i];
+    }
+    """
+    _, usage = nvrtc.Nvrtc().compile(source, ["spills<8>", "spills<200>"], "sm_80")
+    assert usage["spills<8>"].spill_bytes == 0
+    assert usage["spills<200>"].spill_bytes > 0
+    assert usage["spills<200>"].registers <= 64
+
+
+def test_what_does_not_compile_is_said():
+    with pytest.raises(RuntimeError, match="undefined"):
+        nvrtc.Nvrtc().compile("template <int N> __global__ void f() { nothing(N); }", ["f<1>"],
+                              "sm_90")
