@@ -7,8 +7,9 @@ from collections import namedtuple
 from pathlib import Path
 
 # registers: per thread. spill_bytes: stored and loaded per thread because registers ran out.
+# stack_bytes: per thread, also of arrays whose index is not known to the compiler.
 # shared_bytes: static shared memory per block.
-Usage = namedtuple("Usage", "registers spill_bytes shared_bytes")
+Usage = namedtuple("Usage", "registers spill_bytes stack_bytes shared_bytes")
 
 
 def folder(package, inside):
@@ -75,5 +76,6 @@ def _usage(log, lowered):
     part = log.split(f"Compiling entry function '{lowered}'")[1].split("Compiling entry")[0]
     registers = int(re.search(r"Used (\d+) registers", part)[1])
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+    stack = int(re.search(r"(\d+) bytes stack frame", part)[1])
     shared = re.search(r"(\d+) bytes smem", part)
-    return Usage(registers, spills, int(shared[1]) if shared else 0)
+    return Usage(registers, spills, stack, int(shared[1]) if shared else 0)

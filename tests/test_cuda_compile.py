@@ -17,7 +17,7 @@ def test_kernels_compile_within_their_budget(file, arch):
     assert names
     _, usage = nvrtc.Nvrtc().compile(kernels.source(file), names, arch)
     for name, used in usage.items():
-        assert used.spill_bytes == 0, (name, used)
+        assert used.spill_bytes == used.stack_bytes == 0, (name, used)
         assert used.registers <= kernels.REGISTERS.get(file, 128), (name, used)
         assert used.shared_bytes <= MOST_SHARED, (name, used)
 
@@ -37,6 +37,19 @@ def test_what_spills_is_seen():
     assert usage["spills<8>"].spill_bytes == 0
     assert usage["spills<200>"].spill_bytes > 0
     assert usage["spills<200>"].registers <= 64
+
+
+def test_an_array_outside_registers_is_seen():
+    source = """
+    template <int Values> __global__ void looks_up(float *x, int at) {
+        float values[Values];
+        for (int i = 0; i < Values; ++i) values[i] = x[i];
+        for (int i = 0; i < Values; ++i) x[i] = values[(i * at) % Values];
+    }
+    """
+    _, usage = nvrtc.Nvrtc().compile(source, ["looks_up<64>"], "sm_80")
+    assert usage["looks_up<64>"].stack_bytes == 256
+    assert usage["looks_up<64>"].spill_bytes == 0
 
 
 def test_what_does_not_compile_is_said():

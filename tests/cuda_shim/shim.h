@@ -1,9 +1,9 @@
 // Runs CUDA C++ kernels on a CPU: what a kernel source needs of the language, as plain C++.
 //
 // Two modes. Without SHIM_THREADS a block's threads are fibers of one OS thread that switch only at
-// barriers, in thread order or (order = -1) against it: fast, repeatable, and code that lacks a
-// barrier gives other results in one of the orders. Shared memory is filled with NaN before each
-// block. With SHIM_THREADS every CUDA thread is an OS thread, so that ThreadSanitizer and
+// barriers: the first that can run goes on, counted from thread 0 or (order = -1) from the last. So
+// one warp runs ahead as far as barriers let it, and code that lacks a barrier gives wrong results
+// in one of the orders. Shared memory is filled with NaN before each block. With SHIM_THREADS every CUDA thread is an OS thread, so that ThreadSanitizer and
 // AddressSanitizer understand them.
 //
 // What it cannot show: speed, memory ordering finer than barriers, and registers.
@@ -77,6 +77,7 @@ class Barrier {
   public:
     explicit Barrier(int expected) : expected(expected) {}
     void wait();
+    bool is_open(unsigned since) const { return generation != since; }
 };
 #endif
 
@@ -86,6 +87,8 @@ struct Thread {
     uint3 index;
     int lane, warp;
     bool done = false, started = false;
+    Barrier *waits_for = nullptr;
+    unsigned generation = 0;
     std::vector<std::vector<Copy>> groups = std::vector<std::vector<Copy>>(1);
     jmp_buf state;
     ucontext_t first;

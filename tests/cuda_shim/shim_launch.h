@@ -26,7 +26,7 @@ inline void run_block(const Body &body, int) {
 
 inline jmp_buf home;
 inline const Body *running_body;
-inline int direction, stalled;
+inline int direction;
 
 inline void fail(const char *message) {
     snprintf(error, sizeof error, "%s (block %u,%u,%u thread %u,%u,%u)", message, block->index.x,
@@ -35,41 +35,41 @@ inline void fail(const char *message) {
     _longjmp(home, 1);
 }
 
-inline void fiber() {
-    (*running_body)();
-    current->done = true;
-    stalled = 0;
-    void next();
-    next();
-}
-
-// Goes on with the next thread that is not done; never returns to the caller.
+// Goes on with the first thread that can run; never returns to the caller. That is the least fair
+// choice: a warp runs ahead of the others as far as barriers let it.
 inline void next() {
-    int count = int(block->threads.size()), at = int(current - block->threads.data());
-    for (int i = 1; i <= count; ++i) {
-        Thread &thread = block->threads[(at + i * direction + count * 2) % count];
-        if (thread.done) continue;
+    int count = int(block->threads.size());
+    bool all_done = true;
+    for (int i = 0; i < count; ++i) {
+        Thread &thread = block->threads[direction > 0 ? i : count - 1 - i];
+        all_done &= thread.done;
+        if (thread.done || (thread.waits_for && !thread.waits_for->is_open(thread.generation)))
+            continue;
+        thread.waits_for = nullptr;
         current = &thread;
         if (thread.started) _longjmp(thread.state, 1);
         thread.started = true;
         setcontext(&thread.first);
     }
-    _longjmp(home, 2);
+    if (all_done) _longjmp(home, 2);
+    fail("a barrier that not all threads reach");
+}
+
+inline void fiber() {
+    (*running_body)();
+    current->done = true;
+    next();
 }
 
 inline void Barrier::wait() {
-    unsigned mine = generation;
     if (++arrived == expected) {
         arrived = 0;
         ++generation;
-        stalled = 0;
         return;
     }
-    while (generation == mine) {
-        if (++stalled > 2 * int(block->threads.size()))
-            fail("a barrier that not all threads reach");
-        if (_setjmp(current->state) == 0) next();
-    }
+    current->waits_for = this;
+    current->generation = generation;
+    if (_setjmp(current->state) == 0) next();
 }
 
 // Fills this library's thread-local memory, which holds the __shared__ arrays and nothing else.
@@ -94,7 +94,6 @@ inline void run_block(const Body &body, int order) {
     static std::vector<std::unique_ptr<char[]>> stacks;
     running_body = &body;
     direction = order;
-    stalled = 0;
     poison();
     while (stacks.size() < block->threads.size())
         stacks.emplace_back(new char[STACK]);
@@ -106,10 +105,7 @@ inline void run_block(const Body &body, int order) {
         context.uc_link = nullptr;
         makecontext(&context, fiber, 0);
     }
-    if (_setjmp(home) == 0) {
-        current = direction > 0 ? &block->threads.back() : &block->threads.front();
-        next();
-    }
+    if (_setjmp(home) == 0) next();
 }
 
 #endif

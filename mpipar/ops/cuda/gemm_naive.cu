@@ -1,26 +1,20 @@
-// C (M, N) = op(A) op(B) + beta C: one thread computes one element. The first rung: no tiles.
+// GEMM, rung 1: one thread computes one element of C, straight from global memory.
 //
-// Traffic: each thread reads a row of op(A) and a column of op(B), 2 K values for 2 K FLOPs: a
-// quarter of a FLOP per byte in float32, unless a cache helps. Neighbouring threads share the row
-// and read neighbouring columns, so that a warp's loads of B are one contiguous piece.
-#include "common.cuh"
+// Per element of C: 2 K FLOPs, 2 K elements read. Intensity without caches: 1 FLOP per element
+// read, 0.25 FLOP/byte in float32. A GPU needs 10 to 200, so only caches keep this from memory's
+// speed: the threads of a warp share a row of op(A), and read neighbouring columns of op(B).
+#include "gemm.cuh"
 
-// op(A) is (M, K): A itself, or TransA: A is stored as (K, M). op(B) is (K, N), likewise. lda, ldb,
-// ldc: elements from one stored row to the next.
-// Grid (ceil(N / 32), ceil(M / 8)), block (32, 8).
+// Grid (ceil(M / 8), ceil(N / 32)), block (32, 8).
 template <typename T, typename Out, bool TransA, bool TransB>
 __global__ void gemm_naive(int M, int N, int K, const T *A, int lda, const T *B, int ldb,
                            float beta, Out *C, int ldc) {
-    int row = blockIdx.y * blockDim.y + threadIdx.y;
-    int column = blockIdx.x * blockDim.x + threadIdx.x;
+    int row = blockIdx.x * blockDim.y + threadIdx.y;
+    int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (row >= M || column >= N) return;
     float sum = 0.0f;
-    for (int k = 0; k < K; ++k) {
-        T a = TransA ? A[size_t(k) * lda + row] : A[size_t(row) * lda + k];
-        T b = TransB ? B[size_t(column) * ldb + k] : B[size_t(k) * ldb + column];
-        sum += to_float(a) * to_float(b);
-    }
-    Out *c = C + size_t(row) * ldc + column;
-    // beta = 0 must not read C: it may hold anything, NaN too.
-    *c = from_float<Out>(beta == 0.0f ? sum : sum + beta * to_float(*c));
+    for (int k = 0; k < K; ++k)
+        sum += to_float(operand<!TransA>(A, lda, row, k, M, K)) *
+               to_float(operand<TransB>(B, ldb, column, k, N, K));
+    store(C, ldc, row, column, M, N, sum, beta);
 }

@@ -6,12 +6,14 @@ Only names and text, so that tests and tools can read them where there is neithe
 import re
 from pathlib import Path
 
+from mpipar.ops.cuda import ladder
+
 FOLDER = Path(__file__).parent
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 # File -> the instantiations of its kernels that are used, as name expressions.
 KERNELS = {
-    "gemm_naive.cu": ("gemm_naive<float, float, false, false>",),
+    **ladder.used(),
 }
 # File -> most registers per thread that its kernels may use; where nothing is said, 128.
 REGISTERS = {}

@@ -1,0 +1,83 @@
+"""The GEMM ladder as data: the instantiation, grid, block and shared memory of each rung.
+
+Layouts: "NN" op(A) = A, op(B) = B; "NT" op(B) = transposed; "TN" op(A) = transposed.
+"""
+
+from collections import namedtuple
+from math import ceil
+
+# What the kernels call NumPy's types.
+C_TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "half"}
+LAYOUTS = ("NN", "NT", "TN")  # y = x w; dx = dy w^T; dw = x^T dy. None needs both transposed.
+# tiles: names of the tile parameters. default: values that are used where nothing is said.
+# typed: whether the element types are parameters too (the others are float32 only).
+Rung = namedtuple("Rung", "tiles default typed")
+RUNGS = {
+    "naive": Rung("", (), True),
+    "shared": Rung("Tile", (32,), True),
+    "register": Rung("BM BN BK TM TN", (64, 64, 8, 8, 4), True),
+    "vector": Rung("BM BN BK TM TN", (128, 128, 8, 8, 8), False),
+    "warp": Rung("BM BN BK WM WN", (128, 128, 8, 64, 32), False),
+    "mma": Rung("BM BN BK WM WN Stages", (128, 128, 32, 64, 32, 3), True),
+}
+SMALL = {"warp": (64, 64, 8, 32, 32), "mma": (64, 64, 32, 32, 32, 3)}
+
+# name: name expression. rows, columns: of C per block. block: threads.
+Gemm = namedtuple("Gemm", "file name rows columns block shared_bytes")
+
+
+def gemm(rung, layout, dtype="float32", out_dtype=None, tiles=None):
+    """Return the Gemm of one rung for operands of `dtype` (NumPy's name) and C of `out_dtype`."""
+    kind = RUNGS[rung]
+    tiles = kind.default if tiles is None else tuple(tiles)
+    assert len(tiles) == len(kind.tiles.split()), (rung, tiles)
+    assert kind.typed or dtype == (out_dtype or dtype) == "float32", (rung, dtype, out_dtype)
+    types = [C_TYPES[dtype], C_TYPES[out_dtype or dtype]] if kind.typed else []
+    transposed = ["true" if letter == "T" else "false" for letter in layout]
+    name = f"gemm_{rung}<{', '.join([*types, *transposed, *map(str, tiles)])}>"
+    size = dict(zip(kind.tiles.split(), tiles, strict=True))
+    return Gemm(f"gemm_{rung}.cu", name, *_block(rung, size), _shared_bytes(rung, layout, size))
+
+
+def grid(kernel, rows, columns):
+    """Return the blocks that cover a C of rows x columns."""
+    return ceil(rows / kernel.rows), ceil(columns / kernel.columns)
+
+
+def _block(rung, size):
+    """Return (rows, columns, threads) of a block."""
+    if rung == "naive":
+        return 8, 32, (32, 8)
+    if rung == "shared":
+        return size["Tile"], size["Tile"], (size["Tile"] ** 2,)
+    rows, columns = size["BM"], size["BN"]
+    if "TM" in size:
+        return rows, columns, (rows // size["TM"] * (columns // size["TN"]),)
+    return rows, columns, (32 * (rows // size["WM"]) * (columns // size["WN"]),)
+
+
+def _shared_bytes(rung, layout, size):
+    """Return the dynamic shared memory per block: the tiles of gemm_mma.cu, rows 8 longer."""
+    if rung != "mma":
+        return 0
+    steps = size["BK"]
+    values = 0
+    for extent, k_contiguous in ((size["BM"], layout[0] == "N"), (size["BN"], layout[1] == "T")):
+        values += extent * (steps + 8) if k_contiguous else steps * (extent + 8)
+    return 2 * size["Stages"] * values
+
+
+def used():
+    """Return file -> name expressions of what `--gemm tile` and the benchmark run."""
+    chosen = [gemm(rung, "NN") for rung in RUNGS if rung not in SMALL]
+    for tiles in (None, SMALL["warp"]):
+        chosen += [gemm("warp", layout, tiles=tiles) for layout in LAYOUTS]
+    for tiles in (None, SMALL["mma"]):
+        for dtype in ("bfloat16", "float16"):
+            # Weight gradients are float32, and so is what they are added to.
+            chosen += [gemm("mma", layout, dtype, "float32" if layout == "TN" else dtype, tiles)
+                       for layout in LAYOUTS]
+    files = {}
+    for kernel in chosen:
+        files.setdefault(kernel.file, []).append(kernel.name)
+    return {file: tuple(names) for file, names in files.items()}

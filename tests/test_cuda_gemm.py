@@ -1,0 +1,162 @@
+"""The GEMM ladder on the CPU: its unchanged sources against float64, and broken twins of them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_host import run_kernel, run_sanitized
+
+from mpipar.ops.cuda import kernels, ladder
+
+pytestmark = pytest.mark.shim
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+# Largest relative error of one rounding, by the number of bits.
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SMALL = {"naive": (), "shared": (8,), "register": (16, 32, 4, 2, 4), "vector": (32, 32, 8, 4, 8),
+         "warp": (64, 32, 4, 32, 16), "mma": (32, 32, 16, 16, 32, 2)}
+ALL_LAYOUTS = (*ladder.LAYOUTS, "TT")
+TYPES = [(rung, "float32", "float32") for rung in SMALL if rung != "mma"] + [
+    ("mma", "bfloat16", "bfloat16"), ("mma", "bfloat16", "float32"), ("mma", "float16", "float16")]
+SIZES = [(1, 1, 1), (37, 41, 29), (70, 33, 50), (32, 64, 48)]
+
+
+def small(rung, dtype, out_dtype):
+    """The instantiation of each layout with tiles that small products fill."""
+    return {layout: ladder.gemm(rung, layout, dtype, out_dtype, SMALL[rung])
+            for layout in ALL_LAYOUTS}
+
+
+class Product:
+    """Random operands of one layout in arrays with `gap` more columns, and what is expected."""
+
+    def __init__(self, rng, sizes, layout, dtype, out_dtype, beta=0.0, gap=0):
+        self.m, self.n, self.k = sizes
+        stored = ((self.m, self.k)[:: -1 if layout[0] == "T" else 1],
+                  (self.k, self.n)[:: -1 if layout[1] == "T" else 1])
+        self.a, self.b = (self.padded(rng, shape, gap, DTYPES[dtype]) for shape in stored)
+        self.c = self.padded(rng, (self.m, self.n), gap, DTYPES[out_dtype])
+        self.before, self.beta = self.c.copy(), beta
+        if beta == 0.0:
+            self.c[:, : self.n] = np.nan
+        a, b = (x[:, : shape[1]].astype(np.float64)
+                for x, shape in zip((self.a, self.b), stored, strict=True))
+        a, b = (x.T if letter == "T" else x for x, letter in zip((a, b), layout, strict=True))
+        self.expected = a @ b + beta * self.before[:, : self.n].astype(np.float64)
+        self.bound = ROUNDING[out_dtype] + ROUNDING["float32"] * self.k**0.5
+
+    @staticmethod
+    def padded(rng, shape, gap, dtype):
+        return rng.standard_normal((shape[0], shape[1] + gap)).astype(dtype)
+
+    def arguments(self):
+        return [self.m, self.n, self.k, self.a, self.a.shape[1], self.b, self.b.shape[1],
+                self.beta, self.c, self.c.shape[1]]
+
+    def launch(self, kernel):
+        return [kernel.file, kernel.name, ladder.grid(kernel, self.m, self.n), kernel.block,
+                self.arguments(), kernel.shared_bytes]
+
+    def error(self):
+        """Relative norm of the error; what lies beside the columns of C must be as before."""
+        assert np.array_equal(self.c[:, self.n :], self.before[:, self.n :])
+        difference = self.c[:, : self.n].astype(np.float64) - self.expected
+        return np.linalg.norm(difference) / np.linalg.norm(self.expected)
+
+
+@pytest.mark.parametrize(("rung", "dtype", "out_dtype"), TYPES)
+def test_every_layout_and_edge(rng, rung, dtype, out_dtype):
+    tried = small(rung, dtype, out_dtype)
+    names = tuple(kernel.name for kernel in tried.values())
+    for layout, kernel in tried.items():
+        for sizes in SIZES:
+            for beta, gap, order in ((0.0, 0, 1), (1.0, 3, -1), (0.0, 8, -1)):
+                product = Product(rng, sizes, layout, dtype, out_dtype, beta, gap)
+                run_kernel(*product.launch(kernel), order=order, together=names)
+                error = product.error()
+                assert error <= product.bound, (layout, sizes, beta, gap, error, product.bound)
+
+
+@pytest.mark.parametrize("name", [
+    name for file, names in kernels.KERNELS.items() if file.startswith("gemm_") for name in names])
+def test_every_instantiation_that_is_used(rng, name):
+    kernel, (layout, dtype, out_dtype) = next(
+        (kernel, case) for kernel, case in _listed() if kernel.name == name)
+    product = Product(rng, (133, 65, 71), layout, dtype, out_dtype, beta=1.0)
+    run_kernel(*product.launch(kernel))
+    assert product.error() <= product.bound
+
+
+def _listed():
+    """Every Gemm of the ladder with the default and the small tiles, and its case."""
+    for rung, kind in ladder.RUNGS.items():
+        for layout in ladder.LAYOUTS:
+            for dtype in DTYPES if kind.typed else ("float32",):
+                for out_dtype in {dtype, "float32"}:
+                    for tiles in {kind.default, ladder.SMALL.get(rung, kind.default)}:
+                        yield (ladder.gemm(rung, layout, dtype, out_dtype, tiles),
+                               (layout, dtype, out_dtype))
+
+
+def test_mma_has_float32_sums(rng):
+    """Twenty thousand values of one sign: a sum in bfloat16 would stop growing at 256."""
+    kernel = ladder.gemm("mma", "NN", "bfloat16", "float32", SMALL["mma"])
+    product = Product(rng, (16, 16, 20000), "NN", "bfloat16", "float32")
+    product.a[...], product.b[...] = 1.0, 1.0
+    product.expected = np.full((16, 16), 20000.0)
+    run_kernel(*product.launch(kernel))
+    assert product.error() == 0.0
+
+
+LAST = "        __syncthreads();\n    }\n"
+TWINS = {
+    "shared": [("        __syncthreads();  // the tiles are whole\n", ""),
+               ("        __syncthreads();  // and nobody reads them any more\n", "")],
+    "register": [(LAST, "    }\n"), ("        __syncthreads();\n        for", "        for")],
+    "vector": [(LAST, "    }\n"), ("        __syncthreads();\n        for", "        for")],
+    "warp": [("        __syncthreads();  // this slot", "        // this slot")],
+    "mma": [("        __syncthreads();  // this step", "        // this step"),
+            ("        wait_copies<Stages - 2>();\n", "")],
+}
+STEP_TOO_FAR = ("row >= M ||", "row > M ||")
+
+
+def tiny(rng, rung):
+    """A product of a few tiles, two blocks high, and the instantiation for it."""
+    dtype = "bfloat16" if rung == "mma" else "float32"
+    kernel = ladder.gemm(rung, "NT", dtype, "float32", SMALL[rung])
+    return kernel, Product(rng, (kernel.rows + 1, kernel.columns, 40), "NT", dtype, "float32")
+
+
+@pytest.mark.parametrize(("rung", "number"), [
+    (rung, number) for rung, edits in TWINS.items() for number in range(len(edits))])
+def test_missing_barrier_gives_wrong_results(rng, rung, number):
+    """In one of the two orders of threads at least."""
+    kernel, product = tiny(rng, rung)
+    wrong = []
+    for order in (1, -1):
+        product.c[...] = np.nan
+        run_kernel(*product.launch(kernel), order=order, edit=TWINS[rung][number])
+        wrong.append(not product.error() <= product.bound)
+    assert any(wrong)
+
+
+SLOW = [pytest.param(rung, marks=pytest.mark.slow) for rung in ("register", "vector", "warp")]
+
+
+@pytest.mark.parametrize("rung", ["shared", "mma", *SLOW])
+def test_thread_sanitizer(rng, rung):
+    kernel, product = tiny(rng, rung)
+    assert run_sanitized("thread", *product.launch(kernel)) == (0, "")
+    code, text = run_sanitized("thread", *product.launch(kernel), edit=TWINS[rung][0])
+    assert code
+    assert "data race" in text
+    assert kernel.file in text
+
+
+@pytest.mark.parametrize("rung", ["shared", "mma", *SLOW])
+def test_address_sanitizer(rng, rung):
+    kernel, product = tiny(rng, rung)
+    assert run_sanitized("address", *product.launch(kernel)) == (0, "")
+    code, text = run_sanitized("address", *product.launch(kernel), edit=STEP_TOO_FAR)
+    assert code
+    assert "heap-buffer-overflow" in text
+    assert "in void store<float>" in text
