@@ -32,7 +32,7 @@ OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "compare": "mpipar compare RUN_A RUN_B [--check]",
 }
 GENERATE_FLAGS = {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
-                  "rank_order", "device", "dtype"}
+                  "rank_order", "device", "dtype", "gemm", "tf32"}
 
 
 def exit_codes() -> str:

@@ -108,6 +108,8 @@ class RunConfig:
         None, "float16: good steps until the factor doubles (default 2000)", low=1)
     kernels: str = setting(
         "numpy", "CPU: numba = compiled elementwise chains (extra cpu)", choices=("numpy", "numba"))
+    gemm: str = setting("blas", "GPU: products by cuBLAS or own kernels", choices=("blas", "tile"))
+    tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
     init_from: str | None = setting(None, "folder with weights to start from; fixes the shape")
     save_interval: int = setting(0, "steps between two writes of weights; 0 = at the end", low=0)
@@ -214,8 +216,6 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
     if not bad & {"stage_layers", "layers"} and total != model.layers:
         found.append(f"--stage-layers {','.join(map(str, grid.stage_layers))}: the sum is "
                      f"{total}, but --layers is {model.layers}")
-    if run.kernels == "numba" and run.device != "cpu":
-        found.append(f"--kernels numba: is for --device cpu, not {run.device}; leave it out")
     if run.run_name is not None and (run.run_name in ("", ".", "..") or "/" in run.run_name):
         found.append(f"--run-name {run.run_name!r}: must be a plain name; it goes into runs/, "
                      "and --out takes any other folder")

@@ -3,9 +3,10 @@
     run_kernel("gemm_naive.cu", "gemm_naive<float, float, false, false>", grid=(2, 3),
                block=(32, 8), args=[m, n, k, a, k, b, n, 0.0, c, n])
 
-NumPy arrays are passed as pointers and changed in place; int is int, float is float, anything else
-a NumPy scalar of the parameter's type. The sources are what `kernels.source` puts together, with
-tests/cuda_shim/mma.cuh in place of the one that has inline PTX.
+NumPy arrays are passed as pointers, whatever their strides, and changed in place; numbers as
+`kernels.SCALARS` says, anything else as a NumPy scalar of the parameter's type. The sources are
+what `kernels.source` puts together, with tests/cuda_shim/mma.cuh in place of the one that has
+inline PTX.
 
 run_kernel runs a block's threads as fibers, in this process; run_sanitized as OS threads in a
 process of its own, under ThreadSanitizer or AddressSanitizer, and returns what that printed.
@@ -79,11 +80,7 @@ def _library(path):
 
 def _scalars(args):
     """Each argument as an array of the bytes that the kernel gets; arrays stay arrays."""
-    for one in args:
-        if isinstance(one, np.ndarray):
-            assert one.flags.c_contiguous, one.strides
-    kinds = {int: np.int32, float: np.float32}
-    return [one if isinstance(one, np.ndarray) else np.array(one, kinds.get(type(one)))
+    return [one if isinstance(one, np.ndarray) else np.array(one, kernels.SCALARS.get(type(one)))
             for one in args]
 
 

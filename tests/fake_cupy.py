@@ -2,12 +2,16 @@
 
 It proves which calls the device path makes, in which order, and that host and device memory are
 not mixed; it proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the
-stream is synchronized.
+stream is synchronized. Kernels run on the CPU (tests/cuda_host.py).
 """
 
 import types
 
+import fake_cublas
 import numpy as np
+from cuda_host import run_kernel
+
+from mpipar.ops.cuda import kernels
 
 
 class Stream:
@@ -49,6 +53,11 @@ class DeviceArray(np.ndarray):
         stream.busy = True
         super().__setitem__(key, value)
 
+    @property
+    def data(self):
+        """Like CuPy's: `ptr` is the address of the first element."""
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
     def set(self, host):
         assert not isinstance(host, DeviceArray)
         np.copyto(self.view(np.ndarray), host)
@@ -82,6 +91,40 @@ def asnumpy(x):
     return np.array(x.view(np.ndarray))
 
 
+class RawModule:
+    """A file of mpipar's own kernels; its unchanged source, told by its text."""
+
+    def __init__(self, code, options, name_expressions):
+        assert options == ("--std=c++17",)
+        self.file = next(file for file in kernels.KERNELS if kernels.source(file) == code)
+        self.names = name_expressions
+
+    def get_function(self, name):
+        assert name in self.names
+        return RawKernel(self.file, name)
+
+
+class RawKernel:
+    """One kernel of a file."""
+
+    max_dynamic_shared_size_bytes = 48 << 10
+
+    def __init__(self, file, name):
+        self.file, self.name = file, name
+
+    def __call__(self, grid, block, arguments, shared_mem):
+        assert shared_mem <= self.max_dynamic_shared_size_bytes
+        for one in arguments:  # CuPy makes a Python int 8 bytes, which no kernel here expects
+            assert isinstance(one, DeviceArray | np.int32 | np.float32), type(one)
+        stream.busy = True
+        run_kernel(self.file, self.name, grid, block, arguments, shared_mem)
+
+
+def _gemm_ex(*arguments):
+    stream.busy = True
+    fake_cublas.gemm_ex(*arguments)
+
+
 def get_default_memory_pool():
     return types.SimpleNamespace(total_bytes=lambda: 1)
 
@@ -89,8 +132,14 @@ def get_default_memory_pool():
 cuda = types.SimpleNamespace(
     get_current_stream=lambda: stream,
     alloc_pinned_memory=bytearray,
-    Device=lambda number: types.SimpleNamespace(use=lambda: None),
-    runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
+    Device=lambda number=0: types.SimpleNamespace(
+        use=lambda: None, attributes={"MultiProcessorCount": 3}),
+    runtime=types.SimpleNamespace(
+        getDeviceCount=lambda: 1, **{name: value for name, value in vars(fake_cublas).items()
+                                     if name.startswith("CUDA_R_")}),
+    device=types.SimpleNamespace(get_cublas_handle=lambda: fake_cublas.HANDLE),
+    cublas=types.SimpleNamespace(gemmEx=_gemm_ex, **{
+        name: value for name, value in vars(fake_cublas).items() if name.startswith("CUBLAS_")}),
 )
 ndarray = DeviceArray
 

@@ -6,6 +6,7 @@ import pytest
 from cuda_host import run_kernel, run_sanitized
 
 from mpipar.ops.cuda import kernels, ladder
+from mpipar.ops.cuda.loader import Loader
 
 pytestmark = pytest.mark.shim
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -83,6 +84,24 @@ def test_every_instantiation_that_is_used(rng, name):
     product = Product(rng, (133, 65, 71), layout, dtype, out_dtype, beta=1.0)
     run_kernel(*product.launch(kernel))
     assert product.error() <= product.bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ladder.LAYOUTS)
+@pytest.mark.parametrize(("rung", "dtype", "out_dtype"), TYPES)
+def test_every_rung_on_a_gpu(rng, rung, dtype, out_dtype, layout):
+    import cupy
+
+    loader = Loader(cupy)
+    for tiles in {ladder.RUNGS[rung].default, SMALL[rung], ladder.SMALL.get(rung, SMALL[rung])}:
+        kernel = ladder.gemm(rung, layout, dtype, out_dtype, tiles)
+        for sizes, gap in zip(SIZES, (0, 3, 8, 16), strict=True):
+            product = Product(rng, sizes, layout, dtype, out_dtype, 1.0, gap)
+            file, name, grid, block, arguments, shared_bytes = product.launch(kernel)
+            moved = [cupy.asarray(one) if isinstance(one, np.ndarray) else one for one in arguments]
+            loader.launch(file, name, grid, block, moved, shared_bytes)
+            product.c[...] = cupy.asnumpy(moved[8])
+            assert product.error() <= product.bound, (kernel, sizes)
 
 
 def _listed():

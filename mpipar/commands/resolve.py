@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from mpipar import hf_format, loss_scale
+from mpipar import hf_format, loss_scale, ops
 from mpipar.config import Check, Config, complete, flag, settings
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.flags import Reading, build
@@ -29,7 +29,7 @@ def resolve(reading: Reading, world_size: int,
         except UserError as error:
             errors.append(error)
     checks = ((stage_problems, UsageError), (tracer.problems, UsageError),
-              (loss_scale.problems, UsageError), *checks)
+              (loss_scale.problems, UsageError), (ops.problems, UsageError), *checks)
     config, notes, found = complete(config, world_size, checks, reading.bad)
     errors += found
     if errors:

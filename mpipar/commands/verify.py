@@ -47,6 +47,6 @@ def exact(reading):
     """The reading with float64 and SGD in place of what the flags or the preset say."""
     config = reading.config
     config = replace(config, run=replace(config.run, dtype="float64", loss_scale=None,
-                                         loss_scale_interval=None),
+                                         loss_scale_interval=None, gemm="blas", tf32=False),
                      train=replace(config.train, optimizer="sgd"))
     return replace(reading, config=config)

@@ -10,29 +10,49 @@ from mpipar.ops.numba_ops import NumbaOps
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.ops.shape_ops import ShapeOps
 
-__all__ = ["make", "make_for"]
+__all__ = ["make", "make_for", "problems"]
 
 
-def make(device, dtype, recorder=None, kernels="numpy"):
+def make(device, dtype, recorder=None, kernels="numpy", gemm="blas", tf32=False):
     """Return the array functions of one device: "cpu", "cuda" or "shapes".
 
     dtype: of weights and activations. Of gradients and sums too for "float32" and "float64";
     "bfloat16" and "float16" keep those in float32.
     recorder: has `phase`, under which the shapes book their FLOPs; the other two ignore it.
     kernels: "numpy" or "numba", what runs the elementwise chains on "cpu".
+    gemm, tf32: how "cuda" multiplies, as in `CupyOps`.
     Raises EnvironmentProblem when "cuda" is asked for and CuPy or a usable GPU is missing, or
     "numba" and Numba is.
     """
     if dtype in DTYPES:
-        return MixedOps(make(device, "float32", recorder, kernels), dtype)
+        return MixedOps(make(device, "float32", recorder, kernels, gemm, tf32), dtype)
     if device == "cpu":
         return NumbaOps(dtype) if kernels == "numba" else NumpyOps(dtype)
     if device == "cuda":
-        return CupyOps(dtype)
+        return CupyOps(dtype, gemm, tf32)
     assert device == "shapes", f"device {device!r} is none of 'cpu', 'cuda', 'shapes'"
     return ShapeOps(dtype, recorder)
 
 
 def make_for(run):
     """Return the array functions that the settings of a run (a RunConfig) ask for."""
-    return make(run.device, run.dtype, kernels=run.kernels)
+    return make(run.device, run.dtype, kernels=run.kernels, gemm=run.gemm, tf32=run.tf32)
+
+
+def problems(config):
+    """Return what is wrong with who is to compute and how, as texts."""
+    run, found = config.run, []
+    if run.kernels == "numba" and run.device != "cpu":
+        found.append(f"--kernels numba: is for --device cpu, not {run.device}; leave it out")
+    for shown, given in (("--gemm tile", run.gemm == "tile"), ("--tf32", run.tf32)):
+        if given and run.device == "cpu":
+            found.append(f"{shown}: is for products on a GPU; add --device cuda, or leave it out")
+    if run.gemm == "tile" and run.dtype == "float64":
+        found.append("--gemm tile: no hand-written kernel computes in float64; leave it out, or "
+                     "use --dtype float32")
+    if run.tf32 and run.dtype != "float32":
+        found.append(f"--tf32: rounds float32 operands, and --dtype is {run.dtype}; leave it out, "
+                     "or use --dtype float32")
+    if run.tf32 and run.gemm == "tile":
+        found.append("--tf32 and --gemm tile: TF32 is a mode of cuBLAS; give one of them")
+    return found

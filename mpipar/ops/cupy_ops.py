@@ -1,21 +1,44 @@
-"""The array functions on a GPU through CuPy: the plain ones, and what only a device needs."""
+"""The array functions on a GPU through CuPy: the plain ones, products, and what a device needs."""
 
 import math
 
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.array_ops import ArrayOps, as_rows
+from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
+from mpipar.ops.cuda.loader import Loader, num_processors
 
 
 class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on the current CUDA device.
 
+    gemm: "blas" multiplies with cuBLAS, "tile" with the kernels of ops/cuda (not in float64).
+    tf32: cuBLAS may round float32 operands of products to 10 bits of mantissa.
+    Products take operands of 16 bits as they are, whatever `dtype` is.
     Raises EnvironmentProblem when CuPy or a usable GPU is missing.
     """
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, gemm="blas", tf32=False):
         super().__init__(_usable_cupy(), dtype, "cuda")
+        assert gemm in ("blas", "tile"), gemm
+        assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
+        self._gemm = (BlasGemm(self.xp, tf32) if gemm == "blas"
+                      else TileGemm(Loader(self.xp), num_processors(self.xp)))
+
+    def matmul_forward(self, x, w):
+        """Return x w: (..., K) times (K, M) gives (..., M)."""
+        y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+        self._gemm(as_rows(x), w, as_rows(y))
+        return y
+
+    def matmul_backward_input(self, dy, w):
+        """Return dx = dy w^T: (..., M) and (K, M) give (..., K)."""
+        return self.matmul_forward(dy, w.T)
+
+    def matmul_backward_weight(self, x, dy, dw):
+        """Add x^T dy to dw: (..., K) and (..., M) give (K, M); dw may be a transposed view."""
+        self._gemm(as_rows(x).T, as_rows(dy), dw, accumulate=True)
 
     def to_host(self, x):
         """Return x copied to a NumPy array; waits for the device."""

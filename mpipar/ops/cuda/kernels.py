@@ -6,9 +6,13 @@ Only names and text, so that tests and tools can read them where there is neithe
 import re
 from pathlib import Path
 
+import numpy as np
+
 from mpipar.ops.cuda import ladder
 
 FOLDER = Path(__file__).parent
+# What a kernel gets where Python says a number: all int parameters are 32 bits, all others float.
+SCALARS = {int: np.int32, float: np.float32}
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 # File -> the instantiations of its kernels that are used, as name expressions.

@@ -1,0 +1,94 @@
+"""Products on a GPU: out = a b or out += a b, by cuBLAS or by the hand-written kernels.
+
+Matrices are two-dimensional views whose rows or whose columns are contiguous; a transposed view
+costs nothing, no operand is ever copied. The sums are float32 for operands of 16 bits and of 32,
+float64 for those of 64. Operands have one type; `out` may be wider, as the gradients of 16-bit
+weights are.
+"""
+
+import numpy as np
+
+from mpipar.ops.cuda import ladder
+
+
+def stored(x):
+    """Return (whether x (rows, columns) is stored as its transpose, elements from row to row)."""
+    rows, columns = x.shape
+    item = x.itemsize
+    if x.strides[1] == item or columns == 1:
+        return False, max(columns, x.strides[0] // item)
+    assert x.strides[0] == item or rows == 1, (x.shape, x.strides)
+    return True, max(rows, x.strides[1] // item)
+
+
+def checked(a, b, out):
+    """Return (a, b, out), all transposed if out is stored so: out^T = b^T a^T."""
+    assert a.shape[1] == b.shape[0], (a.shape, b.shape)
+    assert out.shape == (a.shape[0], b.shape[1]), (out.shape, a.shape, b.shape)
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    return (b.T, a.T, out.T) if stored(out)[0] else (a, b, out)
+
+
+class BlasGemm:
+    """cuBLAS, one call per product: mixed types, transposes and accumulation are its own.
+
+    tf32: multiply float32 operands with 10 bits of mantissa on tensor cores, about nine times as
+    fast; never chosen unasked.
+    """
+
+    def __init__(self, xp, tf32=False):
+        self._blas, self._device = xp.cuda.cublas, xp.cuda.device
+        runtime = xp.cuda.runtime
+        self._types = {"float64": runtime.CUDA_R_64F, "float32": runtime.CUDA_R_32F,
+                       "bfloat16": runtime.CUDA_R_16BF, "float16": runtime.CUDA_R_16F}
+        self._tf32 = tf32
+
+    def _compute_type(self, name):
+        """Return cuBLAS's name of the sums' type for operands of a type."""
+        if name == "float64":
+            return self._blas.CUBLAS_COMPUTE_64F
+        if name == "float32" and self._tf32:
+            return self._blas.CUBLAS_COMPUTE_32F_FAST_TF32
+        return self._blas.CUBLAS_COMPUTE_32F
+
+    def __call__(self, a, b, out, accumulate=False):
+        """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
+        a, b, out = checked(a, b, out)
+        name = a.dtype.name
+        scalar = np.float64 if name == "float64" else np.float32
+        alpha, beta = np.ones(1, scalar), np.full(1, accumulate, scalar)
+        # cuBLAS counts columns first: what it calls C is our out^T = b^T a^T. A matrix that is
+        # stored in rows is, for it, already transposed.
+        (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
+        turn = (self._blas.CUBLAS_OP_N, self._blas.CUBLAS_OP_T)
+        self._blas.gemmEx(
+            self._device.get_cublas_handle(), turn[b_turned], turn[a_turned],
+            out.shape[1], out.shape[0], a.shape[1], alpha.ctypes.data,
+            b.data.ptr, self._types[name], ldb, a.data.ptr, self._types[name], lda,
+            beta.ctypes.data, out.data.ptr, self._types[out.dtype.name], ldc,
+            self._compute_type(name), self._blas.CUBLAS_GEMM_DEFAULT)
+
+
+class TileGemm:
+    """The highest rung of the ladder for the operands' type: "warp" or, for 16 bits, "mma".
+
+    num_processors: of the device; a product with fewer blocks than that gets smaller tiles.
+    """
+
+    def __init__(self, loader, num_processors):
+        self._loader = loader
+        self._num_processors = num_processors
+
+    def __call__(self, a, b, out, accumulate=False):
+        """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
+        a, b, out = checked(a, b, out)
+        (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
+        layout = "NT"[a_turned] + "NT"[b_turned]
+        rung = "warp" if a.dtype == np.float32 else "mma"
+        kernel = ladder.gemm(rung, layout, a.dtype.name, out.dtype.name)
+        rows, columns = ladder.grid(kernel, *out.shape)
+        if rows * columns < self._num_processors:
+            kernel = ladder.gemm(rung, layout, a.dtype.name, out.dtype.name, ladder.SMALL[rung])
+        arguments = (*out.shape, a.shape[1], a, lda, b, ldb, float(accumulate), out, ldc)
+        self._loader.launch(kernel.file, kernel.name, ladder.grid(kernel, *out.shape),
+                            kernel.block, arguments, kernel.shared_bytes)

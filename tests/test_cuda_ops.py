@@ -1,0 +1,150 @@
+"""Products of the GPU path: cuBLAS's calling rules, and the hand-written kernels.
+
+Each test runs on the CPU, where tests/fake_cupy.py stands in for CuPy and the kernels are the ones
+that a GPU gets, and on a GPU if there is one.
+"""
+
+import importlib
+import sys
+
+import fake_cupy
+import ml_dtypes
+import numpy as np
+import pytest
+from config_helpers import changed, reading_of
+from helpers import assert_all_close, assert_close
+from ops_cases import LARGE, SMALL, call_every_op, plain
+
+from mpipar.commands.resolve import resolve as resolve_typed
+from mpipar.config import resolve
+from mpipar.errors import UsageError
+from mpipar.grid import Grid
+from mpipar.ops import make
+from mpipar.ops.cuda.gemm import TileGemm
+from mpipar.report.console import headline
+from mpipar.verify import step_tensors
+
+BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim)]
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def cupy(request, monkeypatch):
+    if request.param == "gpu":
+        return importlib.import_module("cupy")
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    return fake_cupy
+
+
+@pytest.mark.parametrize("gemm", WAYS)
+def test_every_function_equals_plain(cupy, gemm):
+    ops = make("cuda", "float32", gemm=gemm)
+    expected = call_every_op(plain("float64"), LARGE)
+    for name, value in call_every_op(ops, LARGE).items():
+        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
+                     2e-5, name)
+
+
+def test_float64_goes_to_cublas(cupy):
+    ops = make("cuda", "float64")
+    expected = call_every_op(plain("float64"), SMALL)
+    for name, value in call_every_op(ops, SMALL).items():
+        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
+                     1e-12, name)
+
+
+@pytest.mark.parametrize("gemm", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_every_type(rng, cupy, gemm, dtype):
+    """Activations keep their type, gradients of weights are float32; none is a copy's."""
+    ops = make("cuda", "float32", gemm=gemm)
+    host = [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in
+            ((3, 47, 33), (33, 70), (70, 33), (3, 47, 70))]
+    x, w, table, dy = map(cupy.asarray, host)
+    wide_x, wide_w, wide_table, wide_dy = (one.astype(np.float64) for one in host)
+    dw, dtable = cupy.ones((33, 70), np.float32), cupy.ones((70, 33), np.float32)
+    ops.matmul_backward_weight(x, dy, dw)
+    ops.matmul_backward_weight(x, dy, dtable.T)
+    product = 1.0 + wide_x.reshape(-1, 33).T @ wide_dy.reshape(-1, 70)
+    for got, expected in (
+            (ops.matmul_forward(x, w), wide_x @ wide_w),
+            (ops.matmul_forward(x, table.T), wide_x @ wide_table.T),
+            (ops.matmul_backward_input(dy, w), wide_dy @ wide_w.T),
+            (ops.matmul_backward_input(dy, table.T), wide_dy @ wide_table)):
+        assert got.dtype == DTYPES[dtype]
+        assert relative(ops.to_host(got), expected) <= BOUNDS[dtype]
+    for got, expected in ((dw, product), (dtable, product.T)):
+        assert got.dtype == np.float32
+        assert relative(ops.to_host(got), expected) <= BOUNDS["float32"]
+
+
+def relative(on_host, expected):
+    return np.linalg.norm(on_host.astype(np.float64) - expected) / np.linalg.norm(expected)
+
+
+def test_tf32_only_when_asked_for(rng, cupy):
+    x, w = (cupy.asarray(rng.standard_normal((64, 64)).astype(np.float32)) for _ in range(2))
+    exact = cupy.asnumpy(x).astype(np.float64) @ cupy.asnumpy(w).astype(np.float64)
+    errors = [relative(cupy.asnumpy(make("cuda", "float32", tf32=tf32).matmul_forward(x, w)), exact)
+              for tf32 in (False, True)]
+    assert errors[0] < 1e-6
+    assert 1e-5 < errors[1] < 1e-3
+
+
+@pytest.mark.shim
+def test_a_step_with_hand_written_products(cupy):
+    """Loss and gradients of a whole model, against the plain functions in float64."""
+    shape = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
+             "batch_size": 4, "num_microbatches": 2, "optimizer": "sgd"}
+    tokens = np.random.default_rng(1).integers(0, 17, 200)
+    results = []
+    for run in ({"dtype": "float64"}, {"dtype": "float32", "device": "cuda", "gemm": "tile"}):
+        config, _ = resolve(changed(**shape, **run), 1)
+        results.append(step_tensors(config, tokens, Grid(0)))
+    (loss, norm, *tensors), (own_loss, own_norm, *own_tensors) = results
+    assert own_loss == pytest.approx(loss, rel=1e-6)
+    assert own_norm == pytest.approx(norm, rel=1e-5)
+    for got, expected in zip(own_tensors, tensors, strict=True):
+        assert_all_close(got, expected, 1e-4)
+
+
+def test_sizes_that_a_gpu_might_see():
+    """Large products take the large tiles, small ones the small; one call each."""
+    calls = []
+
+    class Loader:
+        def launch(self, file, name, grid, block, arguments, shared_bytes):
+            calls.append((name, grid, block, shared_bytes, arguments[:3]))
+
+    gemm = TileGemm(Loader(), 132)
+    for rows in (4096, 200):
+        a, b = np.empty((rows, 64), np.float32), np.empty((64, 2048), np.float32)
+        gemm(a, b, np.empty((rows, 2048), np.float32))
+    assert calls == [
+        ("gemm_warp<false, false, 128, 128, 8, 64, 32>", (32, 16), (256,), 0, (4096, 2048, 64)),
+        ("gemm_warp<false, false, 64, 64, 8, 32, 32>", (4, 32), (128,), 0, (200, 2048, 64))]
+
+
+@pytest.mark.parametrize(("words", "messages"), [
+    ("--gemm tile", ["--gemm tile: is for products on a GPU; add --device cuda"]),
+    ("--tf32", ["--tf32: is for products on a GPU; add --device cuda"]),
+    ("--gemm tile --device cuda --dtype float64", ["no hand-written kernel computes in float64"]),
+    ("--tf32 --device cuda --dtype float64", ["--tf32: rounds float32 operands"]),
+    ("--tf32 --gemm tile --device cuda", ["give one of them"]),
+    ("--gemm tile --tf32", ["--gemm tile: is for", "--tf32: is for", "give one of them"])])
+def test_what_does_not_fit_is_refused(words, messages):
+    with pytest.raises(UsageError) as caught:
+        resolve_typed(reading_of(*words.split()), 1)
+    assert len(caught.value.problems) == len(messages)
+    for problem, message in zip(caught.value.problems, messages, strict=True):
+        assert message in problem
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    ("--tf32 --device cuda", "float32 on cuda, products in TF32"),
+    ("--gemm tile --device cuda", "float32 on cuda, own kernels for products"),
+    ("", "float32 on cpu")])
+def test_how_products_are_computed_is_printed(words, text):
+    config, _ = resolve_typed(reading_of(*words.split()), 1)
+    assert headline(config, 1, 1, 1).splitlines()[0].endswith(text)
