@@ -6,6 +6,7 @@ that a GPU gets, and on a GPU if there is one.
 
 import importlib
 import sys
+from functools import partial
 
 import fake_cupy
 import ml_dtypes
@@ -21,6 +22,7 @@ from mpipar.errors import UsageError
 from mpipar.grid import Grid
 from mpipar.ops import make
 from mpipar.ops.cuda.gemm import TileGemm
+from mpipar.ops.cuda.ladder import fitting
 from mpipar.report.console import headline
 from mpipar.verify import step_tensors
 
@@ -117,7 +119,7 @@ def test_sizes_that_a_gpu_might_see():
         def launch(self, file, name, grid, block, arguments, shared_bytes):
             calls.append((name, grid, block, shared_bytes, arguments[:3]))
 
-    gemm = TileGemm(Loader(), 132)
+    gemm = TileGemm(Loader(), partial(fitting, 132))
     for rows in (4096, 200):
         a, b = np.empty((rows, 64), np.float32), np.empty((64, 2048), np.float32)
         gemm(a, b, np.empty((rows, 2048), np.float32))

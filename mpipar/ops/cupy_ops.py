@@ -1,12 +1,14 @@
 """The array functions on a GPU through CuPy: the plain ones, products, and what a device needs."""
 
 import math
+from functools import partial
 
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.array_ops import ArrayOps, as_rows
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
+from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.cuda.loader import Loader, num_processors
 
 
@@ -24,7 +26,7 @@ class CupyOps(ArrayOps):
         assert gemm in ("blas", "tile"), gemm
         assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
         self._gemm = (BlasGemm(self.xp, tf32) if gemm == "blas"
-                      else TileGemm(Loader(self.xp), num_processors(self.xp)))
+                      else TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp))))
 
     def matmul_forward(self, x, w):
         """Return x w: (..., K) times (K, M) gives (..., M)."""

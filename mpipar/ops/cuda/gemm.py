@@ -70,25 +70,21 @@ class BlasGemm:
 
 
 class TileGemm:
-    """The highest rung of the ladder for the operands' type: "warp" or, for 16 bits, "mma".
+    """The kernels of the ladder.
 
-    num_processors: of the device; a product with fewer blocks than that gets smaller tiles.
+    choose: (layout, operand type, result type, rows of out, columns of out) -> ladder.Gemm.
     """
 
-    def __init__(self, loader, num_processors):
+    def __init__(self, loader, choose):
         self._loader = loader
-        self._num_processors = num_processors
+        self._choose = choose
 
     def __call__(self, a, b, out, accumulate=False):
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
         a, b, out = checked(a, b, out)
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
         layout = "NT"[a_turned] + "NT"[b_turned]
-        rung = "warp" if a.dtype == np.float32 else "mma"
-        kernel = ladder.gemm(rung, layout, a.dtype.name, out.dtype.name)
-        rows, columns = ladder.grid(kernel, *out.shape)
-        if rows * columns < self._num_processors:
-            kernel = ladder.gemm(rung, layout, a.dtype.name, out.dtype.name, ladder.SMALL[rung])
+        kernel = self._choose(layout, a.dtype.name, out.dtype.name, *out.shape)
         arguments = (*out.shape, a.shape[1], a, lda, b, ldb, float(accumulate), out, ldc)
         self._loader.launch(kernel.file, kernel.name, ladder.grid(kernel, *out.shape),
                             kernel.block, arguments, kernel.shared_bytes)

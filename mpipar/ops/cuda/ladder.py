@@ -4,7 +4,7 @@ Layouts: "NN" op(A) = A, op(B) = B; "NT" op(B) = transposed; "TN" op(A) = transp
 """
 
 from collections import namedtuple
-from math import ceil
+from math import ceil, prod
 
 # What the kernels call NumPy's types.
 C_TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "half"}
@@ -37,6 +37,19 @@ def gemm(rung, layout, dtype="float32", out_dtype=None, tiles=None):
     name = f"gemm_{rung}<{', '.join([*types, *transposed, *map(str, tiles)])}>"
     size = dict(zip(kind.tiles.split(), tiles, strict=True))
     return Gemm(f"gemm_{rung}.cu", name, *_block(rung, size), _shared_bytes(rung, layout, size))
+
+
+def fitting(num_processors, layout, dtype, out_dtype, rows, columns):
+    """Return the highest rung for a type: "warp" or, for 16 bits, "mma".
+
+    A C that has fewer blocks than the device has processors gets smaller tiles, so more blocks.
+    """
+    rung = "warp" if dtype == "float32" else "mma"
+    large = gemm(rung, layout, dtype, out_dtype)
+    blocks = prod(grid(large, rows, columns))
+    if blocks >= num_processors:
+        return large
+    return gemm(rung, layout, dtype, out_dtype, SMALL[rung])
 
 
 def grid(kernel, rows, columns):
