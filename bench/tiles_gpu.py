@@ -59,7 +59,7 @@ def timed(call, repeats: int) -> tuple[float, float]:
     """Return the median seconds of a call on the device and on the host."""
     from cupyx.profiler import benchmark
 
-    found = benchmark(call, n_repeat=repeats, n_warmup=3, max_duration=SECONDS)
+    found = benchmark(call, n_repeat=repeats, name="", n_warmup=3, max_duration=SECONDS)
     return statistics.median(found.gpu_times.ravel()), statistics.median(found.cpu_times)
 
 
@@ -90,7 +90,7 @@ class Bench:
 
     def product(self, gemm, a, b, expected) -> tuple[float, float]:
         """Seconds on device and host of gemm(a, b), which must be what is expected."""
-        out = self.xp.full(expected.shape, np.nan, expected.dtype)
+        out = self.xp.full(expected.shape, np.nan, np.float32).astype(expected.dtype)
         gemm(a, b, out)
         difference = (out.astype(np.float32) - expected.astype(np.float32)).ravel()
         scale = self.ops.square_sum(expected.astype(np.float32)) ** 0.5

@@ -1,6 +1,7 @@
 """The GPU benchmark's arithmetic and checks, on a stand-in for CuPy; real times need a GPU."""
 
 import sys
+from types import SimpleNamespace
 
 import fake_cupy
 import numpy as np
@@ -21,11 +22,15 @@ def bench(monkeypatch):
     monkeypatch.setattr(fake_cupy.cuda.runtime, "getDeviceProperties",
                         lambda number: {"name": b"NVIDIA H200"}, raising=False)
 
-    def timed(call, repeats):
-        call()
-        return 1e-3, 1e-5
+    def benchmark(function, n_repeat, name=None, n_warmup=10, max_duration=0):
+        """Like cupyx.profiler's, which wants a name of what has none by itself."""
+        assert isinstance(function.__name__ if name is None else name, str)
+        function()
+        return SimpleNamespace(gpu_times=np.array([[9.0, 1e-3, 1e-4]]), cpu_times=np.full(3, 1e-5))
 
-    monkeypatch.setattr(tiles_gpu, "timed", timed)
+    profiler = SimpleNamespace(benchmark=benchmark)
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(profiler=profiler))
+    monkeypatch.setitem(sys.modules, "cupyx.profiler", profiler)
     return tiles_gpu.Bench(repeats=2)
 
 

@@ -37,8 +37,7 @@ template <bool Transposed> inline void load_matrices(unsigned (&r)[4], const voi
 }
 
 inline void start_copy_16(void *to_shared, const void *from_global, bool valid) {
-    if (reinterpret_cast<uintptr_t>(to_shared) % 16 ||
-        (valid && reinterpret_cast<uintptr_t>(from_global) % 16))
+    if ((reinterpret_cast<uintptr_t>(to_shared) | reinterpret_cast<uintptr_t>(from_global)) % 16)
         shim::fail("a copy off its 16 bytes");
     shim::current->groups.back().push_back({to_shared, from_global, valid});
 }

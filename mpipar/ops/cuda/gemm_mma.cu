@@ -30,7 +30,7 @@ template <typename T, int Extent, int BK, bool KContiguous> struct OperandTile {
             int rows = KContiguous ? extent : K, columns = KContiguous ? K : extent;
             T *to = values + row * WIDTH + column;
             bool outside = from_row >= rows || from_column >= columns;
-            if (outside || (aligned && from_column + 8 <= columns)) {
+            if (aligned && (outside || from_column + 8 <= columns)) {
                 const T *from = x + (outside ? 0 : size_t(from_row) * ld + from_column);
                 start_copy_16(to, from, !outside);
             } else {
