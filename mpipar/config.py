@@ -108,7 +108,7 @@ class RunConfig:
         None, "float16: good steps until the factor doubles (default 2000)", low=1)
     kernels: str = setting(
         "numpy", "CPU: numba = compiled elementwise chains (extra cpu)", choices=("numpy", "numba"))
-    gemm: str = setting("blas", "GPU: products by cuBLAS or own kernels", choices=("blas", "tile"))
+    gemm: str = setting("blas", "GPU: who multiplies", choices=("blas", "tile", "cuda-tile"))
     tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
     init_from: str | None = setting(None, "folder with weights to start from; fixes the shape")

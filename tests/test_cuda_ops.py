@@ -1,13 +1,15 @@
 """Products of the GPU path: cuBLAS's calling rules, and the hand-written kernels.
 
 Each test runs on the CPU, where tests/fake_cupy.py stands in for CuPy and the kernels are the ones
-that a GPU gets, and on a GPU if there is one.
+that a GPU gets (those of cuda-tile on tests/fake_cuda_tile.py), and on a GPU if there is one.
 """
 
 import importlib
 import sys
 from functools import partial
+from types import SimpleNamespace
 
+import fake_cuda_tile
 import fake_cupy
 import ml_dtypes
 import numpy as np
@@ -28,14 +30,18 @@ from mpipar.verify import step_tensors
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim)]
+WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim), "cuda-tile"]
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def cupy(request, monkeypatch):
     if request.param == "gpu":
+        if "cuda-tile" in request.node.callspec.params.values():
+            pytest.importorskip("cuda.tile")
         return importlib.import_module("cupy")
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(tile=fake_cuda_tile))
+    monkeypatch.setitem(sys.modules, "cuda.tile", fake_cuda_tile)
     return fake_cupy
 
 
@@ -131,9 +137,10 @@ def test_sizes_that_a_gpu_might_see():
 @pytest.mark.parametrize(("words", "messages"), [
     ("--gemm tile", ["--gemm tile: is for products on a GPU; add --device cuda"]),
     ("--tf32", ["--tf32: is for products on a GPU; add --device cuda"]),
-    ("--gemm tile --device cuda --dtype float64", ["no hand-written kernel computes in float64"]),
+    ("--gemm tile --device cuda --dtype float64", ["no kernel of mpipar computes in float64"]),
     ("--tf32 --device cuda --dtype float64", ["--tf32: rounds float32 operands"]),
     ("--tf32 --gemm tile --device cuda", ["give one of them"]),
+    ("--gemm cuda-tile", ["--gemm cuda-tile: is for products on a GPU"]),
     ("--gemm tile --tf32", ["--gemm tile: is for", "--tf32: is for", "give one of them"])])
 def test_what_does_not_fit_is_refused(words, messages):
     with pytest.raises(UsageError) as caught:
@@ -145,7 +152,7 @@ def test_what_does_not_fit_is_refused(words, messages):
 
 @pytest.mark.parametrize(("words", "text"), [
     ("--tf32 --device cuda", "float32 on cuda, products in TF32"),
-    ("--gemm tile --device cuda", "float32 on cuda, own kernels for products"),
+    ("--gemm tile --device cuda", "float32 on cuda, products by tile kernels"),
     ("", "float32 on cpu")])
 def test_how_products_are_computed_is_printed(words, text):
     config, _ = resolve_typed(reading_of(*words.split()), 1)

@@ -44,15 +44,16 @@ def problems(config):
     run, found = config.run, []
     if run.kernels == "numba" and run.device != "cpu":
         found.append(f"--kernels numba: is for --device cpu, not {run.device}; leave it out")
-    for shown, given in (("--gemm tile", run.gemm == "tile"), ("--tf32", run.tf32)):
+    gemm = f"--gemm {run.gemm}"
+    for shown, given in ((gemm, run.gemm != "blas"), ("--tf32", run.tf32)):
         if given and run.device == "cpu":
             found.append(f"{shown}: is for products on a GPU; add --device cuda, or leave it out")
-    if run.gemm == "tile" and run.dtype == "float64":
-        found.append("--gemm tile: no hand-written kernel computes in float64; leave it out, or "
-                     "use --dtype float32")
+    if run.gemm != "blas" and run.dtype == "float64":
+        found.append(f"{gemm}: no kernel of mpipar computes in float64; leave it out, or use "
+                     "--dtype float32")
     if run.tf32 and run.dtype != "float32":
         found.append(f"--tf32: rounds float32 operands, and --dtype is {run.dtype}; leave it out, "
                      "or use --dtype float32")
-    if run.tf32 and run.gemm == "tile":
-        found.append("--tf32 and --gemm tile: TF32 is a mode of cuBLAS; give one of them")
+    if run.tf32 and run.gemm != "blas":
+        found.append(f"--tf32 and {gemm}: TF32 is a mode of cuBLAS; give one of them")
     return found

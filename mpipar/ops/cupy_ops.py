@@ -10,23 +10,29 @@ from mpipar.ops.array_ops import ArrayOps, as_rows
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
 from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.cuda.loader import Loader, num_processors
+from mpipar.ops.cuda.tile_model import TileModelGemm
 
 
 class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on the current CUDA device.
 
-    gemm: "blas" multiplies with cuBLAS, "tile" with the kernels of ops/cuda (not in float64).
+    gemm: "blas" multiplies with cuBLAS; "tile" with the kernels of ops/cuda, "cuda-tile" with the
+    one that the package of that name compiles (both not in float64).
     tf32: cuBLAS may round float32 operands of products to 10 bits of mantissa.
     Products take operands of 16 bits as they are, whatever `dtype` is.
-    Raises EnvironmentProblem when CuPy or a usable GPU is missing.
+    Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
 
     def __init__(self, dtype, gemm="blas", tf32=False):
         super().__init__(_usable_cupy(), dtype, "cuda")
-        assert gemm in ("blas", "tile"), gemm
         assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
-        self._gemm = (BlasGemm(self.xp, tf32) if gemm == "blas"
-                      else TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp))))
+        if gemm == "blas":
+            self._gemm = BlasGemm(self.xp, tf32)
+        elif gemm == "tile":
+            self._gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
+        else:
+            assert gemm == "cuda-tile", gemm
+            self._gemm = TileModelGemm(self.xp, _cuda_tile())
 
     def matmul_forward(self, x, w):
         """Return x w: (..., K) times (K, M) gives (..., M)."""
@@ -66,6 +72,18 @@ class CupyOps(ArrayOps):
     def synchronize(self):
         """Wait until everything queued on the current stream is done."""
         self.xp.cuda.get_current_stream().synchronize()
+
+
+def _cuda_tile():
+    """Return the module cuda.tile."""
+    try:
+        import cuda.tile
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"--gemm cuda-tile needs the package cuda-tile, which cannot be imported here "
+            f"({error}): install it with pip install '.[tile]', or leave --gemm out"
+        ) from error
+    return cuda.tile
 
 
 def _usable_cupy():

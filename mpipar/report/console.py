@@ -55,7 +55,7 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
         f" dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"
         f" {num_stages} stages, {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"
-        f"{', own kernels for products' if run.gemm == 'tile' else ''}\n"
+        f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
         f"model {run.preset}: {model.layers} layers, D {model.d_model}, {model.heads} heads,"
         f" F {model.ffn}, T {model.seq_len}, V {model.vocab_size}"
         f"{', tied head' if model.tied else ''}; {config.train.optimizer},"

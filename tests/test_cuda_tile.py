@@ -1,0 +1,66 @@
+"""The kernel for the package cuda-tile: on a stand-in, and through the package's own front end."""
+
+import io
+import sys
+
+import fake_cuda_tile
+import fake_cupy
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpipar.errors import EnvironmentProblem
+from mpipar.ops import make
+from mpipar.ops.cuda.tile_model import TILES, TileModelGemm, gemm_kernel
+
+
+def product(rng, dtype=np.float32):
+    a, b = (fake_cupy.device(rng.standard_normal(shape).astype(dtype))
+            for shape in ((133, 71), (71, 65)))
+    out = fake_cupy.device(np.full((133, 65), np.nan, dtype))
+    TileModelGemm(fake_cupy, fake_cuda_tile)(a, b, out)
+    a, b, out = map(fake_cupy.asnumpy, (a, b, out))
+    return out, a.astype(float) @ b.astype(float)
+
+
+def test_product_at_odd_sizes(rng):
+    out, expected = product(rng)
+    assert np.linalg.norm(out - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+def test_missing_padding_is_seen(rng, monkeypatch):
+    monkeypatch.setattr(fake_cuda_tile.PaddingMode, "ZERO", np.nan)
+    out, _ = product(rng)
+    assert np.isnan(out).all()
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install '\.\[tile\]'"):
+        make("cuda", "float32", gemm="cuda-tile")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("accumulate", [0, 1])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [
+    ("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"),
+    ("float16", "float16"), ("float16", "float32")])
+def test_front_end_takes_the_kernel(dtype, out_dtype, accumulate):
+    """Types and shapes are checked and bytecode is written; machine code needs its compiler."""
+    ct = pytest.importorskip("cuda.tile")
+    from cuda.tile import compilation
+
+    def array(name, stride_constant):
+        return compilation.ArrayConstraint(
+            getattr(ct, name), 2, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
+            may_alias_internally=False, stride_constant=stride_constant)
+
+    size = 4 if dtype == "float32" else np.dtype(ml_dtypes.bfloat16).itemsize
+    signature = compilation.KernelSignature(
+        [array(dtype, (1, None)), array(dtype, (None, 1)), array(out_dtype, (None, 1)), accumulate,
+         *TILES[size]], compilation.CallingConvention.cutile_python_v1())
+    code = io.BytesIO()
+    compilation.export_kernel(gemm_kernel(ct), [signature], code, gpu_code=None,
+                              output_format="tileir_bytecode", bytecode_version="13.3")
+    assert len(code.getvalue()) > 500
