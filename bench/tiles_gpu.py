@@ -142,8 +142,7 @@ def sweep_rows(bench: Bench, size=SWEEP_SIZE) -> list[dict]:
             speed = 2 * m * n * k / device * 1e-12
             rows.append({
                 "kernel": rung, "tiles": " ".join(map(str, tiles)), "threads": kernel.block[0],
-                "flop_per_byte": 2 * kernel.rows * kernel.columns
-                / ((kernel.rows + kernel.columns) * a.itemsize),
+                "flop_per_byte": ladder.flop_per_byte(kernel, a.itemsize),
                 "tflop_per_s": speed, "of_cublas": blas[0] / device,
                 "of_roof": bench.share(speed, dtype)})
     return rows

@@ -13,10 +13,11 @@ from pathlib import Path
 import browser
 import hypothesis
 import numpy as np
-import nvrtc
 import pytest
 import slurm_cluster
 from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
+
+from bench import nvrtc
 
 MPI_FOLDER = Path(__file__).parent / "mpi"
 

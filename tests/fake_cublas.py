@@ -1,5 +1,6 @@
-"""cuBLAS's gemmEx on the host: the same arguments, columns first, the same rules of leading
-dimensions; part of tests/fake_cupy.py.
+"""cuBLAS's gemmEx and gemmStridedBatchedEx on the host; part of tests/fake_cupy.py.
+
+The same arguments, columns first, the same rules of leading dimensions, the same table of types.
 """
 
 import ctypes
@@ -49,3 +50,12 @@ def gemm_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, lda, b, b_type, l
                    for at in (alpha, beta))
     product = alpha * (a @ b)
     c[...] = product if beta == 0 else product + beta * c.astype(wide)
+
+
+def gemm_strided_batched_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, lda, a_apart,
+                            b, b_type, ldb, b_apart, beta, c, c_type, ldc, c_apart, count, *rest):
+    a_step, b_step, c_step = (apart * np.dtype(TYPES[kind]).itemsize for apart, kind in
+                              ((a_apart, a_type), (b_apart, b_type), (c_apart, c_type)))
+    for i in range(count):
+        gemm_ex(handle, turn_a, turn_b, m, n, k, alpha, a + i * a_step, a_type, lda,
+                b + i * b_step, b_type, ldb, beta, c + i * c_step, c_type, ldc, *rest)

@@ -120,9 +120,11 @@ class RawKernel:
         run_kernel(self.file, self.name, grid, block, arguments, shared_mem)
 
 
-def _gemm_ex(*arguments):
-    stream.busy = True
-    fake_cublas.gemm_ex(*arguments)
+def _queued(function):
+    def call(*arguments):
+        stream.busy = True
+        function(*arguments)
+    return call
 
 
 def get_default_memory_pool():
@@ -138,7 +140,9 @@ cuda = types.SimpleNamespace(
         getDeviceCount=lambda: 1, **{name: value for name, value in vars(fake_cublas).items()
                                      if name.startswith("CUDA_R_")}),
     device=types.SimpleNamespace(get_cublas_handle=lambda: fake_cublas.HANDLE),
-    cublas=types.SimpleNamespace(gemmEx=_gemm_ex, **{
+    cublas=types.SimpleNamespace(
+        gemmEx=_queued(fake_cublas.gemm_ex),
+        gemmStridedBatchedEx=_queued(fake_cublas.gemm_strided_batched_ex), **{
         name: value for name, value in vars(fake_cublas).items() if name.startswith("CUBLAS_")}),
 )
 ndarray = DeviceArray

@@ -1,8 +1,11 @@
 """NVIDIA's compiler takes every kernel, within a budget of registers and without spills."""
 
-import nvrtc
+import json
+
 import pytest
 
+from bench import kernels as bench_kernels
+from bench import nvrtc
 from mpipar.ops.cuda import kernels
 
 pytestmark = pytest.mark.nvrtc
@@ -56,3 +59,16 @@ def test_what_does_not_compile_is_said():
     with pytest.raises(RuntimeError, match="undefined"):
         nvrtc.Nvrtc().compile("template <int N> __global__ void f() { nothing(N); }", ["f<1>"],
                               "sm_90")
+
+
+def test_table_of_the_ladder(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    assert bench_kernels.main(["--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    rows = {row["kernel"]: row for row in result["rows"]}
+    assert result["machine"]["nvrtc"].startswith("12.")
+    assert [row["flop_per_byte"] for row in result["rows"]] == [0.25, 8, 16, 32, 32, 64]
+    assert rows["gemm_shared.cu"]["shared_KiB"] == 2 * 32 * 33 * 4 / 1024
+    assert rows["gemm_mma.cu"]["shared_KiB"] == 3 * (128 * 40 + 32 * 136) * 2 / 1024
+    assert all(0 < row["registers_sm_90"] <= 128 for row in rows.values())
+    assert "gemm_warp.cu" in capsys.readouterr().out

@@ -87,6 +87,24 @@ def test_products_of_every_type(rng, cupy, gemm, dtype):
         assert relative(ops.to_host(got), expected) <= BOUNDS["float32"]
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_stacked_products(rng, cupy, dtype):
+    """Heads of a packed array, transposed and not, into new memory and into a packed array."""
+    ops = make("cuda", "float64" if dtype == "float64" else "float32")
+    kind = DTYPES.get(dtype, np.float64)
+    host = rng.standard_normal((2, 7, 3, 4, 5)).astype(kind)  # B, T, 3, H, d
+    q, k, v = (cupy.asarray(host)[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
+    wide_q, wide_k, wide_v = (
+        host[:, :, i].transpose(0, 2, 1, 3).astype(np.float64) for i in range(3))
+    scores = ops.stacked_products(q, k.transpose(0, 1, 3, 2))
+    assert scores.dtype == kind
+    bound = BOUNDS.get(dtype, 1e-14)
+    assert relative(ops.to_host(scores), wide_q @ wide_k.transpose(0, 1, 3, 2)) <= bound
+    exact = ops.to_host(scores).astype(np.float64).transpose(0, 1, 3, 2) @ wide_v
+    ops.stacked_products(scores.transpose(0, 1, 3, 2), v, q)
+    assert relative(ops.to_host(q), exact) <= bound
+
+
 def relative(on_host, expected):
     return np.linalg.norm(on_host.astype(np.float64) - expected) / np.linalg.norm(expected)
 

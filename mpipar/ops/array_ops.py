@@ -12,6 +12,8 @@ import math
 
 import numpy as np
 
+from mpipar.ops.array_attention import ArrayAttention
+
 # GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); arXiv 1606.08415.
 GELU_A = math.sqrt(2.0 / math.pi)
 GELU_B = 0.044715 * GELU_A
@@ -19,7 +21,7 @@ GELU_B = 0.044715 * GELU_A
 EMPTY_MAX = -1e30
 
 
-class ArrayOps:
+class ArrayOps(ArrayAttention):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
     def __init__(self, xp, dtype, device):
@@ -149,40 +151,6 @@ class ArrayOps:
         xhat = (x - mean[..., None]) * rstd[..., None]
         dw += as_rows(dy * xhat).sum(axis=0)
         db += as_rows(dy).sum(axis=0)
-
-    # Attention. Query i sees key j if and only if positions[j] <= positions[i].
-
-    def attention_forward(self, qkv, positions):
-        """Return (y, probs) of causal attention.
-
-        qkv (B, T, 3, H, d), positions (T,); y (B, T, H, d), probs (B, H, T, T), hidden part 0.
-        """
-        q, k, v = self._heads_first(qkv)
-        scores = (q @ k.transpose(0, 1, 3, 2)) * self.scalar(qkv.shape[-1] ** -0.5)
-        visible = positions[None, :] <= positions[:, None]
-        scores = self.xp.where(visible, scores, self.scalar(-np.inf))
-        probs = self.xp.exp(scores - scores.max(axis=-1, keepdims=True))
-        probs /= probs.sum(axis=-1, keepdims=True)
-        return self.xp.ascontiguousarray((probs @ v).transpose(0, 2, 1, 3)), probs
-
-    def attention_backward_input(self, dy, qkv, probs, positions):
-        """Return dqkv (B, T, 3, H, d); of a row, dscores = probs (dprobs - sum(probs dprobs))."""
-        q, k, v = self._heads_first(qkv)
-        dqkv = self.xp.empty_like(qkv)
-        dq, dk, dv = self._heads_first(dqkv)
-        dy = dy.transpose(0, 2, 1, 3)  # (B, H, T, d)
-        dv[...] = probs.transpose(0, 1, 3, 2) @ dy
-        dprobs = dy @ v.transpose(0, 1, 3, 2)
-        dscores = probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True))
-        dscores *= self.scalar(qkv.shape[-1] ** -0.5)
-        dq[...] = dscores @ k
-        dk[...] = dscores.transpose(0, 1, 3, 2) @ q
-        return dqkv
-
-    @staticmethod
-    def _heads_first(qkv):
-        """Return the three views (B, H, T, d) of a packed (B, T, 3, H, d) array, no copy."""
-        return tuple(qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
 
     # Embeddings. A table shard holds the rows of the ids [start, start + rows).
 

@@ -16,8 +16,8 @@ from mpipar.ops.cuda.tile_model import TileModelGemm
 class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on the current CUDA device.
 
-    gemm: "blas" multiplies with cuBLAS; "tile" with the kernels of ops/cuda, "cuda-tile" with the
-    one that the package of that name compiles (both not in float64).
+    gemm: products with weights by "blas" (cuBLAS), "tile" (the kernels of ops/cuda) or "cuda-tile"
+    (the one that the package of that name compiles); the last two not in float64.
     tf32: cuBLAS may round float32 operands of products to 10 bits of mantissa.
     Products take operands of 16 bits as they are, whatever `dtype` is.
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
@@ -26,8 +26,9 @@ class CupyOps(ArrayOps):
     def __init__(self, dtype, gemm="blas", tf32=False):
         super().__init__(_usable_cupy(), dtype, "cuda")
         assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
+        self._blas = BlasGemm(self.xp, tf32)
         if gemm == "blas":
-            self._gemm = BlasGemm(self.xp, tf32)
+            self._gemm = self._blas
         elif gemm == "tile":
             self._gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
         else:
@@ -47,6 +48,14 @@ class CupyOps(ArrayOps):
     def matmul_backward_weight(self, x, dy, dw):
         """Add x^T dy to dw: (..., K) and (..., M) give (K, M); dw may be a transposed view."""
         self._gemm(as_rows(x).T, as_rows(dy), dw, accumulate=True)
+
+    def stacked_products(self, a, b, out=None):
+        """Return a b for every leading index, by cuBLAS: a call per row of the batch, no copies."""
+        if out is None:
+            out = self.xp.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
+        for i in range(len(a)):
+            self._blas.stacked(a[i], b[i], out[i])
+        return out
 
     def to_host(self, x):
         """Return x copied to a NumPy array; waits for the device."""

@@ -53,19 +53,33 @@ class BlasGemm:
 
     def __call__(self, a, b, out, accumulate=False):
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
-        a, b, out = checked(a, b, out)
+        self._multiply(self._blas.gemmEx, *checked(a, b, out), accumulate)
+
+    def stacked(self, a, b, out):
+        """Write a[h] b[h] to out[h] for every h; a (H, M, K), b (H, K, N), out (H, M, N)."""
+        assert len(a) == len(b) == len(out), (a.shape, b.shape, out.shape)
+        assert not stored(out[0])[0], (out.shape, out.strides)
+        apart = [(x.strides[0] // x.itemsize,) for x in (a, b, out)]
+        self._multiply(self._blas.gemmStridedBatchedEx, *checked(a[0], b[0], out[0]), False,
+                       apart, (len(a),))
+
+    def _multiply(self, function, a, b, out, accumulate, apart=((), (), ()), count=()):
+        """Call cuBLAS; apart, count: the distances and the number of stacked matrices, if they are.
+
+        cuBLAS counts columns first: what it calls C is our out^T = b^T a^T. A matrix that is stored
+        in rows is, for it, already transposed.
+        """
         name = a.dtype.name
         scalar = np.float64 if name == "float64" else np.float32
         alpha, beta = np.ones(1, scalar), np.full(1, accumulate, scalar)
-        # cuBLAS counts columns first: what it calls C is our out^T = b^T a^T. A matrix that is
-        # stored in rows is, for it, already transposed.
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
         turn = (self._blas.CUBLAS_OP_N, self._blas.CUBLAS_OP_T)
-        self._blas.gemmEx(
+        function(
             self._device.get_cublas_handle(), turn[b_turned], turn[a_turned],
             out.shape[1], out.shape[0], a.shape[1], alpha.ctypes.data,
-            b.data.ptr, self._types[name], ldb, a.data.ptr, self._types[name], lda,
-            beta.ctypes.data, out.data.ptr, self._types[out.dtype.name], ldc,
+            b.data.ptr, self._types[name], ldb, *apart[1],
+            a.data.ptr, self._types[name], lda, *apart[0],
+            beta.ctypes.data, out.data.ptr, self._types[out.dtype.name], ldc, *apart[2], *count,
             self._compute_type(name), self._blas.CUBLAS_GEMM_DEFAULT)
 
 

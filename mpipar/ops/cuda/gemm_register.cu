@@ -2,7 +2,7 @@
 // is used several times from registers: TM + TN reads for TM * TN multiplications.
 //
 // Global traffic of a block's step: (BM + BN) BK elements per 2 BM BN BK FLOPs: at 64 x 64 16
-// FLOP/byte in float32. Shared memory: 8 bytes per FLOP on rung 2, 1 at TM = TN = 8.
+// FLOP/byte in float32. Shared memory: 4 bytes per FLOP on rung 2, 0.5 at TM = TN = 8.
 #include "gemm.cuh"
 
 // Grid (ceil(M / BM), ceil(N / BN)), block (BM / TM * BN / TN).

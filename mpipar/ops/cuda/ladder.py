@@ -57,6 +57,12 @@ def grid(kernel, rows, columns):
     return ceil(rows / kernel.rows), ceil(columns / kernel.columns)
 
 
+def flop_per_byte(kernel, itemsize):
+    """Return FLOPs per byte of operands that a block reads from global memory, caches aside."""
+    rows, columns = (1, 1) if kernel.file == "gemm_naive.cu" else (kernel.rows, kernel.columns)
+    return 2 * rows * columns / ((rows + columns) * itemsize)
+
+
 def _block(rung, size):
     """Return (rows, columns, threads) of a block."""
     if rung == "naive":

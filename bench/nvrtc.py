@@ -47,6 +47,12 @@ class Nvrtc:
         self._call(f"Get{name}", program, text)
         return text.raw
 
+    def version(self):
+        """The compiler's version, as "12.9"."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
     def compile(self, source, names, arch):
         """Return (machine code, name expression -> Usage) for an architecture, as "sm_90"."""
         program = ctypes.c_void_p()
