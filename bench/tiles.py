@@ -1,6 +1,6 @@
 """How the size of a tile decides the time of the work around the products, on the CPU.
 
-    python -m bench.tiles [--json FILE]
+    python -m bench.tiles [--json FILE]    # tiles on a GPU: python -m bench.tiles_gpu
 
 Each chain of mpipar/ops/numpy_ops.py runs over a tile of elements, and attention
 (numpy_attention.py) over a tile of queries. Small tiles starve on the interpreter, large ones fall
