@@ -25,6 +25,7 @@ from mpipar.grid import Grid
 from mpipar.ops import make
 from mpipar.ops.cuda.gemm import TileGemm
 from mpipar.ops.cuda.ladder import fitting
+from mpipar.ops.mixed_ops import MixedOps
 from mpipar.report.console import headline
 from mpipar.verify import step_tensors
 
@@ -43,6 +44,23 @@ def cupy(request, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(tile=fake_cuda_tile))
     monkeypatch.setitem(sys.modules, "cuda.tile", fake_cuda_tile)
     return fake_cupy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gemm", WAYS)
+def test_16_bits_are_multiplied_as_they_are(rng, cupy, monkeypatch, gemm, dtype):
+    """On tensor cores: products are the one thing that is not widened to float32 first."""
+    ops = make("cuda", dtype, gemm=gemm)
+    x, w = (ops.asarray(rng.standard_normal(shape).astype(DTYPES[dtype]))
+            for shape in ((9, 24), (24, 17)))
+    monkeypatch.setattr(MixedOps, "_wide", None)  # what would widen
+    y = ops.matmul_forward(x, w)
+    dw = ops.zeros((24, 17), ops.statistics)
+    ops.matmul_backward_weight(x, y, dw)
+    assert (y.dtype, dw.dtype) == (DTYPES[dtype], np.float32)
+    x, y = (ops.to_host(value).astype(np.float64) for value in (x, y))
+    assert relative(y, x @ ops.to_host(w).astype(np.float64)) < BOUNDS[dtype]
+    assert relative(ops.to_host(dw), x.T @ y) < BOUNDS["float32"]
 
 
 @pytest.mark.parametrize("gemm", WAYS)

@@ -24,6 +24,8 @@ EMPTY_MAX = -1e30
 class ArrayOps(ArrayAttention):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
+    takes_16_bits = ()  # functions that compute on 16-bit operands as they are, summing in float32
+
     def __init__(self, xp, dtype, device):
         self.xp = xp
         self.dtype = self.statistics = np.dtype(dtype)  # of activations; of gradients and sums

@@ -23,6 +23,8 @@ class CupyOps(ArrayOps):
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
 
+    takes_16_bits = ("matmul_forward", "matmul_backward_input", "matmul_backward_weight")
+
     def __init__(self, dtype, gemm="blas", tf32=False):
         super().__init__(_usable_cupy(), dtype, "cuda")
         assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)

@@ -2,7 +2,8 @@
 
 A wrapper around the float32 functions of NumPy, CuPy or shapes. What enters a function is widened
 exactly, what leaves it as an activation is rounded to the nearest; so products accumulate in
-float32, and one rounding stands between two functions. Gradients of parameters, statistics of
+float32, and one rounding stands between two functions (what a device does in one step, such as
+products on tensor cores, is left to it). Gradients of parameters, statistics of
 norms and softmax, losses and the optimizer are float32 and never rounded.
 """
 
@@ -31,7 +32,6 @@ PASSED = (
 )
 
 
-
 def quiet(function):
     """The function without warnings: of what lies beyond 16 bits the loss scale is told."""
     return np.errstate(over="ignore", invalid="ignore")(function)
@@ -47,7 +47,10 @@ class MixedOps:
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
         self.dtype, self.statistics = DTYPES[dtype], exact.dtype
         for name, results in ACTIVATIONS.items():
-            setattr(self, name, quiet(self._rounded(getattr(exact, name), results)))
+            function = getattr(exact, name)
+            if name not in exact.takes_16_bits:
+                function = self._rounded(function, results)
+            setattr(self, name, quiet(function))
         for name in PASSED:
             if hasattr(exact, name):  # what only some devices need is missing on the others
                 setattr(self, name, quiet(getattr(exact, name)))

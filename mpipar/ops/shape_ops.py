@@ -19,6 +19,8 @@ class ShapeOps:
     live: label -> bytes alive now; peak: label -> bytes alive when their sum was largest.
     """
 
+    takes_16_bits = ()  # so the bytes are those of a device that widens everything first
+
     def __init__(self, dtype, recorder=None):
         self.xp = None
         self.dtype = self.statistics = np.dtype(dtype)
