@@ -1,4 +1,4 @@
-"""SLURM for real: slurm/train.sbatch through sbatch and srun, on two nodes that share this host."""
+"""SLURM for real: slurm/*.sbatch through sbatch and srun, on two nodes that share this host."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 from slurm_cluster import SlurmCluster, slurm_cluster
+
+from bench import records
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
@@ -52,6 +54,21 @@ def test_ranks_see_each_other_across_nodes(cluster):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["4", "n1", "n1", "n2", "n2"]
+
+
+def test_interconnect_script(cluster, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    job_id = cluster.submit(
+        "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log",
+        "slurm/interconnect.sbatch", "barrier", "latency", "--begin-bytes", "64", "--end-bytes",
+        "64", "--seconds", "0.01", "--json", str(path), cwd=REPOSITORY,
+        env={"MPIPAR_VENV": sys.prefix})
+    result = cluster.wait(job_id, timeout=60.0)
+    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
+    (run,) = records.read(str(path))
+    assert (run.status, run.head["launcher"], run.head["ranks"]) == ("complete", "srun", 2)
+    assert {place["host"] for place in run.head["places"]} == {"n1", "n2"}
+    assert {row["link"] for row in run.rows} == {"between nodes"}
 
 
 def test_train_script(cluster, tmp_path):

@@ -1,0 +1,95 @@
+"""Groups of ranks for a benchmark: their communicators, who runs together, who waits.
+
+A group that is measured alone must not be disturbed by the others, so these wait with long sleeps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from mpipar.comm import Comm
+from mpipar.connect import Options
+from mpipar.device_transport import DeviceTransport, StagedTransport
+from mpipar.environment import host_name
+from mpipar.transport import HostTransport
+
+POLL_SECONDS = 0.5e-3
+WIRES = {"mpi-host": HostTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport}
+LINKS = ("same socket", "same node", "between nodes")
+
+
+class Group(NamedTuple):
+    """Groups of ranks that are measured at the same time.
+
+    groups: world ranks of each. comm, mpi: of the one that this rank is in, else None. team: a bare
+    communicator of all their ranks, on which they start and stop together, else None.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    comm: Comm | None
+    mpi: object
+    team: object
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """World ranks of all groups, in the order of `team`."""
+        return tuple(sorted(place for group in self.groups for place in group))
+
+    def close(self) -> None:
+        """Free the communicators. Comm: every member."""
+        if self.comm is not None:
+            self.comm.wire.close()
+            self.team.Free()
+
+
+def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:
+    """Comm: two splits over the world; every rank must call it, member or not."""
+    from mpi4py import MPI
+
+    groups = tuple(map(tuple, groups))
+    mine = next((k for k, group in enumerate(groups) if world.rank in group), None)
+    inside = mine is not None
+    color = mine if inside else MPI.UNDEFINED
+    key = groups[mine].index(world.rank) if inside else 0
+    mpi = world.Split(color, key)
+    team = world.Split(0 if inside else MPI.UNDEFINED, world.rank)
+    if not inside:
+        return Group(groups, None, None, None)
+    wire = WIRES[transport](ops, mpi, Options())
+    return Group(groups, Comm(axis, groups[mine], key, wire, recorder), mpi, team)
+
+
+def wait_politely(world, progress) -> None:
+    """A barrier whose waiting ranks leave the cores and the memory alone."""
+    request = world.Ibarrier()
+    while not request.Test():
+        progress.count += 1
+        time.sleep(POLL_SECONDS)
+
+
+def sockets(cores, folder: str = "/sys/devices/system/cpu") -> list[int]:
+    """The processor packages of some cores; [-1] where the system does not say."""
+    found = set()
+    for core in cores:
+        path = Path(folder) / f"cpu{core}" / "topology" / "physical_package_id"
+        found.add(int(path.read_text()) if path.exists() else -1)
+    return sorted(found)
+
+
+def place_fact(world_rank: int) -> dict:
+    """Where this rank runs."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {"rank": world_rank, "host": host_name(os.environ), "cores": cores,
+            "sockets": sockets(cores)}
+
+
+def link_of(places: list[dict], ranks) -> str:
+    """The slowest kind of link inside a group: ranks that may move between sockets share a node."""
+    chosen = [places[number] for number in ranks]
+    if len({place["host"] for place in chosen}) > 1:
+        return LINKS[2]
+    packages = {tuple(place["sockets"]) for place in chosen}
+    return LINKS[0] if len(packages) == 1 and len(next(iter(packages))) == 1 else LINKS[1]

@@ -1,0 +1,203 @@
+"""What the interconnect does for a training layout, measured through the calls that training makes.
+
+    mpiexec -n 2 python -m bench.interconnect latency all-reduce [options]
+    mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
+    python -m bench.interconnect latency --launches 5 --start "mpiexec -n 2"
+
+Every payload is checked before it is timed. A row through mpipar.comm and one by bare mpi4py calls
+stand under each other. --json keeps every sample; bench.table, bench.plot, bench.compare and
+bench.overhead read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+
+from bench import findings, launches, plans, table
+from bench.buffers import POLICIES
+from bench.groups import WIRES
+from bench.records import COMPLETE, INTERRUPTED, Writer
+from bench.sampling import Plan
+from bench.session import Bench
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from mpipar.launch import guard
+from mpipar.report.gather import broadcast_text
+
+QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
+QUICK_FOOTPRINT = 16 << 20
+
+
+class Parser(argparse.ArgumentParser):
+    """All ranks read the same flags: one of them says what is wrong."""
+
+    def error(self, message):
+        raise UsageError(f"{message}; {self.prog} --help lists the flags")
+
+
+def parse(argv):
+    """The flags. Raises UsageError."""
+    parser = Parser(prog="python -m bench.interconnect", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE",
+                        help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
+    parser.add_argument("--layout", metavar="dp=2,tp=2",
+                        help="run on this layout's groups, one at a time and all at once")
+    parser.add_argument("--pair", default="", metavar="A,B",
+                        help="world ranks of two-rank cases (the first and the last)")
+    parser.add_argument("--begin-bytes", default="8", metavar="SIZE", help="smallest size (8)")
+    parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
+    parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
+    parser.add_argument("--window", type=int, default=64, help="messages in flight (64)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--transport", choices=tuple(WIRES), default="mpi-host")
+    parser.add_argument("--buffers", choices=POLICIES, default="rotated")
+    parser.add_argument("--footprint", default="0", metavar="SIZE",
+                        help="memory that rotated buffers walk through, twice per rank "
+                             "(0: the last-level cache)")
+    parser.add_argument("--seconds", type=float, default=0.5,
+                        help="time for each size and way (0.5)")
+    parser.add_argument("--target", type=float, default=0.02,
+                        help="enough when the median is known to this share (0.02)")
+    parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
+    parser.add_argument("--quick", action="store_true", help="a few sizes, little time for each")
+    parser.add_argument("--stall-seconds", type=float, default=60.0,
+                        help="end the job when nothing has moved for so long (60; 0: never)")
+    parser.add_argument("--launches", type=int, metavar="K",
+                        help="start K fresh jobs with --start and keep all their rows")
+    parser.add_argument("--start", default="mpiexec -n 2", metavar="COMMAND",
+                        help="how --launches starts a job (mpiexec -n 2)")
+    parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
+    args = parser.parse_args(argv)
+    if "all" in args.cases or (args.quick and not args.cases):
+        skipped = (*plans.PAIR_CASES, "pairs", "fan-in") if args.layout else ()
+        args.cases = [case for case in plans.CASES if case not in skipped]
+    return args
+
+
+def chosen_sizes(args) -> tuple[int, ...]:
+    """Of every case. Raises UsageError."""
+    if args.quick:
+        return QUICK_SIZES
+    return plans.geometric(plans.read_bytes(args.begin_bytes), plans.read_bytes(args.end_bytes),
+                           args.factor)
+
+
+def chosen_sections(args, world_size: int) -> list[plans.Section]:
+    """What to measure. Raises UsageError with all problems."""
+    found = plans.problems(args.cases, args.layout, world_size)
+    if not args.cases:
+        found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
+    if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
+        found.append("--window, --seconds and --target must be above 0")
+    if not 0 <= args.stall_seconds < math.inf:
+        found.append("--stall-seconds must be 0 (never) or above")
+    if args.layout is not None and args.pair:
+        found.append("--pair is for two-rank cases, which --layout does not have: give one of them")
+    if found:
+        raise UsageError(found)
+    sizes = chosen_sizes(args)
+    if args.layout is not None:
+        return plans.layout_sections(args.cases, plans.read_layout(args.layout, world_size), sizes)
+    pair = args.pair.split(",") if args.pair else (0, world_size - 1)
+    if len(set(pair)) != 2 or not all(str(one).isdecimal() and int(one) < world_size
+                                      for one in pair):
+        raise UsageError(f"--pair {args.pair}: give two different world ranks below {world_size}, "
+                         "as 0,1")
+    return plans.world_sections(args.cases, tuple(map(int, pair)), world_size, sizes)
+
+
+def chosen_plan(args) -> Plan:
+    """How long to measure."""
+    if args.quick:
+        return Plan(0.05, 0.05, 5, 2, not args.no_check)
+    return Plan(args.seconds, args.target, check=not args.no_check)
+
+
+def say_head(bench, head) -> None:
+    """What was found before anything is measured, to standard error."""
+    hosts = {place["host"] for place in bench.places}
+    memory = f"{head['memory_copy_GBps']:.1f} GB/s, load {head['machine']['load']}"
+    lines = [
+        f"{head['library']}, {bench.world.size} ranks on {len(hosts)} host(s), {bench.transport}",
+        f"clock: {head['clock']}; start: {head['start']}",
+        f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}"]
+    if head["crowded"]:
+        lines.append("more ranks than cores on a host: shapes only, times say little")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def conclude(rows) -> None:
+    """What the rows say together: contention, pair matrices, broken guidelines."""
+    for value, case in (("median_us", "pairs latency"), ("algbw_GBps", "pairs bandwidth")):
+        for via in dict.fromkeys(row["via"] for row in rows):
+            pairs = [row for row in rows if row["case"] == case and row["via"] == via]
+            if pairs:
+                print(f"\n# {case}, {via}, {value} of {pairs[0]['size_bytes']} bytes\n"
+                      + table.matrix(pairs, value))
+                print("\n".join(f"slow: {line}" for line in findings.slow_pairs(pairs)), end="")
+    if shared := findings.contention(rows):
+        print(f"\n# contention: together over alone\n{findings.contention_lines(shared)}")
+    if broken := findings.guidelines(rows):
+        print("\n# slower than what could replace it (in this launch: see --launches)\n"
+              + findings.guideline_lines(broken))
+
+
+def sweep(bench, sections, seed: int, writer) -> list[dict]:
+    """Every section, sizes in random order; prints tables as they are complete."""
+    rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
+    for section in sections:
+        sizes = shuffled.sample(section.sizes, len(section.sizes))
+        new = bench.run(section, sizes)
+        for row in new:
+            writer.row(row)
+        rows += new
+        if new and not section.title.startswith("pairs"):
+            print(f"\n{table.as_text(new)}", flush=True)
+        if bench.stopped:
+            break
+    return rows
+
+
+def main(argv, session) -> int:
+    """Check, measure, print; 1 if a payload was wrong."""
+    args = parse(argv)
+    if args.launches is not None:
+        return launches.run(session, args, argv)
+    world = session.start()
+    sections, footprint = session.agree(
+        lambda: (chosen_sections(args, world.size), plans.read_bytes(args.footprint)))
+    if args.quick:
+        footprint = footprint or QUICK_FOOTPRINT
+    bench = session.agree(lambda: Bench(session, args.dtype, args.buffers, footprint,
+                                        chosen_plan(args), args.transport, args.window))
+    writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 0))
+    if world.rank == 0:
+        head = bench.head(argv, args.launch)
+        writer.head(head)
+        say_head(bench, head)
+    with session.stop_on_request(), bench.watchdog(args.stall_seconds):
+        rows = sweep(bench, sections, args.launch, writer)
+        code = EXIT_INTERRUPTED if bench.stopped else EXIT_OK
+        if world.rank == 0:
+            code = report(args, bench, rows, writer, code)
+    return int(broadcast_text(world, str(code)))
+
+
+def report(args, bench, rows, writer, code: int) -> int:
+    """The end on world rank 0; returns the exit code."""
+    conclude(rows)
+    problems = [f"refused: {text}" for text in bench.refused]
+    writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
+    if bench.stopped:
+        print("interrupted: rows up to here are complete", file=sys.stderr)
+    for text in problems:
+        print(text, file=sys.stderr)
+    return code or (EXIT_CHECK_FAILED if problems else EXIT_OK)
+
+
+if __name__ == "__main__":
+    guard(main)

@@ -1,0 +1,84 @@
+"""Starts the same benchmark several times: what differs between launches no single one can show."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import subprocess
+import sys
+
+from bench import findings, records
+from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from mpipar.report.console import table
+
+
+def own_command(args, argv, launch: int) -> list[str]:
+    """The command line of one launch: the same flags without --launches and --start."""
+    kept, skip = [], False
+    for word in argv:
+        name = word.split("=")[0]
+        if skip or name in ("--launches", "--start"):
+            skip = not skip and "=" not in word
+            continue
+        kept.append(word)
+    return [*shlex.split(args.start), sys.executable, "-m", "bench.interconnect", *kept,
+            "--launch", str(launch)]
+
+
+def run(session, args, argv) -> int:
+    """Start --launches jobs, one after the other; each appends to --json.
+
+    Raises UsageError under a launcher: a job inside a job would not be a fresh one.
+    """
+    if args.launches < 1:
+        raise UsageError("--launches must be at least 1")
+    if session.launcher.size > 1:
+        raise UsageError(f"--launches starts the jobs itself ({args.start}): run it without "
+                         f"{session.launcher.name}")
+    if not args.json:
+        raise UsageError("--launches keeps the rows of all jobs in one file: give --json FILE")
+    code = EXIT_OK
+    records.Writer(args.json)  # empty, and surely writable
+    with session.stop_on_request():
+        for launch in range(1, args.launches + 1):
+            print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
+            done = subprocess.run(own_command(args, argv, launch), check=False)
+            code = code or done.returncode
+            if session.stop_requested or done.returncode == EXIT_INTERRUPTED:
+                return EXIT_INTERRUPTED
+            if done.returncode < 0 or done.returncode > 1:
+                return abs(done.returncode)
+    rows = records.rows_of([args.json])
+    print(f"\n# between launches\n{spread_lines(rows)}")
+    if broken := findings.guidelines(rows):
+        print("\n# slower than what could replace it, in every launch\n"
+              + findings.guideline_lines(broken))
+    return code
+
+
+def spread(rows) -> list[dict]:
+    """For each operation and size: spread of the launches' medians beside that inside a launch."""
+    found: dict = {}
+    for row in rows:
+        key = (row["case"], row["via"], row["mode"], tuple(row["ranks"]), row["size_bytes"])
+        found.setdefault(key, []).append(row)
+    lines = []
+    for (case, via, *_, size), same in sorted(found.items(), key=lambda item: str(item[0])):
+        medians = [row["median_us"] for row in same]
+        middle = statistics.median(medians)
+        inside = statistics.median((row["high_us"] - row["low_us"]) / row["median_us"]
+                                   for row in same)
+        lines.append({"case": case, "via": via, "size_bytes": size, "launches": len(same),
+                      "median_us": middle, "between": (max(medians) - min(medians)) / middle,
+                      "inside": inside})
+    return lines
+
+
+def spread_lines(rows) -> str:
+    """As a table: (largest - smallest) / median of medians; width of the 95 % interval / median."""
+    head = ("case", "via", "size_B", "launches", "median_us", "between_launches", "inside_launch")
+    lines = [head]
+    lines += [(one["case"], one["via"], one["size_bytes"], one["launches"],
+               f"{one['median_us']:.2f}", f"{one['between']:.1%}", f"{one['inside']:.1%}")
+              for one in spread(rows)]
+    return table(lines, left=2)

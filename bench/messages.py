@@ -1,0 +1,222 @@
+"""The message cases: ping-pong, windows, rings, fan-in, and a barrier.
+
+Each posts the same messages through `mpipar.comm` or by bare mpi4py calls. Definitions of latency
+and windowed bandwidth are OSU's, but with as many distinct buffers as messages in flight.
+"""
+
+from __future__ import annotations
+
+import time
+
+from bench.cases import COMM, NAME, Case, Setup, mismatch, pattern
+
+TAG, ACK_TAG = 5, 6
+SHORT_BYTES = 16 << 10
+SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock, as OSU's loop
+LATE_SECONDS = 0.01
+
+
+class Messages(Case):
+    """Buffers for `sends` and `receives` messages at once, and the two ways to post them."""
+
+    def __init__(self, setup: Setup, via: str):
+        super().__init__(setup, via)
+        sends, receives = self.counts()
+        count = self.elements()
+        self.out = setup.arena.cut("send", sends, count) if sends else None
+        self.into = setup.arena.cut("receive", receives, count) if receives else None
+        self.ack = self.ops.zeros((1,), label="buffers")
+        through = via == COMM
+        self.isend, self.irecv = (
+            (lambda x, peer, tag: self.comm.isend(x, peer, tag, NAME),
+             lambda x, peer, tag: self.comm.irecv(x, peer, tag, NAME)) if through else
+            (self.mpi.Isend, self.mpi.Irecv))
+        self.send, self.recv = (
+            (lambda x, peer, tag: self.comm.send(x, peer, tag, NAME),
+             lambda x, peer, tag: self.comm.recv(x, peer, tag, NAME)) if through else
+            (self.mpi.Send, self.mpi.Recv))
+        self.wait = (lambda pending: pending.wait()) if through else (
+            lambda request: request.Wait())
+
+    def counts(self) -> tuple[int, int]:
+        """Messages that this rank sends and receives in one iteration."""
+        raise AssertionError("each case says how many")
+
+    def sources(self) -> list[int]:
+        """Who sends each message that this rank receives."""
+        return []
+
+    def prepare(self) -> None:
+        self.xs = self.out.take() if self.out else []
+        self.ys = self.into.take() if self.into else []
+        if self.out and self.out.views is None:
+            for x in self.xs:
+                x[:] = 0
+
+    def check(self) -> list[str]:
+        self.prepare()
+        for place, x in enumerate(self.xs):
+            self.put(x, pattern(self.index * 64 + place, len(x), self.ops.dtype))
+        for y in self.ys:
+            y[:] = -1
+        self.run()
+        found = []
+        for place, (y, (source, number)) in enumerate(zip(self.ys, self.sources(), strict=True)):
+            expected = pattern(source * 64 + number, len(y), self.ops.dtype)
+            found += mismatch(self.ops, y, expected,
+                              f"rank {self.index}, message {place} from rank {source}")
+        return found
+
+    def volume(self):
+        size = self.elements() * self.item
+        sends, receives = self.counts()
+        return {"size_bytes": size, "bytes_in": sends * size // self.per_sample,
+                "bytes_out": receives * size // self.per_sample, "wire_bytes": size}
+
+
+class Latency(Messages):
+    """Ping-pong: half a round trip; several in one sample, with buffers of their own if rotated."""
+
+    name = "latency"
+
+    def __init__(self, setup, via):
+        rounds = SHORT_ROUNDS if setup.size <= SHORT_BYTES else LONG_ROUNDS
+        room = max(1, setup.arena.footprint // max(1, setup.size))
+        self.rounds = {"reused": rounds, "rotated": min(rounds, room), "cold": 1}[
+            setup.arena.policy]
+        self.same = self.rounds if setup.arena.policy == "reused" else 1  # uses of each buffer
+        self.per_sample = 2 * self.rounds
+        super().__init__(setup, via)
+
+    def counts(self):
+        return self.rounds // self.same, self.rounds // self.same
+
+    def sources(self):
+        return [(1 - self.index, number) for number in range(self.rounds // self.same)]
+
+    def run(self):
+        send, recv, peer = self.send, self.recv, 1 - self.index
+        xs, ys = self.xs * self.same, self.ys * self.same
+        if self.index == 0:
+            for x, y in zip(xs, ys, strict=True):
+                send(x, peer, TAG)
+                recv(y, peer, TAG)
+        else:
+            for x, y in zip(xs, ys, strict=True):
+                recv(y, peer, TAG)
+                send(x, peer, TAG)
+
+    def volume(self):
+        size = self.elements() * self.item
+        return {"size_bytes": size, "bytes_in": size, "bytes_out": size, "wire_bytes": size}
+
+
+class Bandwidth(Messages):
+    """A window of messages one way, then one short answer; the time is that of one message."""
+
+    name = "bandwidth"
+    both = False
+
+    def __init__(self, setup, via):
+        most = max(2, setup.arena.footprint // max(1, setup.size))
+        self.window = self.per_sample = min(setup.window, most)
+        super().__init__(setup, via)
+
+    def counts(self):
+        sends = self.window if self.both or self.index == 0 else 0
+        receives = self.window if self.both or self.index == 1 else 0
+        return sends, receives
+
+    def sources(self):
+        return [(1 - self.index, number) for number in range(self.counts()[1])]
+
+    def run(self):
+        peer = 1 - self.index
+        pending = [self.irecv(y, peer, TAG) for y in self.ys]
+        pending += [self.isend(x, peer, TAG) for x in self.xs]
+        for one in pending:
+            self.wait(one)
+        if self.index == 0:
+            self.recv(self.ack, peer, ACK_TAG)
+        else:
+            self.send(self.ack, peer, ACK_TAG)
+
+
+class Bidirectional(Bandwidth):
+    """Windows both ways at once: twice the bytes in the time of one message each way."""
+
+    name, both = "bidirectional", True
+
+    def volume(self):
+        volume = super().volume()
+        return volume | {"counted_bytes": 2 * volume["size_bytes"]}
+
+
+class Ring(Messages):
+    """Everybody sends to the next rank while receiving from the one before."""
+
+    name = "ring"
+
+    def counts(self):
+        return 1, 1
+
+    def sources(self):
+        return [((self.index - 1) % self.ranks, 0)]
+
+    def run(self):
+        receive = self.irecv(self.ys[0], (self.index - 1) % self.ranks, TAG)
+        send = self.isend(self.xs[0], (self.index + 1) % self.ranks, TAG)
+        self.wait(receive)
+        self.wait(send)
+
+
+class FanIn(Messages):
+    """All other ranks send to the first at once; the size is that of one message."""
+
+    name = "fan-in"
+
+    def counts(self):
+        return (0, self.ranks - 1) if self.index == 0 else (1, 0)
+
+    def sources(self):
+        return [(peer, 0) for peer in range(1, self.ranks)] if self.index == 0 else []
+
+    def run(self):
+        if self.index:
+            self.send(self.xs[0], 0, TAG)
+            return
+        for pending in [self.irecv(y, peer, TAG) for peer, y in enumerate(self.ys, 1)]:
+            self.wait(pending)
+
+    def volume(self):
+        volume = super().volume()
+        return volume | {"counted_bytes": (self.ranks - 1) * volume["size_bytes"]}
+
+
+class Barrier(Case):
+    """No data: how long until everybody has left."""
+
+    name, sized = "barrier", False
+
+    def prepare(self):
+        pass
+
+    def run(self):
+        if self.via == COMM:
+            self.comm.barrier(NAME)
+        else:
+            self.mpi.Barrier()
+
+    def check(self) -> list[str]:
+        """Rank 0 comes late; nobody else may have left by then."""
+        start = time.perf_counter()
+        self.mpi.Barrier()
+        if self.index == 0:
+            time.sleep(LATE_SECONDS)
+        self.run()
+        left = time.perf_counter() - start
+        return [] if left >= LATE_SECONDS else [f"rank {self.index} left before rank 0 came"]
+
+    def volume(self):
+        return {"size_bytes": 0, "bytes_in": 0, "bytes_out": 0, "wire_bytes": 0}
+

@@ -1,0 +1,81 @@
+"""What a call through mpipar.comm, its record included, costs more than a bare mpi4py call.
+
+    python -m bench.interconnect latency --buffers reused --launches 5 --json rows.jsonl
+    python -m bench.overhead rows.jsonl [--write]    # --write: into bench/results/, for the README
+
+With reused buffers latency is measured as OSU's benchmarks define it. Exit code 1 if it is more
+than 1.5 us above the bare call for messages up to 8 KiB, or 3 % from 1 MiB on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+
+from bench import records, results
+from bench.cases import BARE, COMM
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
+from mpipar.launch import guard
+
+RESULT = "bench/results/interconnect.json"
+LIMIT_US, SMALL_BYTES = 1.5, 8 << 10  # up to the size that OSU's benchmarks call small
+LIMIT_SHARE, LARGE_BYTES = 0.03, 1 << 20
+
+
+def overheads(rows) -> list[dict]:
+    """A line for each operation and size done both ways: medians of the launches' medians."""
+    found: dict = {}
+    for row in rows:
+        key = (row["case"], row["mode"], tuple(row["ranks"]), row["size_bytes"])
+        found.setdefault(key, {}).setdefault(row["via"], []).append(row)
+    lines = []
+    for (case, _, ranks, size), ways in sorted(found.items()):
+        if COMM in ways and BARE in ways:
+            ours, bare = (statistics.median(row["median_us"] for row in ways[via])
+                          for via in (COMM, BARE))
+            lines.append({
+                "case": case, "ranks": len(ranks), "size_bytes": size,
+                "launches": len(ways[COMM]), "mpi4py_us": bare, "mpipar_comm_us": ours,
+                "more_us": ours - bare, "more_percent": (ours / bare - 1) * 100,
+                "mpipar_comm_GBps": statistics.median(row["algbw_GBps"] for row in ways[COMM])})
+    return lines
+
+
+def problems(lines) -> list[str]:
+    """Latencies at which mpipar.comm costs more than is allowed."""
+    found = []
+    for line in lines:
+        size = line["size_bytes"]
+        small = size <= SMALL_BYTES and line["more_us"] > LIMIT_US
+        large = size >= LARGE_BYTES and line["more_percent"] > LIMIT_SHARE * 100
+        if line["case"] == "latency" and (small or large):
+            found.append(f"latency of {size} bytes: {line['more_us']:.2f} us "
+                         f"({line['more_percent']:.1f} %) above bare mpi4py")
+    return found
+
+
+def main(argv, session) -> int:
+    """Print the lines, check the latencies, write the result file."""
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", help="of bench.interconnect --json")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    args = parser.parse_args(argv)
+    runs = records.read(args.file)
+    lines = overheads(records.rows_of([args.file]))
+    if not lines:
+        raise DataError(f"{args.file}: nothing that was done through mpipar.comm and by mpi4py")
+    print(results.table(lines))
+    if args.write:
+        head = runs[0].head
+        results.write(str(results.ROOT / RESULT), "bench.overhead", lines,
+                      **{name: head[name] for name in ("library", "buffers", "dtype")})
+    found = problems(lines)
+    for text in found:
+        print(text, file=sys.stderr)
+    return EXIT_CHECK_FAILED if found else EXIT_OK
+
+
+if __name__ == "__main__":
+    guard(main)

@@ -1,0 +1,146 @@
+"""Which groups run which case at which sizes: the sections of a benchmark, as plain values."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from itertools import combinations
+from typing import NamedTuple
+
+from bench.cases import AllGather, AllReduce, AllToAll, Broadcast, PostedAllReduce, ReduceScatter
+from bench.chain import Hops, Program, hops_of
+from bench.messages import Bandwidth, Barrier, Bidirectional, FanIn, Latency, Ring
+from mpipar.errors import UsageError, suggestion
+from mpipar.grid import AXES, Grid
+
+PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
+GROUP_CASES = {case.name: case for case in (
+    Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, Broadcast, AllToAll, Barrier)}
+CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, "stage-chain", "fan-in")
+PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
+CHAIN_SCHEDULES = ("1f1b", "interleaved")
+
+
+class Section(NamedTuple):
+    """One case on some groups at once.
+
+    title: of the table. make(setup, via) -> Case. groups: of world ranks. mode: "" or how the
+    groups of a layout run, "alone" or "together".
+    """
+
+    title: str
+    make: object
+    groups: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    axis: str = "world"
+    mode: str = ""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How it can be done: through mpipar.comm, and by bare calls."""
+        return getattr(self.make, "func", self.make).vias
+
+
+def read_bytes(text: str) -> int:
+    """4096, 4K, 1.5M or 1G (powers of 1024) as bytes. Raises UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise UsageError(f"{text!r} is no size; write 4096, 64K, 1.5M or 1G")
+    return round(float(found[1]) * (1 << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]))
+
+
+def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
+    """Sizes from begin to end, each `factor` times the one before, to whole bytes."""
+    if begin < 1 or end < begin or factor <= 1:
+        raise UsageError(f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
+                         "1 <= --begin-bytes <= --end-bytes and --factor above 1")
+    sizes, size = [], float(begin)
+    while size <= end * 1.0001:
+        sizes.append(round(size))
+        size *= factor
+    return tuple(dict.fromkeys(sizes))
+
+
+def read_layout(text: str, world_size: int) -> dict[str, int]:
+    """dp=2,tp=2 as axis sizes whose product is the number of ranks. Raises UsageError."""
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        found = re.fullmatch(r"(\w+)=(\d+)", part.strip())
+        if not found or found[1] not in AXES or int(found[2]) < 1:
+            raise UsageError(f"--layout {text}: {part.strip()!r} is not understood; write "
+                             f"dp=2,tp=2 with the axes {', '.join(AXES)}")
+        sizes[found[1]] = int(found[2])
+    product = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
+    if product != world_size:
+        raise UsageError(f"--layout {text} is for {product} ranks, but there are {world_size}")
+    return sizes
+
+
+def problems(cases, layout: str | None, world_size: int) -> list[str]:
+    """What is wrong with the choice of cases."""
+    found = [f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
+             for case in cases if case not in CASES]
+    if world_size < 2:
+        found.append("an interconnect needs at least 2 ranks: mpiexec -n 2 python -m "
+                     "bench.interconnect ...")
+    if layout is not None:
+        found += [f"--layout has no groups for {case!r}; run it without --layout"
+                  for case in cases if case in (*PAIR_CASES, "pairs", "fan-in")]
+    return found
+
+
+def world_sections(cases, pair, world_size: int, sizes) -> list[Section]:
+    """Every chosen case on all ranks; two-rank cases on `pair`."""
+    everybody = (tuple(range(world_size)),)
+    found = []
+    for name in cases:
+        if name in PAIR_CASES:
+            found.append(Section(name, PAIR_CASES[name], (tuple(pair),), sizes, "pair"))
+        elif name == "pairs":
+            for one in combinations(range(world_size), 2):
+                for case, size in zip((Latency, Bandwidth), PAIR_SIZES, strict=True):
+                    found.append(Section(f"pairs {case.name}", case, (one,), (size,), "pair"))
+        elif name == "stage-chain":
+            found += chain_sections(world_size, sizes)
+        elif name == "fan-in":
+            found.append(Section(name, FanIn, everybody, sizes))
+        else:
+            case = GROUP_CASES[name]
+            found.append(Section(name, case, everybody, sizes if case.sized else (0,)))
+    return found
+
+
+def chain_sections(world_size: int, sizes) -> list[Section]:
+    """Each hop alone, all hops of each schedule together, and the messages of each schedule."""
+    everybody = (tuple(range(world_size)),)
+    found = [Section("stage-chain hop", partial(Hops, hops=((0, 1),)), (hop,), sizes, "pp", "alone")
+             for hop in hops_of("interleaved", world_size)]
+    for schedule in CHAIN_SCHEDULES:
+        hops = hops_of(schedule, world_size)
+        found.append(Section(f"stage-chain hops {schedule}", partial(Hops, hops=tuple(hops)),
+                             everybody, sizes, "pp", "together"))
+        found.append(Section(f"stage-chain {schedule}", partial(Program, schedule_name=schedule),
+                             everybody, sizes, "pp"))
+    return found
+
+
+def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
+    """The chosen cases on every group of every axis: one group at a time, then all at once."""
+    world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
+    grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
+             for place in range(world_size)]
+    found = []
+    for axis in [axis for axis in AXES if layout[axis] > 1]:
+        groups = tuple(sorted({grid.group(axis) for grid in grids}))
+        modes = [((group,), "alone") for group in groups]
+        modes += [(groups, "together")] if len(groups) > 1 else []
+        for name in cases:
+            if name == "stage-chain":
+                makes = {f"{name} {schedule}": partial(Program, schedule_name=schedule)
+                         for schedule in CHAIN_SCHEDULES} if axis == "pp" else {}
+            else:
+                makes = {name: GROUP_CASES[name]}
+            for title, make in makes.items():
+                own = sizes if getattr(make, "sized", True) else (0,)
+                found += [Section(title, make, some, own, axis, mode) for some, mode in modes]
+    return found

@@ -1,0 +1,181 @@
+"""Pictures of a benchmark's rows, each as SVG and PNG (needs the extra `plot`).
+
+    python -m bench.plot FILE.jsonl --out FOLDER [--machine machine.json]
+
+For each operation: time by size, both axes logarithmic, with the pieces of the cost model if it is
+given; bandwidth by size; how the samples of each size are distributed. For `pairs`: a matrix.
+Bars enclose the median with 95 % confidence; points are not joined, for nothing was measured there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import numpy as np
+
+from bench import records
+from bench.statistics import times_us
+from bench.table import title
+from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError
+from mpipar.launch import guard
+from mpipar.plan import machine_file
+
+INCHES = (7.0, 4.5)
+MOST_CURVES = 6  # sizes in one picture of distributions
+MARKS = "osD^v"
+
+
+def pyplot():
+    """matplotlib without a display. Raises EnvironmentProblem when it is missing."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise EnvironmentProblem("pictures need matplotlib: pip install '.[plot]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def by_picture(rows) -> dict[str, list[dict]]:
+    """Rows that share a picture, by its file name: one operation of one group."""
+    found: dict = {}
+    for row in rows:
+        parts = [row["case"]]
+        if not row["case"].startswith("pairs "):
+            parts += [row["axis"], row["mode"], "ranks", *map(str, row["ranks"])]
+        parts += [row["transport"], row["buffers"]]
+        name = re.sub(r"[^a-z0-9]+", "-", " ".join(filter(None, parts)).lower())
+        found.setdefault(name, []).append(row)
+    return found
+
+
+def by_via(rows) -> dict[str, list[dict]]:
+    """The ways of doing it, each with its rows by ascending size."""
+    found: dict = {}
+    for row in sorted(rows, key=lambda row: row["size_bytes"]):
+        found.setdefault(row["via"], []).append(row)
+    return found
+
+
+def pieces_of(machine, row: dict) -> list:
+    """The fitted pieces for what a row measured; [] without a model of it."""
+    case = row["case"].removeprefix("pairs ")
+    return [piece for curve in (machine.curves if machine else ())
+            if (curve.operation, curve.link, curve.ranks) == (case, row["link"], len(row["ranks"]))
+            for piece in curve.pieces if piece.to_bytes > 0]
+
+
+def draw_time(axes, rows, machine) -> None:
+    """Median time by size."""
+    for (via, own), mark in zip(by_via(rows).items(), MARKS, strict=False):
+        middle = np.array([row["median_us"] for row in own])
+        bars = np.array([[row["median_us"] - row["low_us"] for row in own],
+                         [row["high_us"] - row["median_us"] for row in own]])
+        axes.errorbar([row["size_bytes"] for row in own], middle, bars, fmt=mark, label=via,
+                      markersize=4, capsize=2, linestyle="none")
+    for number, piece in enumerate(pieces_of(machine, rows[0])):
+        sizes = np.geomspace(max(1.0, piece.from_bytes), piece.to_bytes, 50)
+        axes.plot(sizes, [piece.microseconds(size) for size in sizes], "k-", linewidth=1,
+                  label="" if number else "fitted, mpipar.comm")
+    axes.set(xscale="log", yscale="log", xlabel="size (bytes)", ylabel="time (us)")
+
+
+def draw_bandwidth(axes, rows) -> None:
+    """algbw and busbw by size."""
+    for number, (via, own) in enumerate(by_via(rows).items()):
+        sizes = [row["size_bytes"] for row in own]
+        axes.plot(sizes, [row["algbw_GBps"] for row in own], MARKS[0], color=f"C{number}",
+                  markersize=4, label=f"{via}, algbw")
+        axes.plot(sizes, [row["busbw_GBps"] for row in own], MARKS[2], color=f"C{number}",
+                  markersize=4, fillstyle="none", label=f"{via}, busbw")
+    axes.set(xscale="log", xlabel="size (bytes)", ylabel="bandwidth (GB/s = 1e9 B/s)")
+    axes.set_ylim(bottom=0)
+
+
+def draw_distribution(axes, rows) -> None:
+    """The share of samples up to each time, of a few sizes through mpipar.comm."""
+    own = by_via(rows).get("mpipar.comm", rows)
+    sizes = sorted({row["size_bytes"] for row in own})
+    chosen = {sizes[place] for place in np.linspace(0, len(sizes) - 1, MOST_CURVES).round()
+              .astype(int)}
+    for size in sorted(chosen):
+        samples = np.sort(np.concatenate([times_us(row) for row in own
+                                          if row["size_bytes"] == size]))
+        axes.step(samples, np.arange(1, len(samples) + 1) / len(samples), where="post",
+                  label=f"{size} B")
+    axes.set(xscale="log", xlabel="time (us)", ylabel="share of samples", ylim=(0, 1))
+
+
+def draw_pairs(axes, rows) -> None:
+    """A cell for each pair of ranks: latency in us, or bandwidth in GB/s; median of launches."""
+    value, unit = ("median_us", "us") if "latency" in rows[0]["case"] else ("algbw_GBps", "GB/s")
+    own = by_via(rows).get("mpipar.comm", rows)
+    names = sorted({number for row in own for number in row["ranks"]})
+    cells = np.full((len(names), len(names)), np.nan)
+    for low, high in {tuple(row["ranks"]) for row in own}:
+        middle = np.median([row[value] for row in own if row["ranks"] == [low, high]])
+        i, j = names.index(low), names.index(high)
+        cells[i, j] = cells[j, i] = middle
+    picture = axes.imshow(cells, cmap="viridis")
+    axes.figure.colorbar(picture, label=f"{unit}, {own[0]['size_bytes']} bytes")
+    axes.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names,
+             yticklabels=names, xlabel="world rank", ylabel="world rank")
+
+
+def pictures(rows, machine):
+    """(file name, title, draw(axes)) of each picture."""
+    for name, own in by_picture(rows).items():
+        head = title(own[0]).removeprefix("# ")
+        if own[0]["case"].startswith("pairs "):
+            yield name, own[0]["case"], lambda axes, own=own: draw_pairs(axes, own)
+            continue
+        yield f"{name}-samples", head, lambda axes, own=own: draw_distribution(axes, own)
+        if any(row["size_bytes"] for row in own):
+            yield f"{name}-time", head, lambda axes, own=own: draw_time(axes, own, machine)
+            yield f"{name}-bandwidth", head, lambda axes, own=own: draw_bandwidth(axes, own)
+
+
+def save(plt, folder: Path, name: str, heading: str, draw) -> None:
+    """One picture as SVG and PNG. Raises OutputError."""
+    figure, axes = plt.subplots(figsize=INCHES, layout="constrained")
+    draw(axes)
+    axes.set_title(heading, fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    try:
+        for kind in ("svg", "png"):
+            figure.savefig(folder / f"{name}.{kind}", dpi=100)
+    except OSError as error:
+        raise OutputError(f"{error.filename}: {error.strerror}") from error
+    plt.close(figure)
+
+
+def main(argv, session) -> int:
+    """Draw everything in the files; print the names."""
+    parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
+    parser.add_argument("--out", default="plots", metavar="FOLDER", help="for the pictures (plots)")
+    parser.add_argument("--machine", metavar="FILE", help="cost model whose pieces are drawn too")
+    args = parser.parse_args(argv)
+    rows = records.rows_of(args.files)
+    if not rows:
+        raise DataError(f"{', '.join(args.files)}: no rows to draw")
+    machine = machine_file.load(args.machine) if args.machine else None
+    plt, folder = pyplot(), Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--out {folder}: {error.strerror}") from error
+    for name, heading, draw in pictures(rows, machine):
+        save(plt, folder, name, heading, draw)
+        print(folder / f"{name}.svg")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    guard(main)

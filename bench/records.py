@@ -1,0 +1,124 @@
+"""The file of a benchmark: JSON lines, one schema version, every sample kept.
+
+Line 1 is the head (machine, library, launch, options), then one line for each row, and a last line
+that says how the run ended. A line is written whole, so a file of a run that was killed is valid up
+to there. Readers refuse versions that they do not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from mpipar.errors import DataError, OutputError
+
+SCHEMA = 1
+COMPLETE, INTERRUPTED = "complete", "interrupted"
+SAMPLES = ("entered_ns", "left_ns")  # the wide columns: tables leave them out
+COLUMNS = {  # every row has these
+    "case", "via", "transport", "axis", "mode", "ranks", "link", "dtype", "buffers", "in_place",
+    "window", "per_sample", "size_bytes", "count", "bytes_per_rank_in", "bytes_per_rank_out",
+    "bytes_on_wire_per_rank", "iterations", "median_us", "p5_us", "p95_us", "p99_us", "max_us",
+    "low_us", "high_us", "algbw_GBps", "busbw_GBps", "skew_us", "slowest_rank", "slowest_share",
+    "checked", *SAMPLES}
+
+
+class Writer:
+    """Appends whole lines to a file; without a path it does nothing.
+
+    Raises OutputError when the file cannot be written.
+    """
+
+    def __init__(self, path: str | None, append: bool = False):
+        self.path, self.file = path, None
+        if path:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
+                self.file = os.open(path, flags, 0o644)
+            except OSError as error:
+                raise OutputError(f"--json {path}: {error.strerror}") from error
+
+    def _line(self, value: dict) -> None:
+        if self.file is not None:
+            try:
+                os.write(self.file, (json.dumps(value, separators=(",", ":")) + "\n").encode())
+            except OSError as error:
+                raise OutputError(f"--json {self.path}: {error.strerror}") from error
+
+    def head(self, facts: dict) -> None:
+        """The first line of one launch."""
+        self._line({"schema": SCHEMA, "kind": "head", **facts})
+
+    def row(self, row: dict) -> None:
+        """One measured row, with its samples."""
+        self._line({"kind": "row", **row})
+
+    def end(self, status: str, **facts) -> None:
+        """The last line of one launch."""
+        self._line({"kind": "end", "status": status, **facts})
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+class Run:
+    """One launch as it was read: head, rows, and how it ended (`status`)."""
+
+    def __init__(self, head: dict):
+        self.head, self.rows, self.status = head, [], "cut off"
+
+
+def parse(lines, name: str) -> list[Run]:
+    """The launches in the lines of a file. Raises DataError on what is not such a file."""
+    runs: list[Run] = []
+    lines = list(lines)
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # killed while writing: what came before stands
+            raise DataError(f"{name}:{number}: not a line of JSON") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{name}:{number}: no object")
+        kind = value.pop("kind", None)
+        if kind == "head":
+            if value.get("schema") != SCHEMA:
+                raise DataError(f"{name}:{number}: schema {value.get('schema')}, this program reads"
+                                f" {SCHEMA}")
+            runs.append(Run(value))
+        elif not runs:
+            raise DataError(f"{name}:{number}: no head before it; is this a file of "
+                            "bench.interconnect --json?")
+        elif kind == "row":
+            if missing := sorted(COLUMNS - value.keys()):
+                raise DataError(f"{name}:{number}: lacks {', '.join(missing)}")
+            runs[-1].rows.append(value)
+        elif kind == "end":
+            runs[-1].status = value.get("status")
+        else:
+            raise DataError(f"{name}:{number}: unknown kind {kind!r}")
+    if not runs:
+        raise DataError(f"{name}: empty")
+    return runs
+
+
+def read(path: str) -> list[Run]:
+    """The launches in a file. Raises DataError when it cannot be read or understood."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse(file.readlines(), path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def rows_of(paths) -> list[dict]:
+    """The rows of all launches in some files, each with the number of its launch."""
+    found, launch = [], 0
+    for path in paths:
+        for run in read(path):
+            found += [row | {"launch": launch} for row in run.rows]
+            launch += 1
+    return found

@@ -1,0 +1,157 @@
+"""Takes samples: ranks start each iteration together, every time is kept, nothing is averaged here.
+
+The ways of doing one thing (through mpipar.comm, by bare calls) take turns in short batches, so
+that a slow spell of the machine hits all of them. How many more samples each needs is decided in
+one place and told to all ranks of the team, so that nobody leaves a loop alone.
+"""
+
+from __future__ import annotations
+
+import gc
+from time import perf_counter, perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.groups import wait_politely
+from bench.statistics import half_width
+from mpipar.report.gather import gather_facts
+
+TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is heard
+LEAST_TURNS = 5  # so that one slow spell of the machine is never the whole of one way
+MOST = 2000  # iterations kept: more would not tell more, and the file keeps each
+
+
+class Plan(NamedTuple):
+    """budget: seconds for one way of one size. target: half the median's interval over the median.
+
+    least: iterations at least. warm_up: iterations that are not kept.
+    """
+
+    budget: float = 1.0
+    target: float = 0.02
+    least: int = 20
+    warm_up: int = 5
+    check: bool = True
+
+
+class Progress:
+    """What the watchdog looks at."""
+
+    def __init__(self):
+        self.count, self.doing = 0, "starting"
+
+
+class Outcome(NamedTuple):
+    """Of one way: times of this rank (ns of its own clock), problems of the payload."""
+
+    entered: list
+    left: list
+    problems: list
+
+
+def enough(durations_s, spent_s: float, plan: Plan) -> bool:
+    """Whether one way has been measured well enough, or for long enough."""
+    count = len(durations_s)
+    if count >= plan.least and (spent_s >= plan.budget or half_width(durations_s) <= plan.target):
+        return True
+    return count >= MOST or spent_s >= 4 * plan.budget
+
+
+def batch_size(durations_s, plan: Plan) -> int:
+    """Iterations that take one turn's share of the budget."""
+    typical = max(float(np.median(durations_s)), 1e-7)
+    return max(1, min(MOST // TURNS, int(plan.budget / TURNS / typical)))
+
+
+def batch(team, case, count: int, progress) -> tuple[np.ndarray, np.ndarray]:
+    """Times of `count` iterations of this rank. Comm: a barrier of the team before each."""
+    entered, left = np.empty(count, np.int64), np.empty(count, np.int64)
+    settle = case.ops.synchronize if case.ops.device != "cpu" else None
+    for number in range(count):
+        case.prepare()
+        if settle:
+            settle()
+        team.Barrier()
+        start = perf_counter_ns()
+        case.run()
+        if settle:
+            settle()
+        left[number] = perf_counter_ns()
+        entered[number] = start
+        progress.count += 1
+    return entered, left
+
+
+def checked(team, case) -> list[str]:
+    """What is wrong with the payload; somebody else's problem is everybody's.
+
+    Comm: the case, and one all-reduce over the team.
+    """
+    from mpi4py import MPI
+
+    problems = case.check()
+    count = np.array([len(problems)], np.int64)
+    team.Allreduce(MPI.IN_PLACE, count)
+    return problems or (["payload wrong on another rank"] if count[0] else [])
+
+
+def told(team, orders) -> list[int]:
+    """What the first rank of the team orders. Comm: one all-reduce over the team."""
+    from mpi4py import MPI
+
+    values = np.array(orders, np.int64)
+    team.Allreduce(MPI.IN_PLACE, values, op=MPI.MAX)
+    return values.tolist()
+
+
+def measure(team, cases: dict, plan: Plan, progress, stopping) -> dict[str, Outcome]:
+    """{way: Outcome} of this rank. stopping(): whether somebody asked this rank to end.
+
+    All ways go on until each has enough. Comm: the cases; on the team a barrier for each iteration
+    and one all-reduce for each turn.
+    """
+    found = {}
+    for via, case in cases.items():
+        progress.doing = f"check of {case.name}, {case.setup.size} bytes, {via}"
+        found[via] = Outcome([], [], checked(team, case) if plan.check else [])
+    running = [via for via in cases if not found[via].problems]
+    counts, spent = [plan.warm_up] * len(running), dict.fromkeys(running, 0.0)
+    gc.disable()
+    for turn in range(MOST if running else 0):  # turn 0 is the warm-up and not kept
+        orders = []
+        for via, count in zip(running, counts, strict=True):
+            progress.doing = f"{cases[via].name}, {cases[via].setup.size} bytes, {via}"
+            start = perf_counter()
+            entered, left = batch(team, cases[via], count, progress)
+            if turn:
+                spent[via] += perf_counter() - start
+                found[via].entered.extend(entered.tolist())
+                found[via].left.extend(left.tolist())
+            orders.append(batch_size((left - entered) * 1e-9, plan))
+        kept = {via: np.subtract(found[via].left, found[via].entered) * 1e-9 for via in running}
+        done = turn >= LEAST_TURNS and all(enough(kept[via], spent[via], plan) for via in running)
+        first = team.rank == 0
+        *counts, going, stopped = told(team, [
+            *(count * first for count in orders), first and not done, stopping()])
+        if stopped or not going:
+            break
+    gc.enable()
+    return found
+
+
+def collect(world, fact: dict, progress) -> list | None:
+    """Every rank's fact on world rank 0; None elsewhere.
+
+    Comm: a polite barrier and one gather over the world.
+    """
+    progress.doing = "waiting for the other groups"
+    wait_politely(world, progress)
+    return gather_facts(world, fact)
+
+
+def on_common_clock(facts, ranks, via: str, clock) -> tuple[np.ndarray, np.ndarray]:
+    """(n, ranks) entered and left on the clock of world rank 0, ns."""
+    columns = [[[clock.common_ns(number, time) for time in facts[number][via][part]]
+                for number in ranks] for part in (0, 1)]
+    return tuple(np.array(column, np.int64).T for column in columns)

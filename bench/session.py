@@ -1,0 +1,207 @@
+"""What all parts of one benchmark launch share: ranks and their places, memory, clock, file."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench import results
+from bench.buffers import Arena, cache_bytes
+from bench.groups import link_of, make_group, place_fact
+from bench.sampling import Plan, Progress, collect, measure, on_common_clock
+from bench.statistics import (
+    bandwidths,
+    half_width,
+    last_share,
+    skew_us,
+    summary,
+    times_us,
+)
+from mpipar import ops as ops_module
+from mpipar.errors import EnvironmentProblem, HangError
+from mpipar.report.clock import CommonClock, clock_identity, shared_clocks
+from mpipar.report.clock import measure as measure_clock
+from mpipar.report.gather import gather_facts
+from mpipar.trace import Recorder
+from mpipar.watchdog import Watchdog
+
+COPY_BYTES = 64 << 20
+VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_NUM_THREADS)")
+
+
+def copy_rate() -> float:
+    """GB/s of a memory copy, best of three: an upper bound for messages inside a host."""
+    source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return COPY_BYTES / min(seconds) * 1e-9
+
+
+def revision(root: Path = results.ROOT) -> str:
+    """The commit of this checkout, read without starting a process; "" outside one."""
+    try:
+        head = (root / ".git" / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        return (root / ".git" / head[5:]).read_text().strip()
+    except OSError:
+        return ""
+
+
+def make_ops(transport: str, dtype: str):
+    """Arrays where the transport takes them. Raises EnvironmentProblem without a usable GPU."""
+    try:
+        return ops_module.make("cpu" if transport == "mpi-host" else "cuda", dtype)
+    except EnvironmentProblem as error:  # it speaks of mpipar's flag
+        text = str(error).replace("--device cuda", f"--transport {transport}")
+        raise EnvironmentProblem(text.replace("--device cpu", "--transport mpi-host")) from error
+
+
+class Bench:
+    """One launch. world: every rank; only world rank 0 has rows, prints and writes."""
+
+    def __init__(self, session, dtype: str, buffers: str, footprint: int, plan: Plan,
+                 transport: str = "mpi-host", window: int = 64):
+        self.session, self.world = session, session.world
+        self.ops = make_ops(transport, dtype)
+        if transport != "mpi-host":
+            self.ops.select_device(session.host_ranks.index(self.world.rank))
+        self.transport, self.plan, self.window = transport, plan, window
+        self.arena = Arena(self.ops, buffers, footprint or cache_bytes())
+        self.recorder, self.progress = Recorder(), Progress()
+        self.recorder.phase = "F"
+        self.places = gather_facts(self.world, place_fact(self.world.rank))
+        self.owners = shared_clocks(self.world, clock_identity())
+        self.clock_before = measure_clock(self.world, self.owners)
+        self.stopped, self.refused = False, []
+
+    def crowded(self) -> bool:
+        """Whether some host has more ranks than cores (world rank 0)."""
+        cores: dict = {}
+        for place in self.places:
+            host = cores.setdefault(place["host"], [0, set()])
+            host[0] += 1
+            host[1].update(place["cores"])
+        return any(count > len(own) for count, own in cores.values())
+
+    def head(self, argv, launch: int) -> dict:
+        """The facts of the file's first line (world rank 0)."""
+        from mpi4py import MPI
+
+        clock = CommonClock(tuple(self.owners), self.clock_before, {})
+        return {
+            "machine": results.machine(), "library": MPI.Get_library_version().splitlines()[0],
+            "launcher": self.session.launcher.name, "arguments": list(argv), "launch": launch,
+            "revision": revision(), "ranks": self.world.size, "places": self.places,
+            "clock": clock.describe(), "start": "barrier before each iteration",
+            "time": "last exit - first entry; latency, bandwidth, bidirectional: first rank alone",
+            "transport": self.transport, "dtype": str(self.ops.dtype),
+            "buffers": self.arena.policy, "footprint_bytes": self.arena.footprint,
+            "crowded": self.crowded(), "memory_copy_GBps": copy_rate(), "plan": self.plan._asdict(),
+            "environment": {name: value for name, value in sorted(os.environ.items())
+                            if VARIABLES.match(name)},
+        }
+
+    def watchdog(self, seconds: float) -> Watchdog:
+        """Ends the job with a message when nothing has moved for so long (0: never)."""
+        def stop(states):
+            lines = [f"no progress for {seconds:g} s"]
+            lines += [f"rank {number}: {state['doing']}" for number, state in states.items()]
+            self.session.fail(HangError(lines))
+
+        token = f"mpipar-bench-{os.getuid()}-{os.getppid()}"
+        return Watchdog(Path(tempfile.gettempdir()) / token, self.world.rank,
+                        lambda: (self.progress.count, self.progress.doing),
+                        lambda: {"doing": self.progress.doing}, lambda states: None, stop,
+                        0, seconds)
+
+    def run(self, section, sizes=None) -> list[dict]:
+        """Measure a section; its rows on world rank 0. Comm: the whole world must call it."""
+        group = make_group(section.groups, section.axis, self.transport, self.ops, self.world,
+                           self.recorder)
+        rows = []
+        for size in sizes or section.sizes:
+            rows += self._one(section, group, size)
+            if self.stopped:
+                break
+        group.close()
+        return rows
+
+    def ways(self, section) -> tuple[str, ...]:
+        """The bare calls need memory that this MPI can read."""
+        return section.ways[:1] if self.transport in ("staged", "nccl") else section.ways
+
+    def _one(self, section, group, size: int) -> list[dict]:
+        from bench.cases import Setup
+
+        fact: dict = {"ways": {}, "volume": {}}
+        if group.team is not None:
+            setup = Setup(group.comm, group.mpi, self.arena, size, self.window)
+            cases = {via: section.make(setup, via) for via in self.ways(section)}
+            outcomes = measure(group.team, cases, self.plan, self.progress,
+                               lambda: self.session.stop_requested)
+            case = next(iter(cases.values()))
+            fact = {"ways": {via: list(outcome) for via, outcome in outcomes.items()},
+                    "volume": case.volume(), "window": case.window,
+                    "per_sample": case.per_sample, "in_place": case.in_place}
+        facts = collect(self.world, fact, self.progress)
+        after = measure_clock(self.world, self.owners)
+        clock = CommonClock(tuple(self.owners), self.clock_before, after)
+        self.clock_before = after
+        self._agree_to_stop()
+        return [] if facts is None else self._rows(section, group, facts, clock)
+
+    def _agree_to_stop(self) -> None:
+        from mpi4py import MPI
+
+        asked = np.array([self.session.stop_requested], np.int64)
+        self.world.Allreduce(MPI.IN_PLACE, asked, op=MPI.MAX)
+        self.stopped = bool(asked[0])
+
+    def _rows(self, section, group, facts, clock) -> list[dict]:
+        rows = []
+        for ranks in group.groups:
+            for via in self.ways(section):
+                bad = [problem for number in ranks
+                       for problem in facts[number]["ways"][via][2]]
+                if bad:
+                    self.refused.append(f"{section.title}, {via}: {bad[0]}")
+                elif facts[ranks[0]]["ways"][via][0]:
+                    entered, left = on_common_clock(
+                        [fact["ways"] for fact in facts], ranks, via, clock)
+                    rows.append(self._row(section, ranks, via, facts, entered, left))
+        return rows
+
+    def _row(self, section, ranks, via, facts, entered, left) -> dict:
+        first = facts[ranks[0]]
+        volumes = [facts[number]["volume"] for number in ranks]
+        size, counted = volumes[0]["size_bytes"], volumes[0].get("counted_bytes")
+        slowest, share = last_share(left)
+        start = entered.min()
+        row = {
+            "case": section.title, "via": via, "transport": self.transport, "axis": section.axis,
+            "mode": section.mode, "ranks": list(ranks), "link": link_of(self.places, ranks),
+            "dtype": str(self.ops.dtype), "buffers": self.arena.policy,
+            "in_place": first["in_place"], "window": first["window"],
+            "per_sample": first["per_sample"], "size_bytes": size,
+            "count": size // self.ops.dtype.itemsize,
+            "bytes_per_rank_in": max(volume["bytes_in"] for volume in volumes),
+            "bytes_per_rank_out": max(volume["bytes_out"] for volume in volumes),
+            "bytes_on_wire_per_rank": max(volume["wire_bytes"] for volume in volumes),
+            "slowest_rank": ranks[slowest], "slowest_share": share,
+            "checked": "ok" if self.plan.check else "unchecked",
+            "entered_ns": (entered - start).tolist(), "left_ns": (left - start).tolist(),
+        }
+        times = times_us(row)
+        line = summary(times)
+        return row | line | {
+            "converged": half_width(times) <= self.plan.target, "skew_us": skew_us(row),
+            **bandwidths(section.title, len(ranks), counted or size, line["median_us"])}

@@ -1,0 +1,137 @@
+"""Tables of a benchmark's rows, with the columns and conventions of nccl-tests.
+
+    python -m bench.table FILE.jsonl [--format text|csv|markdown]
+
+algbw is size over median time, busbw what the busiest link carries of it, both in GB/s = 1e9 B/s.
+"low" and "high" enclose the median with 95 % confidence. A "~" behind the time: ranks started
+further apart than a tenth of it, so it says more about the start than about the operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+import sys
+
+from bench import records, results
+from mpipar.errors import EXIT_OK
+from mpipar.launch import guard
+from mpipar.report.console import table
+
+SKEW_SHARE = 0.1
+UNCHECKED = "unchecked"
+HEAD = ("size_B", "count", "type", "via", "n", "time_us", "", "low_us", "high_us", "p5_us",
+        "p95_us", "p99_us", "max_us", "algbw_GB/s", "busbw_GB/s", "skew_us", "slowest", "#wrong")
+
+
+def digits(value: float) -> str:
+    """Four significant digits, never an exponent."""
+    whole = math.floor(math.log10(value)) if value > 0 else 3
+    return f"{value:.{min(6, max(0, 3 - whole))}f}"
+
+
+def cells(row: dict) -> tuple:
+    """A row as cells of the text table."""
+    skewed = "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] else ""
+    slowest = f"{row['slowest_rank']} ({row['slowest_share']:.0%})"
+    return (
+        row["size_bytes"], row["count"], row["dtype"], row["via"], row["iterations"],
+        digits(row["median_us"]), skewed,
+        *(digits(row[name]) for name in ("low_us", "high_us", "p5_us", "p95_us", "p99_us",
+                                         "max_us", "algbw_GBps", "busbw_GBps", "skew_us")),
+        slowest, "0" if row["checked"] == "ok" else UNCHECKED)
+
+
+def text(rows) -> str:
+    """Rows of one case as a table, small sizes first."""
+    ordered = sorted(rows, key=lambda row: (row["size_bytes"], row["ranks"], row["via"]))
+    return table([HEAD, *map(cells, ordered)])
+
+
+def title(row: dict) -> str:
+    """What the rows of one table have in common."""
+    mode = f", one of the {row['axis']} groups" if row["mode"] == "alone" else (
+        f", all {row['axis']} groups at once" if row["mode"] == "together" else "")
+    window = f", window {row['window']}" if row["window"] > 1 else ""
+    place = "in place" if row["in_place"] else "out of place"
+    return (f"# {row['case']}: ranks {','.join(map(str, row['ranks']))} ({row['link']}){mode}, "
+            f"{row['transport']}, buffers {row['buffers']}, {place}{window}")
+
+
+def by_table(rows) -> list[list[dict]]:
+    """Rows that belong into one table each, in order of appearance."""
+    found: dict = {}
+    for row in rows:
+        key = (row.get("launch"), row["case"], row["axis"], row["mode"], row["buffers"],
+               tuple(row["ranks"]), row["window"])
+        found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+def matrix(rows, value: str) -> str:
+    """A number for each pair of ranks: rows and columns are world ranks."""
+    pairs = {tuple(row["ranks"]): row[value] for row in rows}
+    names = sorted({number for pair in pairs for number in pair})
+    lines = [("rank", *names)]
+    for low in names:
+        found = [pairs.get((min(low, high), max(low, high))) for high in names]
+        lines.append((low, *("-" if one is None else digits(one) for one in found)))
+    return table(lines)
+
+
+def narrow(row: dict) -> dict:
+    """The row without its samples, every cell a plain value."""
+    return {name: "+".join(map(str, value)) if isinstance(value, list) else value
+            for name, value in row.items() if name not in records.SAMPLES}
+
+
+def as_csv(rows) -> str:
+    """One line for each row, every column but the samples."""
+    plain = [narrow(row) for row in rows]
+    columns = list(dict.fromkeys(name for row in plain for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(plain)
+    return out.getvalue().rstrip("\n")
+
+
+def as_markdown(rows) -> str:
+    """The text table's columns as Markdown, all rows in one table."""
+    names = ("case", "ranks", "mode", *(name for name in HEAD if name))
+    lines = []
+    for row in rows:
+        line = cells(row)
+        line = [cell for name, cell in zip(HEAD, line, strict=True) if name]
+        ranks = "+".join(map(str, row["ranks"]))
+        lines.append(dict(zip(names, (row["case"], ranks, row["mode"], *line), strict=True)))
+    return results.table(lines) if lines else ""
+
+
+def as_text(rows) -> str:
+    """Every table with its title."""
+    return "\n\n".join(f"{title(rows[0])}\n{text(rows)}" for rows in by_table(rows))
+
+
+FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown}
+
+
+def main(argv, session) -> int:
+    """Print a file's rows; what is printed can be made again from the file at any time."""
+    parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
+    parser.add_argument("--format", choices=tuple(FORMATS), default="text")
+    args = parser.parse_args(argv)
+    rows = records.rows_of(args.files)
+    if not rows:
+        print("no rows", file=sys.stderr)
+        return EXIT_OK
+    print(FORMATS[args.format](rows))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    guard(main)

@@ -1,0 +1,218 @@
+"""The cost model of a machine: how long a message, a collective, a product and a block take there.
+
+bench.calibrate fits it to measurements; machine_file.py keeps it as JSON. Time of an operation on n
+bytes: latency + n * time per byte, with parameters of its own in each range of sizes, for each
+operation, kind of link and number of ranks (a library changes protocol and algorithm with all of
+these). Whatever lies outside of what was measured is refused, or says so: `Estimate.extrapolated`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import NamedTuple
+
+from mpipar.errors import UsageError
+
+HOP = "latency"  # the operation that is one message between two ranks
+
+
+class Estimate(NamedTuple):
+    """A predicted time, and whether it lies outside of what was measured."""
+
+    seconds: float
+    extrapolated: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of sizes; *_low and *_high enclose a parameter with 95 % confidence."""
+
+    from_bytes: float
+    to_bytes: float
+    latency_us: float
+    latency_low_us: float
+    latency_high_us: float
+    us_per_byte: float
+    us_per_byte_low: float
+    us_per_byte_high: float
+
+    def microseconds(self, nbytes: float) -> float:
+        """latency + size * time per byte."""
+        return self.latency_us + nbytes * self.us_per_byte
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time of one operation by size; pieces ascend and touch, fitted_bytes are the measured sizes.
+
+    held_out_*: relative errors on sizes that were left out of a second fit; None when there were
+    too few.
+    """
+
+    operation: str
+    link: str
+    ranks: int
+    fitted_bytes: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    samples: int
+    held_out_median: float | None = None
+    held_out_max: float | None = None
+
+    def estimate(self, nbytes: float) -> Estimate:
+        """Time for a size; beyond the last piece its line goes on."""
+        piece = next((piece for piece in self.pieces if nbytes <= piece.to_bytes), self.pieces[-1])
+        outside = not self.fitted_bytes[0] <= nbytes <= self.fitted_bytes[-1]
+        return Estimate(piece.microseconds(nbytes) * 1e-6, outside)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product (M, K) x (K, N), on all ranks at the same time."""
+
+    m: int
+    k: int
+    n: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of forward, input gradient and weight gradient of one microbatch."""
+
+    f: float
+    i: float
+    w: float
+
+    def scaled(self, factor: float) -> Passes:
+        return Passes(self.f * factor, self.i * factor, self.w * factor)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Passes of the parts of a model, measured with microbatches of `rows` rows.
+
+    model: the ModelConfig's fields but the number of layers: every block costs the same. tp: ranks
+    that share a block; their barriers are in the times. update_seconds_per_parameter: everything
+    that a step does once for each parameter, from clearing gradients to the optimizer.
+    """
+
+    model: dict
+    dtype: str
+    optimizer: str
+    tp: int
+    rows: int
+    embedding: Passes
+    block: Passes
+    head: Passes
+    update_seconds_per_parameter: float
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How much longer groups on an axis take when all are at it at once, by operation and size."""
+
+    operation: str
+    axis: str
+    size_bytes: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Duplex:
+    """Bandwidth both ways over twice that of one way: 1 full duplex, 0.5 a shared medium."""
+
+    link: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was fitted. call_overhead_us: what one call through mpipar.comm adds to a bare one."""
+
+    curves: tuple[Curve, ...]
+    duplex: tuple[Duplex, ...]
+    contention: tuple[Contention, ...]
+    call_overhead_us: float | None
+    products: tuple[Product, ...]
+    units: tuple[Units, ...]
+    provenance: dict
+
+    def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
+        """The curve of an operation; link None: the slowest kind measured with so many ranks.
+
+        Raises UsageError that says what has been calibrated.
+        """
+        same = [curve for curve in self.curves if curve.operation == operation
+                and curve.ranks == ranks and link in (None, curve.link)]
+        if same:
+            return max(same, key=lambda curve: curve.estimate(curve.fitted_bytes[-1]).seconds)
+        known = sorted({f"{curve.ranks} ranks ({curve.link})" for curve in self.curves
+                        if curve.operation == operation})
+        raise UsageError(
+            f"no {operation} of {ranks} ranks{f' ({link})' if link else ''} in this cost model: "
+            f"{'measured with ' + ', '.join(known) if known else 'not measured at all'}; run "
+            f"python -m bench.calibrate with {ranks} ranks")
+
+    def estimate(self, operation: str, nbytes: float, ranks: int = 2,
+                 link: str | None = None) -> Estimate:
+        """Seconds of an operation; a group of one takes none. Raises UsageError: see `curve`."""
+        if ranks == 1:
+            return Estimate(0.0, False)
+        return self.curve(operation, ranks, link).estimate(nbytes)
+
+    def contention_factor(self, operation: str) -> float:
+        """Median over what was measured of an operation's groups together over alone; 1 without."""
+        found = [one.factor for one in self.contention if one.operation == operation]
+        return median(found) if found else 1.0
+
+    def product_seconds(self, m: int, k: int, n: int) -> Estimate:
+        """Seconds of a product (M, K) x (K, N): linear between measured shapes, all in logarithms.
+
+        Outside, the nearest measured shape's rate counts. Raises UsageError without products.
+        """
+        if not self.products:
+            raise UsageError("this cost model has no products: run bench.calibrate without "
+                             "--no-compute")
+        known = {(one.m, one.k, one.n): one.seconds for one in self.products}
+        axes = [sorted({shape[axis] for shape in known}) for axis in range(3)]
+        inside = [min(max(size, ticks[0]), ticks[-1])
+                  for size, ticks in zip((m, k, n), axes, strict=True)]
+        ends = [_between(size, ticks) for size, ticks in zip(inside, axes, strict=True)]
+        total = sum(wm * wk * wn * math.log(known[am, ak, an])
+                    for (am, wm), (ak, wk), (an, wn) in product(*ends))
+        scale = m * k * n / math.prod(inside)
+        return Estimate(math.exp(total) * scale, inside != [m, k, n])
+
+    def units_of(self, model: dict, dtype: str, tp: int, rows: int) -> Units:
+        """The measured passes of a model, of the nearest number of rows.
+
+        Raises UsageError that says which there are.
+        """
+        wanted = {name: value for name, value in model.items() if name != "layers"}
+        wanted |= {"dtype": dtype, "tp": tp}
+        others = [units.model | {"dtype": units.dtype, "tp": units.tp} for units in self.units]
+        same = [units for units, have in zip(self.units, others, strict=True) if have == wanted]
+        if same:
+            return min(same, key=lambda units: abs(math.log(units.rows / rows)))
+        found = dict.fromkeys(f"; measured: {_differences(have, wanted)}" for have in others)
+        raise UsageError("this cost model has no passes of this model; measure them with python -m "
+                         f"bench.calibrate --config FILE.toml --tp N{''.join(found)}")
+
+
+def _differences(have: dict, wanted: dict) -> str:
+    """What is measured in one model's passes that is not as wanted."""
+    return ", ".join(f"{name} {have.get(name)} (not {wanted.get(name)})"
+                     for name in {**have, **wanted} if have.get(name) != wanted.get(name))
+
+
+def _between(size: float, ticks) -> list[tuple[int, float]]:
+    """(tick, weight) of the neighbours of a size, linear in its logarithm; only what has weight."""
+    high = next(tick for tick in ticks if tick >= size)
+    if high == size:
+        return [(high, 1.0)]
+    low = ticks[ticks.index(high) - 1]
+    share = math.log(size / low) / math.log(high / low)
+    return [(low, 1 - share), (high, share)]

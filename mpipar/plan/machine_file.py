@@ -1,0 +1,112 @@
+"""The cost model of a machine as a file: JSON with a schema version, read strictly."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import types
+import typing
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
+
+from mpipar.errors import DataError, OutputError
+from mpipar.plan.machine import Machine
+
+SCHEMA = 1
+CURE = "write it with python -m bench.calibrate"
+
+
+def save(machine: Machine, path: str) -> None:
+    """Write the file, whole or not at all. Raises OutputError when that is not possible."""
+    text = json.dumps({"schema": SCHEMA, **asdict(machine)}, indent=1) + "\n"
+    partial = f"{path}.partial"
+    try:
+        Path(partial).write_text(text)
+        os.replace(partial, path)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror}") from error
+
+
+def check_writable(path: str) -> None:
+    """Before long measurements. Raises OutputError when `save` could not write the file."""
+    if Path(path).is_dir():
+        raise OutputError(f"{path}: is a folder")
+    if not os.access(Path(path).resolve().parent, os.W_OK):
+        raise OutputError(f"{path}: its folder is missing or cannot be written")
+
+
+def load(path: str) -> Machine:
+    """Read a file. Raises DataError on one that cannot be read, is incomplete, or of another
+    schema.
+    """
+    try:
+        value = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; {CURE}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error}); {CURE}") from error
+    if not isinstance(value, dict) or "schema" not in value:
+        raise DataError(f"{path}: no cost model of a machine; {CURE}")
+    schema = value.pop("schema")
+    if schema != SCHEMA:
+        raise DataError(f"{path}: schema {schema!r}, this program reads {SCHEMA}; {CURE}")
+    try:
+        machine = built(Machine, value, "the file")
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; {CURE}") from error
+    if problems := _problems(machine):
+        raise DataError([f"{path}: {text}" for text in problems])
+    return machine
+
+
+def built(kind, value, where: str):
+    """A JSON value as a value of an annotated type; ValueError says where it is not one."""
+    if isinstance(kind, types.UnionType):  # X | None
+        return None if value is None else built(typing.get_args(kind)[0], value, where)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} must be a list")
+        inner = typing.get_args(kind)[0]
+        return tuple(built(inner, one, f"{where}[{place}]") for place, one in enumerate(value))
+    if is_dataclass(kind):
+        return _dataclass(kind, value, where)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise ValueError(f"{where} is {value!r}, not a legal {kind.__name__}")
+    return value
+
+
+def _dataclass(kind, value, where: str):
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object")
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(value.keys() - hints.keys()):
+        raise ValueError(f"{where} has an unknown key {unknown[0]!r}")
+    needed = [one.name for one in fields(kind) if one.default is MISSING]
+    if missing := [name for name in needed if name not in value]:
+        raise ValueError(f"{where} has no {missing[0]!r}")
+    return kind(**{name: built(hints[name], value[name], f"{where}.{name}") for name in value})
+
+
+def _problems(machine: Machine) -> list[str]:
+    """Curves without a range, times that are none."""
+    found = []
+    for curve in machine.curves:
+        name = f"{curve.operation} of {curve.ranks} ranks"
+        ends = [piece.to_bytes for piece in curve.pieces]
+        if not curve.pieces or not curve.fitted_bytes:
+            found.append(f"{name}: no pieces or no fitted_bytes")
+        elif ends != sorted(ends) or list(curve.fitted_bytes) != sorted(curve.fitted_bytes):
+            found.append(f"{name}: pieces and fitted_bytes must ascend")
+        if any(min(piece.latency_us, piece.us_per_byte) < 0 for piece in curve.pieces):
+            found.append(f"{name}: a latency or time per byte below 0")
+    shapes = {(one.m, one.k, one.n) for one in machine.products}
+    grid = math.prod(len({shape[axis] for shape in shapes}) for axis in range(3))
+    if len(shapes) != (grid if shapes else 0) or any(
+            min(one.m, one.k, one.n, one.seconds) <= 0 for one in machine.products):
+        found.append("products: every combination of some M, K and N once, all above 0")
+    if any(min(units.rows, units.tp) < 1 for units in machine.units):
+        found.append("units: rows and tp must be at least 1")
+    return found

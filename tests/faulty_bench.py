@@ -1,0 +1,52 @@
+"""bench.interconnect with a fault in the all-reduce of world rank 1, for the tests.
+
+mpiexec -n 2 python tests/faulty_bench.py wrong|stall|straggler CASE... [options]
+"""
+
+import sys
+import time
+
+from bench import interconnect
+from mpipar.launch import guard
+from mpipar.transport import HostTransport
+
+CALLS_BEFORE_STALL = 20
+LATE_SECONDS = 300e-6
+
+
+def wrong(x, calls):
+    """The last element arrives wrong."""
+    x[-1] += 1
+
+
+def stall(x, calls):
+    """After a while this rank does not come back."""
+    if calls > CALLS_BEFORE_STALL:
+        time.sleep(600)
+
+
+def straggler(x, calls):
+    """This rank is always the last to be done."""
+    end = time.perf_counter() + LATE_SECONDS
+    while time.perf_counter() < end:
+        pass
+
+
+def main(argv, session):
+    """Put the fault in, then benchmark."""
+    fault, plain, calls = {"wrong": wrong, "stall": stall, "straggler": straggler}[
+        argv[0]], HostTransport.all_reduce, []
+
+    def all_reduce(self, x, op):
+        plain(self, x, op)
+        if session.world.rank == 1:
+            calls.append(None)
+            fault(x, len(calls))
+
+    HostTransport.all_reduce = all_reduce
+    return interconnect.main(argv[1:], session)
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "bench.interconnect"
+    guard(main)

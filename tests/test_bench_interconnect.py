@@ -1,0 +1,267 @@
+"""What bench.interconnect makes of samples: statistics, files, tables, findings; no MPI."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from bench import compare, findings, launches, plans, records, statistics, table
+from mpipar.errors import DataError, OutputError, UsageError
+
+COMM, BARE = "mpipar.comm", "mpi4py"
+
+
+def row(case="all-reduce", via=COMM, size=1024, times=None, median=10.0, ranks=(0, 1), **changes):
+    """A row as the benchmark writes it; times: microseconds of its iterations."""
+    times = np.full(50, median) if times is None else np.asarray(times, float)
+    left = np.stack([times * 900, times * 1000], axis=1).round().astype(np.int64)
+    value = {
+        "case": case, "via": via, "transport": "mpi-host", "axis": "world", "mode": "",
+        "ranks": list(ranks), "link": "same node", "dtype": "float32", "buffers": "rotated",
+        "in_place": False, "window": 1, "per_sample": 1, "size_bytes": size, "count": size // 4,
+        "bytes_per_rank_in": size, "bytes_per_rank_out": size, "bytes_on_wire_per_rank": size,
+        "slowest_rank": ranks[-1], "slowest_share": 1.0, "checked": "ok",
+        "entered_ns": np.zeros_like(left).tolist(), "left_ns": left.tolist(), "skew_us": 0.0,
+    } | changes
+    summary = statistics.summary(times)
+    return value | summary | statistics.bandwidths(case, len(ranks), size, summary["median_us"])
+
+
+def test_interval_holds_the_median_as_often_as_it_says(rng):
+    for draw in (rng.exponential, rng.lognormal):
+        true = np.median(draw(size=200_000))
+        hits = 0
+        for _ in range(400):
+            low, high = statistics.median_interval(draw(size=101))
+            hits += low <= true <= high
+        assert 0.93 <= hits / 400 <= 1.0
+    assert statistics.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def test_time_of_an_iteration_is_last_exit_minus_first_entry():
+    entered, left = np.array([[0, 5], [0, 1]]), np.array([[10, 8], [3, 7]])
+    assert statistics.iteration_ns(entered, left).tolist() == [10, 7]
+    assert statistics.skew_ns(entered).tolist() == [5, 1]
+    one = row("latency", per_sample=2) | {"entered_ns": [[0, 50]], "left_ns": [[4000, 9000]]}
+    assert statistics.times_us(one).tolist() == [2.0]
+    assert statistics.times_us(one | {"case": "ring"}).tolist() == [4.5]
+    assert statistics.skew_us(one) == 0.0
+    assert statistics.skew_us(one | {"case": "ring"}) == 0.05
+
+
+def test_straggler_among_the_ranks_is_named(rng):
+    left = rng.normal(100.0, 5.0, (300, 8))
+    left[rng.random(300) < 0.8, 5] += 40.0
+    rank, share = statistics.last_share(left)
+    assert rank == 5
+    assert 0.75 < share < 0.9
+    even = statistics.last_share(rng.normal(100.0, 5.0, (2000, 8)))[1]
+    assert even < 0.2
+
+
+def test_bandwidths_follow_the_conventions():
+    assert statistics.bandwidths("all-reduce", 4, 1e6, 1000.0) == {
+        "algbw_GBps": 1.0, "busbw_GBps": 1.5}
+    assert statistics.bandwidths("all-gather", 4, 1e6, 1000.0)["busbw_GBps"] == 0.75
+    assert statistics.bandwidths("ring", 4, 1e6, 1000.0)["busbw_GBps"] == 1.0
+
+
+def test_rank_sum_is_exact_for_few_and_right_for_many(rng):
+    # both sides of the most extreme of C(8, 4) = 70 and C(10, 5) = 252 splits
+    assert statistics.rank_sum([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
+    assert statistics.rank_sum([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(2 / 252)
+    assert statistics.rank_sum([1, 1, 1], [1, 1, 1]) == 1.0
+    false = [statistics.rank_sum(rng.normal(size=30), rng.normal(size=30)) for _ in range(400)]
+    assert 0.02 <= np.mean(np.array(false) < 0.05) <= 0.09
+
+
+def test_discoveries_follow_benjamini_and_hochberg():
+    assert statistics.discoveries([0.01, 0.04, 0.03, 0.5]) == [True, False, False, False]
+    assert statistics.discoveries([0.01, 0.02, 0.03, 0.5]) == [True, True, True, False]
+    assert statistics.discoveries([]) == []
+
+
+def write_file(path, rows, status=records.COMPLETE, launches=1):
+    path.unlink(missing_ok=True)
+    for launch in range(launches):
+        writer = records.Writer(str(path), append=True)
+        writer.head({"launch": launch})
+        for one in rows:
+            writer.row(one)
+        writer.end(status)
+    return str(path)
+
+
+def test_file_gives_back_what_was_written(tmp_path):
+    rows = [row(), row(size=2048)]
+    path = write_file(tmp_path / "a.jsonl", rows, launches=2)
+    runs = records.read(path)
+    assert [run.status for run in runs] == ["complete"] * 2
+    assert [run.rows for run in runs] == [rows, rows]
+    assert [one["launch"] for one in records.rows_of([path])] == [0, 0, 1, 1]
+
+
+def test_file_of_a_killed_run_is_read_up_to_there(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_file(path, [row(), row(size=2048)])
+    text = path.read_text()
+    path.write_text(text[:text.rindex('{"kind":"end"') - 40])
+    (run,) = records.read(str(path))
+    assert (len(run.rows), run.status) == (1, "cut off")
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "empty"), ("x\n", "not a line of JSON"), ('{"kind":"head","schema":99}\n', "schema 99"),
+    ('{"kind":"row"}\n', "no head"), ('{"kind":"head","schema":1}\n{"kind":"z"}\n', "'z'"),
+    ("[1]\n", "no object"), ('{"kind":"head","schema":1}\n{"kind":"row","x":1}\n', "lacks"),
+])
+def test_what_is_no_such_file_is_refused(tmp_path, text, message):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(DataError, match=message):
+        records.read(str(tmp_path / "a.jsonl"))
+    with pytest.raises(DataError, match="No such file"):
+        records.read(str(tmp_path / "none"))
+    with pytest.raises(OutputError, match="--json"):
+        records.Writer(str(tmp_path))
+
+
+def test_table_says_what_is_unchecked_and_skewed():
+    text = table.as_text([row(checked="unchecked", skew_us=2.0), row(size=2048)])
+    lines = text.splitlines()
+    assert lines[0].startswith("# all-reduce: ranks 0,1 (same node)")
+    assert "~" in lines[2]
+    assert lines[2].endswith("unchecked")
+    assert "~" not in lines[3]
+    assert lines[3].endswith(" 0")
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0, "0"), (0.02391, "0.02391"), (1.9, "1.900"), (12.345, "12.35"), (123456.7, "123457"),
+    (1e-9, "0.000000")])
+def test_four_digits_without_exponent(value, text):
+    assert table.digits(value) == text
+
+
+def test_csv_and_markdown_hold_the_rows():
+    rows = [row(), row(via=BARE, median=5.0)]
+    values = list(csv.DictReader(table.as_csv(rows).splitlines()))
+    assert [value["median_us"] for value in values] == ["10.0", "5.0"]
+    assert values[0]["ranks"] == "0+1"
+    assert "left_ns" not in values[0]
+    lines = table.as_markdown(rows).splitlines()
+    assert len(lines) == 4
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+
+
+def test_broken_guidelines_are_found_with_their_factor():
+    rows = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
+    (one,) = [x for x in findings.guidelines(rows) if x.case == "all-reduce"]
+    assert (one.factor, one.instead) == (2.0, "reduce-scatter + all-gather")
+    kept = [row(median=14.0), *rows[1:]]
+    assert findings.guidelines(kept) == []
+
+
+def test_guideline_that_the_intervals_leave_open_is_not_called_broken(rng):
+    noisy = rng.uniform(5, 30, 15)
+    rows = [row(times=noisy), row("reduce-scatter", median=7.0), row("all-gather", median=7.0)]
+    assert findings.guidelines(rows) == []
+
+
+def test_block_form_that_is_slower_than_the_uneven_one_is_found():
+    rows = [row("reduce-scatter", BARE, median=20.0),
+            row("reduce-scatter", "mpi4py Reduce_scatter", median=5.0)]
+    (one,) = findings.guidelines(rows)
+    assert (one.via, one.factor) == (BARE, 4.0)
+    assert "Reduce_scatter" in one.instead
+
+
+def test_sizes_that_contradict_each_other_are_found():
+    assert [x.instead for x in findings.guidelines([row(median=30.0), row(size=2048)])] == [
+        "the same with twice the size"]
+    assert [x.instead for x in findings.guidelines([row(), row(size=2048, median=30.0)])] == [
+        "twice with half the size"]
+
+
+def test_guideline_must_be_broken_in_every_launch():
+    bad = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
+    good = [row(median=14.0), *bad[1:]]
+    both = [one | {"launch": 0} for one in bad]
+    (one,) = findings.guidelines(both + [one | {"launch": 1} for one in bad])
+    assert one.factor == 2.0
+    assert findings.guidelines(both + [one | {"launch": 1} for one in good]) == []
+
+
+def test_contention_is_the_worst_group_over_itself_alone():
+    rows = [row(axis="dp", mode="alone", ranks=(0, 2)),
+            row(axis="dp", mode="alone", ranks=(1, 3), median=20.0),
+            row(axis="dp", mode="together", ranks=(0, 2), median=25.0),
+            row(axis="dp", mode="together", ranks=(1, 3), median=22.0)]
+    (one,) = findings.contention(rows)
+    assert one["contention"] == 2.5
+    assert "2.50" in findings.contention_lines([one])
+
+
+def test_slow_pair_is_named():
+    rows = [row("pairs latency", ranks=pair, median=median) for pair, median in
+            (((0, 1), 2.0), ((0, 2), 9.0), ((1, 2), 2.1))]
+    assert findings.slow_pairs(rows) == [
+        "ranks 0 and 2 (same node): 9.0 us, 4.3 times the median pair"]
+    assert findings.slow_pairs([rows[0], rows[1] | {"link": "between nodes"}]) == []
+    assert "9.000" in table.matrix(rows, "median_us")
+
+
+def shifted(rng, factor, launches):
+    return [row(median=10 * factor * rng.normal(1, 0.02)) for _ in range(launches)]
+
+
+def test_compare_says_slower_only_when_the_launches_support_it(rng):
+    (one,) = compare.compare(shifted(rng, 1, 6), shifted(rng, 1.3, 6))
+    assert one.verdict == "slower"
+    (one,) = compare.compare(shifted(rng, 1.3, 6), shifted(rng, 1, 6))
+    assert one.verdict == "faster"
+    same = [compare.compare(shifted(rng, 1, 6), shifted(rng, 1, 6))[0].verdict for _ in range(100)]
+    assert same.count("not shown") >= 88
+    (one,) = compare.compare(shifted(rng, 1, 2), shifted(rng, 3, 2))
+    assert one.verdict == "not shown"
+    assert "2 and 2 launches can show nothing" in compare.too_few([one])
+
+
+def test_spread_between_launches_stands_beside_that_inside():
+    rows = [row(median=median) | {"launch": n} for n, median in enumerate((10.0, 11.0, 12.0))]
+    (one,) = launches.spread(rows)
+    assert one["between"] == pytest.approx(2 / 11)
+    assert one["inside"] == 0.0
+
+
+def test_launch_is_the_same_command_without_what_starts_launches():
+    class Flags:
+        start = "mpiexec -n 3"
+
+    argv = ["latency", "--launches", "2", "--quick", "--start=mpiexec -n 3", "--json", "f"]
+    words = launches.own_command(Flags, argv, 2)
+    assert words[:3] == ["mpiexec", "-n", "3"]
+    assert words[4:] == ["-m", "bench.interconnect", "latency", "--quick", "--json", "f",
+                         "--launch", "2"]
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("4096", 4096), ("4K", 4096), ("64KiB", 65536), ("1.5M", 3 << 19), ("1g", 1 << 30)])
+def test_sizes_are_read(text, expected):
+    assert plans.read_bytes(text) == expected
+
+
+def test_sections_of_a_layout_are_its_groups_alone_and_together():
+    layout = plans.read_layout("dp=2,tp=2", 4)
+    found = plans.layout_sections(["all-reduce"], layout, (8,))
+    assert [(one.axis, one.mode, one.groups) for one in found] == [
+        ("dp", "alone", ((0, 2),)), ("dp", "alone", ((1, 3),)),
+        ("dp", "together", ((0, 2), (1, 3))),
+        ("tp", "alone", ((0, 1),)), ("tp", "alone", ((2, 3),)),
+        ("tp", "together", ((0, 1), (2, 3))),
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])
+def test_layout_that_does_not_fit_is_refused(wrong):
+    with pytest.raises(UsageError, match="--layout"):
+        plans.read_layout(wrong, 4)

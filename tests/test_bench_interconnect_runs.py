@@ -1,0 +1,204 @@
+"""bench.interconnect as a job: every case, its files, and whatever goes wrong on the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from helpers import (
+    MARK,
+    OVERSUBSCRIBED,
+    REPOSITORY,
+    find_launcher,
+    kill_with,
+    run_command,
+    run_ranks,
+    wait_for_end,
+)
+
+from bench import plans, records
+from bench.cases import BARE, COMM
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+BENCH = [sys.executable, "-m", "bench.interconnect"]
+FAULTY = [sys.executable, "tests/faulty_bench.py"]
+SHORT = ["--begin-bytes", "64", "--end-bytes", "64", "--seconds", "0.01"]
+ENV = {"PYTHONPATH": str(REPOSITORY)}
+LIMIT = 60.0
+
+
+def bench(ranks, *words, program=BENCH):
+    return run_ranks(ranks, [*program, *words], LIMIT, env=ENV)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """(finished command, its run) of everything on two ranks."""
+    path = tmp_path_factory.mktemp("quick") / "rows.jsonl"
+    done = bench(2, "--quick", "--json", str(path))
+    assert done.returncode == 0, done.tail()
+    (run,) = records.read(str(path))
+    return done, run, path
+
+
+def test_quick_runs_every_case_both_ways_and_checks_it(quick):
+    done, run, _ = quick
+    assert done.seconds < 30, done.tail(5)
+    assert run.status == records.COMPLETE
+    seen = {row["case"].split()[0] for row in run.rows}
+    assert seen == set(plans.CASES)
+    assert {row["checked"] for row in run.rows} == {"ok"}
+    for row in run.rows:
+        twin = {one["via"] for one in run.rows if all(
+            one[name] == row[name] for name in ("case", "ranks", "mode", "size_bytes"))}
+        assert {COMM, BARE} <= twin, row["case"]
+        assert row["low_us"] <= row["median_us"] <= row["high_us"]
+        assert len(row["entered_ns"]) == row["iterations"]
+    assert {row["via"] for row in run.rows if row["case"] == "reduce-scatter"} == {
+        COMM, BARE, "mpi4py Reduce_scatter"}
+
+
+def test_quick_prints_tables_and_head(quick):
+    done, run, _ = quick
+    assert "# all-reduce: ranks 0,1" in done.stdout
+    assert "busbw_GB/s" in done.stdout
+    assert "# contention" in done.stdout
+    assert "barrier before each iteration" in done.stderr
+    assert {"machine", "library", "places", "environment", "revision"} <= run.head.keys()
+
+
+@pytest.mark.parametrize("kind", ["csv", "markdown", "text"])
+def test_tables_are_made_again_from_the_file(quick, kind):
+    path = quick[2]
+    done = run_command([sys.executable, "-m", "bench.table", path, "--format", kind], LIMIT, ENV)
+    assert done.returncode == 0, done.tail()
+    assert done.stdout.count("all-reduce") >= 1
+
+
+def test_pictures_of_every_kind(quick, tmp_path):
+    pytest.importorskip("matplotlib")
+    some = [row for row in quick[1].rows if row["case"] in ("ring", "pairs latency")]
+    writer = records.Writer(str(tmp_path / "some.jsonl"))
+    writer.head(quick[1].head)
+    for row in some:
+        writer.row(row)
+    writer.end(records.COMPLETE)
+    done = run_command([sys.executable, "-m", "bench.plot", tmp_path / "some.jsonl", "--out",
+                        tmp_path / "plots"], LIMIT, ENV)
+    assert done.returncode == 0, done.tail()
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert names == [f"{stem}.{kind}" for stem in (
+        "pairs-latency-mpi-host-rotated", "ring-world-ranks-0-1-mpi-host-rotated-bandwidth",
+        "ring-world-ranks-0-1-mpi-host-rotated-samples",
+        "ring-world-ranks-0-1-mpi-host-rotated-time") for kind in ("png", "svg")]
+    assert all(path.stat().st_size > 2000 for path in (tmp_path / "plots").iterdir())
+
+
+def test_layout_on_four_ranks(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = bench(4, "all-reduce", "stage-chain", "--layout", "pp=2,tp=2", *SHORT,
+                 "--json", str(path))
+    assert done.returncode == 0, done.tail()
+    rows = [row for row in records.rows_of([str(path)]) if row["via"] == COMM]
+    groups = {(row["axis"], row["mode"], tuple(row["ranks"])) for row in rows
+              if row["case"] == "all-reduce"}
+    assert groups == {(axis, mode, ranks) for axis, both in (
+        ("pp", ((0, 2), (1, 3))), ("tp", ((0, 1), (2, 3))))
+        for mode in ("alone", "together") for ranks in both}
+    assert {row["case"] for row in rows if row["axis"] == "pp"} == {
+        "all-reduce", "stage-chain 1f1b", "stage-chain interleaved"}
+    assert "more ranks than cores" in done.stderr or len(os.sched_getaffinity(0)) >= 4
+    assert "# contention: together over alone" in done.stdout
+
+
+def test_wrong_payload_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = bench(2, "wrong", "all-reduce", *SHORT, "--json", str(path), program=FAULTY)
+    assert done.returncode == EXIT_CHECK_FAILED, done.tail()
+    assert "refused: all-reduce, mpipar.comm" in done.stderr
+    assert {row["via"] for row in records.rows_of([str(path)])} == {BARE}
+
+
+def test_unchecked_is_said(tmp_path):
+    done = bench(2, "wrong", "all-reduce", *SHORT, "--no-check", program=FAULTY)
+    assert done.returncode == 0, done.tail()
+    assert done.stdout.count("unchecked") == 2
+
+
+def test_stall_ends_with_a_message():
+    done = bench(2, "stall", "all-reduce", *SHORT, "--stall-seconds", "2", program=FAULTY)
+    assert done.returncode not in (0, None)
+    assert done.seconds < 20
+    assert "no progress for 2 s" in done.stderr
+    assert "rank 1: all-reduce, 64 bytes, mpipar.comm" in done.stderr
+
+
+def test_straggler_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = bench(2, "straggler", "all-reduce", *SHORT, "--json", str(path), program=FAULTY)
+    assert done.returncode == 0, done.tail()
+    (slow,) = [row for row in records.rows_of([str(path)]) if row["via"] == COMM]
+    assert slow["slowest_rank"] == 1
+    assert slow["slowest_share"] > 0.9
+    assert slow["median_us"] > 300
+
+
+def test_ctrl_c_leaves_a_valid_file(tmp_path):
+    path, mark = tmp_path / "rows.jsonl", uuid.uuid4().hex
+    command = [find_launcher(), "-n", "2", *BENCH, "all", "--json", str(path)]
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=out, stderr=out, start_new_session=True,
+            env={**os.environ, **OVERSUBSCRIBED, **ENV, MARK: mark})
+        try:
+            deadline = time.monotonic() + LIMIT
+            while not path.exists() or path.read_text().count("\n") < 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            code = process.wait(15)
+            assert wait_for_end(mark) == []
+        finally:
+            kill_with(MARK, mark)
+            process.wait()
+    assert code == EXIT_INTERRUPTED, (tmp_path / "out").read_text()
+    (run,) = records.read(str(path))
+    assert run.status == records.INTERRUPTED
+    assert run.rows
+    assert all(json.dumps(row) for row in run.rows)
+
+
+def test_launches_are_fresh_jobs_in_one_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    start = f"{find_launcher()} -n 2"
+    done = run_command([*BENCH, "barrier", *SHORT, "--launches", "2", "--start", start, "--json",
+                        path], LIMIT, {**OVERSUBSCRIBED, **ENV})
+    assert done.returncode == 0, done.tail()
+    runs = records.read(str(path))
+    assert [run.head["launch"] for run in runs] == [1, 2]
+    assert "between_launches" in done.stdout
+
+
+@pytest.mark.parametrize(("ranks", "words", "message"), [
+    (1, "latency", "at least 2 ranks"), (2, "latncy", "did you mean"), (2, "", "name the cases"),
+    (2, "latency --pair 0,2", "below 2"), (2, "ring --layout dp=4", "for 4 ranks"),
+    (2, "latency --layout dp=2", "no groups"), (2, "ring --begin-bytes 3x", "no size"),
+    (2, "ring --factor 1", "--factor above 1"), (2, "ring --launches 2 --json x", "--launches"),
+    (2, "ring --seconds 0", "above 0"),
+    (2, "ring --transport staged", "--transport staged needs CuPy"),
+    (2, "ring --window x", "--window"), (2, "ring --seconds nan", "above 0"),
+    (2, "ring --layout dp=2 --pair 0,1", "--pair is for"), (1, "ring --launches 0", "at least 1"),
+    (2, "ring --begin-bytes 9000G --end-bytes 9000G", "smaller --end-bytes"),
+    (2, "ring --stall-seconds -1", "--stall-seconds"),
+])
+def test_bad_input_is_explained(ranks, words, message):
+    done = bench(ranks, *words.split())
+    assert done.returncode in (EXIT_USAGE, 69), done.tail()
+    assert message in done.stderr
+    assert done.stderr.count(message) == 1, done.tail()
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,65 @@
+"""The benchmark across two hosts whose cable has a known rate: it has to find that rate."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command
+from two_hosts import MTU, OVER_TCP, PAYLOAD, missing, two_hosts
+
+from bench import records
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(missing() is not None, reason=f"network namespaces: {missing()}"),
+    pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]"),
+]
+MBIT_PER_SECOND = 200
+EXPECTED_GBPS = MBIT_PER_SECOND / 8e3 * PAYLOAD / MTU
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(finished command, its run): two ranks on one host, one on the other."""
+    folder = tmp_path_factory.mktemp("hosts")
+    try:
+        with two_hosts(folder, MBIT_PER_SECOND) as hosts:
+            done = run_command(
+                hosts.mpiexec(
+                    find_launcher(), (2, 1), sys.executable, "-m", "bench.interconnect",
+                    "bandwidth", "pairs", "--pair", "1,2", "--begin-bytes", "1M", "--end-bytes",
+                    "2M", "--window", "4", "--seconds", "0.2", "--json", folder / "rows.jsonl"),
+                100.0, {**OVERSUBSCRIBED, **OVER_TCP, "PYTHONPATH": str(REPOSITORY)})
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces: {error.stderr.strip()}")
+    assert done.returncode == 0, done.tail()
+    (run,) = records.read(str(folder / "rows.jsonl"))
+    return done, run
+
+
+def test_bandwidth_is_that_of_the_cable(measured):
+    rows = [row for row in measured[1].rows if row["case"] == "bandwidth"]
+    assert {row["size_bytes"] for row in rows} == {1 << 20, 2 << 20}
+    for row in rows:
+        assert row["link"] == "between nodes"
+        assert row["algbw_GBps"] == pytest.approx(EXPECTED_GBPS, rel=0.05)
+
+
+def test_pair_matrix_shows_the_slow_link(measured):
+    done, run = measured
+    rates = {tuple(row["ranks"]): row["algbw_GBps"] for row in run.rows
+             if row["case"] == "pairs bandwidth" and row["via"] == "mpipar.comm"}
+    for pair in ((0, 2), (1, 2)):
+        assert rates[pair] == pytest.approx(EXPECTED_GBPS, rel=0.05)
+    assert rates[0, 1] > 3 * EXPECTED_GBPS
+    matrix = done.stdout.split("# pairs bandwidth, mpipar.comm")[1].splitlines()[2:5]
+    cells = [line.split()[1:] for line in matrix]
+    assert float(cells[0][2]) == pytest.approx(EXPECTED_GBPS, rel=0.05)
+    assert float(cells[0][1]) > 3 * EXPECTED_GBPS
+
+
+def test_hosts_have_clocks_of_their_own(measured):
+    done, run = measured
+    assert len({place["host"] for place in run.head["places"]}) == 2
+    assert "3 ranks on 2 host(s)" in done.stderr
+    assert "2 clocks: offsets by ping-pong" in done.stderr

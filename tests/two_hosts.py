@@ -1,0 +1,86 @@
+"""Two hosts on one machine: network namespaces with host names, joined by a cable of known rate.
+
+Each host has a network namespace, a host name and one end, `eth0`, of a veth pair; `tc tbf` shapes
+both ends. mpiexec starts its proxies through a script that enters the namespace, as ssh would.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+import uuid
+
+PROGRAMS = ("ip", "tc", "unshare", "hostname")
+MTU, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of the TCP payload in it
+ENTER = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+host=$1
+shift
+exec ip netns exec "$host" unshare --uts bash -c "hostname $host; exec $*"
+"""
+# shared memory would go past the cable
+OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL": "1",
+            "HYDRA_LAUNCHER": "ssh"}
+
+
+def missing() -> str | None:
+    """Why there can be no namespaces here, or None."""
+    if os.geteuid():
+        return "needs root"
+    lacking = [name for name in PROGRAMS if not shutil.which(name)]
+    return f"not installed: {', '.join(lacking)}" if lacking else None
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+def wait_until_up(name):
+    """The kernel says a little later that a cable's other end is up."""
+    deadline = time.monotonic() + 10
+    while "LOWER_UP" not in (text := ip("-n", name, "link", "show", "eth0")) or (
+            "state UP" not in text):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+
+
+class Hosts:
+    """Their names, and how to start ranks on them."""
+
+    def __init__(self, names, enter):
+        self.names, self.enter = names, enter
+
+    def mpiexec(self, launcher, counts, *command):
+        """mpiexec on the first host, with counts[i] ranks on host i."""
+        hosts = ",".join(f"{name}:{count}" for name, count in zip(self.names, counts, strict=True))
+        words = [launcher, "-localhost", "10.77.0.1", "-launcher-exec", self.enter, "-hosts",
+                 hosts, "-n", str(sum(counts)), *command]
+        return [self.enter, self.names[0], *words]
+
+
+@contextlib.contextmanager
+def two_hosts(folder, mbit_per_second):
+    """Two Hosts; everything of them is gone afterwards."""
+    tag = uuid.uuid4().hex[:6]
+    names = [f"hosta{tag}", f"hostb{tag}"]
+    enter = folder / "enter"
+    enter.write_text(ENTER)
+    enter.chmod(0o755)
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0",
+           "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate",
+               f"{mbit_per_second}mbit", "burst", "32kb", "latency", "50ms")
+        for name in names:
+            wait_until_up(name)
+        yield Hosts(names, str(enter))
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
