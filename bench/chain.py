@@ -54,9 +54,9 @@ class Hops(Messages):
         return tags.index(tag)
 
     def run(self):
-        pending = [self.irecv(y, peer, tag)
+        pending = [self.irecv(y, peer, tag, *self.label)
                    for y, (peer, tag) in zip(self.ys, self.receives, strict=True)]
-        pending += [self.isend(x, peer, tag)
+        pending += [self.isend(x, peer, tag, *self.label)
                     for x, (peer, tag) in zip(self.xs, self.sends, strict=True)]
         for one in pending:
             self.wait(one)
@@ -121,9 +121,9 @@ class Program(Messages):
         xs, ys, inbox, sent = iter(self.xs), iter(self.ys), {}, []
         for step, key, peer in self.steps:
             if step == "recv":
-                inbox[key] = self.irecv(next(ys), peer, self._tag(key))
+                inbox[key] = self.irecv(next(ys), peer, self._tag(key), *self.label)
             elif step == "send":
-                sent.append(self.isend(next(xs), peer, self._tag(key)))
+                sent.append(self.isend(next(xs), peer, self._tag(key), *self.label))
             else:
                 self.wait(inbox.pop(key))
         for one in sent:

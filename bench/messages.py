@@ -16,6 +16,13 @@ SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock
 LATE_SECONDS = 0.01
 
 
+class BareNames:
+    """mpi4py's own calls under the names that `mpipar.comm` has for them."""
+
+    def __init__(self, mpi):
+        self.isend, self.irecv, self.send, self.recv = mpi.Isend, mpi.Irecv, mpi.Send, mpi.Recv
+
+
 class Messages(Case):
     """Buffers for `sends` and `receives` messages at once, and the two ways to post them."""
 
@@ -26,17 +33,16 @@ class Messages(Case):
         self.out = setup.arena.cut("send", sends, count) if sends else None
         self.into = setup.arena.cut("receive", receives, count) if receives else None
         self.ack = self.ops.zeros((1,), label="buffers")
-        through = via == COMM
-        self.isend, self.irecv = (
-            (lambda x, peer, tag: self.comm.isend(x, peer, tag, NAME),
-             lambda x, peer, tag: self.comm.irecv(x, peer, tag, NAME)) if through else
-            (self.mpi.Isend, self.mpi.Irecv))
-        self.send, self.recv = (
-            (lambda x, peer, tag: self.comm.send(x, peer, tag, NAME),
-             lambda x, peer, tag: self.comm.recv(x, peer, tag, NAME)) if through else
-            (self.mpi.Send, self.mpi.Recv))
-        self.wait = (lambda pending: pending.wait()) if through else (
-            lambda request: request.Wait())
+        wire, self.label = (self.comm, (NAME,)) if via == COMM else (BareNames(self.mpi), ())
+        self.isend, self.irecv = wire.isend, wire.irecv
+        self.send, self.recv = wire.send, wire.recv
+
+    def wait(self, pending) -> None:
+        """Until a posted message is done."""
+        if self.via == COMM:
+            pending.wait()
+        else:
+            pending.Wait()
 
     def counts(self) -> tuple[int, int]:
         """Messages that this rank sends and receives in one iteration."""
@@ -95,16 +101,16 @@ class Latency(Messages):
         return [(1 - self.index, number) for number in range(self.rounds // self.same)]
 
     def run(self):
-        send, recv, peer = self.send, self.recv, 1 - self.index
+        send, recv, peer, label = self.send, self.recv, 1 - self.index, self.label
         xs, ys = self.xs * self.same, self.ys * self.same
         if self.index == 0:
             for x, y in zip(xs, ys, strict=True):
-                send(x, peer, TAG)
-                recv(y, peer, TAG)
+                send(x, peer, TAG, *label)
+                recv(y, peer, TAG, *label)
         else:
             for x, y in zip(xs, ys, strict=True):
-                recv(y, peer, TAG)
-                send(x, peer, TAG)
+                recv(y, peer, TAG, *label)
+                send(x, peer, TAG, *label)
 
     def volume(self):
         size = self.elements() * self.item
@@ -132,14 +138,14 @@ class Bandwidth(Messages):
 
     def run(self):
         peer = 1 - self.index
-        pending = [self.irecv(y, peer, TAG) for y in self.ys]
-        pending += [self.isend(x, peer, TAG) for x in self.xs]
+        pending = [self.irecv(y, peer, TAG, *self.label) for y in self.ys]
+        pending += [self.isend(x, peer, TAG, *self.label) for x in self.xs]
         for one in pending:
             self.wait(one)
         if self.index == 0:
-            self.recv(self.ack, peer, ACK_TAG)
+            self.recv(self.ack, peer, ACK_TAG, *self.label)
         else:
-            self.send(self.ack, peer, ACK_TAG)
+            self.send(self.ack, peer, ACK_TAG, *self.label)
 
 
 class Bidirectional(Bandwidth):
@@ -164,8 +170,8 @@ class Ring(Messages):
         return [((self.index - 1) % self.ranks, 0)]
 
     def run(self):
-        receive = self.irecv(self.ys[0], (self.index - 1) % self.ranks, TAG)
-        send = self.isend(self.xs[0], (self.index + 1) % self.ranks, TAG)
+        receive = self.irecv(self.ys[0], (self.index - 1) % self.ranks, TAG, *self.label)
+        send = self.isend(self.xs[0], (self.index + 1) % self.ranks, TAG, *self.label)
         self.wait(receive)
         self.wait(send)
 
@@ -183,9 +189,10 @@ class FanIn(Messages):
 
     def run(self):
         if self.index:
-            self.send(self.xs[0], 0, TAG)
+            self.send(self.xs[0], 0, TAG, *self.label)
             return
-        for pending in [self.irecv(y, peer, TAG) for peer, y in enumerate(self.ys, 1)]:
+        for pending in [self.irecv(y, peer, TAG, *self.label)
+                        for peer, y in enumerate(self.ys, 1)]:
             self.wait(pending)
 
     def volume(self):

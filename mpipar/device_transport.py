@@ -65,6 +65,14 @@ class DeviceTransport(HostTransport):
         self.ops.synchronize()
         super().reduce(x, root)
 
+    def send(self, x, peer, tag):
+        self.ops.synchronize()
+        super().send(x, peer, tag)
+
+    def recv(self, x, peer, tag):
+        self.ops.synchronize()
+        super().recv(x, peer, tag)
+
     def isend(self, x, peer, tag):
         self.ops.synchronize()
         return super().isend(x, peer, tag)
@@ -114,6 +122,12 @@ class StagedTransport(HostTransport):
         host = self._to_host(x)
         super().reduce(host, root)
         x.set(host)
+
+    def send(self, x, peer, tag):
+        self.isend(x, peer, tag).Wait()
+
+    def recv(self, x, peer, tag):
+        self.irecv(x, peer, tag).Wait()
 
     def isend(self, x, peer, tag):
         host = self._to_host(x)

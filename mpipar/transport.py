@@ -52,6 +52,12 @@ class NoTransport:
     def barrier(self):
         pass
 
+    def send(self, x, peer, tag):
+        pass
+
+    def recv(self, x, peer, tag):
+        pass
+
     def isend(self, x, peer, tag):
         return Done()
 
@@ -98,6 +104,7 @@ class HostTransport:
         self.reduce_ops = {"sum": MPI.SUM, "max": MPI.MAX}
         # Synchronous sends return only when matched: a program that works with them never leans on
         # buffering inside MPI, whatever the message size.
+        self._send = mpi_comm.Ssend if options.sync_sends else mpi_comm.Send
         self._isend = mpi_comm.Issend if options.sync_sends else mpi_comm.Isend
         self.tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
         self.patient = options.patient
@@ -132,6 +139,15 @@ class HostTransport:
 
     def barrier(self):
         self.mpi.Barrier()
+
+    def send(self, x, peer, tag):
+        self._send(x, peer, tag)
+
+    def recv(self, x, peer, tag):
+        if self.patient:
+            self.irecv(x, peer, tag).Wait()
+        else:
+            self.mpi.Recv(x, peer, tag)
 
     def isend(self, x, peer, tag):
         return self._isend(x, peer, tag)

@@ -81,7 +81,6 @@ def test_tables_are_made_again_from_the_file(quick, kind):
 
 
 def test_pictures_of_every_kind(quick, tmp_path):
-    pytest.importorskip("matplotlib")
     some = [row for row in quick[1].rows if row["case"] in ("ring", "pairs latency")]
     writer = records.Writer(str(tmp_path / "some.jsonl"))
     writer.head(quick[1].head)

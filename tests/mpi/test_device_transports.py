@@ -24,8 +24,8 @@ from mpipar.transport import HostTransport
 from mpipar.verify import SPREAD, differences, full_tensors, serial_config, step_tensors
 
 HERE = LAYOUTS[WORLD.size]
-CALLS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "isend", "irecv", "broadcast",
-         "reduce")
+CALLS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "isend", "irecv", "send",
+         "recv", "broadcast", "reduce")
 
 
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
