@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.nccl import NcclTransport
 from mpipar.comm import Comm
 from mpipar.connect import Options
 from mpipar.device_transport import DeviceTransport, StagedTransport
@@ -17,7 +18,8 @@ from mpipar.environment import host_name
 from mpipar.transport import HostTransport
 
 POLL_SECONDS = 0.5e-3
-WIRES = {"mpi-host": HostTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport}
+WIRES = {"mpi-host": HostTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport,
+         "nccl": NcclTransport}
 LINKS = ("same socket", "same node", "between nodes")
 
 

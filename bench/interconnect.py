@@ -16,13 +16,20 @@ import math
 import random
 import sys
 
-from bench import findings, launches, plans, table
+from bench import cuda_probe, findings, launches, plans, table
 from bench.buffers import POLICIES
 from bench.groups import WIRES
 from bench.records import COMPLETE, INTERRUPTED, Writer
 from bench.sampling import Plan
 from bench.session import Bench
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from mpipar.connect import cuda_aware
+from mpipar.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EnvironmentProblem,
+    UsageError,
+)
 from mpipar.launch import guard
 from mpipar.report.gather import broadcast_text
 
@@ -101,13 +108,21 @@ def chosen_sections(args, world_size: int) -> list[plans.Section]:
         raise UsageError(found)
     sizes = chosen_sizes(args)
     if args.layout is not None:
-        return plans.layout_sections(args.cases, plans.read_layout(args.layout, world_size), sizes)
+        layout = plans.read_layout(args.layout, world_size)
+        return plans.layout_sections(args.cases, layout, sizes)
     pair = args.pair.split(",") if args.pair else (0, world_size - 1)
-    if len(set(pair)) != 2 or not all(str(one).isdecimal() and int(one) < world_size
-                                      for one in pair):
+    if len(pair) != 2 or len(set(pair)) != 2 or not all(
+            str(one).isdecimal() and int(one) < world_size for one in pair):
         raise UsageError(f"--pair {args.pair}: give two different world ranks below {world_size}, "
                          "as 0,1")
     return plans.world_sections(args.cases, tuple(map(int, pair)), world_size, sizes)
+
+
+def refuse_unaware(transport: str, tried: str) -> None:
+    """Raises EnvironmentProblem rather than hand device memory to an MPI that it crashes."""
+    if transport == "mpi-cuda" and tried == "no":
+        raise EnvironmentProblem("this MPI does not take device memory: a child job that sent some "
+                                 "failed; take --transport staged")
 
 
 def chosen_plan(args) -> Plan:
@@ -124,6 +139,7 @@ def say_head(bench, head) -> None:
     lines = [
         f"{head['library']}, {bench.world.size} ranks on {len(hosts)} host(s), {bench.transport}",
         f"clock: {head['clock']}; start: {head['start']}",
+        f"CUDA-aware MPI: stated {head['cuda_aware_stated']}, child job {head['cuda_aware_tried']}",
         f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}"]
     if head["crowded"]:
         lines.append("more ranks than cores on a host: shapes only, times say little")
@@ -167,16 +183,22 @@ def main(argv, session) -> int:
     args = parse(argv)
     if args.launches is not None:
         return launches.run(session, args, argv)
+    tried = "" if args.transport == "mpi-host" or session.launcher.rank else cuda_probe.probe(
+        cuda_probe.command())  # before MPI starts here: a child job is a job of its own
     world = session.start()
     sections, footprint = session.agree(
         lambda: (chosen_sections(args, world.size), plans.read_bytes(args.footprint)))
+    if args.transport == "nccl":
+        sections = session.agree(lambda: plans.without_schedules(sections))
     if args.quick:
         footprint = footprint or QUICK_FOOTPRINT
+    session.agree(lambda: refuse_unaware(args.transport, tried))
     bench = session.agree(lambda: Bench(session, args.dtype, args.buffers, footprint,
                                         chosen_plan(args), args.transport, args.window))
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 0))
     if world.rank == 0:
-        head = bench.head(argv, args.launch)
+        head = bench.head(argv, args.launch) | {
+            "cuda_aware_stated": cuda_aware(), "cuda_aware_tried": tried or "not tried"}
         writer.head(head)
         say_head(bench, head)
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):

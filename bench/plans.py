@@ -124,6 +124,17 @@ def chain_sections(world_size: int, sizes) -> list[Section]:
     return found
 
 
+def without_schedules(sections) -> list[Section]:
+    """What NCCL can do: its messages have no tags and go in groups that both sides post alike, so
+    the messages of a whole schedule would wait for each other. Raises UsageError if nothing stays.
+    """
+    found = [one for one in sections if getattr(one.make, "func", one.make) is not Program]
+    if not found:
+        raise UsageError("--transport nccl cannot send the messages of whole schedules, and there "
+                         "is nothing else to run: add a case, or take --transport staged")
+    return found
+
+
 def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
     """The chosen cases on every group of every axis: one group at a time, then all at once."""
     world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]

@@ -16,6 +16,7 @@ from mpipar.ops.cuda import kernels
 
 class Stream:
     busy = False
+    ptr = 0
     synchronized = 0
 
     def synchronize(self):

@@ -1,11 +1,12 @@
 """What bench.interconnect makes of samples: statistics, files, tables, findings; no MPI."""
 
 import csv
+import sys
 
 import numpy as np
 import pytest
 
-from bench import compare, findings, launches, plans, records, statistics, table
+from bench import compare, cuda_probe, findings, launches, plans, records, statistics, table
 from mpipar.errors import DataError, OutputError, UsageError
 
 COMM, BARE = "mpipar.comm", "mpi4py"
@@ -242,6 +243,28 @@ def test_launch_is_the_same_command_without_what_starts_launches():
     assert words[:3] == ["mpiexec", "-n", "3"]
     assert words[4:] == ["-m", "bench.interconnect", "latency", "--quick", "--json", "f",
                          "--launch", "2"]
+
+
+@pytest.mark.parametrize(("program", "answer"), [
+    ("", "yes"), ("raise SystemExit(3)", "unknown"), ("raise SystemExit(1)", "no"),
+    ("import os; os.kill(os.getpid(), 11)", "no"), ("import time; time.sleep(60)", "unknown"),
+    ("import os; raise SystemExit('SLURM_X' in os.environ)", "yes")])
+def test_probe_for_device_memory_has_three_answers(program, answer, monkeypatch):
+    monkeypatch.setenv("SLURM_X", "1")
+    assert cuda_probe.probe([sys.executable, "-c", program], time_limit=2.0) == answer
+
+
+def test_probe_without_a_launcher_is_unknown():
+    assert cuda_probe.probe([]) == cuda_probe.probe(["/none/mpiexec"]) == "unknown"
+
+
+def test_nccl_leaves_whole_schedules_out():
+    everything = plans.world_sections(["stage-chain"], None, 2, (8,))
+    kept = plans.without_schedules(everything)
+    assert {one.title for one in everything} - {one.title for one in kept} == {
+        "stage-chain 1f1b", "stage-chain interleaved"}
+    with pytest.raises(UsageError, match="nccl"):
+        plans.without_schedules([one for one in everything if one not in kept])
 
 
 @pytest.mark.parametrize(("text", "expected"), [

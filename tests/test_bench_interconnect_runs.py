@@ -23,6 +23,8 @@ from helpers import (
 from bench import plans, records
 from bench.cases import BARE, COMM
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from mpipar.plan import machine_file
+from mpipar.plan.machine import Curve, Machine, Piece
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 BENCH = [sys.executable, "-m", "bench.interconnect"]
@@ -87,9 +89,15 @@ def test_pictures_of_every_kind(quick, tmp_path):
     for row in some:
         writer.row(row)
     writer.end(records.COMPLETE)
+    link = next(row["link"] for row in some if row["case"] == "ring")
+    pieces = (Piece(64, 4096, 3, 3, 3, 0, 0, 0), Piece(4096, 1 << 20, 1, 1, 1, 1e-4, 0, 0))
+    curve = Curve("ring", link, 2, (64, 1 << 20), pieces, 9)
+    machine_file.save(Machine((curve,), (), (), None, (), (), {}), str(tmp_path / "machine.json"))
     done = run_command([sys.executable, "-m", "bench.plot", tmp_path / "some.jsonl", "--out",
-                        tmp_path / "plots"], LIMIT, ENV)
+                        tmp_path / "plots", "--machine", tmp_path / "machine.json"], LIMIT, ENV)
     assert done.returncode == 0, done.tail()
+    drawn = (tmp_path / "plots" / "ring-world-ranks-0-1-mpi-host-rotated-time.svg").read_text()
+    assert "fitted, mpipar.comm" in drawn
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names == [f"{stem}.{kind}" for stem in (
         "pairs-latency-mpi-host-rotated", "ring-world-ranks-0-1-mpi-host-rotated-bandwidth",
@@ -149,7 +157,7 @@ def test_straggler_is_named(tmp_path):
 
 def test_ctrl_c_leaves_a_valid_file(tmp_path):
     path, mark = tmp_path / "rows.jsonl", uuid.uuid4().hex
-    command = [find_launcher(), "-n", "2", *BENCH, "all", "--json", str(path)]
+    command = [find_launcher(), "-n", "2", *BENCH, "all", "--seconds", "0.1", "--json", str(path)]
     with open(tmp_path / "out", "w") as out:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, stdout=out, stderr=out, start_new_session=True,

@@ -1,0 +1,85 @@
+"""Every case of bench.interconnect on every transport: the payload is right, and wrong ones show.
+
+Device memory is a stand-in (fake_cupy, fake_nccl): it shows that the calls fit, nothing of CUDA.
+"""
+
+import sys
+
+import fake_cupy
+import fake_nccl
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bench import plans
+from bench.buffers import POLICIES, Arena
+from bench.cases import COMM, Setup
+from bench.groups import make_group
+from bench.sampling import Plan, Progress, measure
+from mpipar import ops as ops_module
+from mpipar.trace import Recorder
+
+WORLD = MPI.COMM_WORLD
+pytestmark = pytest.mark.ranks(2, 4)
+PLAN = Plan(budget=0.0005, warm_up=1, least=1)
+
+
+def sections():
+    last = WORLD.size - 1
+    cases = [case for case in plans.CASES if case != "pairs"]
+    return plans.world_sections(cases, (0, last), WORLD.size, (48,))
+
+
+def outcomes(section, transport, ops, policy):
+    """{way: Outcome} of this rank; {} if it is in no group. Comm: the section."""
+    group = make_group(section.groups, section.axis, transport, ops, WORLD, Recorder())
+    found = {}
+    if group.team is not None:
+        setup = Setup(group.comm, group.mpi, Arena(ops, policy, 1 << 12), section.sizes[0], 3)
+        ways = section.ways[:1] if transport in ("staged", "nccl") else section.ways
+        cases = {via: section.make(setup, via) for via in ways}
+        found = measure(group.team, cases, PLAN, Progress(), lambda: False)
+        group.close()
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_payload_of_every_case_through_host_memory(policy):
+    ops = ops_module.make("cpu", "float32")
+    for section in sections():
+        for via, outcome in outcomes(section, "mpi-host", ops, policy).items():
+            assert outcome.problems == [], (section.title, via)
+            assert len(outcome.entered) == len(outcome.left) >= 1
+            assert np.all(np.subtract(outcome.left, outcome.entered) > 0)
+
+
+@pytest.mark.parametrize("transport", ["staged", "mpi-cuda", "nccl"])
+def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(fake_cupy.cuda, "nccl", fake_nccl, raising=False)
+    ops = ops_module.make("cuda", "float64")
+    everybody = (tuple(range(WORLD.size)),)
+    chosen = sections()
+    if transport == "nccl":  # the stand-in has the world's group alone
+        chosen = [one for one in plans.without_schedules(chosen) if one.groups == everybody]
+    for section in chosen:
+        for via, outcome in outcomes(section, transport, ops, "rotated").items():
+            assert outcome.problems == [], (section.title, via)
+
+
+def test_wrong_payload_of_one_rank_is_everybodys():
+    ops = ops_module.make("cpu", "float32")
+    (section,) = plans.world_sections(["all-gather"], None, WORLD.size, (48,))
+    make = section.make
+
+    class Wrong(make):
+        def through_comm(self):
+            y = super().through_comm()
+            if self.index == WORLD.size - 1:
+                y.flat[-1] += 1
+            return y
+
+    found = outcomes(section._replace(make=Wrong), "mpi-host", ops, "rotated")
+    assert found[COMM].problems
+    assert found[COMM].entered == []
+    assert found["mpi4py"].problems == []
