@@ -98,7 +98,8 @@ class Bench:
 
         clock = CommonClock(tuple(self.owners), self.clock_before, {})
         return {
-            "machine": results.machine(), "library": MPI.Get_library_version().splitlines()[0],
+            "machine": results.machine(),
+            "library": " ".join(MPI.Get_library_version().splitlines()[0].split()),
             "launcher": self.session.launcher.name, "arguments": list(argv), "launch": launch,
             "revision": revision(), "ranks": self.world.size, "places": self.places,
             "clock": clock.describe(), "start": "barrier before each iteration",

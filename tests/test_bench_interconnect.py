@@ -5,27 +5,10 @@ import sys
 
 import numpy as np
 import pytest
+from bench_rows import BARE, row
 
-from bench import compare, cuda_probe, findings, launches, plans, records, statistics, table
+from bench import cuda_probe, findings, plans, records, statistics, table
 from mpipar.errors import DataError, OutputError, UsageError
-
-COMM, BARE = "mpipar.comm", "mpi4py"
-
-
-def row(case="all-reduce", via=COMM, size=1024, times=None, median=10.0, ranks=(0, 1), **changes):
-    """A row as the benchmark writes it; times: microseconds of its iterations."""
-    times = np.full(50, median) if times is None else np.asarray(times, float)
-    left = np.stack([times * 900, times * 1000], axis=1).round().astype(np.int64)
-    value = {
-        "case": case, "via": via, "transport": "mpi-host", "axis": "world", "mode": "",
-        "ranks": list(ranks), "link": "same node", "dtype": "float32", "buffers": "rotated",
-        "in_place": False, "window": 1, "per_sample": 1, "size_bytes": size, "count": size // 4,
-        "bytes_per_rank_in": size, "bytes_per_rank_out": size, "bytes_on_wire_per_rank": size,
-        "slowest_rank": ranks[-1], "slowest_share": 1.0, "checked": "ok",
-        "entered_ns": np.zeros_like(left).tolist(), "left_ns": left.tolist(), "skew_us": 0.0,
-    } | changes
-    summary = statistics.summary(times)
-    return value | summary | statistics.bandwidths(case, len(ranks), size, summary["median_us"])
 
 
 def test_interval_holds_the_median_as_often_as_it_says(rng):
@@ -209,40 +192,6 @@ def test_slow_pair_is_named():
         "ranks 0 and 2 (same node): 9.0 us, 4.3 times the median pair"]
     assert findings.slow_pairs([rows[0], rows[1] | {"link": "between nodes"}]) == []
     assert "9.000" in table.matrix(rows, "median_us")
-
-
-def shifted(rng, factor, launches):
-    return [row(median=10 * factor * rng.normal(1, 0.02)) for _ in range(launches)]
-
-
-def test_compare_says_slower_only_when_the_launches_support_it(rng):
-    (one,) = compare.compare(shifted(rng, 1, 6), shifted(rng, 1.3, 6))
-    assert one.verdict == "slower"
-    (one,) = compare.compare(shifted(rng, 1.3, 6), shifted(rng, 1, 6))
-    assert one.verdict == "faster"
-    same = [compare.compare(shifted(rng, 1, 6), shifted(rng, 1, 6))[0].verdict for _ in range(100)]
-    assert same.count("not shown") >= 88
-    (one,) = compare.compare(shifted(rng, 1, 2), shifted(rng, 3, 2))
-    assert one.verdict == "not shown"
-    assert "2 and 2 launches can show nothing" in compare.too_few([one])
-
-
-def test_spread_between_launches_stands_beside_that_inside():
-    rows = [row(median=median) | {"launch": n} for n, median in enumerate((10.0, 11.0, 12.0))]
-    (one,) = launches.spread(rows)
-    assert one["between"] == pytest.approx(2 / 11)
-    assert one["inside"] == 0.0
-
-
-def test_launch_is_the_same_command_without_what_starts_launches():
-    class Flags:
-        start = "mpiexec -n 3"
-
-    argv = ["latency", "--launches", "2", "--quick", "--start=mpiexec -n 3", "--json", "f"]
-    words = launches.own_command(Flags, argv, 2)
-    assert words[:3] == ["mpiexec", "-n", "3"]
-    assert words[4:] == ["-m", "bench.interconnect", "latency", "--quick", "--json", "f",
-                         "--launch", "2"]
 
 
 @pytest.mark.parametrize(("program", "answer"), [

@@ -1,0 +1,52 @@
+"""What several launches of bench.interconnect say together: spread, comparison, overhead."""
+
+import pytest
+from bench_rows import BARE, COMM, row
+
+from bench import compare, launches, overhead
+
+
+def shifted(rng, factor, launches):
+    return [row(median=10 * factor * rng.normal(1, 0.02)) for _ in range(launches)]
+
+
+def test_compare_says_slower_only_when_the_launches_support_it(rng):
+    (one,) = compare.compare(shifted(rng, 1, 6), shifted(rng, 1.3, 6))
+    assert one.verdict == "slower"
+    (one,) = compare.compare(shifted(rng, 1.3, 6), shifted(rng, 1, 6))
+    assert one.verdict == "faster"
+    same = [compare.compare(shifted(rng, 1, 6), shifted(rng, 1, 6))[0].verdict for _ in range(100)]
+    assert same.count("not shown") >= 88
+    (one,) = compare.compare(shifted(rng, 1, 2), shifted(rng, 3, 2))
+    assert one.verdict == "not shown"
+    assert "2 and 2 launches can show nothing" in compare.too_few([one])
+
+
+@pytest.mark.parametrize(("size", "bare", "ours", "kept"), [
+    (8, 2.0, 3.4, True), (8 << 10, 4.0, 5.6, False), (64 << 10, 8.0, 11.0, True),
+    (1 << 20, 60.0, 61.7, True), (1 << 20, 60.0, 62.0, False)])
+def test_cost_of_the_wrapper_is_checked_where_it_is_promised(size, bare, ours, kept):
+    rows = [row("latency", BARE, size, median=bare) | {"launch": n} for n in range(3)]
+    rows += [row("latency", COMM, size, median=ours) | {"launch": n} for n in range(3)]
+    (line,) = overhead.overheads(rows)
+    assert line["more_us"] == pytest.approx(ours - bare)
+    assert line["launches"] == 3
+    assert (overhead.problems([line]) == []) is kept
+
+
+def test_spread_between_launches_stands_beside_that_inside():
+    rows = [row(median=median) | {"launch": n} for n, median in enumerate((10.0, 11.0, 12.0))]
+    (one,) = launches.spread(rows)
+    assert one["between"] == pytest.approx(2 / 11)
+    assert one["inside"] == 0.0
+
+
+def test_launch_is_the_same_command_without_what_starts_launches():
+    class Flags:
+        start = "mpiexec -n 3"
+
+    argv = ["latency", "--launches", "2", "--quick", "--start=mpiexec -n 3", "--json", "f"]
+    words = launches.own_command(Flags, argv, 2)
+    assert words[:3] == ["mpiexec", "-n", "3"]
+    assert words[4:] == ["-m", "bench.interconnect", "latency", "--quick", "--json", "f",
+                         "--launch", "2"]
