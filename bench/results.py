@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.errors import OutputError
+
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
 # "<!-- result: FILE -->", or "<!-- result: FILE where ranks=4 -->" for some of its rows.
@@ -41,11 +43,14 @@ def machine() -> dict:
 
 def write(path: str, bench: str, rows: list[dict], **facts) -> None:
     """Write a result file: rows with the unit in each column's name, and everything else as
-    facts.
+    facts. Raises OutputError.
     """
     result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror}") from error
 
 
 def text(value) -> str:

@@ -67,6 +67,8 @@ def command_parser(name: str) -> flags.Parser:
         flags.add_flags(parser)
     if name == "explain":
         parser.add_argument("--rank", type=int, default=0, help="world rank to explain (default 0)")
+        parser.add_argument("--machine", metavar="FILE",
+                            help="cost model of bench.calibrate: predict the time of a step")
     return parser
 
 
@@ -97,7 +99,7 @@ def main(argv: list[str], session: Session) -> int:
             raise UsageError(unknown)
         return module.run(session if name == "doctor" else args)
     if name == "explain":
-        return module.run(reading, args.rank)
+        return module.run(reading, args.rank, args.machine)
     if name == "generate":
         return module.run(session, reading, args.run_folder)
     return module.run(session, reading)

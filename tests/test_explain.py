@@ -9,11 +9,10 @@ import pytest
 from helpers import run_command
 from program import environment, mpipar
 
-from mpipar.commands.explain import group_of
 from mpipar.config import Config, GridConfig, ModelConfig, TrainConfig, resolve
 from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
-from mpipar.plan.predict import predict
+from mpipar.plan.predict import group_of, predict
 from mpipar.report import formulas
 from mpipar.trace import AXIS, NAME, OPERATION, PAYLOAD
 from mpipar.train import make_schedule
@@ -59,7 +58,7 @@ def test_formulas_give_what_the_step_on_shapes_counts(case):
         grid = Grid.of(config.grid, world_rank)
         recorder = predict(config, world_rank).recorder
         for record in recorder.records:
-            group = group_of(grid, record[AXIS], config)
+            group = group_of(grid, record[AXIS])
             formula = formulas.payload(record, config, np.dtype(config.run.dtype).itemsize,
                                        len(group))
             if formula is not None:

@@ -12,7 +12,9 @@ from mpipar.commands.resolve import AUTO, resolve
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
-from mpipar.plan.predict import MEMORY_LABELS, predict
+from mpipar.plan import machine_file
+from mpipar.plan.predict import MEMORY_LABELS, group_of, predict
+from mpipar.plan.step import step_estimate
 from mpipar.report import formulas
 from mpipar.report.console import barriers, describe_stage, nbytes, number, table
 from mpipar.trace import (
@@ -32,8 +34,12 @@ from mpipar.trace import (
 from mpipar.train import make_schedule
 
 
-def run(reading, world_rank: int) -> int:
-    """Print the barriers of `world_rank`; the number of ranks is that of the layout. Comm: none."""
+def run(reading, world_rank: int, machine_path: str | None = None) -> int:
+    """Print the barriers of `world_rank`; the number of ranks is that of the layout. Comm: none.
+
+    machine_path: a cost model's file, for the time of the step.
+    """
+    machine = machine_file.load(machine_path) if machine_path else None
     given = reading.config.grid
     axes = {axis: getattr(given, axis) or 1 for axis in ("dp", "pp", "tp")}
     reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
@@ -50,6 +56,7 @@ def run(reading, world_rank: int) -> int:
     schedule = make_schedule(config.grid)
     split = config.grid.stage_layers or balanced_layers(config.model, schedule.num_stages)
     stages = schedule.stages_of(grid.pp_rank)
+    estimate = step_estimate(machine, config) if machine else None
     prediction = predict(config, world_rank)
     print(f"rank {world_rank} of {world_size}: {grid.describe()}; stages "
           + "; ".join(describe_stage(stage, split) for stage in stages))
@@ -66,7 +73,20 @@ def run(reading, world_rank: int) -> int:
     print("memory at the peak: " + ", ".join(
         f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}" for label in MEMORY_LABELS)
         + f"; together {nbytes(prediction.peak_total)}")
+    if estimate:
+        print(step_time(estimate))
     return EXIT_OK
+
+
+def step_time(estimate) -> str:
+    """The predicted time of a step and its parts, and what the cost model does not cover."""
+    parts = {"pipeline": estimate.pipeline, "sums and norm": estimate.barriers,
+             "update": estimate.update}
+    text = f"predicted step: {estimate.total * 1e3:.2f} ms = " + " + ".join(
+        f"{seconds * 1e3:.2f} {name}" for name, seconds in parts.items())
+    if estimate.extrapolated:
+        text += f"\nextrapolated, not measured: {'; '.join(estimate.extrapolated)}"
+    return text
 
 
 def in_order(recorder, config, grid) -> str:
@@ -74,7 +94,7 @@ def in_order(recorder, config, grid) -> str:
     rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "dtype", "payload",
              "formula", "sent", "factor", "source")]
     for i, record in enumerate(recorder.records, 1):
-        ranks = group_of(grid, record[AXIS], config)
+        ranks = group_of(grid, record[AXIS])
         dtype = record[DTYPE]
         formula = formulas.payload(record, config, dtype.itemsize, len(ranks))
         if record[PEER] >= 0:
@@ -87,17 +107,6 @@ def in_order(recorder, config, grid) -> str:
             record[NAME], shown, dtype, nbytes(record[PAYLOAD]), formula[0] if formula else "",
             nbytes(record[WIRE]), formulas.sent(record), place(*record[SITE])))
     return table(rows, left=9)
-
-
-def group_of(grid, axis: str, config) -> tuple[int, ...]:
-    """World ranks of this rank's group on an axis, ties and mirrors included."""
-    if axis == "world":
-        return tuple(range(grid.world_size))
-    if axis == "tie":
-        return grid.pp_subgroup((0, grid.pp_size - 1))
-    if axis == "mirror":
-        return grid.pp_subgroup({grid.pp_rank, grid.pp_size - 1 - grid.pp_rank})
-    return grid.group(axis)
 
 
 def without_times(text: str) -> str:

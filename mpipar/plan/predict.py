@@ -54,3 +54,14 @@ def predict(config, world_rank: int) -> Prediction:
     worker.train_step(1, get_batch)
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
                       sum(stage.flat.data.size for stage in worker.stages.values()))
+
+
+def group_of(grid, axis: str) -> tuple[int, ...]:
+    """World ranks of a rank's group on an axis, ties and mirrors included."""
+    if axis == "world":
+        return tuple(range(grid.world_size))
+    if axis == "tie":
+        return grid.pp_subgroup((0, grid.pp_size - 1))
+    if axis == "mirror":
+        return grid.pp_subgroup({grid.pp_rank, grid.pp_size - 1 - grid.pp_rank})
+    return grid.group(axis)

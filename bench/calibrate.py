@@ -1,0 +1,150 @@
+"""Fits the cost model of this machine, and measures what computing costs on it.
+
+    mpiexec -n 2 python -m bench.calibrate --out machine.json
+    mpiexec -n 2 python -m bench.calibrate rows.jsonl --out machine.json
+
+From messages and collectives come latency and bandwidth by range of sizes, for each operation, kind
+of link and number of ranks, duplex and contention factors, and what a call through mpipar.comm
+costs. Files are those of bench.interconnect --json; without any, the needed cases are run here.
+Products, reductions and the passes of a model are measured here, on all ranks at once.
+
+Each size is measured in several rounds, and the round with the least median counts: the model is
+that of the undisturbed machine. Between launches, their median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from bench import records, results
+from bench.buffers import Arena, cache_bytes
+from bench.cases import COMM
+from bench.compute import measure_products, measure_reduction, measure_units, step_config
+from bench.curves import REDUCTION, contention, curves, describe, duplex, overhead, quietest
+from bench.fitting import fit
+from bench.needed import END_BYTES, ROUNDS, SECONDS, measure_rows
+from mpipar import flags
+from mpipar import ops as ops_module
+from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
+from mpipar.launch import guard
+from mpipar.plan import machine_file
+from mpipar.plan.machine import Machine
+
+NEEDED = {"case", "via", "axis", "mode", "ranks", "link", "size_bytes", "median_us", "per_sample",
+          "algbw_GBps", *records.SAMPLES}
+ROWS = (1, 2, 4)  # of a microbatch: those of the preset `tiny` on 4, 2 and 1 replicas
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """1,2,4 as numbers above 0."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers above 0, as 1,2,4")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def parse(argv):
+    """The flags. Raises UsageError."""
+    parser = flags.Parser(prog="python -m bench.calibrate", description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE",
+                        help="of bench.interconnect --json (default: run the needed cases)")
+    parser.add_argument("--out", default="machine.json", help="the cost model (machine.json)")
+    parser.add_argument("--json", metavar="ROWS", help="keep the rows that are measured here")
+    parser.add_argument("--rounds", type=int, default=ROUNDS,
+                        help=f"how often each size is measured ({ROUNDS})")
+    parser.add_argument("--seconds", type=float, default=SECONDS,
+                        help=f"time for each size and round ({SECONDS})")
+    parser.add_argument("--end-bytes", default=END_BYTES, metavar="SIZE",
+                        help=f"largest message ({END_BYTES})")
+    parser.add_argument("--config", metavar="FILE.toml",
+                        help="the model whose passes are measured, as mpipar train --print-config "
+                             "shows it (the preset tiny)")
+    parser.add_argument("--rows", type=whole_numbers, default=ROWS, metavar="1,2,4",
+                        help="rows of a microbatch for the passes (1,2,4)")
+    parser.add_argument("--tp", type=whole_numbers, default=(1,), metavar="1,2",
+                        help="tensor-parallel ranks for the passes (1)")
+    parser.add_argument("--no-compute", action="store_true",
+                        help="no products, no reductions, no passes")
+    args = parser.parse_args(argv)
+    found = []
+    if args.rounds < 1 or args.seconds <= 0:
+        found.append("--rounds must be at least 1 and --seconds above 0")
+    if args.files and args.json:
+        found.append("--json keeps rows that are measured here, but FILEs hold them already; give "
+                     "one of the two")
+    if args.no_compute and (args.config or args.rows != ROWS or args.tp != (1,)):
+        found.append("--config, --rows and --tp are for the passes, which --no-compute leaves out")
+    if found:
+        raise UsageError(found)
+    return args
+
+
+def pass_configs(args, config, world_size: int) -> list:
+    """A resolved config for each tp and number of rows. Raises UsageError."""
+    if bad := [tp for tp in args.tp if world_size % tp]:
+        raise UsageError(f"--tp {bad[0]}: does not divide the {world_size} ranks")
+    return [step_config(config, rows, world_size, dp=world_size // tp, tp=tp)
+            for tp in args.tp for rows in args.rows]
+
+
+def read_rows(paths) -> tuple[list[dict], list[dict]]:
+    """Rows and heads of files. Raises DataError."""
+    heads = [run.head for path in paths for run in records.read(path)]
+    rows = records.rows_of(paths)
+    for row in rows:
+        if missing := sorted(NEEDED - row.keys()):
+            raise DataError(f"{', '.join(paths)}: a row without {missing[0]!r}; calibrate from the "
+                            "file of a bench.interconnect --json")
+    if not any(row["via"] == COMM for row in rows):
+        raise DataError(f"{', '.join(paths)}: no rows through mpipar.comm to fit")
+    return rows, heads
+
+
+def provenance(heads, paths) -> dict:
+    """Where the numbers come from: files, machine, library."""
+    first = heads[0]
+    same = {name: first[name] for name in ("library", "revision", "places", "transport", "dtype")}
+    return {"machine": results.machine(), "files": list(paths), "launches": len(heads), **same,
+            "rows_measured_on": first["machine"],
+            "buffers": sorted({head["buffers"] for head in heads})}
+
+
+def main(argv, session) -> int:
+    """Measure, fit, write. Every rank must run it: they compute together."""
+    args = parse(argv)
+    reading = flags.read(argparse.Namespace(config=args.config))
+    if reading.problems:
+        raise UsageError(reading.problems)
+    config = reading.config
+    world = session.start()
+
+    def prepared():
+        """Everything that can be wrong, before anything is measured."""
+        machine_file.check_writable(args.out)
+        given = read_rows(args.files) if args.files else None
+        return given, [] if args.no_compute else pass_configs(args, config, world.size)
+    given, configs = session.agree(prepared)
+    with session.stop_on_request():
+        rows, heads = given or measure_rows(session, config.run.dtype, args)
+        if session.stop_requested:
+            return EXIT_INTERRUPTED
+    ops = ops_module.make("cpu", config.run.dtype)
+    products, units, reduction = (), [], []
+    if configs:
+        products = measure_products(world, ops)
+        units = [measure_units(world, ops, one) for one in configs]
+        world.Barrier()
+        data = measure_reduction(Arena(ops, "rotated", cache_bytes()))
+        reduction = [fit(REDUCTION, "same socket", 1, data)]
+    if world.rank == 0:
+        rows = quietest(rows)
+        machine = Machine(
+            (*curves(rows), *reduction), duplex(rows), contention(rows), overhead(rows), products,
+            tuple(units), provenance(heads, args.files or [args.json] * bool(args.json)))
+        machine_file.save(machine, args.out)
+        print(describe(machine))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    guard(main)

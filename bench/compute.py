@@ -1,0 +1,158 @@
+"""Computing for the cost model: products by shape, reductions, and the passes of a model's parts.
+
+Everything runs on all ranks at the same time, as in training: they share caches and memory. Each
+time is the quietest of several rounds, so that a slow spell of the machine is not taken for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, replace
+from itertools import product
+from time import perf_counter
+
+from mpipar.config import Config, GridConfig, resolve
+from mpipar.grid import Grid
+from mpipar.plan.machine import Passes, Product, Units
+from mpipar.plan.measure import measure_costs, zero_batch
+from mpipar.report.gather import gather_facts
+from mpipar.trace import Recorder
+from mpipar.train import Worker
+
+GEMM_SIDES = (32, 128, 512)
+GEMM_SECONDS = 0.02
+REDUCE_SIZES = tuple(1 << k for k in range(10, 23))
+ROUNDS, STEPS = 3, 5
+MICROBATCHES = 4  # of a step that is measured: at least this many, and one for each stage
+
+
+def largest(world, value: float) -> float:
+    """The largest of all ranks' values on world rank 0, own value elsewhere. Comm: one gather."""
+    facts = gather_facts(world, value)
+    return max(facts) if facts is not None else value
+
+
+def time_product(ops, m: int, k: int, n: int) -> float:
+    """Seconds of one product (M, K) x (K, N), median."""
+    x, w = ops.zeros((m, k), label="buffers"), ops.zeros((k, n), label="buffers")
+    ops.fill(x, 1)
+    ops.fill(w, 1)
+    ops.matmul_forward(x, w)
+    seconds, begin = [], perf_counter()
+    while len(seconds) < 5 or perf_counter() - begin < GEMM_SECONDS:
+        start = perf_counter()
+        ops.matmul_forward(x, w)
+        ops.synchronize()
+        seconds.append(perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def measure_products(world, ops, sides=GEMM_SIDES) -> tuple[Product, ...]:
+    """Every shape of these sides, the slowest rank's time on world rank 0.
+
+    Comm: a barrier and a gather for each.
+    """
+    found = []
+    for shape in product(sides, repeat=3):
+        rounds = []
+        for _ in range(ROUNDS):
+            world.Barrier()
+            rounds.append(largest(world, time_product(ops, *shape)))
+        found.append(Product(*shape, min(rounds)))
+    return tuple(found)
+
+
+def measure_reduction(arena, repeats: int = 30) -> dict:
+    """{bytes: [times in us]} of adding one buffer to another as MPI does it, on this rank."""
+    from mpi4py import MPI
+
+    found = {}
+    for size in REDUCE_SIZES:
+        count = size // arena.ops.dtype.itemsize
+        sources, targets = arena.cut("send", 1, count), arena.cut("receive", 1, count)
+        times = []
+        for _ in range(repeats):
+            x, y = sources.take()[0], targets.take()[0]
+            start = perf_counter()
+            MPI.SUM.Reduce_local(x, y)
+            times.append((perf_counter() - start) * 1e6)
+        found[size] = [times]
+    return found
+
+
+def step_config(config: Config, rows: int, world_size: int, **axes: int) -> Config:
+    """The resolved config of a layout with microbatches of `rows` rows. Raises UsageError."""
+    axes = {"dp": 1, "pp": 1, "tp": 1} | axes
+    num_microbatches = MICROBATCHES * axes["pp"]
+    return resolve(replace(
+        config, grid=GridConfig(**axes, num_microbatches=num_microbatches),
+        train=replace(config.train, batch_size=axes["dp"] * num_microbatches * rows)),
+        world_size)[0]
+
+
+def started(world, ops, config) -> Worker:
+    """A Worker with initial weights. Comm: makes the groups."""
+    worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
+    worker.initialize()
+    return worker
+
+
+def step_seconds(world, ops, config) -> float:
+    """Seconds of a real training step from the first rank's start to the last one's end: the
+    quietest round's median.
+
+    The batch is made beforehand. Comm: the steps', and a barrier before and behind each.
+    """
+    worker = started(world, ops, config)
+    batch, rounds = zero_batch(ops, config), []
+    for number in range(ROUNDS):
+        seconds = []
+        for step in range(STEPS + 1):
+            world.Barrier()
+            start = perf_counter()
+            worker.train_step(number * (STEPS + 1) + step + 1, lambda mb: batch)
+            world.Barrier()
+            seconds.append(perf_counter() - start)
+        rounds.append(statistics.median(seconds[1:]))
+    worker.close()
+    return min(rounds)
+
+
+def update_seconds(world, ops, config) -> float:
+    """Seconds per parameter of what a step does once: clear, norm, clip, optimizer."""
+    worker = started(world, ops, config)
+    params = sum(stage.flat.data.size for stage in worker.stages.values())
+    rounds = []
+    for _ in range(ROUNDS):
+        seconds = []
+        for step in range(1, STEPS + 2):
+            world.Barrier()
+            start = perf_counter()
+            worker.gradsync.zero()
+            worker.gradsync.square_sum()
+            worker.gradsync.clip(2.0, 1.0)
+            worker.optimizer.step(1e-4, step)
+            ops.synchronize()
+            seconds.append((perf_counter() - start) / params)
+        rounds.append(largest(world, statistics.median(seconds[1:])))
+    worker.close()
+    return min(rounds)
+
+
+def measure_units(world, ops, config: Config) -> Units | None:
+    """Passes of a resolved config's parts with all ranks at work; on world rank 0. Comm: of tp."""
+    grid = Grid.of(config.grid, world.rank)
+    rounds = [measure_costs(config, grid, ops, world) for _ in range(ROUNDS)]
+    update = update_seconds(world, ops, config)
+    if rounds[0] is None:
+        return None
+    quiet = {kind: [min(times) for times in zip(*(getattr(costs, kind) for costs in rounds),
+                                                strict=True)] for kind in "fiw"}
+    model = {name: value for name, value in asdict(config.model).items() if name != "layers"}
+    return Units(
+        model, config.run.dtype, config.train.optimizer, config.grid.tp,
+        config.train.batch_size // (config.grid.dp * config.grid.num_microbatches),
+        embedding=Passes(**{kind: times[0] for kind, times in quiet.items()}),
+        block=Passes(**{kind: statistics.median(times[1:-1]) for kind, times in quiet.items()}),
+        head=Passes(**{kind: times[-1] for kind, times in quiet.items()}),
+        update_seconds_per_parameter=update)

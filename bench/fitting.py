@@ -1,0 +1,159 @@
+"""Fits time = latency + size * time per byte in pieces: pure functions of arrays, no MPI.
+
+Errors count relative to the time, so that small messages matter as much as large ones; neither
+parameter may be negative. Breaks between pieces come from dynamic programming, their number from
+the Bayesian information criterion, and a break stays only if most bootstrap resamples have it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from mpipar.plan.machine import Curve, Piece
+
+HUBER = 1.345  # of residuals over their robust spread
+LEAST_SIZES, MOST_PIECES = 3, 4
+NOISE = 1e-3  # relative: no fit is believed to be better than this
+RESAMPLES = 200
+
+
+def line(sizes, times, weights) -> tuple[float, float]:
+    """Weighted least squares with both parameters >= 0: (latency, time per byte)."""
+    sw, sx, sy = weights.sum(), weights @ sizes, weights @ times
+    sxx, sxy = weights @ sizes**2, weights @ (sizes * times)
+    determinant = sw * sxx - sx * sx
+    if determinant > 1e-12 * sw * sxx:
+        slope = (sw * sxy - sx * sy) / determinant
+        start = (sy - slope * sx) / sw
+        if slope >= 0 and start >= 0:
+            return float(start), float(slope)
+        if start < 0:
+            return 0.0, float(sxy / sxx)
+    return float(sy / sw), 0.0
+
+
+def robust_line(sizes, times) -> tuple[float, float]:
+    """Relative Huber fit by reweighting: (latency, time per byte)."""
+    sizes, times = np.asarray(sizes, float), np.asarray(times, float)
+    base = weights = 1 / times**2
+    for _ in range(20):
+        start, slope = line(sizes, times, weights)
+        residuals = np.abs(start + slope * sizes - times) / times
+        spread = max(1.4826 * float(np.median(residuals)), NOISE)
+        weights = base * np.minimum(1, HUBER * spread / np.maximum(residuals, 1e-12))
+    return start, slope
+
+
+def segment_costs(sizes, times):
+    """(n, n): squared relative error of the best line through points i..j, inf for too few."""
+    count = len(sizes)
+    weights = 1 / times**2
+    costs = np.full((count, count), np.inf)
+    for first in range(count):
+        for last in range(first + LEAST_SIZES - 1, count):
+            part = slice(first, last + 1)
+            start, slope = line(sizes[part], times[part], weights[part])
+            residuals = (start + slope * sizes[part] - times[part]) / times[part]
+            costs[first, last] = residuals @ residuals
+    return costs
+
+
+def best_breaks(sizes, times) -> tuple[int, ...]:
+    """Indices at which a new piece begins, by dynamic programming and BIC."""
+    sizes, times = np.asarray(sizes, float), np.asarray(times, float)
+    count = len(sizes)
+    costs = segment_costs(sizes, times)
+    best = {1: (costs[0].copy(), [()] * count)}
+    for pieces in range(2, MOST_PIECES + 1):
+        before, paths = best[pieces - 1]
+        total, chosen = np.full(count, np.inf), [()] * count
+        for last in range(count):
+            for first in range(LEAST_SIZES, last + 1):
+                cost = before[first - 1] + costs[first, last]
+                if cost < total[last]:
+                    total[last], chosen[last] = cost, (*paths[first - 1], first)
+        best[pieces] = total, chosen
+    scores = {}
+    for pieces, (total, chosen) in best.items():
+        if np.isfinite(total[-1]):
+            error = max(total[-1] / count, NOISE**2)
+            scores[chosen[-1]] = count * np.log(error) + (3 * pieces - 1) * np.log(count)
+    return min(scores, key=scores.get) if scores else ()
+
+
+def resampled_medians(samples, rng, resamples: int):
+    """(resamples,) medians of bootstrap samples, launches first, then samples inside a launch.
+
+    samples: an array of times for each launch. The median of a bootstrap sample of n values is the
+    quantile at a Beta((n+1)/2, (n+1)/2) variate.
+    """
+    medians = []
+    for one in samples:
+        half = (len(one) + 1) / 2
+        medians.append(np.quantile(one, rng.beta(half, half, resamples)))
+    medians = np.array(medians)  # (launches, resamples)
+    picks = rng.integers(len(samples), size=medians.shape)
+    return np.median(np.take_along_axis(medians, picks, axis=0), axis=0)
+
+
+def stable_breaks(sizes, times, resampled) -> tuple[int, ...]:
+    """The breaks of the medians that most resamples have too, give or take one size."""
+    breaks = best_breaks(sizes, times)
+    if not breaks:
+        return ()
+    votes = dict.fromkeys(breaks, 0)
+    tries = resampled[:, :20].T
+    for one in tries:
+        found = best_breaks(sizes, one)
+        for place in breaks:
+            votes[place] += any(abs(place - other) <= 1 for other in found)
+    return tuple(place for place in breaks if 2 * votes[place] > len(tries))
+
+
+def fit(operation: str, link: str, ranks: int, data: dict, seed: int = 0) -> Curve:
+    """The curve through {size: [times in us of each launch]}; at least three sizes.
+
+    Its held-out error comes from a second fit to every other size, tested on those between.
+    """
+    sizes = np.array(sorted(data), float)
+    rng = np.random.default_rng(seed)
+    resampled = np.array([resampled_medians(data[size], rng, RESAMPLES) for size in sorted(data)])
+    times = np.array([np.median([np.median(one) for one in data[size]]) for size in sorted(data)])
+    breaks = stable_breaks(sizes, times, resampled)
+    pieces = fitted_pieces(sizes, times, breaks, resampled)
+    median, worst = held_out(sizes, times)
+    samples = sum(len(one) for launches in data.values() for one in launches)
+    return Curve(operation, link, ranks, tuple(map(int, sizes)), pieces, samples, median, worst)
+
+
+def fitted_pieces(sizes, times, breaks, resampled) -> tuple[Piece, ...]:
+    """A line for each range, with the 95 % intervals of its parameters over the resamples."""
+    pieces, ends = [], (0, *breaks, len(sizes))
+    for first, end in pairwise(ends):
+        part = slice(first, end)
+        start, slope = robust_line(sizes[part], times[part])
+        redone = np.array([robust_line(sizes[part], one[part]) for one in resampled.T])
+        low, high = np.percentile(redone, (2.5, 97.5), axis=0)
+        left = 0.0 if first == 0 else float(np.sqrt(sizes[first - 1] * sizes[first]))
+        right = float(sizes[-1]) if end == len(sizes) else float(
+            np.sqrt(sizes[end - 1] * sizes[end]))
+        pieces.append(Piece(left, right,
+                            start, float(min(low[0], start)), float(max(high[0], start)),
+                            slope, float(min(low[1], slope)), float(max(high[1], slope))))
+    return tuple(pieces)
+
+
+def held_out(sizes, times) -> tuple[float | None, float | None]:
+    """Median and largest relative error of a fit to even places on the odd ones."""
+    if len(sizes) < 2 * LEAST_SIZES:
+        return None, None
+    kept, kept_times = sizes[::2], times[::2]
+    breaks = best_breaks(kept, kept_times)
+    pieces = fitted_pieces(kept, kept_times, breaks, kept_times[:, None])
+    curve = Curve("", "", 0, tuple(map(int, kept)), pieces, 0)
+    inside = sizes[1::2] <= kept[-1]
+    predicted = np.array([curve.estimate(size).seconds * 1e6 for size in sizes[1::2][inside]])
+    errors = np.abs(predicted / times[1::2][inside] - 1)
+    return float(np.median(errors)), float(errors.max())

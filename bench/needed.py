@@ -1,0 +1,105 @@
+"""The cases that a cost model needs, run here in several rounds, sizes in random order."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+from bench import plans
+from bench.groups import link_of
+from bench.plans import GROUP_CASES, PAIR_CASES, Section
+from bench.records import COMPLETE, INTERRUPTED, Writer
+from bench.sampling import Plan
+from bench.session import Bench
+from mpipar.errors import DataError, UsageError
+from mpipar.layout import divisors
+from mpipar.report.gather import broadcast_text
+
+COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
+CONTENDED = ("all-reduce", "iall-reduce")
+CONTENTION_SIZES = (4 << 10, 64 << 10, 1 << 20)
+BEGIN_BYTES, FACTOR = 8, 2.0
+ROUNDS, SECONDS, END_BYTES = 3, 0.02, "4M"
+STALL_SECONDS = 60.0
+
+
+def pairs_by_link(places, world_size: int) -> list[tuple[int, int]]:
+    """For each kind of link that world rank 0 has, one pair."""
+    found: dict = {}
+    for peer in range(1, world_size):
+        found.setdefault(link_of(places, (0, peer)), (0, peer))
+    return list(found.values())
+
+
+def sections(pairs, world_size: int, sizes) -> list[Section]:
+    """Messages on each pair, collectives on groups of every size that divides the world, and
+    groups of a layout alone and together.
+    """
+    found = [Section(name, case, (pair,), sizes, "pair")
+             for pair in pairs for name, case in PAIR_CASES.items()]
+    counts = divisors(world_size)[1:]
+    for count in counts:
+        for name in COLLECTIVES:
+            case = GROUP_CASES[name]
+            found.append(Section(name, case, (tuple(range(count)),),
+                                 sizes if case.sized else (0,)))
+    if len(counts) > 1:
+        layout = {"pp": 1, "dp": world_size // counts[0], "cp": 1, "tp": counts[0]}
+        found += plans.layout_sections(CONTENDED, layout, CONTENTION_SIZES)
+        found += [one for one in plans.chain_sections(world_size, CONTENTION_SIZES)
+                  if one.mode]
+    return found
+
+
+def run_rounds(bench, chosen, rounds: int, seed: int, writer) -> list[dict]:
+    """Rows of all rounds, on world rank 0. Comm: the cases."""
+    rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
+    for _ in range(rounds):
+        for section in chosen:
+            for row in bench.run(section, shuffled.sample(section.sizes, len(section.sizes))):
+                writer.row(row)
+                rows.append(row)
+            if bench.stopped:
+                return rows
+    return rows
+
+
+def no_refused(refused) -> None:
+    """Raises DataError when a payload was wrong."""
+    if refused:
+        raise DataError([f"refused: {text}" for text in refused])
+
+
+def open_bench(session, dtype: str, seconds: float):
+    """(Bench, places of all ranks) for short rounds. Raises UsageError on one rank."""
+    def opened():
+        if session.world.size < 2:
+            raise UsageError("messages need at least 2 ranks: start it with mpiexec -n 2")
+        return Bench(session, dtype, "rotated", 0, Plan(seconds, warm_up=2))
+
+    bench = session.agree(opened)
+    if session.world.rank == 0 and bench.crowded():
+        print("more ranks than cores on a host: shapes only, times say little", file=sys.stderr)
+    return bench, json.loads(broadcast_text(session.world, json.dumps(bench.places)))
+
+
+def measure_rows(session, dtype: str, args) -> tuple[list[dict], list[dict]]:
+    """(rows, [head]) on world rank 0, ([], []) elsewhere. args: of bench.calibrate.
+
+    Raises UsageError and OutputError. Comm: the cases.
+    """
+    sizes = session.agree(
+        lambda: plans.geometric(BEGIN_BYTES, plans.read_bytes(args.end_bytes), FACTOR))
+    bench, places = open_bench(session, dtype, args.seconds)
+    world = session.world
+    writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None))
+    chosen = sections(pairs_by_link(places, world.size), world.size, sizes)
+    heads = [bench.head([], 0)] if world.rank == 0 else []
+    if heads:
+        writer.head(heads[0])
+    with bench.watchdog(STALL_SECONDS):
+        rows = run_rounds(bench, chosen, args.rounds, 0, writer)
+    writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
+    session.agree(lambda: no_refused(bench.refused))
+    return rows, heads

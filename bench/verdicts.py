@@ -1,0 +1,66 @@
+"""Predicted beside measured: comparisons, and what they amount to."""
+
+from __future__ import annotations
+
+import statistics
+from typing import NamedTuple
+
+from mpipar.report.console import table
+
+OPERATION_TOLERANCE, STEP_TOLERANCE = 0.10, 0.15
+
+
+class Subject(NamedTuple):
+    """What is compared: an operation, a chain, a formula or a step, on so many ranks."""
+
+    what: str
+    ranks: int
+    link: str
+
+
+def line(subject: Subject, detail: str, predicted_us: float, measured_us: float,
+         extrapolated: bool = False) -> dict:
+    """One comparison."""
+    return {**subject._asdict(), "detail": detail, "predicted_us": predicted_us,
+            "measured_us": measured_us, "error": predicted_us / measured_us - 1,
+            "extrapolated": extrapolated}
+
+
+def judge(lines) -> list[dict]:
+    """For each subject: median and largest error, tolerance, and whether it is kept."""
+    found: dict = {}
+    for one in lines:
+        subject = Subject(one["what"], one["ranks"], one["link"])
+        found.setdefault(subject, []).append(abs(one["error"]))
+    return [{**subject._asdict(), "cases": len(errors), "median_error": statistics.median(errors),
+             "largest_error": max(errors), "tolerance": tolerance_of(subject.what) or "-",
+             "verdict": verdict(statistics.median(errors), tolerance_of(subject.what))}
+            for subject, errors in found.items()]
+
+
+def verdict(error: float, tolerance: float | None) -> str:
+    """In a word."""
+    if tolerance is None:
+        return "information"
+    return "kept" if error <= tolerance else "NOT KEPT"
+
+
+def tolerance_of(what: str) -> float | None:
+    """None for what is information only: a chain and the algorithms' formulas."""
+    if what.startswith("step"):
+        return STEP_TOLERANCE
+    return None if what.startswith(("stage-chain", "all-reduce as")) else OPERATION_TOLERANCE
+
+
+def shown(lines, verdicts) -> str:
+    """Both tables."""
+    rows = [("what", "link", "ranks", "size", "predicted_us", "measured_us", "error", "")]
+    rows += [(one["what"], one["link"], one["ranks"], one["detail"], f"{one['predicted_us']:.2f}",
+              f"{one['measured_us']:.2f}", f"{one['error']:+.1%}",
+              "extrapolated" if one["extrapolated"] else "") for one in lines]
+    ends = [("what", "link", "ranks", "cases", "median error", "largest", "tolerance", "")]
+    ends += [(one["what"], one["link"], one["ranks"], one["cases"], f"{one['median_error']:.1%}",
+              f"{one['largest_error']:.1%}",
+              "-" if one["tolerance"] == "-" else f"{one['tolerance']:.0%}", one["verdict"])
+             for one in verdicts]
+    return f"{table(rows, left=2)}\n\n{table(ends, left=2)}"

@@ -1,0 +1,278 @@
+"""Predicts what was not fitted, measures it, and shows both.
+
+    mpiexec -n 2 python -m bench.verify machine.json
+    python -m bench.verify machine.json --launches 5 --start "mpiexec -n 2"
+
+For every fitted operation sizes between the fitted ones; the messages of a pipeline schedule; a
+training step of each layout; and, as information, what each all-reduce algorithm would take by the
+fitted messages and reduction. Exit code 1 when the median error of an operation or of a step is
+above its tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from bench import plans, results
+from bench.algorithms import all_reduce_models
+from bench.cases import COMM
+from bench.chain import microbatches
+from bench.compute import step_config, step_seconds
+from bench.curves import REDUCTION, quietest
+from bench.groups import link_of
+from bench.needed import (
+    ROUNDS,
+    SECONDS,
+    STALL_SECONDS,
+    no_refused,
+    open_bench,
+    pairs_by_link,
+    run_rounds,
+)
+from bench.plans import GROUP_CASES, PAIR_CASES, Section
+from bench.records import Writer
+from bench.verdicts import Subject, judge, line, shown
+from mpipar import flags
+from mpipar import ops as ops_module
+from mpipar.config import Config, ModelConfig, RunConfig, TrainConfig
+from mpipar.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EnvironmentProblem,
+    OutputError,
+    UsageError,
+)
+from mpipar.launch import guard
+from mpipar.pipeline import schedules
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan import machine_file
+from mpipar.plan.costs import Costs
+from mpipar.plan.machine import HOP, Estimate
+from mpipar.plan.step import step_estimate
+
+CHAIN, BOTH_WAYS = "stage-chain 1f1b", "bidirectional"
+CHAIN_BYTES = (3000, 200_000)
+
+
+def parse(argv):
+    """The flags. Raises UsageError."""
+    parser = flags.Parser(prog="python -m bench.verify", description=__doc__)
+    parser.add_argument("machine", metavar="MACHINE", help="cost model of bench.calibrate")
+    parser.add_argument("--sizes", type=int, default=8, help="held-out sizes of each operation (8)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS,
+                        help=f"how often each size is measured; the quietest counts ({ROUNDS})")
+    parser.add_argument("--seconds", type=float, default=SECONDS,
+                        help=f"time for each size and round ({SECONDS})")
+    parser.add_argument("--no-steps", action="store_true", help="leave out the training steps")
+    parser.add_argument("--launches", type=int, default=0, metavar="K",
+                        help="start K fresh jobs with --start and judge all of them together")
+    parser.add_argument("--start", default="mpiexec -n 2", metavar="COMMAND",
+                        help="how --launches starts a job (mpiexec -n 2)")
+    parser.add_argument("--json", metavar="FILE", help="write the verdicts as a result file")
+    parser.add_argument("--details", metavar="FILE",
+                        help="write every comparison as a line of JSON")
+    args = parser.parse_args(argv)
+    if min(args.sizes, args.rounds) < 1 or args.seconds <= 0 or args.launches < 0:
+        raise UsageError("--sizes and --rounds must be at least 1, --seconds above 0, --launches "
+                         "not below 0")
+    return args
+
+
+def held_out_sizes(fitted, count: int) -> tuple[int, ...]:
+    """At most `count` sizes between neighbours of the fitted ones, multiples of 8."""
+    between = [round(math.sqrt(low * high) / 8) * 8 for low, high in pairwise(fitted)]
+    between = sorted(set(between) - set(fitted) - {0})
+    places = np.linspace(0, len(between) - 1, min(count, len(between))).round().astype(int)
+    return tuple(between[place] for place in places)
+
+
+def section_of(curve, places, world_size: int, count: int) -> Section | None:
+    """Held-out sizes of a curve, on ranks of this job with the same kind of link; None without."""
+    sizes = held_out_sizes(curve.fitted_bytes, count)
+    if not sizes or curve.ranks > world_size:
+        return None
+    if curve.operation in PAIR_CASES:
+        pairs = [pair for pair in pairs_by_link(places, world_size)
+                 if link_of(places, pair) == curve.link]
+        return Section(curve.operation, PAIR_CASES[curve.operation], (pairs[0],), sizes,
+                       "pair") if pairs else None
+    ranks = tuple(range(curve.ranks))
+    if curve.operation not in GROUP_CASES or link_of(places, ranks) != curve.link:
+        return None
+    return Section(curve.operation, GROUP_CASES[curve.operation], (ranks,), sizes)
+
+
+def chosen_sections(machine, places, world_size: int, count: int) -> list[Section]:
+    """Every fitted operation on held-out sizes, and a chain. Raises UsageError."""
+    found = [section_of(curve, places, world_size, count) for curve in machine.curves]
+    found = [section for section in found if section]
+    if not found:
+        raise UsageError(f"nothing in this cost model fits {world_size} ranks of these links; "
+                         "it was calibrated elsewhere, or with other numbers of ranks")
+    if {HOP, BOTH_WAYS} <= {curve.operation for curve in machine.curves}:
+        found += [section for section in plans.chain_sections(world_size, CHAIN_BYTES)
+                  if section.title == CHAIN]
+    return found
+
+
+def compared(machine, rows) -> list[dict]:
+    """Rows beside their estimates."""
+    found, formulas = [], []
+    for row in sorted(quietest(rows), key=lambda row: (row["case"], row["size_bytes"])):
+        if row["via"] == COMM:
+            guess = predicted(machine, row)
+            subject = Subject(row["case"], len(row["ranks"]), row["link"])
+            found.append(line(subject, f"{row['size_bytes']} bytes", guess.seconds * 1e6,
+                              row["median_us"], guess.extrapolated))
+            if row["case"] == "all-reduce":
+                formulas += all_reduce_lines(machine, row)
+    return found + formulas
+
+
+def predicted(machine, row):
+    """The estimate for a row; a chain's messages are simulated.
+
+    Its passes take what a rank is busy with for each: half of a message sent and one received.
+    """
+    nbytes, ranks, link = row["size_bytes"], len(row["ranks"]), row["link"]
+    if row["case"] != CHAIN:
+        return machine.estimate(row["case"], nbytes, ranks, link)
+    hop, busy = (machine.estimate(operation, nbytes) for operation in (HOP, BOTH_WAYS))
+    schedule = schedules.make("1f1b", ranks, microbatches(ranks))
+    costs = Costs(f=busy.seconds / 2, i=busy.seconds / 2, w=0,
+                  latency=max(0.0, hop.seconds - busy.seconds / 2))
+    return Estimate(float(simulate(schedule, costs).makespan), hop.extrapolated)
+
+
+def all_reduce_lines(machine, row) -> list[dict]:
+    """What each algorithm would take for an all-reduce that was measured: information."""
+    try:
+        hop, reduction = machine.curve(HOP, link=row["link"]), machine.curve(REDUCTION, 1)
+    except UsageError:
+        return []
+    nbytes, ranks = row["size_bytes"], len(row["ranks"])
+    models = all_reduce_models(lambda size: hop.estimate(size).seconds * 1e6,
+                               lambda size: reduction.estimate(size).seconds * 1e6, nbytes, ranks)
+    return [line(Subject(f"all-reduce as {name}", ranks, row["link"]), f"{nbytes} bytes", us,
+                 row["median_us"]) for name, us in models.items()]
+
+
+def verify_steps(world, machine) -> list[dict]:
+    """A training step of each layout that the measured passes allow. Comm: the steps."""
+    found, world_size = [], world.size
+    largest = {(str(units.model), units.tp): units
+               for units in sorted(machine.units, key=lambda units: units.rows)}
+    for units in largest.values():
+        model = ModelConfig(**units.model, layers=max(4, world_size))
+        layouts = [{"dp": world_size // units.tp, "tp": units.tp}]
+        layouts += [{"pp": world_size}] if units.tp == 1 else []
+        for axes in layouts if world_size % units.tp == 0 else []:
+            config = step_config(
+                Config(model, train=TrainConfig(optimizer=units.optimizer, warmup_steps=0),
+                       run=RunConfig(dtype=units.dtype)), units.rows, world_size, **axes)
+            seconds = step_seconds(world, ops_module.make("cpu", units.dtype), config)
+            guess = step_estimate(machine, config)
+            name = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+            found.append(line(Subject(f"step {name}", world_size, "-"), f"{units.rows} rows",
+                              guess.total * 1e6, seconds * 1e6, bool(guess.extrapolated)))
+    return found
+
+
+def write_lines(path: str, lines) -> None:
+    """One object on each line. Raises OutputError."""
+    try:
+        Path(path).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror}") from error
+
+
+def one_launch(session, args) -> list[dict] | None:
+    """All comparisons of this job, on world rank 0 (others: some); None when interrupted."""
+    machine = session.agree(lambda: machine_file.load(args.machine))
+    bench, places = open_bench(session, machine.provenance.get("dtype", "float32"),
+                               args.seconds)
+    world = session.world
+    chosen = session.agree(lambda: chosen_sections(machine, places, world.size, args.sizes))
+    with session.stop_on_request(), bench.watchdog(STALL_SECONDS):
+        rows = run_rounds(bench, chosen, args.rounds, 1, Writer(None))
+    if bench.stopped:
+        return None
+    session.agree(lambda: no_refused(bench.refused))
+    lines = compared(machine, rows)
+    return lines if args.no_steps else lines + verify_steps(world, machine)
+
+
+def all_launches(session, args) -> list[dict] | None:
+    """The comparisons of several fresh jobs, one after the other; None when interrupted.
+
+    Raises UsageError under a launcher: a job inside a job would not be a fresh one.
+    """
+    if session.launcher.size > 1:
+        raise UsageError(f"--launches starts the jobs itself ({args.start}): run it without "
+                         f"{session.launcher.name}")
+    machine_file.load(args.machine)
+    lines: list[dict] = []
+    with session.stop_on_request():
+        for launch in range(1, args.launches + 1):
+            print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
+            found = fresh_launch(args, launch)
+            if session.stop_requested:
+                return None
+            lines += found
+    return lines
+
+
+def fresh_launch(args, launch: int) -> list[dict]:
+    """The comparisons of one job. Raises UsageError and EnvironmentProblem when there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "details.jsonl"
+        command = [*shlex.split(args.start), sys.executable, "-m", "bench.verify", args.machine,
+                   *(f"--{name}={getattr(args, name)}" for name in ("sizes", "rounds", "seconds")),
+                   *(["--no-steps"] if args.no_steps else [])]
+        try:
+            done = subprocess.run([*command, "--details", str(path)], stdout=subprocess.DEVNULL,
+                                  check=False)
+        except OSError as error:
+            raise UsageError(f"--start {args.start}: {error.strerror}") from error
+        if done.returncode == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt("interrupted (SIGINT)")
+        if not path.exists():
+            raise EnvironmentProblem(f"launch {launch}: {shlex.join(command)} ended with code "
+                                     f"{done.returncode} and compared nothing")
+        return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def main(argv, session) -> int:
+    """Predict, measure, compare. Every rank must run it."""
+    args = parse(argv)
+    if args.launches:
+        lines = all_launches(session, args)
+    else:
+        session.start()
+        lines = one_launch(session, args)
+    if lines is None:
+        return EXIT_INTERRUPTED
+    if session.world is not None and session.world.rank > 0:
+        return EXIT_OK
+    verdicts = judge(lines)
+    print(shown(lines, verdicts))
+    if args.details:
+        write_lines(args.details, lines)
+    if args.json:
+        results.write(args.json, "bench.verify", verdicts, launches=max(1, args.launches))
+    kept = all(one["verdict"] != "NOT KEPT" for one in verdicts)
+    return EXIT_OK if kept else EXIT_CHECK_FAILED
+
+
+if __name__ == "__main__":
+    guard(main)

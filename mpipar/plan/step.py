@@ -1,0 +1,108 @@
+"""How long a training step of a layout takes on a machine whose cost model is known.
+
+The passes and their messages are simulated in the schedule's order; what comes behind the pipeline
+(gradient sums, norm, update) is added up from the barriers that the real code crosses on shapes.
+Sums that start while other stages still compute are counted whole: the estimate is then too long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from mpipar.grid import Grid
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.costs import Costs
+from mpipar.plan.machine import HOP, Machine
+from mpipar.plan.measure import unit_counts, unit_memory
+from mpipar.plan.predict import group_of, predict
+from mpipar.trace import AXIS, NAME, OPERATION, PAYLOAD, PHASE
+from mpipar.train import make_schedule
+
+BUCKET = "grads.bucket"  # the one sum that is posted first and waited for later
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Seconds of one training step by part, and what of it lies outside of the measured range."""
+
+    pipeline: float
+    barriers: float
+    update: float
+    extrapolated: tuple[str, ...]
+
+    @property
+    def total(self) -> float:
+        return self.pipeline + self.barriers + self.update
+
+
+def microbatch_rows(config) -> int:
+    """Rows of one microbatch of a resolved config."""
+    return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
+
+
+def measured_units(machine: Machine, config):
+    """The machine's `Units` for a config. Raises UsageError that says which there are."""
+    return machine.units_of(asdict(config.model), config.run.dtype, config.grid.tp,
+                            microbatch_rows(config))
+
+
+def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
+    """The costs of a config by unit, as the simulator of schedules reads them.
+
+    A number of rows that was not measured counts in proportion to the nearest one that was. Raises
+    UsageError when the machine has not measured this model.
+    """
+    units = measured_units(machine, config)
+    factor = microbatch_rows(config) / units.rows
+    parts = [units.embedding, *[units.block] * config.model.layers, units.head]
+    parts = [passes.scaled(factor) for passes in parts]
+    hop = machine.estimate(HOP, message_bytes).seconds if config.grid.pp > 1 else 0
+    return Costs(f=tuple(passes.f for passes in parts), i=tuple(passes.i for passes in parts),
+                 w=tuple(passes.w for passes in parts), latency=hop, message_bytes=message_bytes,
+                 **unit_memory(config))
+
+
+def step_estimate(machine: Machine, config) -> StepEstimate:
+    """Predict a step of a resolved config. Raises UsageError when the machine lacks a curve.
+
+    The slowest pipeline rank counts, for barriers and for the update: replicas and tensor-parallel
+    ranks do the same.
+    """
+    grids = [Grid.of(config.grid, place) for place in range(Grid.of(config.grid, 0).world_size)]
+    grids = [grid for grid in grids if grid.dp_rank == grid.tp_rank == grid.cp_rank == 0]
+    steps = [predict(config, grid.world_rank) for grid in grids]
+    units, outside = measured_units(machine, config), set()
+    if units.rows != microbatch_rows(config):
+        outside.add(f"passes of {microbatch_rows(config)} row(s)")
+    messages = {record[PAYLOAD] for step in steps for record in step.recorder.records
+                if record[OPERATION] == "send" and record[PHASE] not in ("sync", "opt")}
+    message = max(messages, default=0)
+    if message and machine.estimate(HOP, message).extrapolated:
+        outside.add(f"a message of {message} bytes")
+    schedule = make_schedule(config.grid)
+    stages = costs_of(machine, config, message).merged(unit_counts(config, schedule.num_stages))
+    pipeline = float(simulate(schedule, stages).makespan)
+    barriers = max(behind_the_pipeline(machine, config, grid, step.recorder.records, outside)
+                   for grid, step in zip(grids, steps, strict=True))
+    update = max(step.num_params for step in steps) * units.update_seconds_per_parameter
+    return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)))
+
+
+def behind_the_pipeline(machine: Machine, config, grid, records, outside: set) -> float:
+    """Seconds of one rank's sums over replicas and over the world; adds to `outside`.
+
+    Groups that are not the whole world run all at once: their contention counts.
+    """
+    seconds = 0.0
+    for record in records:
+        if record[NAME] != BUCKET and record[PHASE] not in ("sync", "opt"):
+            continue
+        ranks = len(group_of(grid, record[AXIS]))
+        operation = "iall-reduce" if record[NAME] == BUCKET else (
+            record[OPERATION].replace("_", "-"))
+        found = machine.estimate(operation, record[PAYLOAD], ranks)
+        if found.extrapolated:
+            outside.add(f"{operation} of {record[PAYLOAD]} bytes")
+        together = 1 < ranks < grid.world_size
+        seconds += found.seconds * (machine.contention_factor(operation) if together else 1)
+    return seconds

@@ -1,0 +1,216 @@
+"""The cost model of a machine: its file, its estimates, and the step that it predicts."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from machine_models import LARGE_US, LATENCY_US, US_PER_BYTE, config_of, machine
+from program import mpipar, one_block
+
+from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan import machine_file
+from mpipar.plan.measure import unit_counts
+from mpipar.plan.step import costs_of, step_estimate
+from mpipar.train import make_schedule
+
+FLAGS = "--batch-size 16 --num-microbatches 4"  # with dp 2: microbatches of 2 rows
+
+
+@pytest.fixture
+def path(tmp_path):
+    name = tmp_path / "machine.json"
+    machine_file.save(machine(), name)
+    return name
+
+
+# --- the file
+
+
+def test_what_was_written_is_read(path):
+    assert machine_file.load(path) == machine()
+
+
+def change(path, edit):
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+BROKEN = {
+    "schema 99, this program reads 1": lambda value: value.update(schema=99),
+    "no cost model of a machine": lambda value: value.pop("schema"),
+    "the file has no 'curves'": lambda value: value.pop("curves"),
+    "the file has an unknown key 'extra'": lambda value: value.update(extra=1),
+    "the file.curves must be a list": lambda value: value.update(curves={}),
+    "the file.curves[0] must be an object": lambda value: value.update(curves=[3]),
+    "curves[1].pieces[0].latency_us is 'x', not a legal float":
+        lambda value: value["curves"][1]["pieces"][0].update(latency_us="x"),
+    "latency_us is nan": lambda value: value["curves"][0]["pieces"][0].update(
+        latency_us=float("nan")),
+    "latency of 2 ranks: no pieces": lambda value: value["curves"][0].update(pieces=[]),
+    "latency of 2 ranks: pieces and fitted_bytes must ascend":
+        lambda value: value["curves"][0]["pieces"].reverse(),
+    "latency of 2 ranks: a latency or time per byte below 0":
+        lambda value: value["curves"][0]["pieces"][0].update(latency_us=-1),
+    "products: every combination": lambda value: value["products"].pop(),
+    "units: rows and tp": lambda value: value["units"][0].update(rows=0),
+    "units[0].block has no 'w'": lambda value: value["units"][0]["block"].pop("w"),
+    "ranks is True, not a legal int": lambda value: value["curves"][0].update(ranks=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_broken_file_is_refused_with_its_place(path, message):
+    change(path, BROKEN[message])
+    with pytest.raises(DataError) as raised:
+        machine_file.load(path)
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "\x00"])
+def test_a_file_of_something_else_is_refused(path, text):
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"bench\.calibrate"):
+        machine_file.load(path)
+
+
+def test_places_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(DataError, match="No such file"):
+        machine_file.load(tmp_path / "missing.json")
+    for place in (tmp_path, tmp_path / "no" / "machine.json"):
+        with pytest.raises(OutputError):
+            machine_file.check_writable(place)
+        with pytest.raises(OutputError):
+            machine_file.save(machine(), place)
+    machine_file.check_writable(tmp_path / "machine.json")
+
+
+# --- estimates
+
+
+def test_an_estimate_says_whether_its_size_was_measured():
+    known = machine()
+    for nbytes, us, outside in ((8, LATENCY_US, False), (1024, LATENCY_US, False),
+                                (2000, LARGE_US + 2000 * US_PER_BYTE, False),
+                                (4, LATENCY_US, True),
+                                (8 << 20, LARGE_US + (8 << 20) * US_PER_BYTE, True)):
+        guess = known.estimate("all-reduce", nbytes, 4)
+        assert guess.seconds == pytest.approx(us * 1e-6)
+        assert guess.extrapolated == outside, nbytes
+    assert known.estimate("all-gather", 8, 1) == (0.0, False)
+
+
+def test_the_slowest_link_counts_unless_one_is_named():
+    known = machine()
+    assert known.curve("latency").link == "between nodes"
+    assert known.curve("latency", link="same node").link == "same node"
+
+
+@pytest.mark.parametrize(("operation", "ranks", "link", "message"), [
+    ("all-reduce", 8, None, "measured with 2 ranks (same node), 4 ranks (same node)"),
+    ("all-reduce", 2, "same socket", "no all-reduce of 2 ranks (same socket)"),
+    ("gather", 2, None, "not measured at all"),
+])
+def test_what_was_not_measured_is_refused(operation, ranks, link, message):
+    with pytest.raises(UsageError) as raised:
+        machine().estimate(operation, 8, ranks, link)
+    assert message in str(raised.value)
+
+
+def test_products_are_interpolated_and_beyond_flagged():
+    known = machine()  # 1 ns for each multiplication: exact at every shape
+    for shape, outside in (((32, 128, 32), False), ((64, 50, 100), False), ((32, 32, 1000), True),
+                           ((1, 32, 32), True)):
+        guess = known.product_seconds(*shape)
+        assert guess.seconds == pytest.approx(1e-9 * np.prod(shape))
+        assert guess.extrapolated == outside, shape
+    with pytest.raises(UsageError, match="--no-compute"):
+        replace(known, products=()).product_seconds(1, 1, 1)
+
+
+# --- a step
+
+
+def test_a_step_of_replicas_is_passes_sums_and_update():
+    config = config_of(dp=2)
+    found = step_estimate(machine(), config)
+    block, ends = 3.5e-3, 0.3e-3 + 5e-3
+    assert found.pipeline == pytest.approx(4 * (4 * block + ends))
+    params = 256 * 128 + 64 * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128
+    assert found.update == pytest.approx(params * 2e-9)
+    gradients = 4 * params  # one bucket is 4 MiB: more than all of them
+    assert found.barriers == pytest.approx(
+        (LARGE_US + gradients * US_PER_BYTE + LATENCY_US) * 1e-6, rel=1e-3)
+    assert found.extrapolated == ()
+    assert found.total == found.pipeline + found.barriers + found.update
+
+
+def test_a_pipeline_is_simulated_with_the_costs_that_the_machine_gives():
+    config = config_of(pp=2)
+    message = 2 * 64 * 128 * 4
+    costs = costs_of(machine(), config, message)
+    assert costs.latency == pytest.approx(3 * (LARGE_US + message * US_PER_BYTE) * 1e-6)
+    assert len(costs.f) == len(costs.stash_bytes) == 6
+    schedule = make_schedule(config.grid)
+    makespan = simulate(schedule, costs.merged(unit_counts(config, 2))).makespan
+    assert step_estimate(machine(), config).pipeline == pytest.approx(makespan)
+
+
+def test_groups_that_are_not_the_world_disturb_each_other():
+    config = config_of(dp=2, pp=2)
+    known = machine()
+    alone = step_estimate(replace(known, contention=()), config)
+    together = step_estimate(known, config)
+    assert known.contention_factor("iall-reduce") == 1.7
+    assert together.barriers > 1.1 * alone.barriers
+    whole = [step_estimate(one, config_of(dp=4)).barriers
+             for one in (known, replace(known, contention=()))]
+    assert whole[0] == whole[1]
+
+
+def test_any_number_of_blocks_and_rows_that_were_not_measured():
+    known = machine()
+    deep, usual = (step_estimate(known, config_of(layers=layers)) for layers in (9, 4))
+    assert deep.pipeline - usual.pipeline == pytest.approx(4 * 5 * 3.5e-3)
+    many = step_estimate(known, config_of(rows=6))
+    assert many.pipeline == pytest.approx(3 * usual.pipeline)
+    assert usual.extrapolated == ()
+    assert many.extrapolated == ("passes of 6 row(s)",)
+
+
+@pytest.mark.parametrize(("axes", "message"), [
+    ({"tp": 2}, "tp 1 (not 2)"), ({"dp": 8}, "no iall-reduce of 8 ranks"),
+])
+def test_a_layout_that_was_not_measured_is_refused(axes, message):
+    with pytest.raises(UsageError) as raised:
+        step_estimate(machine(), config_of(**axes))
+    assert message in str(raised.value)
+
+
+# --- mpipar explain --machine
+
+
+def test_explain_prints_the_time_of_a_step(path):
+    done = mpipar("explain", *FLAGS.split(), "--layout", "dp=2", "--machine", path)
+    assert done.returncode == 0, done.tail()
+    expected = step_estimate(machine(), config_of(dp=2))
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith(f"predicted step: {expected.total * 1e3:.2f} ms = "), line
+    assert f"{expected.update * 1e3:.2f} update" in line
+    more = mpipar("explain", "--layout", "dp=2", "--batch-size", "24", "--num-microbatches", "4",
+                  "--machine", path)
+    assert more.stdout.splitlines()[-1] == "extrapolated, not measured: passes of 3 row(s)"
+
+
+@pytest.mark.parametrize(("words", "code", "message"), [
+    (["--layout", "dp=2,tp=2"], 2, "tp 1 (not 2)"),
+    (["--d-model", "64"], 2, "d_model 128 (not 64)"),
+    (["--machine", "/missing.json"], 65, "/missing.json: No such file"),
+])
+def test_explain_says_what_the_cost_model_lacks(path, words, code, message):
+    found, block = one_block(mpipar("explain", "--machine", path, *words))
+    assert found == code
+    assert message in block
