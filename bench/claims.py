@@ -2,6 +2,7 @@
 
     python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
+    python -m bench.claims convolution [--json FILE]      # barriers of one layer: convnet, decoder
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how busy the workers are, measured
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
 
@@ -12,6 +13,7 @@ runs; hybrids and limit are real training steps.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from dataclasses import replace
 
@@ -25,7 +27,18 @@ from mpipar.launch import guard
 from mpipar.plan.predict import MEMORY_LABELS, predict
 from mpipar.report.bubble import bubble_rows, span_facts
 from mpipar.report.gather import gather_facts
-from mpipar.trace import BYTES, CALLS, WIRE_BYTES, Recorder
+from mpipar.trace import (
+    BYTES,
+    CALLS,
+    MB,
+    NAME,
+    OPERATION,
+    PAYLOAD,
+    PHASE,
+    WIRE,
+    WIRE_BYTES,
+    Recorder,
+)
 from mpipar.train import Worker
 
 MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
@@ -98,6 +111,42 @@ def memory() -> list[dict]:
     return rows
 
 
+LAYERS = [  # model, layer of it, what its records are called
+    ("convnet", "2 convolutions", "block0."), ("decoder", "feed-forward", "block0.ffn."),
+    ("decoder", "attention", "block0.attn."),
+]
+CUTS = {"gather": "output channels", "reduce": "input channels", "pair": "pair"}
+
+
+def convolution() -> list[dict]:
+    """Barriers of one layer, forward and backward of a microbatch, by cut and tp; bytes per rank.
+
+    A convnet with the decoder's widths and, behind its stem, as many places in an image as a row
+    has tokens. Attention is always cut as a pair.
+    """
+    rows = []
+    for model, layer, prefix in LAYERS:
+        for cut, size in itertools.product(CUTS, (2, 4, 8)):
+            if layer == "attention" and cut != "pair":
+                continue
+            config = configure({"tp": size}, ffn_cut=cut)
+            if model == "convnet":
+                config = replace(config, model=replace(
+                    config.model, model=model, heads=1, seq_len=1, tied=False, vocab_size=10,
+                    image_shape=(16, 32, 3)))
+            records = [one for one in predict(config, 0).recorder.records
+                       if one[NAME].startswith(prefix) and one[MB] == 0]
+            rows.append({
+                "layer": f"{model}: {layer}", "cut": CUTS[cut], "tp": size,
+                "forward": ", ".join(one[OPERATION] for one in records if one[PHASE] == "F"),
+                "backward": ", ".join(one[OPERATION] for one in records if one[PHASE] == "I"),
+                "barriers": len(records),
+                "payload_MiB": sum(one[PAYLOAD] for one in records) / 2**20,
+                "sent_MiB": sum(one[WIRE] for one in records) / 2**20,
+            })
+    return rows
+
+
 HYBRIDS = [
     ({"pp": 4}, 8, "naive"), ({"pp": 4}, 8, "gpipe"), ({"pp": 4}, 8, "1f1b"),
     ({"pp": 4}, 8, "zb-h1"), ({"pp": 2, "dp": 2}, 8, "1f1b"), ({"pp": 2, "tp": 2}, 8, "1f1b"),
@@ -148,14 +197,15 @@ def main(argv, session) -> int:
     """Print one table."""
     parser = argparse.ArgumentParser(prog="python -m bench.claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("barriers", "memory", "hybrids", "limit"))
+    parser.add_argument("table", choices=(
+        "barriers", "memory", "convolution", "hybrids", "limit"))
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     measured = {"hybrids": hybrids, "limit": too_large.too_large}
     if args.table in measured:
         rows = measured[args.table](session.start())
     else:
-        rows = {"barriers": barriers, "memory": memory}[args.table]()
+        rows = {"barriers": barriers, "memory": memory, "convolution": convolution}[args.table]()
     if rows is None:
         return 0
     if args.json:

@@ -1,4 +1,4 @@
-"""Weights on disk: one file of full tensors under Hugging Face's GPT-2 names, whatever the layout.
+"""Weights on disk: one file of full tensors in the model's form, whatever the layout.
 
 Written and read in row blocks, so that no rank ever holds a tensor it does not own. A row is an
 index of a parameter's first logical axis; in the file a row is a contiguous run of bytes, because
@@ -18,19 +18,11 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mpipar import formats, models
 from mpipar import ops as ops_module
 from mpipar.comm import Comm
 from mpipar.errors import DataError, OutputError
-from mpipar.hf_format import (
-    DTYPES,
-    FLOATS,
-    disk_shape,
-    file_name,
-    hf_config,
-    hf_name,
-    model_settings,
-)
-from mpipar.models.decoder import Stage
+from mpipar.hf_format import DTYPES, FLOATS
 from mpipar.trace import Recorder
 
 BLOCK_BYTES = 16 * 2**20  # a row block: what one message and one write carry at most
@@ -40,11 +32,11 @@ def all_params(config, stage_layers) -> list[tuple[int, object]]:
     """(stage, Param) of every tensor, whole and without memory: the real layers on shapes."""
     ops = ops_module.make("shapes", "float32")
     solo = Comm("tp", (0,), 0, None, Recorder())
-    tables, found = {}, []
+    tables, found, form = {}, [], formats.of(config)
     for number in range(len(stage_layers)):
-        stage = Stage(ops, config, number, stage_layers, solo, tables)
+        stage = models.of(config).Stage(ops, config, number, stage_layers, solo, tables)
         found += [(number, param) for param in stage.flat.params]
-    return sorted(found, key=lambda item: hf_name(item[1].name))
+    return sorted(found, key=lambda item: form.short_name(item[1].name))
 
 
 def _blocks(shape, itemsize):
@@ -82,6 +74,7 @@ def stream(worker, array_of):
     """
     ops, grid, world = worker.ops, worker.grid, worker.comms.world
     mine = {param.name: param for stage in worker.stages.values() for param in stage.flat.params}
+    disk_shape = formats.of(worker.config.model).disk_shape
     for stage, param in all_params(worker.config.model, worker.stage_layers):
         pp_rank = worker.schedule.rank_of(stage, 0)
         shards = grid.tp_size if param.cut_axis is not None else 1
@@ -127,13 +120,13 @@ def save(worker, folder: Path) -> None:
     Raises OutputError on rank 0 when the disk refuses. Comm: see `stream`.
     """
     params = all_params(worker.config.model, worker.stage_layers)
-    dtype = worker.ops.statistics
+    form, dtype = formats.of(worker.config.model), worker.ops.statistics
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for _, param in params:
         nbytes = math.prod(param.shape) * dtype.itemsize
-        name = file_name(param.name)
+        name = form.file_name(param.name)
         header[name] = {"dtype": DTYPES[dtype.name],
-                        "shape": disk_shape(param),
+                        "shape": form.disk_shape(param),
                         "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(header).encode()
@@ -143,7 +136,7 @@ def save(worker, folder: Path) -> None:
         for _ in blocks:
             pass
         return
-    config = json.dumps(hf_config(worker.config, dtype.name), indent=2) + "\n"
+    config = json.dumps(form.to_json(worker.config, dtype.name), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "config.json", [config.encode()])
@@ -178,7 +171,7 @@ def problems(config) -> list[str]:
     if folder is None:
         return []
     try:
-        model = replace(config.model, **model_settings(folder))
+        model = replace(config.model, **formats.model_settings(folder))
     except DataError:
         return []
     try:
@@ -199,7 +192,8 @@ def load(worker, folder: str) -> None:
             raise DataError(wrong)
         for stage in worker.stages.values():
             for param in stage.flat.params:
-                _load_param(worker.ops, param, file.get_slice(found[param.name]))
+                tensor = file.get_slice(found[param.name])
+                _load_param(worker.ops, param, tensor)
             stage.flat.publish()
 
 
@@ -213,15 +207,15 @@ def _open(folder: str):
 
 def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
     """Parameter name -> tensor name in the file, and what is missing or does not fit."""
-    names, found, wrong = set(file.keys()), {}, []
+    names, found, wrong, form = set(file.keys()), {}, [], formats.of(model)
     for _, param in all_params(model, (model.layers,)):
-        options = [file_name(param.name), hf_name(param.name)]
+        options = [form.file_name(param.name), form.short_name(param.name)]
         name = next((option for option in options if option in names), None)
         if name is None:
             wrong.append(f"--init-from {folder}: tensor {options[1]} is missing")
             continue
         found[param.name], tensor = name, file.get_slice(name)
-        dtype, shape, needed = tensor.get_dtype(), tensor.get_shape(), [*disk_shape(param)]
+        dtype, shape, needed = tensor.get_dtype(), tensor.get_shape(), [*form.disk_shape(param)]
         where = f"--init-from {folder}: tensor {name} is"
         if dtype not in FLOATS:
             wrong.append(f"{where} {dtype}, not one of {', '.join(FLOATS)}")
@@ -232,7 +226,7 @@ def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
 
 def _load_param(ops, param, tensor):
     """Fill one shard from a tensor of the file; padding stays zero."""
-    per_row = disk_shape(param)[0] // param.shape[0]  # file rows in a logical row
+    per_row = tensor.get_shape()[0] // param.shape[0]  # file rows in a logical row
     start, stop = param.bounds()
     for first, last in _blocks(param.shape, 4):
         part = _shard_part(param, param.cut_index, param.cut_count, first, last)

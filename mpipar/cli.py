@@ -14,7 +14,7 @@ from mpipar.errors import UsageError, suggestion
 from mpipar.launch import Session
 
 COMMANDS = {
-    "train": "train a decoder on all ranks, over any layout dp x pp x tp",
+    "train": "train a model on all ranks, over any layout dp x pp x tp",
     "generate": "continue a text with a trained model",
     "verify": "prove this layout: one step here against one rank, tensor by tensor",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",

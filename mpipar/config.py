@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from mpipar import layout
+from mpipar import layout, presets
 from mpipar.errors import UsageError, UserError, combine, suggestion
 from mpipar.layout import divisors, listing
 from mpipar.presets import PRESETS
@@ -29,9 +29,11 @@ def setting(default, text, *, low=None, above=None, below=None, choices=None):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder: GPT-2 family, pre-LayerNorm, learned positions."""
+    """A decoder (GPT-2 family, pre-LayerNorm, learned positions), or a network of convolutions."""
 
-    layers: int = setting(4, "transformer blocks", low=1)
+    model: str = setting("decoder", "decoder of text, or convnet: its D are channels, V classes",
+                         choices=("decoder", "convnet"))
+    layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1)
     d_model: int = setting(128, "model width D, in features", low=1)
     heads: int = setting(4, "attention heads H; head width = D/H; tp divides H", low=1)
     ffn: int | None = setting(None, "FFN width F, in features (default 4*D); tp divides F", low=1)
@@ -39,13 +41,18 @@ class ModelConfig:
     vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2)
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
     ffn_cut: str = setting(
-        "pair", "FFN over tp: pair = column + row, one all-reduce; gather = both by output, "
-        "an all-gather after each", choices=("pair", "gather"))
+        "pair", "FFN over tp: pair = column + row, one all-reduce; gather = both by output, an "
+        "all-gather after each; reduce = both by input, an all-reduce after each",
+        choices=("pair", "gather", "reduce"))
     sequence_parallel: bool = setting(
         False, "cut tokens over tp between the products: norms, residuals, stash and messages / tp")
     tp_matmul: str = setting(
         "plain", "ring: with --sequence-parallel, tokens travel in pieces while others are "
         "multiplied", choices=("plain", "ring"))
+    image_shape: tuple[int, ...] = setting(
+        (8, 8, 1), "convnet: height, width and channels of an image", low=1)
+    stem_stride: int = setting(
+        1, "convnet: step of the first convolution; 2 = a quarter of the work", low=1)
 
 
 @dataclass(frozen=True)
@@ -209,9 +216,11 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
     if model.tp_matmul == "ring" and not model.sequence_parallel:
         found.append("--tp-matmul ring: cuts the barriers of --sequence-parallel in pieces; add "
                      "--sequence-parallel, or leave it out")
-    if model.ffn_cut == "gather" and model.sequence_parallel:
-        found.append("--ffn-cut gather: keeps all tokens on every rank, which --sequence-parallel "
-                     "does not; give one of them")
+    if model.ffn_cut != "pair" and model.sequence_parallel:
+        found.append(f"--ffn-cut {model.ffn_cut}: keeps all tokens on every rank, which "
+                     "--sequence-parallel does not; give one of them")
+    if not bad & {"preset", "model", "image_shape", "stem_stride"}:
+        found += presets.problems(run.preset, model.model) + layout.image_problems(model)
     total = sum(grid.stage_layers or (model.layers,))
     if not bad & {"stage_layers", "layers"} and total != model.layers:
         found.append(f"--stage-layers {','.join(map(str, grid.stage_layers))}: the sum is "
@@ -269,8 +278,8 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         model = replace(config.model, ffn=config.model.ffn or 4 * config.model.d_model)
         given = config.grid
         (dp, pp, tp), misfits = layout.choose(
-            (given.dp, given.pp, given.tp), world_size,
-            model.layers, model.heads, model.ffn, model.d_model)
+            (given.dp, given.pp, given.tp), world_size, model.layers, layout.cut_widths(model),
+            model.d_model)
         config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])

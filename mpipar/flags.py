@@ -12,8 +12,9 @@ import types
 import typing
 from dataclasses import dataclass
 
-from mpipar.config import PRESETS, Config, flag, settings
+from mpipar.config import Config, flag, settings
 from mpipar.errors import UsageError, suggestion
+from mpipar.presets import OF_MODEL, PRESETS
 
 FIELDS = {field.name: field for _, field, _ in settings(Config())}
 LAYOUT_AXES = ("dp", "pp", "cp", "tp")
@@ -24,7 +25,7 @@ SYNONYMS = {  # other programs' names, for the hint only
     "block_size": "seq_len", "context": "seq_len", "global_batch": "batch_size",
     "max_steps": "steps", "grad_clip": "clip", "output": "out", "name": "run_name",
 }
-EXAMPLES = {"stage_layers": "3,2,2,1", "data": "text.txt"}
+EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt"}
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _read_file(path: str, problems: list[str]) -> dict:
     found = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name not in FIELDS and name != "layout":
+        if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
             cure = ("; keys stand at the top level, without tables" if isinstance(value, dict)
                     else hint(key, [*FIELDS, "layout"]))
             problems.append(f"--config {path}: {key}: unknown key{cure}")
@@ -238,7 +239,9 @@ def _single(base: type, raw, is_text: bool):
 
 def build(values: dict) -> Config:
     """A Config from flat values over their preset; batch size and microbatches wait for resolve."""
-    preset = PRESETS.get(values.get("preset", "tiny"), {})
+    default = OF_MODEL.get(values.get("model", "decoder"), "tiny")
+    values = {"preset": default} | values
+    preset = PRESETS.get(values["preset"], {})
     values = {name: value for name, value in preset.items()
               if name not in ("batch_size", "num_microbatches")} | values
     parts = {}

@@ -40,6 +40,18 @@ def decode(tokens: list[int], vocab_size: int) -> str:
     return " ".join(map(str, tokens))
 
 
+def best_ids(worker, logits, noise) -> np.ndarray:
+    """The id (N,) of the largest logit (+ noise) of each row of logits (N, V/tp), on all tp ranks.
+
+    Comm: one all_gather of two numbers per row over tp.
+    """
+    ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
+    best = ops.argmax_forward(logits, loss.start, worker.config.model.vocab_size, noise)
+    best = ops.to_host(worker.comms.tp.all_gather(best, "best"))  # (tp, N, 2)
+    # The largest value wins; of equal ones the first rank's, the lowest id, as on one rank.
+    return best[best[..., 0].argmax(axis=0), np.arange(best.shape[1]), 1].astype(np.int64)
+
+
 def generate(worker, prompt: list[int], num_tokens: int, temperature: float, seed: int):
     """Yield num_tokens further tokens, the same on every rank; temperature 0 takes the likeliest.
 
@@ -67,10 +79,7 @@ def generate(worker, prompt: list[int], num_tokens: int, temperature: float, see
                 generator = np.random.Generator(philox)
                 noise = temperature * generator.gumbel(size=padded)[None, own]
                 noise = ops.asarray(noise.astype(ops.statistics))
-            best = ops.argmax_forward(logits, loss.start, model.vocab_size, noise)
-            best = ops.to_host(worker.comms.tp.all_gather(best, "generate.token"))[:, 0]
-            # The largest value wins; of equal ones the lowest id, as on one rank.
-            token[0] = int(min(best, key=lambda pair: (-pair[0], pair[1]))[1])
+            token[0] = best_ids(worker, logits, noise)[0]
         token = ops.to_host(worker.comms.world.broadcast(ops.asarray(token), root, "generate.next"))
         tokens.append(int(token[0]))
         yield tokens[-1]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-
-from mpipar.errors import DataError
 
 DTYPES = {"float32": "F32", "float64": "F64"}
 HF_LAYER = {
@@ -25,7 +21,7 @@ COMPUTED = {
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def hf_name(name: str) -> str:
+def short_name(name: str) -> str:
     """Hugging Face's GPT-2 name of a parameter, without the prefix `transformer.`."""
     if name in HF_OTHER:
         return HF_OTHER[name]
@@ -49,10 +45,10 @@ def disk_shape(param) -> tuple[int, ...]:
 
 def file_name(name: str) -> str:
     """The name in our files: as Hugging Face's own save of a GPT2LMHeadModel has it."""
-    return hf_name(name) if name == "head.table" else f"transformer.{hf_name(name)}"
+    return short_name(name) if name == "head.table" else f"transformer.{short_name(name)}"
 
 
-def hf_config(config, dtype: str) -> dict:
+def to_json(config, dtype: str) -> dict:
     """What config.json says of a resolved Config whose weights are written as `dtype`."""
     model = config.model
     return {
@@ -64,26 +60,20 @@ def hf_config(config, dtype: str) -> dict:
     }
 
 
-def model_settings(folder: str) -> dict:
-    """The ModelConfig fields that folder/config.json fixes; DataError when it can't be used."""
-    path = Path(folder) / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        settings = {
-            "layers": found["n_layer"], "d_model": found["n_embd"], "heads": found["n_head"],
-            "ffn": found.get("n_inner") or 4 * found["n_embd"], "vocab_size": found["vocab_size"],
-            "seq_len": found["n_positions"], "tied": found.get("tie_word_embeddings", True),
-        }
-        for name, value in settings.items():
-            if type(value) is not bool if name == "tied" else type(value) is not int or value < 1:
-                raise TypeError(f"{name} is {value!r}")
-    except OSError as error:
-        raise DataError(f"--init-from {folder}: {path.name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"--init-from {folder}: {path.name} is not a GPT-2 configuration: {error!r}") from None
-    wrong = [f"--init-from {folder}: {key} is {found[key]!r}; {value!r} is what mpipar computes"
-             for key, value in COMPUTED.items() if found.get(key, value) != value]
-    if wrong:
-        raise DataError(wrong)
-    return settings
+def settings(found: dict) -> dict:
+    """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+    values = {
+        "layers": found["n_layer"], "d_model": found["n_embd"], "heads": found["n_head"],
+        "ffn": found.get("n_inner") or 4 * found["n_embd"], "vocab_size": found["vocab_size"],
+        "seq_len": found["n_positions"], "tied": found.get("tie_word_embeddings", True),
+    }
+    for name, value in values.items():
+        if type(value) is not bool if name == "tied" else type(value) is not int or value < 1:
+            raise TypeError(f"{name} is {value!r}")
+    return values
+
+
+def differences(found: dict) -> list[str]:
+    """What a config.json says that these layers do not compute."""
+    return [f"{key} is {found[key]!r}; {value!r} is what mpipar computes"
+            for key, value in COMPUTED.items() if found.get(key, value) != value]

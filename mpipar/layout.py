@@ -22,21 +22,39 @@ def listing(values: Iterable[int], near: int, count: int = 6) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def fitting(world_size: int, layers: int, heads: int, ffn: int) -> list[Layout]:
-    """Every (dp, pp, tp) that uses all ranks: tp divides heads and ffn, a block for each stage."""
+def cut_widths(model) -> dict[str, int]:
+    """Widths of a ModelConfig that tp must divide, by field: each rank computes an equal part."""
+    names = {"decoder": ("heads", "ffn"), "convnet": ("d_model", "ffn")}[model.model]
+    return {name: getattr(model, name) for name in names}
+
+
+def image_problems(model) -> list[str]:
+    """What is wrong with the images of a ModelConfig's convnet; the pooling needs 2 x 2 places."""
+    shape = ",".join(map(str, model.image_shape))
+    if len(model.image_shape) != 3:
+        return [f"--image-shape {shape}: must be height,width,channels, as in 8,8,1"]
+    least = model.stem_stride + 1
+    if min(model.image_shape[:2]) < least:
+        return [(f"--image-shape {shape}: with --stem-stride {model.stem_stride} height and width"
+                 f" must be at least {least}, for the pooling after it")]
+    return []
+
+
+def fitting(world_size: int, layers: int, widths: dict[str, int]) -> list[Layout]:
+    """Every (dp, pp, tp) that uses all ranks: tp divides all widths, a block for each stage."""
     return [(world_size // (tp * pp), pp, tp)
-            for tp in divisors(world_size) if heads % tp == 0 and ffn % tp == 0
+            for tp in divisors(world_size) if all(width % tp == 0 for width in widths.values())
             for pp in divisors(world_size // tp) if pp <= layers]
 
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
-           layers: int, heads: int, ffn: int, d_model: int) -> tuple[Layout, list[str]]:
+           layers: int, widths: dict[str, int], d_model: int) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
-    With problems, the layout returned holds the given axes and 1 where nothing is known, so that
-    a caller can go on and look for more problems.
+    widths: what tp cuts, by field. With problems, the layout returned holds the given axes and 1
+    where nothing is known, so that a caller can go on and look for more problems.
     """
-    options = fitting(world_size, layers, heads, ffn)
+    options = fitting(world_size, layers, widths)
     matching = [one for one in options
                 if all(want in (None, have) for want, have in zip(given, one, strict=True))]
     if matching:
@@ -44,7 +62,7 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     dp, pp, tp = given
     found = _product_problems(given, world_size, options)
     if tp:
-        found += _cut_problems(tp, world_size, heads, ffn, d_model)
+        found += _cut_problems(tp, world_size, widths, d_model)
     if pp and pp > layers:
         found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; use --pp "
                      f"{listing(range(max(1, layers - 5), layers + 1), pp)}, or --layers {pp}")
@@ -54,16 +72,18 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     return (dp or 1, pp or 1, tp or 1), found
 
 
-def _cut_problems(tp: int, world_size: int, heads: int, ffn: int, d_model: int) -> list[str]:
-    """Heads or FFN width cannot be cut over tp ranks; what can."""
-    cuts = listing(divisors(math.gcd(heads, ffn, world_size)), tp)
-    legal = {"heads": [number for number in divisors(d_model) if number % tp == 0],
-             "ffn": [number for number in (ffn - ffn % tp, ffn - ffn % tp + tp) if number]}
+def _cut_problems(tp: int, world_size: int, widths: dict[str, int], d_model: int) -> list[str]:
+    """A width cannot be cut over tp ranks; what can. Heads must also divide d_model."""
+    cuts = listing(divisors(math.gcd(*widths.values(), world_size)), tp)
     found = []
-    for name, value in (("heads", heads), ("ffn", ffn)):
+    for name, value in widths.items():
         if value % tp:
-            other = f", or --{name} {listing(legal[name], value, 2)}" if legal[name] else ""
-            found.append(f"--{name} {value}: must be a multiple of tp {tp}; use --tp {cuts}{other}")
+            legal = [number for number in (value - value % tp, value - value % tp + tp) if number]
+            if name == "heads":
+                legal = [number for number in divisors(d_model) if number % tp == 0]
+            shown = "--" + name.replace("_", "-")
+            other = f", or {shown} {listing(legal, value, 2)}" if legal else ""
+            found.append(f"{shown} {value}: must be a multiple of tp {tp}; use --tp {cuts}{other}")
     return found
 
 

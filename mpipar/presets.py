@@ -9,8 +9,23 @@ def _gpt2(layers, d_model, heads):
 
 PRESETS = {
     "tiny": {"batch_size": 16, "num_microbatches": 4},
+    "digits": {
+        "model": "convnet", "layers": 2, "d_model": 32, "heads": 1, "seq_len": 1,
+        "vocab_size": 10, "tied": False, "sample_tokens": 0, "batch_size": 64,
+        "num_microbatches": 4, "steps": 200},
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
 }
+
+OF_MODEL = {"decoder": "tiny", "convnet": "digits"}  # where --preset is not given
+
+
+def problems(preset: str, model: str) -> list[str]:
+    """What is wrong with a preset for a model; both are known names."""
+    made_for = PRESETS[preset].get("model", "decoder")
+    if made_for == model:
+        return []
+    return [(f"--preset {preset}: is a {made_for}, but --model is {model}; use --preset"
+             f" {OF_MODEL[model]}, or leave one of them out")]

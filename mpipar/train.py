@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
 
+from mpipar import models
 from mpipar.comm import Comms
 from mpipar.connect import Options
 from mpipar.errors import NonFiniteError
 from mpipar.gradsync import GradSync, agree, is_finite
 from mpipar.loss_scale import LossScale
-from mpipar.models.decoder import Stage, balanced_layers
 from mpipar.optim import OPTIMIZERS, learning_rate
 from mpipar.pipeline import schedules
 from mpipar.pipeline.csv_format import read_csv
@@ -70,7 +70,8 @@ class Worker:
         self.config, self.grid, self.ops, self.recorder = config, grid, ops, recorder
         self.schedule = make_schedule(config.grid)
         self.program = schedules.lower(self.schedule, grid.pp_rank)
-        self.stage_layers = config.grid.stage_layers or balanced_layers(
+        model = models.of(config.model)
+        self.stage_layers = config.grid.stage_layers or model.balanced_layers(
             config.model, self.schedule.num_stages)
         # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and
         # stages that a bidirectional schedule holds twice ("mirror"). Their gradients are summed
@@ -82,8 +83,8 @@ class Worker:
         self.comms = Comms(grid, ops, recorder, mpi_world, options, subgroups)
         tables: dict = {}
         self.stages = {
-            stage: Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,
-                         self._copies(stage))
+            stage: model.Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,
+                               self._copies(stage))
             for stage in self.schedule.stages_of(grid.pp_rank)
         }
         self.gradsync = GradSync(

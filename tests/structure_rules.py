@@ -18,8 +18,8 @@ FLOORS = {
     "models": "models",
     "update": "gradsync loss_scale optim",
     "order": "pipeline plan.costs",
-    "state": "data hf_format checkpoint",
-    "one rank's work": "train generate verify",
+    "state": "data hf_format convnet_format formats checkpoint",
+    "one rank's work": "train generate classify verify",
     "views": "report plan",
     "commands": "commands cli __main__",
 }

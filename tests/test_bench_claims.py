@@ -49,8 +49,22 @@ def test_memory_is_pooled_by_tp_and_pp_and_not_by_dp():
     assert rows["pp 4"]["stash_MiB"] == pytest.approx(whole["stash_MiB"], rel=0.02)
 
 
-def test_result_files_of_barriers_and_memory_are_what_the_code_says(barriers):
-    for name, rows in (("barriers", list(barriers.values())), ("memory", claims.memory())):
+def test_two_layers_cut_as_a_pair_meet_half_as_often_for_a_fifth_of_the_bytes():
+    """The same for convolutions and for a decoder's products, and for every number of ranks."""
+    rows = {(row["layer"], row["cut"], row["tp"]): row for row in claims.convolution()}
+    for layer in ("convnet: 2 convolutions", "decoder: feed-forward"):
+        for tp in (2, 4, 8):
+            pair = rows[layer, "pair", tp]
+            assert (pair["forward"], pair["backward"]) == ("all_reduce", "all_reduce")
+            for cut in ("output channels", "input channels"):
+                alone = rows[layer, cut, tp]
+                assert (alone["barriers"], pair["barriers"]) == (4, 2)
+                assert alone["payload_MiB"] == 5 * pair["payload_MiB"]  # F = 4 D, twice D + F
+
+
+def test_result_files_without_times_are_what_the_code_says(barriers):
+    for name, rows in (("barriers", list(barriers.values())), ("memory", claims.memory()),
+                       ("convolution", claims.convolution())):
         path = results.ROOT / "bench" / "results" / f"claims_{name}.json"
         assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from mpipar import checkpoint
 from mpipar.commands.resolve import resolve
 from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.hf_format import model_settings
+from mpipar.formats import model_settings
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}
 HEADS = 3

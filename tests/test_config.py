@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_cut_is_not_cut():
     st.tuples(*[st.none() | st.integers(1, 6)] * 3),
 )
 def test_choice_fits_or_says_why(world_size, layers, heads, ffn, axes):
-    layout, found = choose(axes, world_size, layers, heads, ffn, 8 * heads)
+    layout, found = choose(axes, world_size, layers, {"heads": heads, "ffn": ffn}, 8 * heads)
     if not found:
         assert math.prod(layout) == world_size
         assert heads % layout[2] == ffn % layout[2] == 0
@@ -127,7 +127,7 @@ def test_choice_fits_or_says_why(world_size, layers, heads, ffn, axes):
     else:
         assert not [
             one
-            for one in fitting(world_size, layers, heads, ffn)
+            for one in fitting(world_size, layers, {"heads": heads, "ffn": ffn})
             if all(axis in (None, size) for axis, size in zip(axes, one, strict=True))
         ]
 
@@ -137,7 +137,7 @@ def test_wrong_product_shows_product_ranks_and_what_to_type():
     assert "dp 2 x pp 2 x tp 2 = 8" in text
     assert "4 were started" in text
     assert "mpiexec -n 8" in text
-    for dp, pp, tp in fitting(4, 4, 4, 512):
+    for dp, pp, tp in fitting(4, 4, {"heads": 4, "ffn": 512}):
         assert f"--layout dp={dp},pp={pp},tp={tp}" in text
 
 

@@ -9,6 +9,7 @@ import pytest
 from helpers import run_command
 from program import environment, mpipar
 
+from mpipar import models
 from mpipar.config import Config, GridConfig, ModelConfig, TrainConfig, resolve
 from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
@@ -20,6 +21,7 @@ from mpipar.train import make_schedule
 CASES = [
     ((1, 1, 2), "1f1b", "pair"), ((1, 1, 4), "1f1b", "gather"), ((1, 4, 1), "gpipe", "pair"),
     ((2, 2, 2), "1f1b", "pair"), ((2, 2, 2), "interleaved", "gather"), ((1, 2, 2), "zb-v", "pair"),
+    ((1, 1, 4), "1f1b", "reduce"),
 ]  # fmt: skip
 
 
@@ -45,6 +47,23 @@ def test_sequence_parallel_counts_follow_the_closed_form(layout):
         expected = formulas.expected_calls(
             config, schedule.stages_of(grid.pp_rank), schedule.num_stages, split, grid)
         assert counted["tp"] == expected["tp"][1], (expected["tp"][0], world_rank)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 2, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
+def test_counts_of_a_convnet_follow_the_closed_form(layout, ffn_cut):
+    config = configure(layout, "1f1b", ffn_cut)
+    config = replace(config, model=replace(
+        config.model, model="convnet", heads=1, seq_len=1, tied=False, d_model=8, ffn=12))
+    schedule = make_schedule(config.grid)
+    split = models.of(config.model).balanced_layers(config.model, schedule.num_stages)
+    for world_rank in range(math.prod(layout)):
+        grid = Grid.of(config.grid, world_rank)
+        counted = formulas.counted(predict(config, world_rank).recorder.records)
+        expected = formulas.expected_calls(
+            config, schedule.stages_of(grid.pp_rank), schedule.num_stages, split, grid)
+        assert {axis: counted[axis] for axis in expected} == {
+            axis: calls for axis, (_, calls) in expected.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

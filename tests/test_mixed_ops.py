@@ -10,6 +10,7 @@ from ops_cases import LARGE, SMALL, call_every_op, plain
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cupy_ops import CupyOps
+from mpipar.ops.image_ops import ImageOps
 from mpipar.ops.mixed_ops import ACTIVATIONS, DTYPES, PASSED, MixedOps
 from mpipar.ops.numba_ops import NumbaOps
 from mpipar.ops.numpy_ops import NumpyOps
@@ -51,7 +52,7 @@ def test_what_is_rounded_and_what_is_not(dtype):
     results = call_every_op(ops)
     wide = {name for name, value in results.items()
             if not isinstance(value, float) and value.dtype == np.float32}
-    words = ("weight", "mean", "rstd", "sgd", "adamw", "combine", "scale")
+    words = ("weight", " mean", "rstd", "sgd", "adamw", "combine", "scale")
     assert wide == {name for name in results
                     if any(word in name for word in words)} | {"cross_entropy_forward"}
     assert (ops.dtype, ops.statistics) == (DTYPES[dtype], np.float32)
@@ -61,7 +62,7 @@ def test_every_function_has_its_place():
     """A new function must say whether its result is rounded."""
     own = {name for name in vars(MixedOps) if not name.startswith("_")}
     listed = [*ACTIVATIONS, *PASSED, *(own - {"add_parts"})]
-    public = {name for kind in (ArrayOps, NumpyOps, NumbaOps, CupyOps)
+    public = {name for kind in (ArrayOps, ImageOps, NumpyOps, NumbaOps, CupyOps)
               for name, value in vars(kind).items()
               if callable(value) and not name.startswith("_")}
     assert sorted(listed) == sorted(public - {"stacked_products"})  # inside attention

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpipar import models
 from mpipar.commands.resolve import AUTO, resolve
+from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.grid import Grid
-from mpipar.models.decoder import balanced_layers
 from mpipar.plan import machine_file
 from mpipar.plan.predict import MEMORY_LABELS, group_of, predict
 from mpipar.plan.step import step_estimate
@@ -53,15 +54,15 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     if problems:
         raise UsageError(problems)
     grid = Grid.of(config.grid, world_rank)
-    schedule = make_schedule(config.grid)
-    split = config.grid.stage_layers or balanced_layers(config.model, schedule.num_stages)
+    schedule, model = make_schedule(config.grid), models.of(config.model)
+    split = config.grid.stage_layers or model.balanced_layers(config.model, schedule.num_stages)
     stages = schedule.stages_of(grid.pp_rank)
     estimate = step_estimate(machine, config) if machine else None
     prediction = predict(config, world_rank)
     print(f"rank {world_rank} of {world_size}: {grid.describe()}; stages "
-          + "; ".join(describe_stage(stage, split) for stage in stages))
+          + "; ".join(describe_stage(stage, split, model.ENTRY) for stage in stages))
     print(f"one step of {schedule.name}, {config.grid.num_microbatches} microbatches of "
-          f"{formulas.sizes(config, 1).B} rows, {config.run.dtype}\n")
+          f"{rows_per_microbatch(config)} rows, {config.run.dtype}\n")
     print(in_order(prediction.recorder, config, grid))
     print("\nby name, per step:")
     counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mpipar import checkpoint
+from mpipar import checkpoint, formats
 from mpipar import ops as ops_module
 from mpipar.commands.resolve import resolve
 from mpipar.errors import EXIT_OK, DataError, UsageError
@@ -63,6 +63,10 @@ def prepare(reading, run_folder: str, world_size: int):
     if weights is None:
         raise DataError(f"{run_folder}: no weights here (looked for config.json in"
                         f" {options[0]} and {options[1]}); give the run folder of mpipar train")
+    model = formats.model_settings(str(weights))["model"]
+    if model != "decoder":
+        raise UsageError(f"{run_folder}: holds a {model}, which makes no text; give a decoder's"
+                         " run folder")
     one_row = replace(
         reading.config,
         run=replace(reading.config.run, init_from=str(weights)),

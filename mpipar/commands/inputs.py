@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpipar import checkpoint
+from mpipar import checkpoint, data
 from mpipar import ops as ops_module
 from mpipar.commands.resolve import resolve
 from mpipar.config import Config, RunConfig
-from mpipar.data.rows import split
-from mpipar.data.source import BYTE_VOCABULARY, load_tokens
+from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.generate import encode
 
@@ -38,8 +37,7 @@ def prepare(reading, world_size: int, checks=()) -> Inputs:
 
     def data_problems(config):
         try:
-            tokens, found["what"] = load_tokens(config.run.data, config.model.vocab_size)
-            found["parts"] = split(tokens, config.train.batch_size, config.model.seq_len)
+            found["parts"], found["what"] = data.of(config.model).load(config)
         except DataError as error:
             return error.problems
         return []
@@ -64,8 +62,7 @@ def prepare(reading, world_size: int, checks=()) -> Inputs:
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
                  f" {len(held_out):,} held out")
-    prompt = found["prompt"] or [int(token) for token in held_out[:1]]
-    return Inputs(config, notes, found["ops"], train_part, held_out, prompt)
+    return Inputs(config, notes, found["ops"], train_part, held_out, found["prompt"])
 
 
 def prompt_tokens(config) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from mpipar import hf_format, loss_scale, ops
+from mpipar import formats, loss_scale, ops
 from mpipar.config import Check, Config, complete, flag, settings
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.flags import Reading, build
@@ -21,11 +21,12 @@ def resolve(reading: Reading, world_size: int,
     `checks`: a command's own, beside those of values, layout, weights' shape and schedule. Raises
     one UserError with all problems. Comm: none; every rank that calls it comes to the same Config.
     """
-    errors: list[UserError] = [UsageError(reading.problems)] if reading.problems else []
     config = reading.config
+    found = [*reading.problems, *foreign(reading)]
+    errors: list[UserError] = [UsageError(found)] if found else []
     if config.run.init_from is not None:
         try:
-            config = with_weights_shape(reading, hf_format.model_settings(config.run.init_from))
+            config = with_weights_shape(reading, formats.model_settings(config.run.init_from))
         except UserError as error:
             errors.append(error)
     checks = ((stage_problems, UsageError), (tracer.problems, UsageError),
@@ -40,6 +41,9 @@ def resolve(reading: Reading, world_size: int,
 def with_weights_shape(reading: Reading, shape: dict) -> Config:
     """The Config with the shape of the weights it starts from; UsageError if flags contradict."""
     typed = {field.name: value for _, field, value in settings(reading.config)}
+    if shape["model"] != typed["model"]:
+        raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
+                         f" is {typed['model']}; type --model {shape['model']}")
     found = [f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
              f"is {value}; leave {flag(name)} out"
              for name, value in shape.items()
@@ -48,6 +52,21 @@ def with_weights_shape(reading: Reading, shape: dict) -> Config:
         raise UsageError(found)
     named = {name: value for name, value in typed.items() if value is not None}
     return build(named | shape)
+
+
+DECODER_ONLY = ("heads", "seq_len", "tied", "sequence_parallel", "tp_matmul", "prompt",
+                "sample_tokens", "temperature")
+CONVNET_ONLY = ("image_shape", "stem_stride")
+
+
+def foreign(reading: Reading) -> list[str]:
+    """Flags that mean nothing to the model that is trained, and say something else than nothing."""
+    model = reading.config.model.model
+    names = {"decoder": CONVNET_ONLY, "convnet": DECODER_ONLY}.get(model, ())
+    plain = {field.name: value for _, field, value in settings(build({"model": model}))}
+    return [f"{flag(field.name)}: means nothing to a {model}; leave it out"
+            for _, field, value in settings(reading.config)
+            if field.name in names and field.name in reading.given and value != plain[field.name]]
 
 
 def stage_problems(config: Config) -> list[str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from mpipar import checkpoint
+from mpipar import checkpoint, data, models
+from mpipar.commands import images, text
 from mpipar.commands.auto import with_schedule
 from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit
@@ -18,9 +19,6 @@ from mpipar.commands.run_folder import (
     full_disk_is_an_output_error,
     make_run_folder,
 )
-from mpipar.data.bigram import bigram_loss
-from mpipar.data.rows import Rows
-from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.environment import host_name
 from mpipar.errors import (
     EXIT_OK,
@@ -30,9 +28,7 @@ from mpipar.errors import (
     UsageError,
     UserError,
 )
-from mpipar.generate import decode, generate
 from mpipar.grid import Grid
-from mpipar.models.decoder import balanced_layers
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
@@ -49,6 +45,8 @@ from mpipar.report.tracer import Tracer
 from mpipar.trace import Recorder
 from mpipar.train import Worker, make_schedule
 from mpipar.watchdog import Watchdog
+
+FINISH = {"decoder": text, "convnet": images}  # what is shown when training is done
 
 
 class Log:
@@ -71,6 +69,7 @@ def train(session, worker, rows, metrics, memory, tracer, log, folder) -> tuple[
     """
     config = worker.config
     steps, run = config.train.steps, config.run
+    unit = FINISH[config.model.model].UNIT
     durations: list[float] = []
     for step in range(1, steps + 1):
         session.where = lambda step=step: f"step {step}"
@@ -94,7 +93,7 @@ def train(session, worker, rows, metrics, memory, tracer, log, folder) -> tuple[
                 for text in console.skipped_steps(lines):
                     log(text)
                 seconds = median(durations or [result.step_seconds])
-                log(console.step_line(steps, lines[-1], seconds))
+                log(console.step_line(steps, lines[-1], seconds, unit))
         if result.stop:
             return step, True
         if run.save_interval and step % run.save_interval == 0 and step < steps:
@@ -113,7 +112,8 @@ def describe(session, inputs, recorder, log) -> dict:
     schedule = make_schedule(config.grid)
     # One proof for all: a schedule that could hang never starts.
     session.agree(lambda: check(schedule) if world.rank == 0 else None)
-    split = config.grid.stage_layers or balanced_layers(config.model, schedule.num_stages)
+    model = models.of(config.model)
+    split = config.grid.stage_layers or model.balanced_layers(config.model, schedule.num_stages)
     hosts = {min(ranks) for ranks in gather_facts(world, session.host_ranks) or [(0,)]}
     headline = console.headline(config, world.size, len(hosts), schedule.num_stages)
     for line in (headline, *inputs.notes):
@@ -121,11 +121,11 @@ def describe(session, inputs, recorder, log) -> dict:
     predicted = predict(config, grid.world_rank)
     # Room for two whole steps, so that what led to a failure is still there.
     recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
-    share = f"{grid.tp_rank + 1}/{grid.tp_size} of heads, ffn, vocabulary"
+    share = f"{grid.tp_rank + 1}/{grid.tp_size} of {model.CUT}"
     fact = {
         "rank": grid.world_rank, "host": host_name(os.environ),
         "place": grid.describe(), "share": share if grid.tp_size > 1 else "all",
-        "stages": [console.describe_stage(stage, split)
+        "stages": [console.describe_stage(stage, split, model.ENTRY)
                    for stage in schedule.stages_of(grid.pp_rank)],
         "params": predicted.num_params, "memory": predicted.peak_bytes,
     }
@@ -167,31 +167,6 @@ def report(session, worker, fact, memory, steps, log) -> None:
             log(bubble_table(rows))
         log("\nmemory per rank, peak of the first step:")
         log(console.measured_memory(facts))
-
-
-def evaluate(worker, inputs, log, seconds) -> None:
-    """Held-out loss beside the bigram model's. Comm: forward passes over the held-out part."""
-    config, held_out = worker.config, inputs.held_out
-    rows = Rows(worker.ops, held_out, config, worker.grid.dp_rank)
-    loss, count = worker.evaluate(rows)
-    trained = worker.num_tokens * config.train.steps
-    log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
-        f" (trained on {trained:,} tokens in {seconds:.1f} s)")
-    vocab_size = config.model.vocab_size
-    if log.speaks and vocab_size <= BYTE_VOCABULARY:
-        bar = bigram_loss(inputs.train_part, held_out[:count + 1], vocab_size)
-        log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is"
-            f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
-
-
-def show_text(worker, inputs, log) -> None:
-    """Text that continues the prompt. Comm: generation."""
-    run, vocab_size = worker.config.run, worker.config.model.vocab_size
-    if run.sample_tokens:
-        prompt = inputs.prompt
-        text = list(generate(worker, prompt, run.sample_tokens, run.temperature, run.seed))
-        log(f"\ntext generated from {decode(prompt, vocab_size)!r}:")
-        log(decode([*prompt, *text], vocab_size))
 
 
 def save(worker, folder) -> None:
@@ -272,7 +247,7 @@ def described(session, inputs, recorder, fact, folder, log, metrics_file) -> int
         session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     else:
         worker.initialize()
-    rows = Rows(inputs.ops, inputs.train_part, config, worker.grid.dp_rank)
+    rows = data.of(config.model).Rows(inputs.ops, inputs.train_part, config, worker.grid.dp_rank)
     # The same axes on every rank, also where this one is in no group of several (a tie has two
     # members).
     axes = [*worker.comms.by_axis, "world"]
@@ -292,8 +267,7 @@ def described(session, inputs, recorder, fact, folder, log, metrics_file) -> int
         log(f"stopped on request after step {last}; the weights are in {folder / 'weights'}")
         return EXIT_STOPPED
     session.where, session.saved = lambda: "evaluation", str(folder / "weights")
-    evaluate(worker, inputs, log, seconds)
-    show_text(worker, inputs, log)
+    FINISH[config.model.model].finish(worker, inputs, log, seconds)
     if tracer.written and log.speaks:
         draw_trace(folder, log)
     log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {folder}")

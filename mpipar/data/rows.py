@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.data.source import load_tokens
 from mpipar.errors import DataError
 
 HELD_OUT = 10  # one part in ten is held out
@@ -45,6 +46,24 @@ def split(tokens, batch_size: int, seq_len: int):
     return tokens[:-held_out], tokens[-held_out:]
 
 
+def load(config):
+    """((training part, held-out part), what they are); DataError when the text won't do."""
+    tokens, what = load_tokens(config.run.data, config.model.vocab_size)
+    return split(tokens, config.train.batch_size, config.model.seq_len), what
+
+
+def rows_per_microbatch(config) -> int:
+    """Rows of a microbatch of one dp replica. config: resolved."""
+    return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
+
+
+def blank_batch(ops, config) -> Batch:
+    """A microbatch of token 0 in its true shape. config: resolved."""
+    shape = (rows_per_microbatch(config), config.model.seq_len)
+    tokens, targets = (ops.zeros(shape, "int64", label="buffers") for _ in range(2))
+    return Batch(tokens, targets, ops.zeros(shape[1:], "int64", label="buffers"))
+
+
 class Rows:
     """Rows of one part of the text for one place in the grid.
 
@@ -52,13 +71,15 @@ class Rows:
     pieces.
     """
 
-    def __init__(self, ops, tokens, config, dp_rank):
-        self.ops, self.tokens = ops, tokens
+    def __init__(self, ops, part, config, dp_rank):
+        self.ops, self.part = ops, part
         self.seed, self.seq_len = config.run.seed, config.model.seq_len
         self.dp_rank, self.dp_size = dp_rank, config.grid.dp
-        self.num_rows = config.train.batch_size // (self.dp_size * config.grid.num_microbatches)
+        self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
         self.positions = ops.asarray(np.arange(self.seq_len))
+        # Rows may begin at places 0 .. num_starts - 1; those of a sweep are this far apart.
+        self.num_starts, self.distance = len(part) - self.seq_len, self.seq_len
 
     def _indices(self, mb: int):
         """Global row numbers of this replica's microbatch mb."""
@@ -66,7 +87,7 @@ class Rows:
         return range(first, first + self.num_rows)
 
     def _batch(self, starts) -> Batch:
-        rows = np.stack([self.tokens[start:start + self.seq_len + 1] for start in starts])
+        rows = np.stack([self.part[start:start + self.seq_len + 1] for start in starts])
         rows = rows.astype(np.int64)
         tokens, targets = (np.ascontiguousarray(part) for part in (rows[:, :-1], rows[:, 1:]))
         return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), self.positions)
@@ -77,7 +98,7 @@ class Rows:
         for row in self._indices(mb):
             philox = np.random.Philox(key=self.seed, counter=[0, row, step, 0])
             generator = np.random.Generator(philox)
-            starts.append(int(generator.integers(len(self.tokens) - self.seq_len)))
+            starts.append(int(generator.integers(self.num_starts)))
         return self._batch(starts)
 
     def num_sweeps(self) -> int:
@@ -85,9 +106,10 @@ class Rows:
         left out.
         """
         per_batch = self.num_rows * self.dp_size * self.num_microbatches
-        return (len(self.tokens) - 1) // self.seq_len // per_batch
+        return ((self.num_starts - 1) // self.distance + 1) // per_batch
 
     def sweep(self, number: int, mb: int) -> Batch:
         """Microbatch mb of batch `number` of the sweep."""
         per_batch = self.num_rows * self.dp_size * self.num_microbatches
-        return self._batch([(number * per_batch + row) * self.seq_len for row in self._indices(mb)])
+        rows = [number * per_batch + row for row in self._indices(mb)]
+        return self._batch([row * self.distance for row in rows])

@@ -23,6 +23,7 @@ class Linear:
 
     def __init__(self, ops, name, in_shape, out_shape, cut, shard, comm, std):
         self.ops, self.name, self.comm = ops, name, comm
+        self.product = ops  # what the cut multiplies with; a convolution has its own
         self.cut = CUTS[cut]
         shape = (*in_shape, *out_shape)
         self.w = Param(f"{name}.w", shape, comm, shard, std=std)
@@ -39,13 +40,13 @@ class Linear:
         """y (.., N) of x (.., K), local sizes as the cut leaves them. Comm: forward of the cut."""
         stash[self.name, "x"] = x
         w, tokens = self._matrix(self.w.data), stash.batch.shape[1]
-        y = self.cut.forward(self.ops, x, w, self.comm, self.name, tokens)
+        y = self.cut.forward(self.product, x, w, self.comm, self.name, tokens)
         return self.ops.bias_forward(y, self.b.data.reshape(-1))
 
     def backward_input(self, dy, stash):
         """dx (.., K) of dy (.., N). Comm: backward_input of the cut."""
         w, tokens = self._matrix(self.w.data), stash.batch.shape[1]
-        dx, dy = self.cut.backward_input(self.ops, dy, w, self.comm, self.name, tokens)
+        dx, dy = self.cut.backward_input(self.product, dy, w, self.comm, self.name, tokens)
         stash[self.name, "dy"] = dy
         return dx
 
@@ -53,5 +54,5 @@ class Linear:
         """Accumulate the gradients of w and b. Comm: backward_weight of the cut."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
         dw, tokens = self._matrix(self.w.grad), stash.batch.shape[1]
-        self.cut.backward_weight(self.ops, x, dy, dw, self.comm, self.name, tokens)
+        self.cut.backward_weight(self.product, x, dy, dw, self.comm, self.name, tokens)
         self.ops.bias_backward_weight(dy, self.b.grad.reshape(-1))

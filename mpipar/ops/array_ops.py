@@ -2,8 +2,7 @@
 
 This is the readable version: the oracle of the tests and what runs on CuPy. `name_forward`
 computes, `name_backward_input` gives the gradient of the input, `name_backward_weight` ADDS the
-gradient of a parameter to the array it is given. Results are new C-contiguous arrays unless the
-text says otherwise.
+gradient of a parameter to the array it is given. Results are new C-contiguous arrays or say so.
 B batch, T tokens, D model width, H heads, d = D/H, V vocabulary (here the columns of one shard),
 N tokens of a microbatch (B*T), K and M the inner and outer width of a product.
 """
@@ -13,6 +12,7 @@ import math
 import numpy as np
 
 from mpipar.ops.array_attention import ArrayAttention
+from mpipar.ops.image_ops import ImageOps
 
 # GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); arXiv 1606.08415.
 GELU_A = math.sqrt(2.0 / math.pi)
@@ -21,7 +21,7 @@ GELU_B = 0.044715 * GELU_A
 EMPTY_MAX = -1e30
 
 
-class ArrayOps(ArrayAttention):
+class ArrayOps(ArrayAttention, ImageOps):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
     takes_16_bits = ()  # functions that compute on 16-bit operands as they are, summing in float32

@@ -10,9 +10,10 @@ from collections import Counter
 import numpy as np
 
 from mpipar.ops.shape_array import Ledger, ShapeArray
+from mpipar.ops.shape_image_ops import ShapeImageOps
 
 
-class ShapeOps:
+class ShapeOps(ShapeImageOps):
     """The array functions on `ShapeArray`.
 
     flops: phase -> FLOPs of products (2 M K N each); flops_by_op: (phase, function) -> the same.

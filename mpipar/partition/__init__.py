@@ -12,6 +12,8 @@ and the last ones are padded with zeros, which changes no product.
 comm: the group; for 2d and 2.5d a `summa.Mesh` of groups. tokens: T, for the cuts whose x or y is
 also cut along tokens (*_sp, *_ring); the others do not read it. shard_axis: which axis of w is cut
 (None: both). bias_is_cut: whether a rank holds only its own columns of y, and so of the bias.
+ops: what multiplies; a convolution gives its own product, whose w has the rows of a patch for each
+channel, so x's last axis and not w's first one is what a cut goes by.
 """
 
 from mpipar.partition import (
@@ -20,6 +22,7 @@ from mpipar.partition import (
     column_sp,
     depth,
     gather,
+    reduce,
     row,
     row_ring,
     row_sp,
@@ -27,6 +30,7 @@ from mpipar.partition import (
 )
 
 CUTS = {
-    "column": column, "row": row, "gather": gather, "2d": summa, "2.5d": depth,
+    "column": column, "row": row, "gather": gather, "reduce": reduce,
+    "2d": summa, "2.5d": depth,
     "column_sp": column_sp, "row_sp": row_sp, "column_ring": column_ring, "row_ring": row_ring,
 }

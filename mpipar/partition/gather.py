@@ -12,7 +12,12 @@ bias_is_cut = False
 
 def forward(ops, x, w, comm, name, tokens=None):
     """y (.., N) of x (.., K). Comm: one all_gather of y."""
-    parts = comm.all_gather(ops.matmul_forward(x, w), name)  # (q, .., N/q)
+    return collect(ops.matmul_forward(x, w), comm, name)
+
+
+def collect(x, comm, name):
+    """Whole x (.., N) of everybody's columns (.., N/q). Comm: one all_gather."""
+    parts = comm.all_gather(x, name)  # (q, .., N/q)
     outer = range(1, parts.ndim - 1)
     return parts.transpose(*outer, 0, parts.ndim - 1).reshape(*parts.shape[1:-1], -1)
 

@@ -14,11 +14,10 @@ from time import perf_counter
 
 import numpy as np
 
+from mpipar import data, models
 from mpipar import ops as ops_module
 from mpipar.comm import Comm
-from mpipar.data.rows import Batch
 from mpipar.layers.stash import Stash
-from mpipar.models.decoder import Stage, balanced_layers
 from mpipar.plan.costs import Costs
 from mpipar.report.gather import gather_facts
 from mpipar.trace import Recorder
@@ -30,7 +29,7 @@ OPTIMIZER_STATE = {"sgd": 0, "adamw": 2}  # copies of the weights
 
 
 def units_of(stage: int, stage_layers) -> range:
-    """Units of a stage: 0 is the embedding, 1 .. L the blocks, L + 1 norm, head and loss."""
+    """Units of a stage: 0 is the first layer, 1 .. L the blocks, L + 1 norm, head and loss."""
     first = 1 + sum(stage_layers[:stage])
     last = first + stage_layers[stage]
     ends = stage == len(stage_layers) - 1
@@ -41,7 +40,7 @@ def unit_counts(config, num_stages: int) -> tuple[int, ...]:
     """How many units each stage has, for `Costs.merged`."""
     split = config.grid.stage_layers
     if split is None or len(split) != num_stages:
-        split = balanced_layers(config.model, num_stages)
+        split = models.of(config.model).balanced_layers(config.model, num_stages)
     return tuple(len(units_of(stage, split)) for stage in range(num_stages))
 
 
@@ -81,14 +80,6 @@ def one_pass(ops, groups, batch, x, dy, observe):
         observe("w", unit, backward_weight)
 
 
-def zero_batch(ops, config) -> Batch:
-    """A microbatch of token 0."""
-    rows = config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
-    shape = (rows, config.model.seq_len)
-    tokens = [ops.asarray(np.zeros(shape, np.int64)) for _ in range(2)]
-    return Batch(*tokens, ops.asarray(np.arange(shape[1])))
-
-
 def activation_shape(worker, batch) -> tuple[int, ...]:
     """What a rank holds of the activations between two stages: the same between any two."""
     return next(iter(worker.stages.values())).in_shape(batch)
@@ -100,7 +91,7 @@ def measure_times(worker) -> dict:
     Comm: what the layers cross over tp.
     """
     ops, config = worker.ops, worker.config
-    batch = zero_batch(ops, config)
+    batch = data.of(config.model).blank_batch(ops, config)
     activation = activation_shape(worker, batch)
     rng = np.random.default_rng(0)
     x, dy = (ops.asarray(rng.standard_normal(activation).astype(ops.dtype)) for _ in range(2))
@@ -130,7 +121,7 @@ def measure_hop(worker) -> float:
     pp = worker.comms.pp
     if pp.size == 1:
         return 0.0
-    batch = zero_batch(worker.ops, worker.config)
+    batch = data.of(worker.config.model).blank_batch(worker.ops, worker.config)
     x = worker.ops.zeros(activation_shape(worker, batch), label="buffers")
     times = []
     for _ in range(1 + 2 * REPEATS):
@@ -154,7 +145,8 @@ def unit_memory(config) -> dict:
     recorder = Recorder()
     ops = ops_module.make("shapes", config.run.dtype, recorder)
     comm = Comm("tp", tuple(range(config.grid.tp)), 0, NoTransport(ops), recorder)
-    stage = Stage(ops, config.model, 0, (config.model.layers,), comm, {})
+    stage = models.of(config.model).Stage(
+        ops, config.model, 0, (config.model.layers,), comm, {})
     num_units = config.model.layers + 2
     kept: dict = {"f": {}, "i": {}, "w": {}}
 
@@ -164,7 +156,7 @@ def unit_memory(config) -> dict:
         kept[kind][unit] = sum(ops.live.values()) - before
         return result
 
-    batch = zero_batch(ops, config)
+    batch = data.of(config.model).blank_batch(ops, config)
     groups = grouped_layers(stage, range(num_units), num_units)
     one_pass(ops, groups, batch, None, None, observe)
     copies = 1 + OPTIMIZER_STATE[config.train.optimizer] + (ops.dtype != ops.statistics)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpipar import data
 from mpipar import ops as ops_module
-from mpipar.data.rows import Batch
 from mpipar.grid import Grid
 from mpipar.trace import Recorder
 from mpipar.train import Worker
@@ -44,14 +44,8 @@ def predict(config, world_rank: int) -> Prediction:
     recorder = Recorder(capacity=1 << 20)
     ops = ops_module.make("shapes", config.run.dtype, recorder)
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
-    num_rows = config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
-    shape = (num_rows, config.model.seq_len)
-
-    def get_batch(mb):
-        tokens, targets = (ops.empty(shape, "int64", label="buffers") for _ in range(2))
-        return Batch(tokens, targets, ops.empty(shape[1:], "int64", label="buffers"))
-
-    worker.train_step(1, get_batch)
+    blank_batch = data.of(config.model).blank_batch
+    worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
                       sum(stage.flat.data.size for stage in worker.stages.values()))
 

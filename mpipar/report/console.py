@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
+from mpipar import models
 from mpipar.plan.predict import MEMORY_LABELS
 from mpipar.trace import BYTES, CALLS, NANOSECONDS
 
@@ -56,17 +57,15 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
         f" {num_stages} stages, {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"
         f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
-        f"model {run.preset}: {model.layers} layers, D {model.d_model}, {model.heads} heads,"
-        f" F {model.ffn}, T {model.seq_len}, V {model.vocab_size}"
-        f"{', tied head' if model.tied else ''}; {config.train.optimizer},"
+        f"model {run.preset}: {models.of(model).describe(model)}; {config.train.optimizer},"
         f" {config.train.batch_size} rows per step"
     )
 
 
-def describe_stage(stage: int, stage_layers) -> str:
-    """The layers of a stage, as '0: embedding, blocks 0-1'."""
+def describe_stage(stage: int, stage_layers, entry: str) -> str:
+    """The layers of a stage, as '0: embedding, blocks 0-1'; entry: what lies below the blocks."""
     first, count = sum(stage_layers[:stage]), stage_layers[stage]
-    parts = ["embedding"] if stage == 0 else []
+    parts = [entry] if stage == 0 else []
     if count:
         last = first + count - 1
         parts.append(f"block {first}" if count == 1 else f"blocks {first}-{last}")
@@ -103,7 +102,7 @@ def measured_memory(facts: list[dict]) -> str:
     return table(rows)
 
 
-def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
+def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
     """One line per log interval, fixed order: greppable."""
     left = round((steps - line["step"]) * seconds_per_step)
     norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
@@ -111,7 +110,7 @@ def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}"
         f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
-        f" | {seconds_per_step * 1e3:.0f} ms | {number(line['tokens_per_second'])} tok/s"
+        f" | {seconds_per_step * 1e3:.0f} ms | {number(line['tokens_per_second'])} {unit}/s"
         f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
         f" | eta {left // 60}:{left % 60:02d}"
     )

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from statistics import mean, median
 
+from mpipar import models
 from mpipar.config import ModelConfig
-from mpipar.models.decoder import balanced_layers, stage_parts
 from mpipar.report.segments import COMPUTE, PASSES, Segment, by_kind
 from mpipar.report.trace_file import Trace
 from mpipar.report.waits import POINT_TO_POINT, Waits
@@ -44,14 +44,6 @@ def work_ms(trace: Trace, segments: list[list[Segment]]) -> list[float]:
     return [sum(_passes_ns(own).values()) * 1e-6 / trace.num_steps for own in segments]
 
 
-def flops(model: ModelConfig, stage_layers, stage: int) -> tuple[int, int]:
-    """FLOPs per token of a stage's forward: (blocks, head): 8D^2 + 4DF + 4TD each, and 2DV."""
-    blocks, _, is_last = stage_parts(stage, tuple(stage_layers))
-    width, ffn = model.d_model, model.ffn or 4 * model.d_model
-    block = 8 * width**2 + 4 * width * ffn + 4 * model.seq_len * width
-    return len(blocks) * block, 2 * width * model.vocab_size * is_last
-
-
 def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
     """The pipeline rank that computes most, if it is notably more than the mean, and why."""
     places = sorted({rank.place["pp"] for rank in trace.ranks})
@@ -59,12 +51,14 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
         return []
     work = work_ms(trace, segments)
     model, split = ModelConfig(**trace.meta["model"]), trace.meta["stage_layers"]
+    flops = models.of(model).flops
     least, expected, headless = {}, {}, {}
     for place in places:
         members = [rank for rank in trace.ranks if rank.place["pp"] == place]
         # Of replicas the fastest: a slow one among them is another finding.
         least[place] = min(work[rank.world_rank] for rank in members)
-        costs = [flops(model, split, span.stage) for span in members[0].spans if span.kind == "F"]
+        costs = [flops(model, split, span.stage)
+                 for span in members[0].spans if span.kind == "F"]
         expected[place] = sum(map(sum, costs))
         headless[place] = sum(blocks for blocks, _ in costs)
     slowest = max(places, key=least.get)
@@ -82,7 +76,7 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
     if ratio(expected) - 1 < (ratio(least) - 1) / 2:
         return [Finding("slow rank", f"{measured}, but only {ratio(expected):.1f}x of the FLOPs are"
                         f" there: {_names(ranks)} slow, or late inside a pass", lost)]
-    balanced = balanced_layers(model, len(split))
+    balanced = models.of(model).balanced_layers(model, len(split))
     cure = "" if list(balanced) == list(split) else (
         f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
     if ratio(headless) < NOTABLE:

@@ -12,6 +12,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from mpipar import models
+from mpipar.config import ModelConfig
 from mpipar.report import output, pop
 from mpipar.report.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
 from mpipar.report.segments import COMPUTE, PASSES
@@ -48,11 +50,10 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
     trace = analysis.trace
     meta = trace.meta
     slices, thinned = timeline_data(analysis, most_slices)
-    model = meta["model"]
+    model = ModelConfig(**meta["model"])
     return {
         "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
-        "model": f"{model['layers']} layers, D {model['d_model']}, {model['heads']} heads,"
-                 f" F {model['ffn']}, T {model['seq_len']}, V {model['vocab_size']};"
+        "model": f"{models.of(model).describe(model)};"
                  f" {meta['batch_size']} rows per step,"
                  f" {meta['schedule']['num_microbatches']} microbatches, {meta['dtype']}",
         "clock": trace.clock.describe(), "thinned": thinned,

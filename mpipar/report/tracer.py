@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from time import perf_counter_ns
 
+from mpipar import models
 from mpipar.grid import AXES
 from mpipar.report import trace_file
 from mpipar.report.clock import CommonClock, clock_identity, measure, shared_clocks
@@ -127,7 +128,7 @@ class Tracer:
             "layout": {axis: worker.grid.axis_size(axis) for axis in AXES},
             "schedule": trace_file.schedule_json(worker.schedule),
             "stage_layers": list(worker.stage_layers),
-            "stages": [describe_stage(stage, worker.stage_layers)
+            "stages": [describe_stage(stage, worker.stage_layers, models.of(config.model).ENTRY)
                        for stage in range(worker.schedule.num_stages)],
             "model": asdict(config.model), "batch_size": config.train.batch_size,
             "dtype": config.run.dtype, "device": config.run.device,

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpipar import config as config_module
 from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.presets import OF_MODEL
 from mpipar.verify import compare
 
 WORLD = MPI.COMM_WORLD
@@ -34,7 +35,7 @@ def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid)
         grid=GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **grid),
         train=TrainConfig(
             batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
-        run=RunConfig(dtype="float64", seed=3, check_comm=True),
+        run=RunConfig(preset=OF_MODEL[model.model], dtype="float64", seed=3, check_comm=True),
     )
     return config_module.resolve(config, dp * pp * tp)[0]
 
@@ -58,14 +59,14 @@ def poison_unwritten(monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "empty", empty)
 
 
-def assert_equals_one_rank(config: Config) -> None:
+def assert_equals_one_rank(config: Config, part=None) -> None:
     """Assert that loss, norm, every gradient and every weight after a step equal those of one rank.
 
-    The verdict is world rank 0's, and all ranks raise with it. Comm: a step, two streams, one
-    broadcast.
+    part: what is trained on; the random tokens by default. The verdict is world rank 0's, and all
+    ranks raise with it. Comm: a step, two streams, one broadcast.
     """
     bad = [f"{d.kind} of {d.name}: {d.error:.1e} at {d.where}"
-           for d in compare(config, tokens(), WORLD) if not d.ok]
+           for d in compare(config, tokens() if part is None else part, WORLD) if not d.ok]
     count = np.array([len(bad)])
     WORLD.Bcast(count)
     assert not count[0], f"{config.grid}: {count[0]} tensors differ, e.g. {bad[:5]}"

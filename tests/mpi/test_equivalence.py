@@ -38,8 +38,9 @@ def test_untied_head_equals_one_rank(layout):
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
-def test_gathered_ffn_equals_one_rank(layout):
-    assert_equals_one_rank(small_config(layout, model=replace(MODEL, ffn_cut="gather")))
+@pytest.mark.parametrize("ffn_cut", ["gather", "reduce"])
+def test_ffn_of_two_products_that_stand_alone_equals_one_rank(layout, ffn_cut):
+    assert_equals_one_rank(small_config(layout, model=replace(MODEL, ffn_cut=ffn_cut)))
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)

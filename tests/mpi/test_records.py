@@ -45,7 +45,7 @@ def real_step(config):
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
-@pytest.mark.parametrize("ffn_cut", ["pair", "gather"])
+@pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_shapes_only_run_predicts_every_record(layout, ffn_cut, schedule):
     config = small_config(layout, schedule=schedule, model=replace(MODEL, ffn_cut=ffn_cut))

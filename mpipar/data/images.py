@@ -1,0 +1,140 @@
+"""Images with their classes: scikit-learn's handwritten digits, or the arrays of an .npz file.
+
+Which images a step trains on is decided as for rows of text: see `mpipar.data.rows`. Letters: N
+images, B of a microbatch, H and W height and width, C channels.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpipar.data import rows
+from mpipar.errors import DataError
+
+HELD_OUT = 5  # one image in five is held out
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images (N, H, W, C), their mean 0 and deviation 1 over the training part; labels (N,)."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self):
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch: images (B, H, W, C) and targets (B,), their classes; targets is None where
+    the logits are wanted.
+    """
+
+    images: object
+    targets: object
+
+    @property
+    def shape(self):
+        return self.images.shape
+
+
+class Rows(rows.Rows):
+    """Images of one part of the set for one place in the grid; a row is one image."""
+
+    def __init__(self, ops, part: ImageSet, config, dp_rank):
+        super().__init__(ops, part, config, dp_rank)
+        self.num_starts, self.distance = len(part), 1
+
+    def _batch(self, starts) -> Batch:
+        images = self.part.images[starts].astype(self.ops.dtype)
+        return Batch(self.ops.asarray(images), self.ops.asarray(self.part.labels[starts]))
+
+
+def blank_batch(ops, config) -> Batch:
+    """A microbatch of zeros in its true shape. config: resolved."""
+    num_rows = rows.rows_per_microbatch(config)
+    images = ops.zeros((num_rows, *config.model.image_shape), label="buffers")
+    return Batch(images, ops.zeros((num_rows,), "int64", label="buffers"))
+
+
+def load(config):
+    """((training part, held-out part), what they are).
+
+    Raises DataError when they can't be read, don't fit the model, or are fewer than a batch each.
+    """
+    paths = config.run.data
+    if len(paths) > 1:
+        raise DataError(f"--data: a convnet reads one .npz file, not {len(paths)}")
+    images, labels, what = _read_npz(paths[0]) if paths else _digits()
+    _check(images, labels, config.model, f"--data {paths[0]}" if paths else "the digits")
+    batch_size = config.train.batch_size
+    held_out = max(len(images) // HELD_OUT, batch_size)
+    if len(images) - held_out < batch_size:
+        raise DataError(
+            f"the data has {len(images):,} images, fewer than one batch to train on and one to hold"
+            f" out (2 x {batch_size}): give more images, or a smaller --batch-size")
+    # The same order for every --seed: what is held out stays held out.
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(images))
+    images, labels = images[order].astype(np.float64), labels[order].astype(np.int64)
+    images -= images[held_out:].mean()
+    images /= images[held_out:].std() or 1.0
+    parts = [ImageSet(images[part], labels[part])
+             for part in (slice(held_out, None), slice(held_out))]
+    return parts, what
+
+
+def _digits():
+    """scikit-learn's 1797 handwritten digits of 8 x 8 pixels."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "the digits come with scikit-learn, which is not installed: install mpipar[digits], or"
+            " give your own images with --data FILE.npz (arrays x and y)") from None
+    digits = load_digits()
+    return (digits.images[..., None], digits.target,
+            f"{len(digits.target):,} handwritten digits of scikit-learn")
+
+
+def _read_npz(path: str):
+    """x as (N, H, W, C), y, and a line that says what they are."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [name for name in ("x", "y") if name not in file]
+            if missing:
+                raise DataError(
+                    f"--data {path}: has no array {' and no array '.join(missing)} (it has"
+                    f" {', '.join(file) or 'none'}); x holds images (N, H, W) or (N, H, W, C), y"
+                    " their classes (N,)")
+            x, y = file["x"], file["y"]
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror or error}") from None
+    except (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):
+        raise DataError(f"--data {path}: is not an .npz file of arrays of numbers, x and y, as"
+                        " numpy.savez(FILE, x=images, y=classes) writes it") from None
+    return x[..., None] if x.ndim == 3 else x, y, f"{len(y) if y.ndim else 0:,} images of {path}"
+
+
+def _check(x, y, model, where) -> None:
+    """Raise DataError with everything about x and y that does not fit each other or the model."""
+    if x.ndim != 4 or y.ndim != 1 or len(x) != len(y):
+        raise DataError(f"{where}: x has shape {x.shape} and y {y.shape}; needed are images"
+                        " (N, H, W) or (N, H, W, C) and as many classes (N,)")
+    found = []
+    if x.dtype.kind not in "fiub" or not np.isfinite(x).all():
+        found.append(f"{where}: x must hold finite numbers; it is {x.dtype}")
+    if x.shape[1:] != tuple(model.image_shape):
+        shape = ",".join(map(str, x.shape[1:]))
+        found.append(f"{where}: the images are {shape}; type --image-shape {shape}")
+    if y.dtype.kind not in "iu":
+        found.append(f"{where}: y must hold whole numbers, the classes; it is {y.dtype}")
+    elif len(y) and (y.min() < 0 or y.max() >= model.vocab_size):
+        cure = f"type --vocab-size {y.max() + 1} or more" if y.min() >= 0 else "count from 0"
+        found.append(f"{where}: y has classes {y.min()} to {y.max()}, but the model has"
+                     f" {model.vocab_size}, 0 to {model.vocab_size - 1}; {cure}")
+    if found:
+        raise DataError(found)

@@ -1,0 +1,97 @@
+"""Convolution cut by channels, and pooling.
+
+A convolution is a product of each patch of the image, (k, k, C) numbers, with a matrix (k*k*C, N):
+so the cuts of products (mpipar/partition) are its cuts, by output channels N or input channels C.
+Every rank has all places of the image, and what travels are whole images of some channels, never
+patches. Letters: B images, H and W height and width, C channels in, N channels out, k width of the
+kernel, P and Q height and width of what comes out.
+"""
+
+from __future__ import annotations
+
+from mpipar.layers.linear import Linear
+from mpipar.partition import CUTS
+
+
+class PatchProduct:
+    """The product of every patch of x (B, H, W, C) with w (k*k*C, N), in place of `ops` in a cut.
+
+    name: of the layer, for --trace-ops. size: (H, W), which the shape of y does not tell.
+    """
+
+    def __init__(self, ops, name, size, kernel, stride, padding):
+        self.ops, self.name, self.size = ops, name, size
+        self.window = kernel, stride, padding
+
+    def matmul_forward(self, x, w):
+        """y (B, P, Q, N)."""
+        return self.ops.matmul_forward(self.ops.unfold_forward(x, *self.window), w)
+
+    def matmul_backward_input(self, dy, w):
+        """dx (B, H, W, C) of dy (B, P, Q, N)."""
+        dpatches = self.ops.matmul_backward_input(dy, w)
+        kernel = self.window[0]
+        shape = (dy.shape[0], *self.size, w.shape[0] // kernel**2)
+        return self.ops.unfold_backward_input(dpatches, shape, *self.window)
+
+    def matmul_backward_weight(self, x, dy, dw):
+        """dw (k*k*C, N) += patches^T dy; the patches are made again, k*k times what x takes."""
+        self.ops.matmul_backward_weight(self.ops.unfold_forward(x, *self.window), dy, dw)
+
+
+class Conv(Linear):
+    """y (B, P, Q, N) = patches of x (B, H, W, C) @ w + b: a Linear layer with another product.
+
+    size: (H, W). The weight's logical shape is (k, k, C, N), cut on C or N. Comm: that of the cut.
+    """
+
+    def __init__(self, ops, name, size, channels, cut, comm, std, kernel=3, stride=1, padding=1):
+        in_shape, out_shape = (kernel, kernel, channels[0]), channels[1:]
+        shard = 2 + CUTS[cut].shard_axis
+        super().__init__(ops, name, in_shape, out_shape, cut, shard, comm, std)
+        self.product = PatchProduct(ops, name, size, kernel, stride, padding)
+
+
+class MaxPool:
+    """The largest of each 2 x 2 tile, by channel; a last odd row or column is left away."""
+
+    params = ()
+    width = 2
+
+    def __init__(self, ops, name):
+        self.ops, self.name = ops, name
+
+    def forward(self, x, stash):
+        """y (B, H/2, W/2, C) of x (B, H, W, C). Comm: none."""
+        y, places = self.ops.maxpool_forward(x, self.width)
+        stash[self.name, "places"] = places, x.shape
+        return y
+
+    def backward_input(self, dy, stash):
+        """dx (B, H, W, C) of dy (B, H/2, W/2, C). Comm: none."""
+        return self.ops.maxpool_backward_input(
+            dy, *stash.pop((self.name, "places")), self.width)
+
+    def backward_weight(self, stash):
+        """There is no weight. Comm: none."""
+
+
+class MeanPool:
+    """The mean over all places of an image, by channel."""
+
+    params = ()
+
+    def __init__(self, ops, name):
+        self.ops, self.name = ops, name
+
+    def forward(self, x, stash):
+        """y (B, C) of x (B, H, W, C). Comm: none."""
+        stash[self.name, "shape"] = x.shape
+        return self.ops.meanpool_forward(x)
+
+    def backward_input(self, dy, stash):
+        """dx (B, H, W, C) of dy (B, C). Comm: none."""
+        return self.ops.meanpool_backward_input(dy, stash.pop((self.name, "shape")))
+
+    def backward_weight(self, stash):
+        """There is no weight. Comm: none."""

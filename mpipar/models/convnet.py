@@ -1,0 +1,163 @@
+"""A network of convolutions as a sequence of layers, and its Stage.
+
+    stem -> block 0 -> ... -> block L-1 -> final norm -> mean over places -> head -> loss
+
+The stem is a convolution, GELU and a 2 x 2 pooling. A block is x = x + down(gelu(up(norm(x)))): two
+convolutions, whose cuts are those of a decoder's feed-forward network. Letters: B images, P and Q
+height and width behind the stem, D channels of the stream, F channels inside a block, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mpipar.layers.conv import Conv, MaxPool, MeanPool
+from mpipar.layers.ffn import FeedForward
+from mpipar.layers.loss import CrossEntropy, Head
+from mpipar.layers.norm import LayerNorm
+from mpipar.layers.param import Param
+from mpipar.models.stage import LayerRun, balance, stage_parts
+from mpipar.ops.image_ops import out_length
+from mpipar.partition.tokens import WholeTokens
+
+KERNEL = 3  # every convolution's, with one zero around the image
+ENTRY = "stem"  # what the first stage holds below its blocks
+CUT = "channels, classes"  # what tp divides
+
+
+def deviation(channels: int) -> float:
+    """Of initial weights: keeps the variance through GELU, which halves it (arXiv 1502.01852)."""
+    return math.sqrt(2 / (KERNEL**2 * channels))
+
+
+def stem_size(config) -> tuple[int, int]:
+    """Height and width behind the stem's convolution, before its pooling."""
+    return tuple(out_length(side, KERNEL, config.stem_stride, KERNEL // 2)
+                 for side in config.image_shape[:2])
+
+
+def stream_size(config) -> tuple[int, int]:
+    """(P, Q): behind the pooling."""
+    return tuple(side // MaxPool.width for side in stem_size(config))
+
+
+class Stem:
+    """y (B, P, Q, D) = pool(gelu(conv(images))), cut by output channels and collected.
+
+    Images have few channels: there is nothing to cut on the input side.
+    """
+
+    def __init__(self, ops, config, comm):
+        self.ops, self.name = ops, "stem"
+        height, width, channels = config.image_shape
+        self.conv = Conv(ops, "stem", (height, width), (channels, config.d_model), "gather", comm,
+                         deviation(channels), stride=config.stem_stride)
+        self.pool = MaxPool(ops, "stem.pool")
+        self.params = self.conv.params
+
+    def forward(self, x, stash):
+        """y (B, P, Q, D); reads the microbatch's images, ignores x. Comm: one all_gather."""
+        h = self.conv.forward(stash.batch.images, stash)
+        stash[self.name, "h"] = h
+        return self.pool.forward(self.ops.gelu_forward(h), stash)
+
+    def backward_input(self, dy, stash):
+        """No gradient of the images is wanted: keeps dy for the convolution. Comm: none."""
+        da = self.pool.backward_input(dy, stash)
+        stash[self.name, "dy"] = self.ops.gelu_backward_input(da, stash.pop((self.name, "h")))
+
+    def backward_weight(self, stash):
+        """Accumulate the gradients of the convolution. Comm: none."""
+        self.conv.backward_weight(stash)
+
+
+class ConvPair(FeedForward):
+    """y = down(gelu(up(x))): convolutions from D to F channels and back. Comm: see Linear."""
+
+    def __init__(self, ops, name, size, widths, cuts, comm, out_std):
+        self.ops, self.name = ops, name
+        outer, inner = widths
+        self.up = Conv(ops, f"{name}.up", size, (outer, inner), cuts[0], comm, deviation(outer))
+        self.down = Conv(ops, f"{name}.down", size, (inner, outer), cuts[1], comm, out_std)
+        self.params = [*self.up.params, *self.down.params]
+
+
+class Block:
+    """x = x + pair(norm(x)). Comm: one all_reduce over tp forward, one backward; with another
+    --ffn-cut than pair, those of the cuts.
+    """
+
+    def __init__(self, ops, index, config, cuts, comm):
+        self.ops = ops
+        # Residual branches start smaller so that the stream's variance does not grow with depth.
+        out_std = deviation(config.ffn) / math.sqrt(config.layers)
+        self.norm = LayerNorm(ops, f"block{index}.norm", config.d_model, comm)
+        self.pair = ConvPair(ops, f"block{index}", stream_size(config),
+                             (config.d_model, config.ffn), cuts, comm, out_std)
+        self.params = [*self.norm.params, *self.pair.params]
+
+    def forward(self, x, stash):
+        """y (B, P, Q, D) of x (B, P, Q, D)."""
+        return self.ops.accumulate(self.pair.forward(self.norm.forward(x, stash), stash), x)
+
+    def backward_input(self, dy, stash):
+        """dx (B, P, Q, D) of dy (B, P, Q, D); dy flows around the branch and through it."""
+        dx = self.norm.backward_input(self.pair.backward_input(dy, stash), stash)
+        return self.ops.accumulate(dx, dy)
+
+    def backward_weight(self, stash):
+        """Accumulate all gradients of the block. Comm: backward_weight of the cuts."""
+        self.pair.backward_weight(stash)
+        self.norm.backward_weight(stash)
+
+
+def balanced_layers(config, num_stages: int) -> tuple[int, ...]:
+    """Blocks per stage: see `balance`. Head and stem cost next to nothing beside a block."""
+    return balance(config.layers, num_stages, 0.0)
+
+
+def flops(config, stage_layers, stage: int) -> tuple[int, int]:
+    """FLOPs per image of a stage's forward: (stem and blocks, head).
+
+    A convolution: 2 k^2 times places, channels in and channels out.
+    """
+    blocks, is_first, is_last = stage_parts(stage, tuple(stage_layers))
+    wide, stem = math.prod(stream_size(config)), math.prod(stem_size(config))
+    block = 2 * (2 * KERNEL**2 * wide * config.d_model * config.ffn)
+    first = 2 * KERNEL**2 * stem * config.image_shape[2] * config.d_model
+    return (len(blocks) * block + is_first * first,
+            2 * config.d_model * config.vocab_size * is_last)
+
+
+def describe(config) -> str:
+    """The sizes of a resolved ModelConfig, for a headline."""
+    image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
+                                                             stream_size(config)))
+    return (f"{config.layers} pairs of convolutions, {config.d_model} channels, inside a pair"
+            f" {config.ffn}, images {image}, behind the stem {stream}, {config.vocab_size} classes")
+
+
+class Stage(LayerRun):
+    """A stage of the network. No parameter is shared between stages: `tables` stays empty."""
+
+    def __init__(self, ops, config, stage, stage_layers, comm, tables, copies=None):
+        self.shape = (*stream_size(config), config.d_model)
+        blocks, is_first, is_last = stage_parts(stage, stage_layers)
+        cuts = ("column", "row") if config.ffn_cut == "pair" else (config.ffn_cut, config.ffn_cut)
+        layers, loss = [], None
+        if is_first:
+            layers.append(Stem(ops, config, comm))
+        layers += [Block(ops, index, config, cuts, comm) for index in blocks]
+        if is_last:
+            table = Param("head.table", (config.vocab_size, config.d_model), comm, 0,
+                          std=1 / math.sqrt(config.d_model))
+            loss = CrossEntropy(ops, config.vocab_size, table, comm)
+            layers += [LayerNorm(ops, "final_norm", config.d_model, comm),
+                       MeanPool(ops, "mean"), Head(ops, table, WholeTokens(ops, comm)), loss]
+        super().__init__(ops, stage, layers, loss, (), copies)
+
+    def out_shape(self, batch) -> tuple[int, ...]:
+        """Shape of the activations between any two stages, (B, P, Q, D)."""
+        return (batch.shape[0], *self.shape)
+
+    in_shape = out_shape

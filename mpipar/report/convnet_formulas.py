@@ -1,0 +1,60 @@
+"""What each barrier of a convnet's step must carry, as formulas: text for the reader, numbers for
+the test.
+
+B images of a microbatch, S places of an image in the convolution's input or output (height times
+width: S0 before the stem's pooling, S behind it), D channels of the stream, F channels inside a
+pair, q size of the group, e bytes of a number. A pair of convolutions is a pair of products: one
+all-reduce forward, one backward, whatever the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mpipar.data.rows import rows_per_microbatch
+from mpipar.models.convnet import stem_size, stream_size
+from mpipar.report.console import family
+from mpipar.trace import NAME, OPERATION
+
+CARRIED = {  # (name, operation): letters of what travels, besides B*e; up and down: see `letters`
+    ("stem", "all_gather"): ("S0", "D"), ("head", "all_reduce"): ("D",),
+    ("activations", "send"): ("S", "D"), ("activations", "recv"): ("S", "D"),
+    ("gradients", "send"): ("S", "D"), ("gradients", "recv"): ("S", "D"),
+}
+# With convolutions that stand alone, the one to F channels carries F forward, the one from F
+# backward: the operation says which pass.
+FORWARD = {"gather": "all_gather", "reduce": "all_reduce"}
+
+
+def letters(record, ffn_cut: str) -> tuple[str, ...] | None:
+    """Letters of a record's payload; None where it is no activation."""
+    name, operation = family(record[NAME]).removeprefix("block*."), record[OPERATION]
+    if name in ("up", "down"):
+        forward = operation == FORWARD.get(ffn_cut)
+        wide = ffn_cut != "pair" and (name == "up") == forward
+        return ("S", "F") if wide else ("S", "D")
+    return CARRIED.get((name, operation))
+
+
+def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
+    """(formula, bytes) of a record's payload, None where there is no formula."""
+    num_rows = rows_per_microbatch(config)
+    if record[NAME] == "loss" and record[OPERATION] == "all_gather":
+        return "q * 3*B*e", group_size * 3 * num_rows * itemsize
+    found = letters(record, config.model.ffn_cut)
+    if found is None:
+        return None
+    sizes = {"S0": math.prod(stem_size(config.model)), "S": math.prod(stream_size(config.model)),
+             "D": config.model.d_model, "F": config.model.ffn}
+    return (f"B*{'*'.join(found)}*e",
+            num_rows * itemsize * math.prod(sizes[letter] for letter in found))
+
+
+def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str, int]:
+    """(formula, calls per step) over tp: L blocks here, m microbatches. The stem gathers once; the
+    head sums once, and the loss gathers once.
+    """
+    m = config.grid.num_microbatches
+    per_block = 2 if config.model.ffn_cut == "pair" else 4
+    ends = first + 2 * last
+    return f"m * ({per_block}L + {ends})", m * (per_block * blocks + ends)

@@ -1,0 +1,203 @@
+"""The convnet over layouts, schedules and cuts against one rank, to 1e-12; its barriers against
+formulas; and planted bugs that the comparison must find.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import (
+    LAYOUTS,
+    WORLD,
+    assert_equals_one_rank,
+    poison_unwritten,
+    small_config,
+    with_sync_sends,
+)
+
+from mpipar import ops as ops_module
+from mpipar.classify import accuracy
+from mpipar.comm import Comm
+from mpipar.config import ModelConfig
+from mpipar.data.images import ImageSet, Rows
+from mpipar.grid import Grid
+from mpipar.layers.conv import PatchProduct
+from mpipar.layers.linear import Linear
+from mpipar.models.convnet import Stem
+from mpipar.plan.predict import predict
+from mpipar.report import formulas
+from mpipar.trace import NAME, OPERATION, PAYLOAD, PHASE, Recorder
+from mpipar.train import Worker
+
+# Widths that 2 and 3 divide; images 7 x 9 with 2 channels, behind the stem 3 x 4; 7 classes: padded
+# over tp.
+MODEL = ModelConfig(model="convnet", layers=5, d_model=6, heads=1, ffn=12, seq_len=1, vocab_size=7,
+                    tied=False, image_shape=(7, 9, 2))
+CUTS = ("pair", "gather", "reduce")
+HERE = LAYOUTS[WORLD.size]
+
+
+def images():
+    """Random images and classes, the same on every rank."""
+    rng = np.random.default_rng(7)
+    return ImageSet(rng.standard_normal((90, *MODEL.image_shape)), rng.integers(0, 7, 90))
+
+
+def convnet(layout, num_microbatches=2, ffn_cut="pair", **grid):
+    return small_config(
+        layout, num_microbatches, replace(MODEL, ffn_cut=ffn_cut), rows_per_mb=1, **grid)
+
+
+def assert_equal(config):
+    assert_equals_one_rank(config, images())
+
+
+def real_step(config):
+    """One step of this rank: its records."""
+    ops, recorder = ops_module.make("cpu", "float64"), Recorder()
+    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
+    worker.initialize()
+    rows = Rows(ops, images(), config, worker.grid.dp_rank)
+    worker.train_step(1, lambda mb: rows.train(1, mb))
+    worker.close()
+    return recorder.records
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_layout_equals_one_rank(monkeypatch, layout, schedule, num_microbatches):
+    poison_unwritten(monkeypatch)
+    assert_equal(convnet(layout, num_microbatches, schedule=schedule))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+@pytest.mark.parametrize("ffn_cut", CUTS)
+def test_every_cut_equals_one_rank(monkeypatch, layout, ffn_cut):
+    poison_unwritten(monkeypatch)
+    assert_equal(with_sync_sends(convnet(layout, 2, ffn_cut)))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "dualpipe", "zb-v"])
+def test_other_schedules_equal_one_rank(schedule):
+    assert_equal(convnet((1, 2, WORLD.size // 2), 4, schedule=schedule))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+@pytest.mark.parametrize("ffn_cut", CUTS)
+def test_records_are_those_predicted_and_follow_the_formulas(layout, ffn_cut):
+    config = convnet(layout, 2, ffn_cut)
+    what = (OPERATION, NAME, PHASE, PAYLOAD)
+    real = real_step(config)
+    predicted = predict(config, WORLD.rank).recorder.records
+    assert [[one[i] for i in what] for one in real] == [[one[i] for i in what] for one in predicted]
+    q = config.grid.tp
+    for record in real:
+        found = formulas.payload(record, config, 8, q)
+        if found is not None:
+            assert found[1] == record[PAYLOAD], (record, found)
+        else:
+            assert record[NAME].startswith(("grads.", "step.")), record
+    if q == 1:
+        return
+    # By hand, per microbatch: B 5 or 10 images of 3 x 4 places, 6 or 12 channels, 8 bytes.
+    num_rows = config.train.batch_size // (config.grid.dp * 2)
+    narrow, wide = (8 * num_rows * 3 * 4 * channels for channels in (6, 12))
+    blocks = [one for one in real if one[NAME].startswith("block0.")]
+    sums, gathers = (sorted(one[PAYLOAD] for one in blocks if one[OPERATION] == operation)
+                     for operation in ("all_reduce", "all_gather"))
+    apart = sorted([narrow, wide] * 2)
+    expected = {"pair": ([narrow] * 4, []), "gather": (apart, apart), "reduce": (apart, apart)}
+    assert (sums, gathers) == (expected[ffn_cut] if blocks else ([], []))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_accuracy_is_that_of_one_rank(layout):
+    def share(config, grid, world):
+        ops = ops_module.make("cpu", "float64")
+        worker = Worker(config, grid, ops, Recorder(), world)
+        worker.initialize(0.5)
+        found = accuracy(worker, Rows(ops, images(), config, grid.dp_rank))
+        worker.close()
+        return found
+
+    config = convnet(layout, 1)
+    alone = replace(config, grid=replace(config.grid, dp=1, pp=1, tp=1))
+    found = share(config, Grid.of(config.grid, WORLD.rank), WORLD)
+    assert found == share(alone, Grid(0), None)
+    assert 0 < found[0] < 1, found
+
+
+# Planted bugs.
+
+def assert_caught(config):
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equal(config)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["up", "down", "head"])
+def test_a_dropped_barrier_is_caught(monkeypatch, case):
+    name = {"up": "block1.up", "down": "block1.down", "head": "head"}[case]
+    plain = Comm.all_reduce
+
+    def all_reduce(self, x, barrier, op="sum"):
+        return x if barrier == name else plain(self, x, barrier, op)
+
+    monkeypatch.setattr(Comm, "all_reduce", all_reduce)
+    assert_caught(convnet((1, 1, 2)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ffn_cut", ["gather", "reduce"])
+def test_channels_collected_in_the_wrong_order_are_caught(monkeypatch, ffn_cut):
+    plain = Comm.all_gather
+
+    def all_gather(self, x, barrier):
+        y = plain(self, x, barrier)
+        return y[::-1] if barrier == "block0.down" else y
+
+    monkeypatch.setattr(Comm, "all_gather", all_gather)
+    assert_caught(convnet((1, 1, 2), ffn_cut=ffn_cut))
+
+
+@pytest.mark.ranks(2)
+def test_a_skipped_weight_gradient_is_caught(monkeypatch):
+    def backward_weight(self, stash):
+        stash.pop((self.name, "x"))
+        stash.pop((self.name, "dy"))
+
+    plain = Linear.backward_weight
+    monkeypatch.setattr(
+        Linear, "backward_weight",
+        lambda self, stash: (backward_weight if self.comm.index and self.name == "block2.down"
+                             else plain)(self, stash))
+    assert_caught(convnet((1, 1, 2)))
+
+
+@pytest.mark.ranks(2)
+def test_a_window_that_slides_wrongly_on_one_rank_is_caught(monkeypatch):
+    plain = PatchProduct.matmul_backward_input
+
+    def backward_input(self, dy, w):
+        dx = plain(self, dy, w)
+        if WORLD.rank == 1 and self.name == "block3.down":
+            dx[:, 0] = 0
+        return dx
+
+    monkeypatch.setattr(PatchProduct, "matmul_backward_input", backward_input)
+    assert_caught(convnet((1, 2, 1)))
+
+
+@pytest.mark.ranks(2)
+def test_a_stem_bias_without_its_gradient_on_one_copy_is_caught(monkeypatch):
+    plain = Stem.backward_weight
+
+    def backward_weight(self, stash):
+        plain(self, stash)
+        if WORLD.rank == 1:
+            self.conv.b.grad[...] = 0
+
+    monkeypatch.setattr(Stem, "backward_weight", backward_weight)
+    assert_caught(convnet((2, 1, 1)))

@@ -1,0 +1,109 @@
+"""`mpipar train --model convnet` as a user types it: what it learns, writes and refuses."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, find_launcher
+from program import layout_flags, metrics, mpipar, one_block, weights
+
+needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+CONVNET = ("train", "--model", "convnet")
+
+
+def npz(folder, **changes):
+    """A file of 40 random images 6 x 5 of 3 classes, with arrays replaced, or left out by None."""
+    rng = np.random.default_rng(1)
+    arrays = {"x": rng.random((40, 6, 5)), "y": np.arange(40) % 3} | changes
+    path = folder / "images.npz"
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return str(path)
+
+
+@needs_launcher
+def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
+    pytest.importorskip("sklearn", reason="digits: scikit-learn is not installed")
+    run, more = tmp_path / "run", tmp_path / "more"
+    result = mpipar(*CONVNET, "--out", run, ranks=2)
+    assert result.returncode == 0, result.tail()
+    found = re.search(r"accuracy ([\d.]+)% of 320 images", result.stdout)
+    assert float(found[1]) > 95, result.tail()
+    assert metrics(run)[-1]["loss"] < 0.1 < metrics(run)[0]["loss"]
+    described = json.loads((run / "weights" / "config.json").read_text())
+    assert described["model_type"] == "mpipar-convnet"
+    assert weights(run)["block1.up.w"].shape == (3, 3, 32, 128)
+    result = mpipar(*CONVNET, "--out", more, "--steps", 1, "--lr", 1e-9, "--init-from",
+                    run / "weights", *layout_flags((1, 1, 2)), ranks=2)
+    assert result.returncode == 0, result.tail()
+    assert re.search(r"accuracy ([\d.]+)%", result.stdout)[1] == found[1]
+    code, block = one_block(mpipar("generate", run, "--prompt", "a"))
+    assert code == 2
+    assert "holds a convnet, which makes no text" in block
+    code, block = one_block(mpipar("train", "--init-from", run / "weights"))
+    assert (code, "type --model convnet" in block) == (2, True)
+
+
+@needs_launcher
+def test_images_of_the_users_own_and_verify(tmp_path):
+    shape = ("--data", npz(tmp_path), "--image-shape", "6,5,1", "--vocab-size", 3, "--d-model", 6,
+             "--batch-size", 8, "--num-microbatches", 2)
+    result = mpipar("verify", "--model", "convnet", *shape, *layout_flags((1, 1, 3)), ranks=3)
+    assert result.returncode == 0, result.tail()
+    assert re.search(r"(\d+) of \1 agree to 1e-12", result.stdout), result.tail()
+    assert "40 images of" in result.stdout
+
+
+WRONG_FILES = {
+    "no x": ({"x": None, "z": np.zeros(2)}, "has no array x (it has y, z)"),
+    "another size": ({"x": np.zeros((40, 9, 5))}, "the images are 9,5,1; type --image-shape 9,5,1"),
+    "too many classes": ({"y": np.arange(40)}, "type --vocab-size 40 or more"),
+    "negative class": ({"y": np.arange(40) % 3 - 1}, "y has classes -1 to 1"),
+    "no whole numbers": ({"y": np.zeros(40)}, "y must hold whole numbers"),
+    "not as many": ({"y": np.zeros(7, int)}, "as many classes (N,)"),
+    "not finite": ({"x": np.full((40, 6, 5), np.nan)}, "x must hold finite numbers"),
+    "objects": ({"x": np.array([None] * 40)}, "is not an .npz file of arrays of numbers"),
+    "few": ({"x": np.zeros((9, 6, 5)), "y": np.zeros(9, int)}, "has 9 images, fewer than one"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_a_wrong_file_is_refused(tmp_path, case):
+    arrays, message = WRONG_FILES[case]
+    code, block = one_block(mpipar(
+        *CONVNET, "--data", npz(tmp_path, **arrays), "--image-shape", "6,5,1", "--vocab-size", 3,
+        "--batch-size", 8, "--num-microbatches", 2, "--out", tmp_path / "run"))
+    assert (code, message in block) == (65, True), block
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_scikit_learn_the_extra_is_named(tmp_path):
+    package = tmp_path / "sklearn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError\n")
+    code, block = one_block(mpipar(
+        *CONVNET, env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}, cwd=tmp_path))
+    assert (code, "install mpipar[digits]" in block) == (65, True), block
+
+
+WRONG_FLAGS = {
+    "of a decoder": (("--heads", 4, "--seq-len", 8), ("--heads: means nothing to a convnet",
+                                                      "--seq-len: means nothing to a convnet")),
+    "preset": (("--preset", "gpt2"), ("is a decoder, but --model is convnet",)),
+    "image of two numbers": (("--image-shape", "8,8"), ("must be height,width,channels",)),
+    "image too small": (("--stem-stride", 9), ("must be at least 10",)),
+    "tp": (("--d-model", 6, "--tp", 4), ("--d-model 6: must be a multiple of tp 4",)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FLAGS)
+def test_wrong_flags_are_refused(case):
+    flags, messages = WRONG_FLAGS[case]
+    code, block = one_block(mpipar("explain", "--model", "convnet", *flags))
+    assert code == 2
+    assert all(message in block for message in messages), block
+
+
+def test_a_decoder_refuses_what_belongs_to_a_convnet():
+    code, block = one_block(mpipar("explain", "--stem-stride", 2))
+    assert (code, "--stem-stride: means nothing to a decoder" in block) == (2, True)
