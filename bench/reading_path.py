@@ -37,8 +37,8 @@ STOPS = {
     "gradsync": "sums over data-parallel copies and ties, the norm",
     "optim": "AdamW over flat buffers",
 }
-ALIAS = {"pipeline/instructions": "pipeline/schedules", "transport": "comm", "connect": "comm",
-         "trace": "comm"}
+ALIAS = {"models/stage": "models/decoder", "pipeline/instructions": "pipeline/schedules",
+         "transport": "comm", "connect": "comm", "trace": "comm"}
 LIMIT = 2000
 
 
