@@ -7,14 +7,15 @@ time is the quietest of several rounds, so that a slow spell of the machine is n
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from time import perf_counter
 
+from mpipar import data
 from mpipar.config import Config, GridConfig, resolve
 from mpipar.grid import Grid
-from mpipar.plan.machine import Passes, Product, Units
-from mpipar.plan.measure import measure_costs, zero_batch
+from mpipar.plan.machine import Passes, Product, Units, settings_of
+from mpipar.plan.measure import measure_costs
 from mpipar.report.gather import gather_facts
 from mpipar.trace import Recorder
 from mpipar.train import Worker
@@ -104,7 +105,7 @@ def step_seconds(world, ops, config) -> float:
     The batch is made beforehand. Comm: the steps', and a barrier before and behind each.
     """
     worker = started(world, ops, config)
-    batch, rounds = zero_batch(ops, config), []
+    batch, rounds = data.of(config.model).blank_batch(ops, config), []
     for number in range(ROUNDS):
         seconds = []
         for step in range(STEPS + 1):
@@ -148,9 +149,8 @@ def measure_units(world, ops, config: Config) -> Units | None:
         return None
     quiet = {kind: [min(times) for times in zip(*(getattr(costs, kind) for costs in rounds),
                                                 strict=True)] for kind in "fiw"}
-    model = {name: value for name, value in asdict(config.model).items() if name != "layers"}
     return Units(
-        model, config.run.dtype, config.train.optimizer, config.grid.tp,
+        settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
         config.train.batch_size // (config.grid.dp * config.grid.num_microbatches),
         embedding=Passes(**{kind: times[0] for kind, times in quiet.items()}),
         block=Passes(**{kind: statistics.median(times[1:-1]) for kind, times in quiet.items()}),

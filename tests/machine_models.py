@@ -1,6 +1,6 @@
 """A cost model with round numbers, for the tests that read one."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 
 from mpipar.config import Config, GridConfig, TrainConfig, resolve
@@ -13,6 +13,7 @@ from mpipar.plan.machine import (
     Piece,
     Product,
     Units,
+    settings_of,
 )
 
 CONFIG = Config(train=TrainConfig(batch_size=16))
@@ -40,7 +41,7 @@ def curve(operation, link, ranks, slow=1.0):
 
 def machine() -> Machine:
     """Passes of the default model with 2 rows; groups of 2 and 4 ranks, also over a slow link."""
-    model = {key: value for key, value in asdict(config_of().model).items() if key != "layers"}
+    model = settings_of(config_of().model)
     curves = [curve(operation, "same node", ranks) for operation in OPERATIONS for ranks in (2, 4)]
     curves += [curve(operation, "between nodes", 2, 3.0) for operation in OPERATIONS[:1]]
     return Machine(

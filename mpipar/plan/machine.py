@@ -9,7 +9,7 @@ these). Whatever lies outside of what was measured is refused, or says so: `Esti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import median
 from typing import NamedTuple
@@ -17,6 +17,12 @@ from typing import NamedTuple
 from mpipar.errors import UsageError
 
 HOP = "latency"  # the operation that is one message between two ranks
+
+
+def settings_of(model) -> dict:
+    """The settings of a ModelConfig that the passes of one part depend on, as a file keeps them."""
+    return {name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(model).items() if name != "layers"}
 
 
 class Estimate(NamedTuple):
@@ -186,13 +192,12 @@ class Machine:
         scale = m * k * n / math.prod(inside)
         return Estimate(math.exp(total) * scale, inside != [m, k, n])
 
-    def units_of(self, model: dict, dtype: str, tp: int, rows: int) -> Units:
-        """The measured passes of a model, of the nearest number of rows.
+    def units_of(self, model, dtype: str, tp: int, rows: int) -> Units:
+        """The measured passes of a model (a ModelConfig), of the nearest number of rows.
 
         Raises UsageError that says which there are.
         """
-        wanted = {name: value for name, value in model.items() if name != "layers"}
-        wanted |= {"dtype": dtype, "tp": tp}
+        wanted = settings_of(model) | {"dtype": dtype, "tp": tp}
         others = [units.model | {"dtype": units.dtype, "tp": units.tp} for units in self.units]
         same = [units for units, have in zip(self.units, others, strict=True) if have == wanted]
         if same:

@@ -7,7 +7,7 @@ Sums that start while other stages still compute are counted whole: the estimate
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from mpipar.grid import Grid
 from mpipar.pipeline.simulate import simulate
@@ -42,7 +42,7 @@ def microbatch_rows(config) -> int:
 
 def measured_units(machine: Machine, config):
     """The machine's `Units` for a config. Raises UsageError that says which there are."""
-    return machine.units_of(asdict(config.model), config.run.dtype, config.grid.tp,
+    return machine.units_of(config.model, config.run.dtype, config.grid.tp,
                             microbatch_rows(config))
 
 
