@@ -56,8 +56,11 @@ def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
 
 
 def cases(num_ranks: int) -> list[tuple[str, int, int]]:
-    """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid."""
-    found = [(cut, num_ranks, 1) for cut in CUTS if cut not in ("2d", "2.5d")]
+    """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid.
+
+    Without `reduce`, the mirror image of `gather`, which wants q to divide K.
+    """
+    found = [(cut, num_ranks, 1) for cut in CUTS if cut not in ("2d", "2.5d", "reduce")]
     for q, d in GRIDS[num_ranks]:
         found += [("2d", q, d)] if d == 1 else [("2.5d", q, d)]
     return found
