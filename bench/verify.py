@@ -173,7 +173,9 @@ def verify_steps(world, machine) -> list[dict]:
     largest = {(str(units.model), units.tp): units
                for units in sorted(machine.units, key=lambda units: units.rows)}
     for units in largest.values():
-        model = ModelConfig(**units.model, layers=max(4, world_size))
+        settings = {name: tuple(value) if isinstance(value, list) else value
+                    for name, value in units.model.items()}  # JSON has no tuples
+        model = ModelConfig(**settings, layers=max(4, world_size))
         layouts = [{"dp": world_size // units.tp, "tp": units.tp}]
         layouts += [{"pp": world_size}] if units.tp == 1 else []
         for axes in layouts if world_size % units.tp == 0 else []:

@@ -110,7 +110,7 @@ def test_mistakes_are_named(words, code, message):
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (lambda text: text.replace('"link":', '"lnk":'), "a row without 'link'"),
+    (lambda text: text.replace('"link":', '"lnk":'), "lacks link"),
     (lambda text: text.replace('"via":"mpipar.comm"', '"via":"mpi4py"'), "no rows through"),
     (lambda text: text.replace('"schema":1', '"schema":7'), "schema 7, this program reads 1"),
 ])
