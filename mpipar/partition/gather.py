@@ -18,6 +18,7 @@ def forward(ops, x, w, comm, name, tokens=None):
 def collect(x, comm, name):
     """Whole x (.., N) of everybody's columns (.., N/q). Comm: one all_gather."""
     parts = comm.all_gather(x, name)  # (q, .., N/q)
+    del x  # not held while the parts are put side by side
     outer = range(1, parts.ndim - 1)
     return parts.transpose(*outer, 0, parts.ndim - 1).reshape(*parts.shape[1:-1], -1)
 
