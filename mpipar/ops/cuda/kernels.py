@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.ops.cuda import ladder
+from mpipar.ops.cuda import fused, ladder
 
 FOLDER = Path(__file__).parent
 # What a kernel gets where Python says a number: all int parameters are 32 bits, all others float.
@@ -18,6 +18,7 @@ INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 # File -> the instantiations of its kernels that are used, as name expressions.
 KERNELS = {
     **ladder.used(),
+    **fused.used(),
 }
 # File -> most registers per thread that its kernels may use; where nothing is said, 128.
 REGISTERS = {"gemm_naive.cu": 40, "gemm_shared.cu": 40, "gemm_register.cu": 96}

@@ -1,0 +1,217 @@
+"""The fused kernels between the products, as functions of device arrays.
+
+The kernel is chosen by the type of the arrays: float32, bfloat16 or float16; statistics, partial
+sums and AdamW's buffers are float32. N rows (the leading dimensions), D columns, V columns of a
+vocabulary shard. Sums over rows go through slabs, not atomics: every run gives the same bits.
+"""
+
+from math import ceil
+
+import numpy as np
+
+from mpipar.ops.cuda.ladder import C_TYPES
+
+ROW_THREADS = 128  # threads that share a row
+ELEMENT_THREADS = 256
+MOST_BLOCKS = 1 << 16  # of kernels whose threads take several elements each
+SLAB_THREADS = 8  # as in columns.cuh
+MOST_SLABS = 64  # enough blocks for a wide GPU; the second step reads this many partial sums
+NORM_KERNELS = "layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward"
+USED_TYPES = ("float32", "bfloat16", "float16")
+
+
+def by_type(kernel, dtype):
+    """Return the name expression of a kernel without a tile size."""
+    return f"{kernel}<{C_TYPES[dtype]}>"
+
+
+def by_row(kernel, dtype):
+    """Return the name expression of a kernel whose blocks take a row each."""
+    return f"{kernel}<{C_TYPES[dtype]}, {ROW_THREADS}>"
+
+
+def used():
+    """Return file -> name expressions of what `Fused` runs."""
+    each = {
+        "gelu.cu": (by_type, "gelu_forward bias_gelu_forward gelu_backward"),
+        "columns.cu": (by_type, "column_sums add_slabs"),
+        "norm.cu": (by_row, NORM_KERNELS),
+        "cross_entropy.cu": (by_row, "cross_entropy_stats cross_entropy_backward"),
+        "softmax.cu": (by_row, "causal_softmax_forward causal_softmax_backward"),
+    }
+    files = {file: tuple(name(kernel, dtype) for kernel in names.split() for dtype in USED_TYPES)
+             for file, (name, names) in each.items()}
+    files["norm.cu"] += tuple(by_type(kernel, dtype) for kernel in
+                              ("layernorm_slabs", "rmsnorm_slabs") for dtype in USED_TYPES)
+    files["adamw.cu"] = ("adamw", *(by_type("adamw_with_copy", dtype) for dtype in USED_TYPES[1:]))
+    return files
+
+
+class Fused:
+    """The kernels through one loader; results are new arrays of `xp` unless the text says else."""
+
+    def __init__(self, xp, loader):
+        self._xp, self._loader = xp, loader
+
+    def _elements(self, file, name, count, *arguments):
+        """Start a kernel whose threads share `count` elements."""
+        blocks = min(max(1, ceil(count / ELEMENT_THREADS)), MOST_BLOCKS)
+        self._loader.launch(file, name, (blocks,), (ELEMENT_THREADS,),
+                            (np.int64(count), *arguments))
+
+    def _rows(self, file, kernel, x, *arguments):
+        """Start a kernel with a block for each row of x (..., D)."""
+        rows = x.size // max(1, x.shape[-1])
+        if rows:
+            self._loader.launch(file, by_row(kernel, x.dtype.name), (rows,), (ROW_THREADS,),
+                                (x.shape[-1], *arguments))
+
+    # GELU.
+
+    def gelu_forward(self, x):
+        """Return the tanh form of GELU of x."""
+        x, y = self._whole(x), self._xp.empty(x.shape, x.dtype)
+        self._elements("gelu.cu", by_type("gelu_forward", x.dtype.name), x.size, x, y)
+        return y
+
+    def bias_gelu_forward(self, x, b):
+        """Add b (D,) to x (..., D) in place and return GELU of the sum."""
+        assert (x.shape[-1:], x.dtype) == (b.shape, b.dtype), (x.shape, b.shape)
+        y = self._xp.empty(x.shape, x.dtype)
+        self._elements("gelu.cu", by_type("bias_gelu_forward", x.dtype.name), x.size,
+                       x.shape[-1], self._whole(b), self._in_place(x), y)
+        return y
+
+    def gelu_backward_input(self, dy, x):
+        """Return dx = dy GELU'(x)."""
+        assert (dy.shape, dy.dtype) == (x.shape, x.dtype), (dy.shape, x.shape)
+        dy, x, dx = self._whole(dy), self._whole(x), self._xp.empty(x.shape, x.dtype)
+        self._elements("gelu.cu", by_type("gelu_backward", x.dtype.name), x.size, dy, x, dx)
+        return dx
+
+    # Sums over rows.
+
+    def column_sums(self, x, out):
+        """Add the sum of x (..., D) over its rows to out (D,)."""
+        assert x.shape[-1:] == out.shape, (x.shape, out.shape)
+        x = self._whole(x)
+        self._slabs("columns.cu", by_type("column_sums", x.dtype.name), x, (x,), (out,))
+
+    def _slabs(self, file, name, x, arguments, outs):
+        """Run a kernel that sums over slabs of the rows of x, then add its partial sums to outs."""
+        columns = x.shape[-1]
+        rows = x.size // max(1, columns)
+        if x.size == 0:
+            return
+        slabs = min(ceil(rows / SLAB_THREADS), MOST_SLABS)
+        partial = [self._xp.empty((slabs, columns), np.float32) for _ in outs]
+        self._loader.launch(file, name, (ceil(columns / 32), slabs), (32, SLAB_THREADS),
+                            (rows, columns, *arguments, *partial))
+        for out, sums in zip(outs, partial, strict=True):
+            self._loader.launch("columns.cu", by_type("add_slabs", out.dtype.name),
+                                (ceil(columns / ROW_THREADS),), (ROW_THREADS,),
+                                (slabs, columns, sums, self._in_place(out)))
+
+    # LayerNorm, and RMSNorm, which has neither mean nor b.
+
+    def layernorm_forward(self, x, w, b, eps):
+        """Return (y, mean, rstd): y (..., D), mean and rstd (...) in float32."""
+        y, mean, rstd = self._results(x)
+        self._rows("norm.cu", "layernorm_forward", x, self._whole(x), w, b, float(eps), y, mean,
+                   rstd)
+        return y, mean, rstd
+
+    def layernorm_backward_input(self, dy, x, w, mean, rstd):
+        """Return dx (..., D)."""
+        dx = self._xp.empty(x.shape, x.dtype)
+        self._rows("norm.cu", "layernorm_backward", x, self._whole(dy), self._whole(x), w, mean,
+                   rstd, dx)
+        return dx
+
+    def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
+        """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
+        arguments = (self._whole(dy), self._whole(x), mean, rstd)
+        self._slabs("norm.cu", by_type("layernorm_slabs", x.dtype.name), x, arguments, (dw, db))
+
+    def rmsnorm_forward(self, x, w, eps):
+        """Return (y, rstd): y (..., D), rstd (...) in float32."""
+        y, _, rstd = self._results(x)
+        self._rows("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
+        return y, rstd
+
+    def rmsnorm_backward_input(self, dy, x, w, rstd):
+        """Return dx (..., D)."""
+        dx = self._xp.empty(x.shape, x.dtype)
+        self._rows("norm.cu", "rmsnorm_backward", x, self._whole(dy), self._whole(x), w, rstd, dx)
+        return dx
+
+    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
+        """Add the sum of dy x rstd to dw (D,)."""
+        arguments = (self._whole(dy), self._whole(x), rstd)
+        self._slabs("norm.cu", by_type("rmsnorm_slabs", x.dtype.name), x, arguments, (dw,))
+
+    def _results(self, x):
+        """Return empty arrays like x (..., D), and twice (...) in float32."""
+        return (self._xp.empty(x.shape, x.dtype), self._xp.empty(x.shape[:-1], np.float32),
+                self._xp.empty(x.shape[:-1], np.float32))
+
+    # Cross-entropy over a vocabulary shard.
+
+    def cross_entropy_stats(self, logits, valid, targets, start):
+        """Return (N, 3) float32: maximum, sum of exp(logit - maximum), logit of the target or 0.
+
+        logits (N, V), of which `valid` columns count; targets (N,) int64; start: id of column 0.
+        """
+        stats = self._xp.empty((logits.shape[0], 3), np.float32)
+        self._rows("cross_entropy.cu", "cross_entropy_stats", logits, valid,
+                   self._in_place(logits), self._ids(targets), np.int64(start), stats)
+        return stats
+
+    def cross_entropy_backward(self, logits, valid, targets, lse, start, scale):
+        """Write (softmax - onehot) scale over logits (N, V), 0 from column `valid` on."""
+        self._rows("cross_entropy.cu", "cross_entropy_backward", logits, valid,
+                   self._in_place(logits), self._ids(targets), self._whole(lse), np.int64(start),
+                   float(scale))
+
+    # Softmax of attention's scores.
+
+    def causal_softmax_forward(self, scores, positions, factor):
+        """Write softmax of factor scores (..., T, T) over the visible keys over scores."""
+        self._rows("softmax.cu", "causal_softmax_forward", scores, self._ids(positions),
+                   float(factor), self._in_place(scores))
+
+    def causal_softmax_backward(self, probs, dprobs, factor):
+        """Write the gradient of the scores (..., T, T) over dprobs."""
+        assert probs.dtype == dprobs.dtype, (probs.dtype, dprobs.dtype)
+        self._rows("softmax.cu", "causal_softmax_backward", probs, float(factor),
+                   self._whole(probs), self._in_place(dprobs))
+
+    # Updates.
+
+    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None):
+        """Update the flat float32 buffers data, m, v; step counts from 1.
+
+        copy: a flat buffer of 16 bits that gets the new data too.
+        """
+        buffers = [self._in_place(x) for x in (data, grad, m, v)]
+        assert {(x.dtype.name, x.shape) for x in buffers} == {("float32", data.shape)}, data.dtype
+        numbers = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * weight_decay,
+                   lr / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps)
+        name = "adamw" if copy is None else by_type("adamw_with_copy", copy.dtype.name)
+        copies = () if copy is None else (self._in_place(copy),)
+        self._elements("adamw.cu", name, data.size, *buffers, *map(float, numbers), *copies)
+
+    # What a kernel can take.
+
+    def _whole(self, x):
+        """Return x, or a copy if there are gaps between its elements."""
+        return self._xp.ascontiguousarray(x)
+
+    def _ids(self, x):
+        assert x.dtype == np.int64, x.dtype
+        return self._whole(x)
+
+    @staticmethod
+    def _in_place(x):
+        assert x.flags.c_contiguous, (x.shape, x.strides)
+        return x

@@ -1,0 +1,63 @@
+"""What the tests of the fused kernels share: where they run, poisoned results, relative errors."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_host import run_kernel, run_sanitized
+
+from mpipar.ops.cuda.loader import Loader
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+class Poisoned:
+    """NumPy whose empty arrays hold NaN: an element that no kernel writes is seen."""
+
+    ascontiguousarray = staticmethod(np.ascontiguousarray)
+
+    @staticmethod
+    def empty(shape, dtype):
+        return np.full(shape, np.nan, dtype)
+
+
+class HostLoader:
+    """Starts kernels on the CPU, as `loader.Loader` does on a GPU.
+
+    order: 1 or -1, the order of threads. sanitizer: run each kernel under it as well, with `edit`
+    made to the file `edited`; `reports` holds (kernel, exit code, text).
+    """
+
+    def __init__(self, order=1, sanitizer=None, edited=None, edit=None):
+        self.order, self.sanitizer, self.edited, self.edit = order, sanitizer, edited, edit
+        self.reports = []
+
+    def launch(self, file, name, grid, block, arguments, shared_bytes=0):
+        edit = self.edit if file == self.edited else None
+        if self.sanitizer is not None:
+            self.reports.append((name, *run_sanitized(self.sanitizer, file, name, grid, block,
+                                                      arguments, shared_bytes, edit)))
+            edit = None
+        run_kernel(file, name, grid, block, arguments, shared_bytes, self.order, edit)
+
+
+def hosts():
+    """(xp, loader) of each place where kernels can run."""
+    return [pytest.param("forwards", marks=pytest.mark.shim),
+            pytest.param("backwards", marks=pytest.mark.shim),
+            pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+def place(name):
+    """Return (xp, loader, function that makes a device array, function that makes a host array)."""
+    if name == "gpu":
+        import cupy
+
+        return cupy, Loader(cupy), cupy.asarray, cupy.asnumpy
+    return Poisoned, HostLoader(1 if name == "forwards" else -1), np.array, np.asarray
+
+
+def relative(got, expected):
+    """Norm of the error relative to the norm of what is expected; NaN is infinite."""
+    difference = np.asarray(got).astype(np.float64) - expected
+    error = np.linalg.norm(difference) / max(np.linalg.norm(expected), 1e-30)
+    return np.inf if np.isnan(error) else error

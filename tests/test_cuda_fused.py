@@ -1,0 +1,278 @@
+"""The fused kernels against the plain functions in float64, and broken twins of them."""
+
+import numpy as np
+import pytest
+from cuda_fused import DTYPES, HostLoader, Poisoned, hosts, place, relative
+from ops_cases import plain
+
+from mpipar.ops.array_ops import EMPTY_MAX
+from mpipar.ops.cuda.fused import Fused
+
+# Largest relative error: one rounding of the result, and for float32 of a few steps before it.
+BOUNDS = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SIZES = [(1, 1), (3, 130), (75, 33)]  # rows, columns: not multiples of a warp or of a slab
+
+
+class Case:
+    """Random arrays of one type on one device, the same in float64, and the kernels."""
+
+    def __init__(self, where, dtype, rng):
+        xp, loader, self.to_device, self.to_host = place(where)
+        self.fused, self.dtype, self.rng = Fused(xp, loader), DTYPES[dtype], rng
+        self.bound = BOUNDS[dtype]
+        self.ops = plain("float64")
+
+    def array(self, *shape, scale=1.0, dtype=None):
+        """Return (device array, float64 array of the same values)."""
+        host = (scale * self.rng.standard_normal(shape)).astype(dtype or self.dtype)
+        return self.to_device(host), host.astype(np.float64)
+
+    def check(self, got, expected, dtype=None, bound=None):
+        assert got.dtype == (dtype or self.dtype)
+        assert got.shape == expected.shape
+        error = relative(self.to_host(got), expected)
+        assert error <= (bound or self.bound), (expected.shape, error)
+
+
+@pytest.fixture(params=hosts())
+def where(request):
+    return request.param
+
+
+@pytest.fixture(params=DTYPES)
+def case(where, request, rng):
+    return Case(where, request.param, rng)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 171)])
+def test_gelu(case, shape):
+    (x, x64), (b, b64), (dy, dy64) = case.array(*shape), case.array(shape[-1]), case.array(*shape)
+    case.check(case.fused.gelu_forward(x), case.ops.gelu_forward(x64))
+    case.check(case.fused.gelu_backward_input(dy, x), case.ops.gelu_backward_input(dy64, x64))
+    y = case.fused.bias_gelu_forward(x, b)
+    case.check(x, x64 + b64)
+    rounded = case.to_host(x).astype(np.float64)  # what the gradient will see
+    case.check(y, case.ops.gelu_forward(rounded))
+
+
+def test_gelu_where_tanh_is_one(case):
+    x = np.array([-80.0, -6.0, 0.0, 6.0, 80.0]).astype(case.dtype)
+    got = case.to_host(case.fused.gelu_forward(case.to_device(x))).astype(np.float64)
+    expected = case.ops.gelu_forward(x.astype(np.float64))
+    assert np.all(np.abs(got - expected) <= 1e-5 + case.bound * np.abs(expected))
+
+
+def test_elements_beyond_one_per_thread(where, rng, monkeypatch):
+    monkeypatch.setattr("mpipar.ops.cuda.fused.MOST_BLOCKS", 2)
+    case = Case(where, "float32", rng)
+    x, x64 = case.array(5, 301)
+    case.check(case.fused.gelu_forward(x), case.ops.gelu_forward(x64))
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_column_sums(case, shape):
+    x, x64 = case.array(*shape)
+    for dtype in {np.float32, case.dtype}:
+        out, out64 = case.array(shape[-1], dtype=dtype)
+        case.fused.column_sums(x, out)
+        case.check(out, out64 + x64.sum(axis=0), dtype, BOUNDS[np.dtype(dtype).name])
+
+
+def test_sums_in_many_slabs_are_the_same_bits(where, rng):
+    case = Case(where, "float32", rng)
+    x, x64 = case.array(1201, 5)
+    results = []
+    for _ in range(2):
+        out = case.to_device(np.zeros(5, np.float32))
+        case.fused.column_sums(x, out)
+        results.append(case.to_host(out).copy())
+    assert np.array_equal(*results)
+    assert relative(results[0], x64.sum(axis=0)) <= 2e-6
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_layernorm(case, shape):
+    columns = shape[-1]
+    (x, x64), (w, w64), (b, b64) = case.array(*shape), case.array(columns), case.array(columns)
+    x64 += 2.0
+    x = case.to_device(x64.astype(case.dtype))
+    x64 = case.to_host(x).astype(np.float64)
+    got, expected = (one.layernorm_forward(*arrays, 1e-5) for one, arrays in
+                     ((case.fused, (x, w, b)), (case.ops, (x64, w64, b64))))
+    case.check(got[0], expected[0])
+    for one, other in zip(got[1:], expected[1:], strict=True):
+        case.check(one, other, np.float32, 1e-6)
+    dy, dy64 = case.array(*shape)
+    if columns > 1:  # of one column every gradient is 0, and its error has no relative norm
+        case.check(case.fused.layernorm_backward_input(dy, x, w, *got[1:]),
+                   case.ops.layernorm_backward_input(dy64, x64, w64, *expected[1:]))
+    (dw, dw64), (db, db64) = (case.array(columns, dtype=np.float32) for _ in range(2))
+    case.fused.layernorm_backward_weight(dy, x, *got[1:], dw, db)
+    case.ops.layernorm_backward_weight(dy64, x64, *expected[1:], dw64, db64)
+    for one, other in ((dw, dw64), (db, db64)):
+        case.check(one, other, np.float32, 2e-6)
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_rmsnorm(case, shape):
+    columns = shape[-1]
+    (x, x64), (w, w64), (dy, dy64) = case.array(*shape), case.array(columns), case.array(*shape)
+    rstd64 = 1.0 / np.sqrt((x64 * x64).mean(axis=-1) + 1e-5)
+    xhat = x64 * rstd64[..., None]
+    y, rstd = case.fused.rmsnorm_forward(x, w, 1e-5)
+    case.check(y, xhat * w64)
+    case.check(rstd, rstd64, np.float32, 1e-6)
+    g = dy64 * w64
+    if columns > 1:
+        case.check(case.fused.rmsnorm_backward_input(dy, x, w, rstd),
+                   (g - xhat * (g * xhat).mean(axis=-1, keepdims=True)) * rstd64[..., None])
+    dw, dw64 = case.array(columns, dtype=np.float32)
+    case.fused.rmsnorm_backward_weight(dy, x, rstd, dw)
+    case.check(dw, dw64 + (dy64 * xhat).sum(axis=0), np.float32, 2e-6)
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("copy", [None, "bfloat16", "float16"])
+def test_adamw(where, rng, step, copy):
+    case = Case(where, "float32", rng)
+    buffers = [case.array(1003) for _ in range(4)]
+    buffers[3] = tuple(abs(one) for one in buffers[3])
+    got, expected = zip(*buffers, strict=True)
+    numbers = (0.01, 0.9, 0.95, 1e-8, 0.1, step)
+    rounded = None
+    if copy is not None:
+        rounded = case.to_device(np.full(1003, np.nan, DTYPES[copy]))
+    case.fused.adamw_step(*got, *numbers, copy=rounded)
+    case.ops.adamw_step(*expected, *numbers)
+    for one, other in zip(got, expected, strict=True):
+        case.check(one, other)
+    if copy is not None:
+        assert np.array_equal(case.to_host(rounded), case.to_host(got[0]).astype(DTYPES[copy]))
+
+
+@pytest.mark.parametrize(("rows", "columns", "start", "padding"), [
+    (1, 1, 0, 0), (7, 261, 0, 5), (9, 130, 130, 0), (5, 20, 20, 20)])
+def test_cross_entropy(case, rows, columns, start, padding):
+    """Two shards of a vocabulary as one of them sees it; the last is all padding."""
+    logits, wide = case.array(rows, columns, scale=4.0)
+    valid, num_valid = columns - padding, start + columns - padding
+    targets = case.rng.integers(0, max(num_valid, 1), rows)
+    device_targets = case.to_device(targets)
+    stats = case.fused.cross_entropy_stats(logits, valid, device_targets, start)
+    expected = case.ops.cross_entropy_forward(wide, targets, start, num_valid)
+    if padding == columns:
+        expected[:, 0] = np.float32(EMPTY_MAX)
+    case.check(stats, expected, np.float32, 1e-6)
+    lse64 = case.rng.standard_normal(rows) + 9.0
+    lse = case.to_device(lse64.astype(np.float32))
+    lse64 = case.to_host(lse).astype(np.float64)
+    case.fused.cross_entropy_backward(logits, valid, device_targets, lse, start, 0.2)
+    case.check(logits, case.ops.cross_entropy_backward_input(wide, targets, lse64, start, num_valid,
+                                                             0.2), bound=2 * case.bound)
+
+
+def test_cross_entropy_of_what_is_no_number(where, rng):
+    """An overflow must reach the loss."""
+    for value in (np.nan, np.inf):
+        case = Case(where, "float32", rng)
+        host = np.zeros((1, 200), np.float32)
+        host[0, 150] = value
+        stats = case.fused.cross_entropy_stats(
+            case.to_device(host), 200, case.to_device(np.array([3])), 0)
+        with np.errstate(invalid="ignore"):
+            loss, _ = case.ops.cross_entropy_combine(case.to_host(stats)[None].astype(np.float64))
+        assert not np.isfinite(loss).any()
+
+
+@pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
+def test_causal_softmax(case, kind):
+    tokens = 141
+    order = {"increasing": np.arange(tokens) * 2 + 3, "shuffled": case.rng.permutation(tokens),
+             "ties": np.sort(case.rng.integers(0, 60, tokens))}[kind]
+    scores, wide = case.array(2, 1, tokens, tokens, scale=3.0)
+    case.fused.causal_softmax_forward(scores, case.to_device(order), 0.5)
+    wide = np.where(order[None, :] <= order[:, None], 0.5 * wide, -np.inf)
+    wide = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    wide /= wide.sum(axis=-1, keepdims=True)
+    case.check(scores, wide)
+    assert np.all(case.to_host(scores)[wide == 0] == 0)
+    dprobs, dwide = case.array(2, 1, tokens, tokens)
+    wide = case.to_host(scores).astype(np.float64)
+    case.fused.causal_softmax_backward(scores, dprobs, 0.5)
+    case.check(dprobs, 0.5 * wide * (dwide - (wide * dwide).sum(axis=-1, keepdims=True)))
+
+
+def test_another_type_is_refused(where, rng):
+    """No kernel computes in float64, and none rounds it silently."""
+    case = Case(where, "float32", rng)
+    x = case.to_device(np.ones((2, 3)))
+    with pytest.raises(KeyError, match="float64"):
+        case.fused.gelu_forward(x)
+
+
+BARRIER = ("    __syncthreads();\n    float total", "    float total")
+TWINS = [
+    ("norm.cu", "layernorm_forward", BARRIER),
+    ("softmax.cu", "causal_softmax_forward", BARRIER),
+    ("columns.cu", "column_sums", ("    __syncthreads();  // all sums are there\n", "")),
+]
+# Wrong only in rounding, as softmax does not depend on the maximum; a race all the same.
+RACE = ("softmax.cu", "causal_softmax_forward",
+        ("    __syncthreads();\n    float top = largest", "    float top = largest"))
+TOO_FAR = [
+    ("gelu.cu", "gelu_forward", ("i < count; i", "i <= count; i")),
+    ("norm.cu", "layernorm_forward",
+     ("    for (int j = threadIdx.x; j < columns; j += Threads)\n        y[j] = from_float<T>((",
+      "    for (int j = threadIdx.x; j <= columns; j += Threads)\n        y[j] = from_float<T>((")),
+    ("cross_entropy.cu", "cross_entropy_backward", ("j < columns", "j <= columns")),
+]
+
+
+def call(kernel, loader):
+    """Run one function with tiny arrays of one or two rows."""
+    fused = Fused(Poisoned, loader)
+    x = np.linspace(-1.0, 1.0, 66, dtype=np.float32).reshape(2, 33)
+    if kernel == "gelu_forward":
+        return fused.gelu_forward(x)
+    if kernel == "layernorm_forward":
+        return fused.layernorm_forward(x, x[0], x[1], 1e-5)[0]
+    if kernel == "column_sums":
+        out = np.zeros(33, np.float32)
+        fused.column_sums(x, out)
+        return out
+    if kernel == "cross_entropy_backward":
+        fused.cross_entropy_backward(x, 33, np.array([3, 5]), np.ones(2, np.float32), 0, 1.0)
+        return x
+    scores = x[:1, :25].reshape(5, 5).copy()
+    fused.causal_softmax_forward(scores, np.arange(5), 1.0)
+    return scores
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize(("file", "kernel", "edit"), TWINS)
+def test_missing_barrier_gives_wrong_results(file, kernel, edit):
+    """In one of the two orders of threads at least."""
+    right = call(kernel, HostLoader())
+    assert np.isfinite(right).all()
+    twins = [call(kernel, HostLoader(order, edited=file, edit=edit)) for order in (1, -1)]
+    assert any(not np.array_equal(twin, right) for twin in twins)
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize(("sanitizer", "message", "file", "kernel", "edit"), [
+    ("thread", "data race", *TWINS[0]), ("thread", "data race", *TWINS[1]),
+    ("address", "heap-buffer-overflow", *TOO_FAR[1]),
+    *(pytest.param("thread", "data race", *twin, marks=pytest.mark.slow)
+      for twin in (TWINS[2], RACE)),
+    *(pytest.param("address", "heap-buffer-overflow", *twin, marks=pytest.mark.slow)
+      for twin in (TOO_FAR[0], TOO_FAR[2]))])
+def test_sanitizer_sees_the_broken_twin(sanitizer, message, file, kernel, edit):
+    whole = HostLoader(sanitizer=sanitizer)
+    call(kernel, whole)
+    assert all(code == 0 and text == "" for _, code, text in whole.reports), whole.reports
+    broken = HostLoader(sanitizer=sanitizer, edited=file, edit=edit)
+    call(kernel, broken)
+    name, code, text = broken.reports[0]
+    assert kernel in name
+    assert code
+    assert message in text
