@@ -11,7 +11,7 @@ from program import mpipar, one_block
 
 from mpipar import ops as ops_module
 from mpipar.commands import memory_limit
-from mpipar.commands.memory_limit import MemoryLimit, data_bytes, smallest_layouts
+from mpipar.commands.memory_limit import MemoryLimit, data_bytes, smallest_layouts, tight
 from mpipar.config import Config, GridConfig, ModelConfig, TrainConfig, resolve
 from mpipar.errors import OutOfMemory
 from mpipar.trace import Recorder
@@ -103,3 +103,11 @@ def test_the_smallest_layout_that_fits_is_found():
     assert (grid.dp, grid.pp, grid.tp) == (1, 1, 4)
     assert peak * memory_limit.HEADROOM <= 100 << 20
     assert smallest_layouts(config, 1 << 20) == []
+
+
+def test_a_limit_below_the_prediction_is_named_even_where_the_run_passes(tmp_path):
+    small = "--layers 1 --d-model 32 --heads 2 --seq-len 16 --steps 1 --sample-tokens 0".split()
+    done = mpipar("train", *small, "--memory-limit", 100000, cwd=tmp_path)
+    assert done.returncode == 0, done.tail()
+    assert "--memory-limit 100000 (97.7 KiB) is below the" in done.stdout
+    assert tight(None, [1]) == tight(2, [1, 2]) == ""

@@ -106,6 +106,18 @@ class MemoryLimit:
                 f" {recorder.mb},")
 
 
+def tight(budget: int | None, peaks: list[int]) -> str:
+    """What to say of a limit below the predicted peak bytes of some rank; "" where there is none.
+
+    Such a run may still pass: a small model finds room in the reserve of the process.
+    """
+    if budget is None or max(peaks) <= budget:
+        return ""
+    return (f"--memory-limit {budget} ({nbytes(budget)}) is below the {nbytes(max(peaks))} that the"
+            f" fullest rank is predicted to need; it only fits if there is room in the"
+            f" {nbytes(RESERVE_BYTES)} that a process has for other things")
+
+
 def data_bytes() -> int:
     """What RLIMIT_DATA counts of this process: private memory that it may write."""
     with open("/proc/self/status") as file:

@@ -13,7 +13,7 @@ from mpipar import checkpoint, data, models
 from mpipar.commands import images, text
 from mpipar.commands.auto import with_schedule
 from mpipar.commands.inputs import prepare
-from mpipar.commands.memory_limit import MemoryLimit
+from mpipar.commands.memory_limit import MemoryLimit, tight
 from mpipar.commands.run_folder import (
     folder_problems,
     full_disk_is_an_output_error,
@@ -134,6 +134,9 @@ def describe(session, inputs, recorder, log) -> dict:
         log(console.holdings(facts))
         if config.run.memory:
             log("\n" + console.memory_breakdown(facts))
+        peaks = [sum(fact["memory"].values()) for fact in facts]
+        if warning := tight(config.run.memory_limit, peaks):
+            log(f"\n{warning}")
         log(f"\none step of {schedule.name}, one row per pipeline rank:")
         log(draw.grid(simulate(schedule, Costs())) + "\n")
     return fact
