@@ -1,8 +1,9 @@
-"""How the size of a tile decides the time of the work around the products, on the CPU.
+"""How the size of a tile decides the time of a kernel, on the CPU or on a GPU.
 
-    python -m bench.tiles [--json FILE]    # tiles on a GPU: python -m bench.tiles_gpu
+    python -m bench.tiles [--json FILE]
+    python -m bench.tiles --device cuda [--json FOLDER]    # three tables, gpu_*.json
 
-Each chain of mpipar/ops/numpy_ops.py runs over a tile of elements, and attention
+CPU: each chain of mpipar/ops/numpy_ops.py runs over a tile of elements, and attention
 (numpy_attention.py) over a tile of queries. Small tiles starve on the interpreter, large ones fall
 out of the cache, and a large tile of queries works on the hidden triangle too. Before anything is
 timed, every tile's result is compared with the plain functions of array_ops.py.
@@ -14,6 +15,17 @@ percent_of_copy: that per second, of the rate at which NumPy copies an array (it
 twice) larger than the caches. percent_of_gemm: operations on visible pairs per second, of the rate
 of a product of 2048 x 2048 matrices; both peaks are measured in the same run. A copy writes half
 of its bytes: a chain that reads more can pass 100.
+
+GPU: every product of the ladder (mpipar/ops/cuda) beside cuBLAS, the two highest rungs with tiles
+from starved to full, and every kernel between the products beside a copy on the device. Each
+result, cuBLAS's too, is first compared with float64. Times are medians by CUDA events, the
+operands out of the device's cache.
+
+Columns: tflop_per_s: 2 M N K / time. percent_of_cublas: cuBLAS's time for the same types over this
+one's. percent_of_roof: of the device's published dense peak for the instruction that is used, or of
+its memory's, where bench/gpu.py knows it. host_us: the time that Python needs to queue the call.
+flop_per_byte: of a block's step, global memory only. MB, gb_per_s: every large array once that the
+kernel has to read or write. percent_of_copy: time of a copy of as many bytes over this one's.
 """
 
 from __future__ import annotations
@@ -29,8 +41,8 @@ from functools import partial
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import results
-from mpipar.errors import EXIT_CHECK_FAILED
+from bench import results, tiles_gpu
+from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
 
@@ -38,6 +50,7 @@ ELEMENTS = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
 QUERIES = (4, 64, 256)
 TOLERANCE = 2e-5  # of the largest entry, float32
 PEAK_SIZE, COPY_BYTES = 2048, 1 << 28
+REPEATS = {"cpu": 5, "cuda": 20}
 
 
 @dataclass(frozen=True)
@@ -57,15 +70,19 @@ def parse(argv):
     parser = argparse.ArgumentParser(prog="python -m bench.tiles", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
-        ("rows", 8192, "tokens of the elementwise chains"),
+        ("rows", 8192, "tokens of the chains"),
         ("width", 1536, "elements of each"),
         ("seq-len", 1024, "tokens of a sequence in attention"),
         ("heads", 6, "attention heads, of 64 elements each"),
-        ("repeats", 5, "repetitions; the best counts"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--json", help="write the result to this file")
-    return parser.parse_args(argv)
+    parser.add_argument("--device", choices=REPEATS, default="cpu")
+    parser.add_argument("--repeats", type=int, help="timed calls (CPU: 5, the best counts; GPU: "
+                                                    "20, the median)")
+    parser.add_argument("--json", help="write the result to this file; GPU: to this folder")
+    args = parser.parse_args(argv)
+    args.repeats = args.repeats or REPEATS[args.device]
+    return args
 
 
 def chains(args) -> dict[str, Chain]:
@@ -170,22 +187,30 @@ def sweep(name, chain, args, peak) -> list[dict]:
     return [one | {"over_best": one["ms"] / fastest} for one in found]
 
 
-def main(argv=None) -> int:
-    """Sweep, print, write; returns the exit code."""
-    args = parse(argv)
+def run(args) -> None:
+    """Sweep the tiles of the CPU, print, write. Raises ValueError at a result that is wrong."""
     with threadpool_limits(1):
         peak = peaks(args.repeats)
-        try:
-            rows = [row for name, chain in chains(args).items()
-                    for row in sweep(name, chain, args, peak)]
-        except ValueError as error:
-            print(f"not timed: {error}", file=sys.stderr)
-            return EXIT_CHECK_FAILED
+        rows = [row for name, chain in chains(args).items()
+                for row in sweep(name, chain, args, peak)]
     print("one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak))
     print(results.table(rows))
     if args.json:
         results.write(args.json, "bench.tiles", rows, tokens=args.rows, width=args.width,
                       seq_len=args.seq_len, heads=args.heads, repeats=args.repeats, **peak)
+
+
+def main(argv=None) -> int:
+    """Measure one device; returns the exit code."""
+    args = parse(argv)
+    try:
+        tiles_gpu.run(args) if args.device == "cuda" else run(args)
+    except ValueError as error:
+        print(f"not timed: {error}", file=sys.stderr)
+        return EXIT_CHECK_FAILED
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     return 0
 
 

@@ -115,8 +115,8 @@ class RawKernel:
 
     def __call__(self, grid, block, arguments, shared_mem):
         assert shared_mem <= self.max_dynamic_shared_size_bytes
-        for one in arguments:  # CuPy makes a Python int 8 bytes, which no kernel here expects
-            assert isinstance(one, DeviceArray | np.int32 | np.float32), type(one)
+        for one in arguments:  # CuPy makes a Python int 8 bytes: say which is meant
+            assert isinstance(one, DeviceArray | np.int32 | np.int64 | np.float32), type(one)
         stream.busy = True
         run_kernel(self.file, self.name, grid, block, arguments, shared_mem)
 
@@ -128,6 +128,16 @@ def _queued(function):
     return call
 
 
+class Event:
+    """What was queued before it is done at once here."""
+
+    def record(self):
+        """Nothing to mark."""
+
+    def synchronize(self):
+        stream.synchronize()
+
+
 def get_default_memory_pool():
     return types.SimpleNamespace(total_bytes=lambda: 1)
 
@@ -136,10 +146,13 @@ cuda = types.SimpleNamespace(
     get_current_stream=lambda: stream,
     alloc_pinned_memory=bytearray,
     Device=lambda number=0: types.SimpleNamespace(
-        use=lambda: None, attributes={"MultiProcessorCount": 3}),
+        id=number, use=lambda: None, pci_bus_id="0000:3B:00.0",
+        attributes={"MultiProcessorCount": 3}),
+    Event=Event, get_elapsed_time=lambda start, stop: 1.0,  # ms
     runtime=types.SimpleNamespace(
-        getDeviceCount=lambda: 1, **{name: value for name, value in vars(fake_cublas).items()
-                                     if name.startswith("CUDA_R_")}),
+        getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"NVIDIA H200"}, **{
+            name: value for name, value in vars(fake_cublas).items()
+            if name.startswith("CUDA_R_")}),
     device=types.SimpleNamespace(get_cublas_handle=lambda: fake_cublas.HANDLE),
     cublas=types.SimpleNamespace(
         gemmEx=_queued(fake_cublas.gemm_ex),

@@ -1,54 +1,48 @@
 """The GPU benchmark's arithmetic and checks, on a stand-in for CuPy; real times need a GPU."""
 
+import json
 import sys
-from types import SimpleNamespace
 
 import fake_cupy
-import numpy as np
 import pytest
 
-from bench import tiles_gpu
+from bench import gpu, tiles, tiles_gpu, tiles_memory
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_ENVIRONMENT
 from mpipar.ops.cuda import ladder
+from mpipar.ops.cuda.fused import Fused
 
-pytestmark = pytest.mark.shim
 SIZE = (40, 24, 16)
+SIZES = "--rows 24 --width 20 --seq-len 12 --heads 2 --repeats 2".split()
+GPU_SIZES = ["--device", "cuda", *SIZES]
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def card(monkeypatch):
     """A device called H200 on which everything takes a millisecond."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setattr(fake_cupy.cuda.runtime, "getDeviceProperties",
-                        lambda number: {"name": b"NVIDIA H200"}, raising=False)
-
-    def benchmark(function, n_repeat, name=None, n_warmup=10, max_duration=0):
-        """Like cupyx.profiler's, which wants a name of what has none by itself."""
-        assert isinstance(function.__name__ if name is None else name, str)
-        function()
-        return SimpleNamespace(gpu_times=np.array([[9.0, 1e-3, 1e-4]]), cpu_times=np.full(3, 1e-5))
-
-    profiler = SimpleNamespace(benchmark=benchmark)
-    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(profiler=profiler))
-    monkeypatch.setitem(sys.modules, "cupyx.profiler", profiler)
-    return tiles_gpu.Bench(repeats=2)
+    monkeypatch.setattr(gpu, "FLUSH_BYTES", 1 << 12)
+    monkeypatch.setattr(tiles_memory, "VOCABULARY", 300)
+    return gpu.Gpu(repeats=2)
 
 
-def test_products(bench):
-    rows = tiles_gpu.product_rows(bench, [SIZE])
+@pytest.mark.shim
+def test_products(card, monkeypatch):
+    monkeypatch.setattr(ladder, "RUNGS", {name: ladder.RUNGS[name] for name in ("naive", "mma")})
+    rows = tiles_gpu.product_rows(card, [SIZE])
     assert [row["kernel"] for row in rows] == [
-        "cuBLAS", "cuBLAS TF32", "naive", "shared", "register", "vector", "warp", "cuBLAS", "mma"]
+        "cuBLAS", "cuBLAS TF32", "naive", "cuBLAS", "mma"]
     flops = 2 * 40 * 24 * 16
     for row in rows:
         assert row["tflop_per_s"] == pytest.approx(flops / 1e-3 * 1e-12)
-        assert row["of_cublas"] == 1.0
-    roofs = [row["tflop_per_s"] / row["of_roof"] for row in rows]
-    assert roofs == pytest.approx([67, 495, *[67] * 5, 989, 989])
+        assert row["percent_of_cublas"] == 100.0
+    roofs = [100 * row["tflop_per_s"] / row["percent_of_roof"] for row in rows]
+    assert roofs == pytest.approx([67, 495, 67, 989, 989])
 
 
 @pytest.mark.slow
-def test_sweep(bench):
-    rows = tiles_gpu.sweep_rows(bench, (130, 70, 40))
+@pytest.mark.shim
+def test_sweep(card):
+    rows = tiles_gpu.sweep_rows(card, (130, 70, 40))
     assert len(rows) == sum(map(len, tiles_gpu.SWEEPS.values()))
     starved, full = rows[0], rows[5]
     assert (starved["threads"], full["threads"]) == (32, 256)
@@ -56,32 +50,95 @@ def test_sweep(bench):
     assert full["flop_per_byte"] == pytest.approx(32)
 
 
-def test_memory(bench):
-    rows = {row["function"]: row for row in tiles_gpu.memory_rows(bench, 8, 16, 32)}
-    assert rows["gelu_forward"]["MB"] == pytest.approx(2 * 8 * 16 * 4e-6)
-    assert rows["adamw_step"]["MB"] == pytest.approx(7 * 16 * 32 * 4e-6)
-    assert rows["adamw_step"]["gb_per_s"] == pytest.approx(7 * 16 * 32 * 4 / 1e-3 * 1e-9)
+@pytest.mark.shim
+def test_kernels_between_the_products(card):
+    found = tiles_memory.rows(card, tiles.parse(GPU_SIZES))
+    rows = {(row["kernel"], row["dtype"]): row for row in found}
+    public = {name for name in vars(Fused) if not name.startswith("_")}
+    assert {name for name, _ in rows} == public
+    assert {dtype for _, dtype in rows} == {"float32", "bfloat16"}
+    elements = 24 * 20
+    assert rows["gelu_forward", "float32"]["MB"] == pytest.approx(2 * elements * 4e-6)
+    assert rows["gelu_forward", "bfloat16"]["MB"] == pytest.approx(2 * elements * 2e-6)
+    assert rows["adamw_step", "float32"]["MB"] == pytest.approx(28 * elements * 1e-6)
+    assert rows["adamw_step", "bfloat16"]["MB"] == pytest.approx(30 * elements * 1e-6)
+    assert rows["cross_entropy_stats", "float32"]["MB"] == pytest.approx(6 * 300 * 4e-6)
+    for row in rows.values():
+        assert row["gb_per_s"] == pytest.approx(row["MB"])  # in a millisecond
+        assert row["percent_of_copy"] == 100.0
+        assert row["percent_of_roof"] == pytest.approx(100 * row["MB"] / 4800)
 
 
-def test_a_wrong_product_ends_the_run(bench, monkeypatch, capsys):
-    monkeypatch.setattr(tiles_gpu, "SIZES", (SIZE,))
-    monkeypatch.setattr(tiles_gpu, "product_rows",
-                        lambda bench: tiles_gpu.sweep_rows(bench, SIZE))
+@pytest.mark.shim
+def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
+    monkeypatch.setattr(tiles_gpu, "product_rows", lambda gpu: tiles_gpu.sweep_rows(gpu, SIZE))
     monkeypatch.setattr(ladder, "grid", lambda kernel, rows, columns: (1, 1))
-    assert tiles_gpu.run(2) == EXIT_CHECK_FAILED
-    assert "products: (40, 16) x (16, 24) float32: off by nan" in capsys.readouterr().err
+    assert tiles.main(GPU_SIZES) == EXIT_CHECK_FAILED
+    assert ("not timed: warp (32, 16, 8, 32, 16) of (40, 16) x (16, 24), float32: off by nan"
+            in capsys.readouterr().err)
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("kernel", ["causal_softmax_backward", "column_sums"])
+def test_a_kernel_that_does_nothing_is_not_timed(card, monkeypatch, kernel):
+    monkeypatch.setattr(Fused, kernel, lambda self, *arrays: None)
+    with pytest.raises(ValueError, match=f"{kernel}, float32: off by"):
+        tiles_memory.rows(card, tiles.parse(GPU_SIZES))
+
+
+def test_every_call_is_timed_after_the_caches_are_emptied(card, monkeypatch):
+    """In the order: fill, start, call, stop; the warm-up does not count."""
+    done, times = [], iter(range(100))
+
+    class Event:
+        def record(self):
+            self.at = next(times)
+            done.append("event")
+
+        def synchronize(self):
+            done.append("wait")
+
+    monkeypatch.setattr(fake_cupy.cuda, "Event", Event)
+    monkeypatch.setattr(fake_cupy.cuda, "get_elapsed_time", lambda start, stop: start.at)
+    monkeypatch.setattr(fake_cupy.DeviceArray, "fill", lambda self, value: done.append("fill"))
+    device, host = card.timed(lambda: done.append("call"))
+    assert done == ["fill", "event", "call", "event"] * (gpu.WARM_UP + 2) + ["wait"]
+    assert device == pytest.approx(1e-3 * (2 * gpu.WARM_UP + 1))  # between starts 6 and 8
+    assert host > 0
+
+
+def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho \"$@\" >&2\necho 580.1, 1980, 1980, 3201, 700.00\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    for name in ("product_rows", "sweep_rows"):
+        monkeypatch.setattr(tiles_gpu, name, lambda gpu: [{"kernel": "none"}])
+    monkeypatch.setattr(tiles_memory, "rows", lambda gpu, args: [{"kernel": "none"}])
+    assert tiles.main([*GPU_SIZES, "--json", str(tmp_path / "out")]) == 0
+    machines = {path.stem: json.loads(path.read_text())["machine"]
+                for path in (tmp_path / "out").iterdir()}
+    assert set(machines) == {"gpu_products", "gpu_tiles", "gpu_memory"}
+    for machine in machines.values():
+        assert machine["gpu"] == "NVIDIA H200"
+        assert machine["date"]
+        assert (machine["driver"], machine["sm_mhz"], machine["power_limit_w"]) == (
+            "580.1", "1980", "700.00")
+    assert machines["gpu_memory"]["seq_len"] == 12
+    monkeypatch.setenv("PATH", "")
+    assert card.facts()["clocks"] == "unknown: no nvidia-smi"
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert tiles_gpu.main([]) == EXIT_ENVIRONMENT
+    assert tiles.main(GPU_SIZES) == EXIT_ENVIRONMENT
     assert "CuPy" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiles_gpu, "SECONDS", 0.1)
-    assert tiles_gpu.run(3, str(tmp_path)) == 0
+def test_on_a_gpu(tmp_path):
+    assert tiles.main([*GPU_SIZES, "--json", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         "gpu_products.json", "gpu_tiles.json", "gpu_memory.json"}
-    assert np.isfinite(tiles_gpu.timed(lambda: None, 3)[0])
+    for path in tmp_path.iterdir():
+        assert all(row.get("device_us", 1) > 0 for row in json.loads(path.read_text())["rows"])

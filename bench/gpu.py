@@ -1,0 +1,108 @@
+"""One GPU as the benchmarks see it: what its maker promises, its state, and time on it."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import time
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+
+from mpipar.ops import make
+from mpipar.ops.cuda.loader import Loader
+
+# Dense peaks in TFLOP/s and memory in GB/s, from NVIDIA's data sheets of the A100 (80 GB, SXM), the
+# H100 (SXM) and the H200 (SXM), by the name that the driver gives them. Where a sheet says "with
+# sparsity", this is half of it.
+ROOFS = {
+    "NVIDIA A100-SXM4-80GB": {"float32": 19.5, "tf32": 156, "bfloat16": 312, "memory": 2039},
+    "NVIDIA H100 80GB HBM3": {"float32": 67, "tf32": 495, "bfloat16": 989, "memory": 3350},
+    "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "memory": 4800},
+}
+# Largest relative norm of an error: float32 sums in another order, one or two roundings to 8 bits.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-7}
+WARM_UP = 3
+# Filled before each timed call: twenty times the cache of an H200, and 0.25 ms of its time.
+FLUSH_BYTES = 1 << 30
+STATE = {"driver": "driver_version", "sm_mhz": "clocks.sm", "sm_max_mhz": "clocks.max.sm",
+         "memory_mhz": "clocks.mem", "power_limit_w": "power.limit"}
+
+
+class Gpu:
+    """The current device, its roofs, and random arrays on it. Raises EnvironmentProblem."""
+
+    def __init__(self, repeats: int):
+        self.ops, self.repeats = make("cuda", "float32"), repeats
+        self.xp = self.ops.xp
+        self.loader, self.name = Loader(self.xp), device_name(self.xp)
+        self.roofs = ROOFS.get(self.name, {})
+        self.rng = np.random.default_rng(0)
+
+    def random(self, *shape, dtype="float32"):
+        """An array of normal deviates; zeros would run faster: they draw less power."""
+        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+        return self.xp.asarray(self.rng.standard_normal(shape, np.float32)).astype(kind)
+
+    def percent(self, value: float, roof: str):
+        """value in percent of the roof's, or "-" where that is not known."""
+        return 100 * value / self.roofs[roof] if roof in self.roofs else "-"
+
+    def check(self, what: str, got, expected, dtype: str) -> None:
+        """Raise ValueError where got is not what is expected of operands of a type."""
+        wide = expected.astype(np.float64)
+        error = self.ops.square_sum(got.astype(np.float64) - wide) ** 0.5
+        error /= max(self.ops.square_sum(wide) ** 0.5, 1e-30)
+        if not error <= TOLERANCE[dtype]:
+            raise ValueError(f"{what}, {dtype}: off by {error:.1e}")
+
+    def timed(self, call) -> tuple[float, float]:
+        """Return the median seconds of a call on the device, by events, and on the host.
+
+        Before every call the device fills FLUSH_BYTES: that puts the operands out of its cache,
+        and gives Python time to queue the call, so that the device does not wait for it.
+        """
+        events, hosts, cuda = [], [], self.xp.cuda
+        flush = self.xp.empty(FLUSH_BYTES // 4, np.float32)
+        for _ in range(WARM_UP + self.repeats):
+            flush.fill(0)
+            start, stop = cuda.Event(), cuda.Event()
+            start.record()
+            before = time.perf_counter()
+            call()
+            hosts.append(time.perf_counter() - before)
+            stop.record()
+            events.append((start, stop))
+        stop.synchronize()
+        device_ms = [cuda.get_elapsed_time(*pair) for pair in events[WARM_UP:]]
+        return statistics.median(device_ms) * 1e-3, statistics.median(hosts[WARM_UP:])
+
+    def copy_seconds(self, count: int) -> float:
+        """Seconds of a copy on the device that reads and writes `count` bytes together."""
+        source = self.random(count // 8)
+        return self.timed(partial(self.ops.copy, self.xp.empty_like(source), source))[0]
+
+    def facts(self) -> dict:
+        """What a figure depends on, clocks and power limit as they are right after measuring."""
+        return {"gpu": self.name, "cupy": self.xp.__version__, "repeats": self.repeats,
+                **state(self.xp.cuda.Device().pci_bus_id)}
+
+
+def device_name(xp) -> str:
+    """Name of the current device."""
+    return xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)["name"].decode()
+
+
+def state(bus: str) -> dict[str, str]:
+    """Driver, clocks and power limit of the device at a PCI address, as nvidia-smi tells them."""
+    if shutil.which("nvidia-smi") is None:
+        return {"clocks": "unknown: no nvidia-smi"}
+    done = subprocess.run(
+        ["nvidia-smi", f"--id={bus}", f"--query-gpu={','.join(STATE.values())}",
+         "--format=csv,noheader,nounits"],
+        capture_output=True, check=False, text=True, timeout=60)
+    if done.returncode:
+        return {"clocks": f"unknown: nvidia-smi exits with {done.returncode}"}
+    return dict(zip(STATE, done.stdout.strip().split(", "), strict=True))
