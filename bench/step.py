@@ -5,17 +5,17 @@
     python -m bench.step --device cuda [--peak-tflops 60]
 
 Each side is a row: mpipar with NumPy and, where it is installed, Numba, on several ranks with data
-and with tensor parallelism; PyTorch eager with attention computed explicitly (product, mask,
-softmax, product), as mpipar does; on a GPU also that model compiled. All start from the same
-weights, and must give the same losses over three updates before anything is timed. Their
+and with tensor parallelism; where PyTorch is installed, it eager with attention computed explicitly
+(product, mask, softmax, product), as mpipar does; on a GPU also that model compiled. All start from
+the same weights, and must give PyTorch's losses over three updates before anything is timed. Their
 repetitions alternate, so that a slow spell of the machine hits all.
 
 Columns: medians over the repetitions; of several ranks the slowest counts, from a barrier to its
 last update. over_torch: step_ms over that of PyTorch eager; best_over_torch: of the best
 repetitions. in_communication: share of the step inside barriers or waiting for messages.
 tflops: operations of the products, 6 B T P + 12 L B T^2 D (P: elements of the matrices of blocks
-and head), per second. mfu: that over the peak, which is --peak-tflops, else the rate of a product
-of 8192 x 8192 matrices in float32, measured in the same run.
+and head), per second. mfu: tflops over the float32 peak of the devices of the ranks that computed,
+one each: --peak-tflops, else the figure of the maker's data sheet in bench/gpu.py, else no column.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import time
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import results
+from bench import gpu, results
 from bench.step_sides import OurSide, configure, random_batch, step_flops, torch_side
-from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
+from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.launch import guard
 from mpipar.ops import make
 from mpipar.report.gather import gather_numbers
@@ -40,7 +40,6 @@ from mpipar.report.gather import gather_numbers
 PARTS = ("forward_backward", "update")
 CHECK_STEPS, WARM_UP_STEPS, TOLERANCE = 3, 2, 1e-5
 SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
-PEAK_SIZE = 8192
 
 
 def parse(argv):
@@ -60,7 +59,7 @@ def parse(argv):
     parser.add_argument("--threads", type=int,
                         help="of PyTorch, and of all ranks together (number of ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--peak-tflops", type=float, help="peak of the device, from its data sheet")
+    parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device")
     parser.add_argument("--json", help="write the result to this file")
     return parser.parse_args(argv)
 
@@ -147,46 +146,49 @@ def measure(sides, names, repeats, world) -> np.ndarray:
     return seconds
 
 
-def measured_peak(ops) -> float:
-    """TFLOP/s of a large product, the best of five."""
-    x, best = ops.zeros((PEAK_SIZE, PEAK_SIZE)), np.inf
-    for _ in range(5):
-        ops.synchronize()
-        start = time.perf_counter()
-        ops.matmul_forward(x, x)
-        ops.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * PEAK_SIZE**3 / best * 1e-12
+def device_facts(args) -> dict:
+    """What the figures of this rank's device depend on, its peak among them if that is known."""
+    found = {}
+    if args.device == "cuda":
+        card = gpu.Gpu(args.repeats)
+        found = card.facts()
+        if "float32" in card.roofs:
+            found["peak_tflops"] = card.roofs["float32"]
+    return found | ({"peak_tflops": args.peak_tflops} if args.peak_tflops else {})
 
 
 def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
     """The result as rows, of all ranks' seconds (ranks, names, repetitions, three)."""
     parts = seconds.max(axis=0)
     steps = seconds[..., :2].sum(axis=-1).max(axis=0)
-    theirs = steps[names.index("torch")]
+    theirs = steps[names.index("torch")] if "torch" in names else None
     found = []
     for number, name in enumerate(names):
         step_s = statistics.median(steps[number])
         tflops = step_flops(args) / step_s * 1e-12
         # A rank without a part in this side has measured nothing.
         busy = seconds[:, number, :, :2].sum(axis=-1)
-        row = {
+        found.append({
             "side": name,
             **{f"{part}_ms": statistics.median(parts[number, :, i]) * 1e3
                for i, part in enumerate(PARTS)},
             "step_ms": step_s * 1e3,
-            "over_torch": step_s / statistics.median(theirs),
-            "best_over_torch": min(steps[number]) / min(theirs),
+            **({} if theirs is None else {
+                "over_torch": step_s / statistics.median(theirs),
+                "best_over_torch": min(steps[number]) / min(theirs)}),
             "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
             "tokens_per_s": args.batch_size * args.seq_len / step_s,
             "tflops": tflops,
-        }
-        found.append(row | ({} if peak_tflops is None else {"mfu": tflops / peak_tflops}))
+            **({} if peak_tflops is None else {
+                "mfu": tflops / (peak_tflops * np.count_nonzero(busy.any(axis=-1)))}),
+        })
     return found
 
 
 def their_sides(args, batch, world) -> tuple[list[str], dict]:
-    """(names of PyTorch's sides, those that this rank runs: all on world rank 0)."""
+    """(names of PyTorch's sides, those that this rank runs: all on world rank 0), if installed."""
+    if importlib.util.find_spec("torch") is None:
+        return [], {}
     import torch
 
     torch.set_num_threads(args.threads)
@@ -205,7 +207,7 @@ def compare(args, world) -> int:
     names = ours + theirs
     found = losses(sides, names, world)
     problem = disagreement({name: found[name] for name in sides}, found["torch"]) \
-        if world.rank == 0 else None
+        if theirs and world.rank == 0 else None
     wrong = np.array([problem is not None], np.int64)
     world.Allreduce(wrong.copy(), wrong)
     if wrong[0]:
@@ -213,10 +215,8 @@ def compare(args, world) -> int:
             print(f"not timed, the models differ: {problem}", file=sys.stderr)
         return EXIT_CHECK_FAILED
     seconds = gather_numbers(world, measure(sides, names, args.repeats, world))
-    facts = {}
-    if args.device == "cuda":
-        facts["peak_tflops"] = args.peak_tflops or measured_peak(make("cuda", "float32"))
     if seconds is not None:
+        facts = device_facts(args)
         report(args, rows(args, names, seconds, facts.get("peak_tflops")), world.size, facts)
     return 0
 
@@ -225,23 +225,21 @@ def report(args, found, num_ranks, facts):
     """Print the table and write the file."""
     print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
           f"{args.seq_len} tokens, V {args.vocab_size}, float32, {num_ranks} rank(s), "
-          f"{args.threads} thread(s), {args.repeats} steps, losses equal")
+          f"{args.threads} thread(s), {args.repeats} steps, "
+          + ("losses equal" if "over_torch" in found[0] else "PyTorch is not installed"))
     print(results.table(found))
     if args.json:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "numba")
                     if importlib.util.find_spec(name)}
         sizes = {key: value for key, value in vars(args).items()
                  if key not in ("json", "peak_tflops")}
-        results.write(args.json, "bench.step", found, ranks=num_ranks, **versions, **sizes, **facts)
+        results.write(args.json, "bench.step", found,
+                      **{"ranks": num_ranks} | versions | sizes | facts)
 
 
 def main(argv, session) -> int:
-    """Compare; refuses where PyTorch is missing."""
+    """Measure on all ranks; returns the exit code."""
     args = parse(argv)
-    if importlib.util.find_spec("torch") is None:
-        error = EnvironmentProblem("bench.step compares with PyTorch: pip install '.[peers]'")
-        print(error, file=sys.stderr)
-        return error.exit_code
     world = session.start()
     args.threads = args.threads or world.size
     with threadpool_limits(max(1, args.threads // world.size)):

@@ -10,7 +10,6 @@ import pytest
 from helpers import run_command, run_ranks
 
 from bench import step
-from mpipar.ops import make
 
 SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
 WRONG_GRADIENT = """
@@ -20,6 +19,21 @@ from mpipar.ops.numpy_ops import NumpyOps
 NumpyOps.gelu_backward_input = lambda self, dy, x: dy.copy()
 guard(step.main)
 """
+
+
+class Alone:
+    """A world of one rank, where MPI has not been started."""
+
+    size, rank = 1, 0
+
+    def Ibarrier(self):
+        return types.SimpleNamespace(Test=lambda: True)
+
+    def Barrier(self):
+        """Nobody to wait for."""
+
+    def Allreduce(self, send, receive):
+        receive[...] = send
 
 
 def rows_of(path, sides):
@@ -75,6 +89,9 @@ def test_the_slowest_rank_counts_and_pytorch_runs_on_one():
     assert ours["in_communication"] == pytest.approx(0.1)
     assert theirs["step_ms"] == pytest.approx(800)
     assert theirs["mfu"] == pytest.approx(theirs["tflops"] * 1e6)
+    assert ours["mfu"] == pytest.approx(ours["tflops"] * 1e6 / 2)  # of two devices
+    (alone,) = step.rows(args, ["mpipar"], seconds[:, :1])
+    assert not {"mfu", "over_torch", "best_over_torch"} & set(alone)
 
 
 def test_operations_of_a_step_are_those_of_the_closed_form():
@@ -85,15 +102,31 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
         6 * batch * tokens * matrices + 12 * layers * batch * tokens**2 * width)
 
 
-def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
+@pytest.mark.shim
+@pytest.mark.parametrize(("words", "peak"), [([], 67), (["--peak-tflops", "40"], 40)])
+def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak):
     """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setattr(step, "PEAK_SIZE", 64)
-    world = types.SimpleNamespace(size=1, rank=0)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    session = types.SimpleNamespace(start=Alone)
+    path = tmp_path / "step.json"
+    argv = [*SIZES.split(), "--device", "cuda", *words, "--json", str(path)]
+    assert step.main(argv, session) == 0
+    assert "2 steps, PyTorch is not installed" in capsys.readouterr().out
+    result = json.loads(path.read_text())
+    (row,) = result["rows"]
+    assert row["side"] == "mpipar cupy"
+    assert row["mfu"] == pytest.approx(row["tflops"] / peak)
+    assert result["machine"]["gpu"] == "NVIDIA H200"
+    assert result["machine"]["peak_tflops"] == peak
+
+
+def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     found = {}
     for device in ("cpu", "cuda"):
         args = step.parse([*SIZES.split(), "--device", device])
-        sides = step.our_sides(args, step.random_batch(args), world)
+        sides = step.our_sides(args, step.random_batch(args), Alone())
         name, side = next(iter(sides.items()))
         found[name] = []
         for number in range(1, 4):
@@ -102,4 +135,3 @@ def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
             side.synchronize()
     assert list(found) == ["mpipar numpy", "mpipar cupy"]
     assert step.disagreement(found, found["mpipar numpy"]) is None
-    assert step.measured_peak(make("cuda", "float32")) > 0
