@@ -85,16 +85,22 @@ def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
     return found
 
 
-def compare(config, part, mpi_world=None) -> list[Difference]:
+def one_rank_tensors(config, part):
+    """`step_tensors` of one rank: what every layout has to give."""
+    return step_tensors(serial_config(config), part, Grid(0))
+
+
+def compare(config, part, mpi_world=None, expected=one_rank_tensors) -> list[Difference]:
     """All differences between this layout and one rank, on world rank 0; empty elsewhere.
 
-    config: resolved, float64, optimizer sgd (Adam would hide a wrong scale).
+    config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: gives the
+    tensors of one rank; a caller that compares many layouts of one model may keep them.
     """
     world_rank = mpi_world.rank if mpi_world else 0
     parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world)
     if world_rank > 0:
         return []
-    serial = step_tensors(serial_config(config), part, Grid(0))
+    serial = expected(config, part)
     found = differences("value", {"loss and gradient norm": np.array(parallel[:2])},
                         {"loss and gradient norm": np.array(serial[:2])})
     found += differences("gradient", parallel[2], serial[2])

@@ -10,9 +10,10 @@ from mpi4py import MPI
 
 from mpipar import config as config_module
 from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
+from mpipar.grid import Grid
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.presets import OF_MODEL
-from mpipar.verify import compare
+from mpipar.verify import compare, one_rank_tensors, serial_config, step_tensors
 
 WORLD = MPI.COMM_WORLD
 LAYOUTS = {  # number of ranks: (dp, pp, tp)
@@ -59,14 +60,28 @@ def poison_unwritten(monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "empty", empty)
 
 
-def assert_equals_one_rank(config: Config, part=None) -> None:
+@functools.cache
+def _step_on_one_rank(config):
+    return step_tensors(config, tokens(), Grid(0))
+
+
+def computed_once(config, part):
+    """One rank's tensors, kept for every layout and schedule of a model.
+
+    Not for a test that changes a function: others would be compared with what that gave.
+    """
+    assert part is tokens()
+    return _step_on_one_rank(serial_config(config))
+
+
+def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors) -> None:
     """Assert that loss, norm, every gradient and every weight after a step equal those of one rank.
 
-    part: what is trained on; the random tokens by default. The verdict is world rank 0's, and all
-    ranks raise with it. Comm: a step, two streams, one broadcast.
+    part: what is trained on; the random tokens by default. expected: gives one rank's tensors. The
+    verdict is world rank 0's, and all ranks raise with it. Comm: a step, two streams, a broadcast.
     """
-    bad = [f"{d.kind} of {d.name}: {d.error:.1e} at {d.where}"
-           for d in compare(config, tokens() if part is None else part, WORLD) if not d.ok]
+    found = compare(config, tokens() if part is None else part, WORLD, expected)
+    bad = [f"{d.kind} of {d.name}: {d.error:.1e} at {d.where}" for d in found if not d.ok]
     count = np.array([len(bad)])
     WORLD.Bcast(count)
     assert not count[0], f"{config.grid}: {count[0]} tensors differ, e.g. {bad[:5]}"

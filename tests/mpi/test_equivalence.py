@@ -10,6 +10,7 @@ from small_model import (
     MODEL,
     WORLD,
     assert_equals_one_rank,
+    computed_once,
     poison_unwritten,
     small_config,
     with_sync_sends,
@@ -25,36 +26,40 @@ def poisoned_memory(monkeypatch):
     poison_unwritten(monkeypatch)
 
 
+def assert_equals_known(config):
+    assert_equals_one_rank(config, expected=computed_once)
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 @pytest.mark.parametrize("schedule", SIMPLE)
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_layout_equals_one_rank(layout, schedule, num_microbatches):
-    assert_equals_one_rank(small_config(layout, num_microbatches, schedule=schedule))
+    assert_equals_known(small_config(layout, num_microbatches, schedule=schedule))
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_untied_head_equals_one_rank(layout):
-    assert_equals_one_rank(small_config(layout, model=replace(MODEL, tied=False)))
+    assert_equals_known(small_config(layout, model=replace(MODEL, tied=False)))
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 @pytest.mark.parametrize("ffn_cut", ["gather", "reduce"])
 def test_ffn_of_two_products_that_stand_alone_equals_one_rank(layout, ffn_cut):
-    assert_equals_one_rank(small_config(layout, model=replace(MODEL, ffn_cut=ffn_cut)))
+    assert_equals_known(small_config(layout, model=replace(MODEL, ffn_cut=ffn_cut)))
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_synchronous_sends_equal_one_rank(layout):
-    assert_equals_one_rank(with_sync_sends(small_config(layout, 5)))
+    assert_equals_known(with_sync_sends(small_config(layout, 5)))
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_other_rank_order_equals_one_rank(layout):
-    assert_equals_one_rank(small_config(layout, rank_order="tp,cp,dp,pp"))
+    assert_equals_known(small_config(layout, rank_order="tp,cp,dp,pp"))
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_uneven_stages_equal_one_rank(last):
     split = {2: (5 - last, last), 4: (2, 3 - last, 0, last)}[WORLD.size]
-    assert_equals_one_rank(small_config((1, WORLD.size, 1), stage_layers=split))
+    assert_equals_known(small_config((1, WORLD.size, 1), stage_layers=split))

@@ -2,11 +2,20 @@
 synchronous sends.
 """
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from small_model import MODEL, WORLD, assert_equals_one_rank, small_config, tokens, with_sync_sends
+from small_model import (
+    MODEL,
+    WORLD,
+    assert_equals_one_rank,
+    computed_once,
+    small_config,
+    tokens,
+    with_sync_sends,
+)
 
 from mpipar import ops as ops_module
 from mpipar.data.rows import Rows
@@ -42,7 +51,7 @@ CASES = [(name, layout, m) for name in schedules.SCHEDULES for layout in HERE
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_schedule_equals_one_rank(case):
-    assert_equals_one_rank(with_sync_sends(config_for(*case)))
+    assert_equals_one_rank(with_sync_sends(config_for(*case)), expected=computed_once)
 
 
 LARGEST = [case for case in CASES if case[2] == max(m for n, _, m in CASES if n == case[0])]
@@ -50,10 +59,12 @@ LARGEST = [case for case in CASES if case[2] == max(m for n, _, m in CASES if n 
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)
 def test_schedule_equals_one_rank_untied(case):
-    assert_equals_one_rank(config_for(*case, tied=False))
+    assert_equals_one_rank(config_for(*case, tied=False), expected=computed_once)
 
 
+@functools.cache
 def one_step(config):
+    """This rank's worker and recorder after a step, the same for every test that looks at them."""
     ops = ops_module.make("cpu", config.run.dtype)
     recorder = Recorder(1 << 16)
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
