@@ -30,8 +30,6 @@ from mpipar.launch import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
 
-NEEDED = {"case", "via", "axis", "mode", "ranks", "link", "size_bytes", "median_us", "per_sample",
-          "algbw_GBps", *records.SAMPLES}
 ROWS = (1, 2, 4)  # of a microbatch: those of the preset `tiny` on 4, 2 and 1 replicas
 
 
@@ -72,6 +70,9 @@ def parse(argv):
     if args.files and args.json:
         found.append("--json keeps rows that are measured here, but FILEs hold them already; give "
                      "one of the two")
+    if args.files and (args.rounds, args.seconds, args.end_bytes) != (ROUNDS, SECONDS, END_BYTES):
+        found.append("--rounds, --seconds and --end-bytes are for what is measured here, but FILEs "
+                     "hold it already; leave them out")
     if args.no_compute and (args.config or args.rows != ROWS or args.tp != (1,)):
         found.append("--config, --rows and --tp are for the passes, which --no-compute leaves out")
     if found:
@@ -91,10 +92,6 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
     """Rows and heads of files. Raises DataError."""
     heads = [run.head for path in paths for run in records.read(path)]
     rows = records.rows_of(paths)
-    for row in rows:
-        if missing := sorted(NEEDED - row.keys()):
-            raise DataError(f"{', '.join(paths)}: a row without {missing[0]!r}; calibrate from the "
-                            "file of a bench.interconnect --json")
     if not any(row["via"] == COMM for row in rows):
         raise DataError(f"{', '.join(paths)}: no rows through mpipar.comm to fit")
     return rows, heads

@@ -12,12 +12,12 @@ runs; hybrids and limit are real training steps.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from dataclasses import replace
 
 from bench import results, too_large
+from mpipar import flags
 from mpipar import ops as ops_module
 from mpipar.config import Config, GridConfig, resolve
 from mpipar.data.rows import Rows
@@ -195,8 +195,7 @@ def hybrids(world) -> list[dict] | None:
 
 def main(argv, session) -> int:
     """Print one table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.claims", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
     parser.add_argument("table", choices=(
         "barriers", "memory", "convolution", "hybrids", "limit"))
     parser.add_argument("--json", help="write the result to this file")

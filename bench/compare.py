@@ -9,7 +9,6 @@ are called faster or slower at most 5 % are expected to be so by chance.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 
 from bench import records
 from bench.statistics import discoveries, rank_sum
+from mpipar import flags
 from mpipar.errors import EXIT_OK, DataError
 from mpipar.launch import guard
 from mpipar.report.console import table
@@ -91,8 +91,7 @@ def too_few(found) -> str:
 
 def main(argv, session) -> int:
     """Print one line for each operation in both files."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("a", metavar="A", help="of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
     args = parser.parse_args(argv)

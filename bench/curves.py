@@ -6,16 +6,15 @@ import statistics
 
 import numpy as np
 
-from bench import findings, records
+from bench import findings
 from bench.cases import BARE, COMM
 from bench.fitting import LEAST_SIZES, fit
-from bench.statistics import iteration_ns
+from bench.statistics import times_us
 from mpipar.plan.machine import Contention, Curve, Duplex, Machine, Piece
 from mpipar.report.console import table
 
 SMALL_BYTES, LARGE_BYTES = 1024, 1 << 20
 REDUCTION = "reduce-local"
-FIRST_ALONE = ("latency", "bandwidth", "bidirectional")  # only the first rank's clock counts
 
 
 def quietest(rows) -> list[dict]:
@@ -27,14 +26,6 @@ def quietest(rows) -> list[dict]:
         if key not in found or row["median_us"] < found[key]["median_us"]:
             found[key] = row
     return list(found.values())
-
-
-def times_us(row: dict) -> np.ndarray:
-    """Times of a row's iterations, from its samples."""
-    entered, left = (np.array(row[name]) for name in records.SAMPLES)
-    if row["case"].removeprefix("pairs ") in FIRST_ALONE:
-        entered, left = entered[:, :1], left[:, :1]
-    return iteration_ns(entered, left) * 1e-3 / row["per_sample"]
 
 
 def curves(rows) -> list[Curve]:

@@ -19,9 +19,11 @@ import sys
 from bench import cuda_probe, findings, launches, plans, table
 from bench.buffers import POLICIES
 from bench.groups import WIRES
+from bench.launches import START
 from bench.records import COMPLETE, INTERRUPTED, Writer
 from bench.sampling import Plan
 from bench.session import Bench
+from mpipar import flags
 from mpipar.connect import cuda_aware
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
@@ -35,19 +37,12 @@ from mpipar.report.gather import broadcast_text
 
 QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
 QUICK_FOOTPRINT = 16 << 20
-
-
-class Parser(argparse.ArgumentParser):
-    """All ranks read the same flags: one of them says what is wrong."""
-
-    def error(self, message):
-        raise UsageError(f"{message}; {self.prog} --help lists the flags")
+FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--seconds", "--target")
 
 
 def parse(argv):
     """The flags. Raises UsageError."""
-    parser = Parser(prog="python -m bench.interconnect", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.interconnect", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE",
                         help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
     parser.add_argument("--layout", metavar="dp=2,tp=2",
@@ -74,15 +69,34 @@ def parse(argv):
                         help="end the job when nothing has moved for so long (60; 0: never)")
     parser.add_argument("--launches", type=int, metavar="K",
                         help="start K fresh jobs with --start and keep all their rows")
-    parser.add_argument("--start", default="mpiexec -n 2", metavar="COMMAND",
-                        help="how --launches starts a job (mpiexec -n 2)")
+    parser.add_argument("--start", metavar="COMMAND",
+                        help=f"how --launches starts a job ({START})")
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
     args = parser.parse_args(argv)
+    if found := without_effect(args, {word.split("=")[0] for word in argv}):
+        raise UsageError(found)
     if "all" in args.cases or (args.quick and not args.cases):
         skipped = (*plans.PAIR_CASES, "pairs", "fan-in") if args.layout else ()
         args.cases = [case for case in plans.CASES if case not in skipped]
     return args
+
+
+def without_effect(args, typed) -> list[str]:
+    """What is wrong with flags that others leave nothing to do."""
+    found = []
+    if args.start and args.launches is None:
+        found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
+                     "or type the command in front of python")
+    if quick := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
+        found.append(f"--quick has sizes and times of its own: leave out {', '.join(quick)}, or "
+                     "--quick")
+    if args.pair and args.layout is not None:
+        found.append("--pair is for two-rank cases, which --layout does not have: give one of them")
+    elif args.pair and args.cases and not {*args.cases} & {*plans.PAIR_CASES, "all"}:
+        found.append(f"--pair {args.pair}: only {', '.join(plans.PAIR_CASES)} run on a pair; add "
+                     "one of them, or leave it out")
+    return found
 
 
 def chosen_sizes(args) -> tuple[int, ...]:
@@ -102,8 +116,6 @@ def chosen_sections(args, world_size: int) -> list[plans.Section]:
         found.append("--window, --seconds and --target must be above 0")
     if not 0 <= args.stall_seconds < math.inf:
         found.append("--stall-seconds must be 0 (never) or above")
-    if args.layout is not None and args.pair:
-        found.append("--pair is for two-rank cases, which --layout does not have: give one of them")
     if found:
         raise UsageError(found)
     sizes = chosen_sizes(args)

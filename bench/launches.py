@@ -11,6 +11,23 @@ from bench import findings, records
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from mpipar.report.console import table
 
+START = "mpiexec -n 2"  # where --start says nothing else
+
+
+def alone(session, start: str) -> None:
+    """Raises UsageError under a launcher: a job inside a job would not be a fresh one."""
+    if session.launcher.size > 1:
+        raise UsageError(f"--launches starts the jobs itself ({start}): run it without "
+                         f"{session.launcher.name}")
+
+
+def launcher_words(start: str | None) -> list[str]:
+    """The words of --start. Raises UsageError where a quotation mark is open."""
+    try:
+        return shlex.split(start or START)
+    except ValueError as error:
+        raise UsageError(f"--start {start}: {error}; close it") from error
+
 
 def own_command(args, argv, launch: int) -> list[str]:
     """The command line of one launch: the same flags without --launches and --start."""
@@ -21,20 +38,18 @@ def own_command(args, argv, launch: int) -> list[str]:
             skip = not skip and "=" not in word
             continue
         kept.append(word)
-    return [*shlex.split(args.start), sys.executable, "-m", "bench.interconnect", *kept,
+    return [*launcher_words(args.start), sys.executable, "-m", "bench.interconnect", *kept,
             "--launch", str(launch)]
 
 
 def run(session, args, argv) -> int:
     """Start --launches jobs, one after the other; each appends to --json.
 
-    Raises UsageError under a launcher: a job inside a job would not be a fresh one.
+    Raises UsageError: see `alone`.
     """
     if args.launches < 1:
         raise UsageError("--launches must be at least 1")
-    if session.launcher.size > 1:
-        raise UsageError(f"--launches starts the jobs itself ({args.start}): run it without "
-                         f"{session.launcher.name}")
+    alone(session, args.start or START)
     if not args.json:
         raise UsageError("--launches keeps the rows of all jobs in one file: give --json FILE")
     code = EXIT_OK
@@ -42,7 +57,10 @@ def run(session, args, argv) -> int:
     with session.stop_on_request():
         for launch in range(1, args.launches + 1):
             print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
-            done = subprocess.run(own_command(args, argv, launch), check=False)
+            try:
+                done = subprocess.run(own_command(args, argv, launch), check=False)
+            except OSError as error:
+                raise UsageError(f"--start {args.start}: {error.strerror}") from error
             code = code or done.returncode
             if session.stop_requested or done.returncode == EXIT_INTERRUPTED:
                 return EXIT_INTERRUPTED

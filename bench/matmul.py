@@ -14,7 +14,6 @@ time from posting a message to its arrival in which the rank computed instead of
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -24,6 +23,7 @@ import numpy as np
 
 from bench import results
 from bench.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
+from mpipar import flags
 from mpipar import ops as ops_module
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.launch import guard
@@ -105,8 +105,7 @@ def row(case, num_ranks, facts) -> dict:
 
 def parse(argv):
     """Sizes of the product and of the measurement."""
-    parser = argparse.ArgumentParser(prog="python -m bench.matmul", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.matmul", description=__doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="rows T of x (1024)")
     parser.add_argument("--inner", type=int, default=1024, help="columns K of x (1024)")
     parser.add_argument("--outer", type=int, default=1024, help="columns N of w (1024)")

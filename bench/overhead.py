@@ -9,12 +9,12 @@ than 1.5 us above the bare call for messages up to 8 KiB, or 3 % from 1 MiB on.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 
 from bench import records, results
 from bench.cases import BARE, COMM
+from mpipar import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
 from mpipar.launch import guard
 
@@ -57,8 +57,7 @@ def problems(lines) -> list[str]:
 
 def main(argv, session) -> int:
     """Print the lines, check the latencies, write the result file."""
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.overhead", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args(argv)

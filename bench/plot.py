@@ -9,7 +9,6 @@ Bars enclose the median with 95 % confidence; points are not joined, for nothing
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import numpy as np
 from bench import records
 from bench.statistics import times_us
 from bench.table import title
+from mpipar import flags
 from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError
 from mpipar.launch import guard
 from mpipar.plan import machine_file
@@ -156,8 +156,7 @@ def save(plt, folder: Path, name: str, heading: str, draw) -> None:
 
 def main(argv, session) -> int:
     """Draw everything in the files; print the names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--out", default="plots", metavar="FOLDER", help="for the pictures (plots)")
     parser.add_argument("--machine", metavar="FILE", help="cost model whose pieces are drawn too")

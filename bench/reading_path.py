@@ -9,11 +9,11 @@ has to read.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from bench import results
+from mpipar import flags
 from mpipar import ops as ops_module
 from mpipar.config import Config, resolve
 from mpipar.data.rows import Rows
@@ -80,8 +80,7 @@ def ran_lines(world) -> dict[str, set]:
 
 def main(argv, session) -> int:
     """Print the stops; exit 1 if they have grown over the limit."""
-    parser = argparse.ArgumentParser(prog="python -m bench.reading_path", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.reading_path", description=__doc__)
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     world = session.start()

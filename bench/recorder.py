@@ -12,7 +12,6 @@ training step of the default model, times these costs, divided by the step's dur
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from time import perf_counter_ns
@@ -21,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from bench import results
+from mpipar import flags
 from mpipar import ops as ops_module
 from mpipar.comm import Comm
 from mpipar.config import Config, resolve
@@ -163,7 +163,7 @@ def wait_politely(world) -> None:
 
 def main(argv, session) -> int:
     """Measure, print; 1 if a limit is not kept."""
-    parser = argparse.ArgumentParser(prog="python -m bench.recorder", description=__doc__)
+    parser = flags.Parser(prog="python -m bench.recorder", description=__doc__)
     parser.add_argument("--repeats", type=int, default=400, help="batches of each case (400)")
     parser.add_argument("--steps", type=int, default=6,
                         help="training steps (6), the first not counted")

@@ -9,13 +9,13 @@ instead of computing. So four workers on two cores measure the order of the work
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import numpy as np
 
 from bench import results
+from mpipar import flags
 from mpipar import ops as ops_module
 from mpipar.comm import Comms
 from mpipar.grid import Grid
@@ -108,8 +108,7 @@ def main(argv, session) -> int:
     """Run all schedules that take these counts; exit 1 if one is more than 5 % off its
     simulation.
     """
-    parser = argparse.ArgumentParser(prog="python -m bench.schedules", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.schedules", description=__doc__)
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--cell-ms", type=float, default=25.0, help="duration of a pass (25)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts (3)")

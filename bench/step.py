@@ -20,7 +20,6 @@ one each: --peak-tflops, else the figure of the maker's data sheet in bench/gpu.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import statistics
@@ -32,6 +31,7 @@ from threadpoolctl import threadpool_limits
 
 from bench import gpu, results
 from bench.step_sides import OurSide, configure, random_batch, step_flops, torch_side
+from mpipar import flags
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.launch import guard
 from mpipar.ops import make
@@ -44,8 +44,7 @@ SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
 
 def parse(argv):
     """Sizes of the model and of the measurement."""
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.step", description=__doc__)
     for name, default, text in (
         ("layers", 6, "transformer blocks"),
         ("d-model", 384, "model width"),

@@ -9,13 +9,13 @@ further apart than a tenth of it, so it says more about the start than about the
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import math
 import sys
 
 from bench import records, results
+from mpipar import flags
 from mpipar.errors import EXIT_OK
 from mpipar.launch import guard
 from mpipar.report.console import table
@@ -120,8 +120,7 @@ FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown}
 
 def main(argv, session) -> int:
     """Print a file's rows; what is printed can be made again from the file at any time."""
-    parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.table", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")
     args = parser.parse_args(argv)

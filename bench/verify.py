@@ -29,6 +29,7 @@ from bench.chain import microbatches
 from bench.compute import step_config, step_seconds
 from bench.curves import REDUCTION, quietest
 from bench.groups import link_of
+from bench.launches import START, alone, launcher_words
 from bench.needed import (
     ROUNDS,
     SECONDS,
@@ -76,8 +77,8 @@ def parse(argv):
     parser.add_argument("--no-steps", action="store_true", help="leave out the training steps")
     parser.add_argument("--launches", type=int, default=0, metavar="K",
                         help="start K fresh jobs with --start and judge all of them together")
-    parser.add_argument("--start", default="mpiexec -n 2", metavar="COMMAND",
-                        help="how --launches starts a job (mpiexec -n 2)")
+    parser.add_argument("--start", metavar="COMMAND",
+                        help=f"how --launches starts a job ({START})")
     parser.add_argument("--json", metavar="FILE", help="write the verdicts as a result file")
     parser.add_argument("--details", metavar="FILE",
                         help="write every comparison as a line of JSON")
@@ -85,6 +86,9 @@ def parse(argv):
     if min(args.sizes, args.rounds) < 1 or args.seconds <= 0 or args.launches < 0:
         raise UsageError("--sizes and --rounds must be at least 1, --seconds above 0, --launches "
                          "not below 0")
+    if args.start and not args.launches:
+        raise UsageError(f"--start {args.start}: is how --launches starts its jobs; add --launches "
+                         "5, or type the command in front of python")
     return args
 
 
@@ -217,11 +221,9 @@ def one_launch(session, args) -> list[dict] | None:
 def all_launches(session, args) -> list[dict] | None:
     """The comparisons of several fresh jobs, one after the other; None when interrupted.
 
-    Raises UsageError under a launcher: a job inside a job would not be a fresh one.
+    Raises UsageError: see `launches.alone`.
     """
-    if session.launcher.size > 1:
-        raise UsageError(f"--launches starts the jobs itself ({args.start}): run it without "
-                         f"{session.launcher.name}")
+    alone(session, args.start or START)
     machine_file.load(args.machine)
     lines: list[dict] = []
     with session.stop_on_request():
@@ -238,8 +240,9 @@ def fresh_launch(args, launch: int) -> list[dict]:
     """The comparisons of one job. Raises UsageError and EnvironmentProblem when there are none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "details.jsonl"
-        command = [*shlex.split(args.start), sys.executable, "-m", "bench.verify", args.machine,
-                   *(f"--{name}={getattr(args, name)}" for name in ("sizes", "rounds", "seconds")),
+        command = [*launcher_words(args.start), sys.executable, "-m", "bench.verify",
+                   args.machine, *(f"--{name}={getattr(args, name)}"
+                                   for name in ("sizes", "rounds", "seconds")),
                    *(["--no-steps"] if args.no_steps else [])]
         try:
             done = subprocess.run([*command, "--details", str(path)], stdout=subprocess.DEVNULL,

@@ -4,10 +4,7 @@ Only that module is imported, and only now: `mpipar schedule` never loads MPI, a
 after the guard has set the number of BLAS threads.
 """
 
-import contextlib
 import importlib
-import io
-import sys
 
 from mpipar import __version__, errors, flags
 from mpipar.errors import UsageError, suggestion
@@ -85,10 +82,7 @@ def main(argv: list[str], session: Session) -> int:
         raise UsageError(f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
                          f"use one of {', '.join(COMMANDS)}")
     parser = command_parser(name)
-    # --help prints and raises SystemExit inside argparse, on every rank: one of them is heard
-    shown = sys.stdout if session.launcher.rank == 0 else io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        args, extras = parser.parse_known_args(flags.join_negative(parser, argv[1:]))
+    args, extras = parser.parse_known_args(flags.join_negative(parser, argv[1:]))
     unknown = flags.unknown_flags(parser, extras)
     reading = flags.read(args, unknown)
     if getattr(args, "print_config", False):

@@ -7,12 +7,14 @@ be read keeps its default and is named in `bad`, so that the checks that follow 
 import argparse
 import dataclasses
 import json
+import os
 import tomllib
 import types
 import typing
 from dataclasses import dataclass
 
 from mpipar.config import Config, flag, settings
+from mpipar.environment import read_launcher
 from mpipar.errors import UsageError, suggestion
 from mpipar.presets import OF_MODEL, PRESETS
 
@@ -52,7 +54,10 @@ def kind(field: dataclasses.Field) -> tuple[type, bool]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations and without its own exit: a mistake raises UsageError."""
+    """argparse without abbreviations and without its own exit: a mistake raises UsageError.
+
+    Every rank of a job comes to the same help: only the first one prints it.
+    """
 
     def __init__(self, **options):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -60,6 +65,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UsageError(f"{message}; see {self.prog} --help")
+
+    def print_help(self, file=None):
+        if read_launcher(os.environ).rank == 0:
+            super().print_help(file)
 
 
 def add_flags(parser: argparse.ArgumentParser, names=None) -> None:

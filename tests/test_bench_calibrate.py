@@ -102,6 +102,8 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     (["calibrate", "/missing.jsonl"], 65, "/missing.jsonl: No such file"),
     (["verify", "/missing.json"], 65, "write it with python -m bench.calibrate"),
     (["verify", "machine.json", "--launches", "2"], 2, "run it without"),
+    (["verify", "machine.json", "--start", "srun"], 2, "add --launches 5"),
+    (["calibrate", "rows.jsonl", "--rounds", "5"], 2, "FILEs hold it already"),
 ])
 def test_mistakes_are_named(words, code, message):
     found, block = one_block(bench(*words))

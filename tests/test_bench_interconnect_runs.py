@@ -191,6 +191,13 @@ def test_launches_are_fresh_jobs_in_one_file(tmp_path):
     assert "between_launches" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["interconnect", "calibrate", "verify", "matmul", "step"])
+def test_help_under_a_launcher_is_printed_once(name):
+    done = bench(2, "--help", program=[sys.executable, "-m", f"bench.{name}"])
+    assert (done.returncode, done.stderr) == (0, ""), done.tail()
+    assert done.stdout.count("usage: ") == 1
+
+
 @pytest.mark.parametrize(("ranks", "words", "message"), [
     (1, "latency", "at least 2 ranks"), (2, "latncy", "did you mean"), (2, "", "name the cases"),
     (2, "latency --pair 0,2", "below 2"), (2, "ring --layout dp=4", "for 4 ranks"),
@@ -202,6 +209,9 @@ def test_launches_are_fresh_jobs_in_one_file(tmp_path):
     (2, "ring --layout dp=2 --pair 0,1", "--pair is for"), (1, "ring --launches 0", "at least 1"),
     (2, "ring --begin-bytes 9000G --end-bytes 9000G", "smaller --end-bytes"),
     (2, "ring --stall-seconds -1", "--stall-seconds"),
+    (2, "ring --start mpirun", "add --launches 5"), (2, "ring --quick --factor=3", "out --factor"),
+    (2, "ring --pair 0,1", "only latency, bandwidth"), (2, "ring --wind 3", "--wind 3"),
+    (1, "ring --launches 1 --start /none --json /tmp/x.jsonl", "--start /none: No such file"),
 ])
 def test_bad_input_is_explained(ranks, words, message):
     done = bench(ranks, *words.split())
