@@ -92,6 +92,9 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
     """Rows and heads of files. Raises DataError."""
     heads = [run.head for path in paths for run in records.read(path)]
     rows = records.rows_of(paths)
+    if any(row["sync"] == "none" for row in rows):
+        raise DataError(f"{', '.join(paths)}: times of calls back to back are no times of one call;"
+                        " measure with --sync barrier or deadline")
     if not any(row["via"] == COMM for row in rows):
         raise DataError(f"{', '.join(paths)}: no rows through mpipar.comm to fit")
     return rows, heads

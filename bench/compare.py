@@ -24,7 +24,7 @@ from mpipar.report.console import table
 
 FALSE_RATE = 0.05
 KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", "window",
-       "size_bytes")
+       "size_bytes", "sync")
 VERDICTS = "faster", "slower", "not shown"
 
 

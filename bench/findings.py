@@ -39,7 +39,7 @@ def _by_way(rows) -> dict:
     """{group and buffers: {launch: {(case, way): {size: row}}}}."""
     found: dict = {}
     for row in rows:
-        key = (tuple(row["ranks"]), row["mode"], row["buffers"], row["transport"])
+        key = (tuple(row["ranks"]), row["mode"], row["buffers"], row["transport"], row["sync"])
         ways = found.setdefault(key, {}).setdefault(row.get("launch"), {})
         ways.setdefault((row["case"], row["via"]), {})[row["size_bytes"]] = row
     return found

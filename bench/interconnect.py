@@ -23,6 +23,7 @@ from bench.launches import START
 from bench.records import COMPLETE, INTERRUPTED, Writer
 from bench.sampling import Plan
 from bench.session import Bench
+from bench.starts import STARTS
 from mpipar import flags
 from mpipar.connect import cuda_aware
 from mpipar.errors import (
@@ -63,6 +64,9 @@ def parse(argv):
                         help="time for each size and way (0.5)")
     parser.add_argument("--target", type=float, default=0.02,
                         help="enough when the median is known to this share (0.02)")
+    parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
+                        help="ranks start an iteration behind a barrier (default), at an agreed "
+                             "instant of the common clock, or at once, for throughput")
     parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
     parser.add_argument("--quick", action="store_true", help="a few sizes, little time for each")
     parser.add_argument("--stall-seconds", type=float, default=60.0,
@@ -140,8 +144,8 @@ def refuse_unaware(transport: str, tried: str) -> None:
 def chosen_plan(args) -> Plan:
     """How long to measure."""
     if args.quick:
-        return Plan(0.05, 0.05, 5, 2, not args.no_check)
-    return Plan(args.seconds, args.target, check=not args.no_check)
+        return Plan(0.05, 0.05, 5, 2, not args.no_check, args.sync)
+    return Plan(args.seconds, args.target, check=not args.no_check, sync=args.sync)
 
 
 def say_head(bench, head) -> None:

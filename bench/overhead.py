@@ -27,10 +27,10 @@ def overheads(rows) -> list[dict]:
     """A line for each operation and size done both ways: medians of the launches' medians."""
     found: dict = {}
     for row in rows:
-        key = (row["case"], row["mode"], tuple(row["ranks"]), row["size_bytes"])
+        key = (row["case"], row["mode"], tuple(row["ranks"]), row["size_bytes"], row["sync"])
         found.setdefault(key, {}).setdefault(row["via"], []).append(row)
     lines = []
-    for (case, _, ranks, size), ways in sorted(found.items()):
+    for (case, _, ranks, size, _), ways in sorted(found.items()):
         if COMM in ways and BARE in ways:
             ours, bare = (statistics.median(row["median_us"] for row in ways[via])
                           for via in (COMM, BARE))

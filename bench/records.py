@@ -13,15 +13,15 @@ from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
 
-SCHEMA = 1
+SCHEMA = 2
 COMPLETE, INTERRUPTED = "complete", "interrupted"
-SAMPLES = ("entered_ns", "left_ns")  # the wide columns: tables leave them out
+SAMPLES = ("entered_ns", "left_ns", "late_at")  # the wide columns: tables leave them out
 COLUMNS = {  # every row has these
     "case", "via", "transport", "axis", "mode", "ranks", "link", "dtype", "buffers", "in_place",
     "window", "per_sample", "size_bytes", "count", "bytes_per_rank_in", "bytes_per_rank_out",
     "bytes_on_wire_per_rank", "iterations", "median_us", "p5_us", "p95_us", "p99_us", "max_us",
     "low_us", "high_us", "algbw_GBps", "busbw_GBps", "skew_us", "slowest_rank", "slowest_share",
-    "checked", *SAMPLES}
+    "checked", "sync", "late", *SAMPLES}
 
 
 class Writer:

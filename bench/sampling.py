@@ -1,4 +1,4 @@
-"""Takes samples: ranks start each iteration together, every time is kept, nothing is averaged here.
+"""Takes samples: ranks start as starts.py says, every time is kept, nothing is averaged here.
 
 The ways of doing one thing (through mpipar.comm, by bare calls) take turns in short batches, so
 that a slow spell of the machine hits all of them. How many more samples each needs is decided in
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.groups import wait_politely
+from bench.starts import STARTS
 from bench.statistics import half_width
 from mpipar.report.gather import gather_facts
 
@@ -25,7 +26,7 @@ MOST = 2000  # iterations kept: more would not tell more, and the file keeps eac
 class Plan(NamedTuple):
     """budget: seconds for one way of one size. target: half the median's interval over the median.
 
-    least: iterations at least. warm_up: iterations that are not kept.
+    least: iterations at least. warm_up: iterations that are not kept. sync: how they start.
     """
 
     budget: float = 1.0
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
     least: int = 20
     warm_up: int = 5
     check: bool = True
+    sync: str = "barrier"
 
 
 class Progress:
@@ -43,11 +45,20 @@ class Progress:
 
 
 class Outcome(NamedTuple):
-    """Of one way: times of this rank (ns of its own clock), problems of the payload."""
+    """Of one way: times of this rank (ns of its own clock), problems of the payload, the numbers of
+    iterations that this rank started too late.
+    """
 
     entered: list
     left: list
     problems: list
+    late: list
+
+    def add(self, entered, left, late) -> None:
+        """Append a batch."""
+        self.late.extend(len(self.entered) + number for number in late)
+        self.entered.extend(entered.tolist())
+        self.left.extend(left.tolist())
 
 
 def enough(durations_s, spent_s: float, plan: Plan) -> bool:
@@ -64,23 +75,24 @@ def batch_size(durations_s, plan: Plan) -> int:
     return max(1, min(MOST // TURNS, int(plan.budget / TURNS / typical)))
 
 
-def batch(team, case, count: int, progress) -> tuple[np.ndarray, np.ndarray]:
-    """Times of `count` iterations of this rank. Comm: a barrier of the team before each."""
-    entered, left = np.empty(count, np.int64), np.empty(count, np.int64)
+def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Times of `count` iterations of this rank, and which began too late. Comm: the start's."""
+    entered, left, late = np.empty(count, np.int64), np.empty(count, np.int64), []
     settle = case.ops.synchronize if case.ops.device != "cpu" else None
+    start.begin()
     for number in range(count):
         case.prepare()
         if settle:
             settle()
-        team.Barrier()
-        start = perf_counter_ns()
+        if start.wait():
+            late.append(number)
+        entered[number] = perf_counter_ns()
         case.run()
         if settle:
             settle()
         left[number] = perf_counter_ns()
-        entered[number] = start
         progress.count += 1
-    return entered, left
+    return entered, left, late
 
 
 def checked(team, case) -> list[str]:
@@ -105,16 +117,17 @@ def told(team, orders) -> list[int]:
     return values.tolist()
 
 
-def measure(team, cases: dict, plan: Plan, progress, stopping) -> dict[str, Outcome]:
+def measure(team, cases: dict, plan: Plan, progress, stopping,
+            ahead_ns: int = 0) -> dict[str, Outcome]:
     """{way: Outcome} of this rank. stopping(): whether somebody asked this rank to end.
 
-    All ways go on until each has enough. Comm: the cases; on the team a barrier for each iteration
-    and one all-reduce for each turn.
+    ahead_ns: this rank's clock minus the common one. All ways go on until each has enough. Comm:
+    the cases; on the team the start of each iteration and one all-reduce for each turn.
     """
-    found = {}
+    found, together = {}, STARTS[plan.sync](team, ahead_ns)
     for via, case in cases.items():
         progress.doing = f"check of {case.name}, {case.setup.size} bytes, {via}"
-        found[via] = Outcome([], [], checked(team, case) if plan.check else [])
+        found[via] = Outcome([], [], checked(team, case) if plan.check else [], [])
     running = [via for via in cases if not found[via].problems]
     counts, spent = [plan.warm_up] * len(running), dict.fromkeys(running, 0.0)
     gc.disable()
@@ -123,11 +136,10 @@ def measure(team, cases: dict, plan: Plan, progress, stopping) -> dict[str, Outc
         for via, count in zip(running, counts, strict=True):
             progress.doing = f"{cases[via].name}, {cases[via].setup.size} bytes, {via}"
             start = perf_counter()
-            entered, left = batch(team, cases[via], count, progress)
+            entered, left, late = batch(together, cases[via], count, progress)
             if turn:
                 spent[via] += perf_counter() - start
-                found[via].entered.extend(entered.tolist())
-                found[via].left.extend(left.tolist())
+                found[via].add(entered, left, late)
             orders.append(batch_size((left - entered) * 1e-9, plan))
         kept = {via: np.subtract(found[via].left, found[via].entered) * 1e-9 for via in running}
         done = turn >= LEAST_TURNS and all(enough(kept[via], spent[via], plan) for via in running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -14,6 +15,7 @@ from bench import results
 from bench.buffers import Arena, cache_bytes
 from bench.groups import link_of, make_group, place_fact
 from bench.sampling import Plan, Progress, collect, measure, on_common_clock
+from bench.starts import MEANING
 from bench.statistics import (
     bandwidths,
     half_width,
@@ -26,7 +28,7 @@ from mpipar import ops as ops_module
 from mpipar.errors import EnvironmentProblem, HangError
 from mpipar.report.clock import CommonClock, clock_identity, shared_clocks
 from mpipar.report.clock import measure as measure_clock
-from mpipar.report.gather import gather_facts
+from mpipar.report.gather import broadcast_text, gather_facts
 from mpipar.trace import Recorder
 from mpipar.watchdog import Watchdog
 
@@ -80,8 +82,17 @@ class Bench:
         self.recorder.phase = "F"
         self.places = gather_facts(self.world, place_fact(self.world.rank))
         self.owners = shared_clocks(self.world, clock_identity())
-        self.clock_before = measure_clock(self.world, self.owners)
+        self.ahead_ns, self.clock_before = 0, {}
+        self._look_at_clocks()
         self.stopped, self.refused = False, []
+
+    def _look_at_clocks(self) -> None:
+        """How far this rank's clock is ahead of world rank 0's. Comm: messages, one broadcast."""
+        self.clock_before = measure_clock(self.world, self.owners)
+        text = json.dumps({str(owner): sample.offset_ns
+                           for owner, sample in self.clock_before.items()})
+        offsets = json.loads(broadcast_text(self.world, text))
+        self.ahead_ns = round(offsets.get(str(self.owners[self.world.rank]), 0))
 
     def crowded(self) -> bool:
         """Whether some host has more ranks than cores (world rank 0)."""
@@ -102,7 +113,7 @@ class Bench:
             "library": " ".join(MPI.Get_library_version().splitlines()[0].split()),
             "launcher": self.session.launcher.name, "arguments": list(argv), "launch": launch,
             "revision": revision(), "ranks": self.world.size, "places": self.places,
-            "clock": clock.describe(), "start": "barrier before each iteration",
+            "clock": clock.describe(), "start": MEANING[self.plan.sync],
             "time": "last exit - first entry; latency, bandwidth, bidirectional: first rank alone",
             "transport": self.transport, "dtype": str(self.ops.dtype),
             "buffers": self.arena.policy, "footprint_bytes": self.arena.footprint,
@@ -148,15 +159,15 @@ class Bench:
             setup = Setup(group.comm, group.mpi, self.arena, size, self.window)
             cases = {via: section.make(setup, via) for via in self.ways(section)}
             outcomes = measure(group.team, cases, self.plan, self.progress,
-                               lambda: self.session.stop_requested)
+                               lambda: self.session.stop_requested, self.ahead_ns)
             case = next(iter(cases.values()))
             fact = {"ways": {via: list(outcome) for via, outcome in outcomes.items()},
                     "volume": case.volume(), "window": case.window,
                     "per_sample": case.per_sample, "in_place": case.in_place}
         facts = collect(self.world, fact, self.progress)
-        after = measure_clock(self.world, self.owners)
-        clock = CommonClock(tuple(self.owners), self.clock_before, after)
-        self.clock_before = after
+        before = self.clock_before
+        self._look_at_clocks()
+        clock = CommonClock(tuple(self.owners), before, self.clock_before)
         self._agree_to_stop()
         return [] if facts is None else self._rows(section, group, facts, clock)
 
@@ -173,15 +184,21 @@ class Bench:
             for via in self.ways(section):
                 bad = [problem for number in ranks
                        for problem in facts[number]["ways"][via][2]]
+                count = len(facts[ranks[0]]["ways"][via][0])
+                late = sorted({one for number in group.ranks
+                               for one in facts[number]["ways"][via][3]})
                 if bad:
                     self.refused.append(f"{section.title}, {via}: {bad[0]}")
-                elif facts[ranks[0]]["ways"][via][0]:
+                elif count and len(late) == count:
+                    self.refused.append(f"{section.title}, {via}: no iteration started in time; "
+                                        "take --sync barrier")
+                elif count:
                     entered, left = on_common_clock(
                         [fact["ways"] for fact in facts], ranks, via, clock)
-                    rows.append(self._row(section, ranks, via, facts, entered, left))
+                    rows.append(self._row(section, ranks, via, facts, entered, left, late))
         return rows
 
-    def _row(self, section, ranks, via, facts, entered, left) -> dict:
+    def _row(self, section, ranks, via, facts, entered, left, late) -> dict:
         first = facts[ranks[0]]
         volumes = [facts[number]["volume"] for number in ranks]
         size, counted = volumes[0]["size_bytes"], volumes[0].get("counted_bytes")
@@ -199,6 +216,7 @@ class Bench:
             "bytes_on_wire_per_rank": max(volume["wire_bytes"] for volume in volumes),
             "slowest_rank": ranks[slowest], "slowest_share": share,
             "checked": "ok" if self.plan.check else "unchecked",
+            "sync": self.plan.sync, "late": len(late), "late_at": late,
             "entered_ns": (entered - start).tolist(), "left_ns": (left - start).tolist(),
         }
         times = times_us(row)

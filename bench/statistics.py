@@ -1,7 +1,8 @@
 """What the samples of a benchmark say: pure functions of arrays, no MPI, no clocks.
 
 A sample is one iteration: when each rank entered and left it, on one clock. Nothing is averaged
-over ranks: the time of an iteration is last exit minus first entry. Spread is given by order
+over ranks: the time of an iteration is last exit minus first entry; where iterations follow each
+other without a common start, last exit minus the last exit before. Spread is given by order
 statistics, which assume no distribution.
 """
 
@@ -37,19 +38,29 @@ def iteration_ns(entered, left):
     return left.max(axis=1) - entered.min(axis=1)
 
 
+def back_to_back_ns(entered, left):
+    """(n, ranks), (n, ranks) -> (n,): last exit minus the one before; the first iteration of a
+    batch counts from its first entry.
+    """
+    ends = left.max(axis=1)
+    return ends - np.maximum(entered.min(axis=1), np.concatenate([entered[:1].min(1), ends[:-1]]))
+
+
 def times_us(row: dict) -> np.ndarray:
-    """Times of a row's iterations: of one operation each, from the samples."""
+    """Times of a row's iterations that count: of one operation each, from the samples."""
     entered, left = np.array(row["entered_ns"]), np.array(row["left_ns"])
     if row["case"].removeprefix("pairs ") in FIRST_ALONE:
         entered, left = entered[:, :1], left[:, :1]
-    return iteration_ns(entered, left) * 1e-3 / row["per_sample"]
+    times = (back_to_back_ns if row["sync"] == "none" else iteration_ns)(entered, left)
+    return np.delete(times, row["late_at"]) * 1e-3 / row["per_sample"]
 
 
 def skew_us(row: dict) -> float:
-    """Median distance of the ranks' starts; 0 where only one clock counts."""
-    if row["case"].removeprefix("pairs ") in FIRST_ALONE:
+    """Median distance of the ranks' starts; 0 where only one clock counts, and without a start."""
+    if row["case"].removeprefix("pairs ") in FIRST_ALONE or row["sync"] == "none":
         return 0.0
-    return float(np.median(skew_ns(np.array(row["entered_ns"])))) * 1e-3
+    entered = np.delete(np.array(row["entered_ns"]), row["late_at"], axis=0)
+    return float(np.median(skew_ns(entered))) * 1e-3
 
 
 def skew_ns(entered):

@@ -4,7 +4,8 @@
 
 algbw is size over median time, busbw what the busiest link carries of it, both in GB/s = 1e9 B/s.
 "low" and "high" enclose the median with 95 % confidence. A "~" behind the time: ranks started
-further apart than a tenth of it, so it says more about the start than about the operation.
+further apart than a tenth of it, so it says more about the start than about the operation. n
+iterations count; "late" ones, which some rank began after the agreed instant, do not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mpipar.report.console import table
 
 SKEW_SHARE = 0.1
 UNCHECKED = "unchecked"
-HEAD = ("size_B", "count", "type", "via", "n", "time_us", "", "low_us", "high_us", "p5_us",
+HEAD = ("size_B", "count", "type", "via", "n", "late", "time_us", "", "low_us", "high_us", "p5_us",
         "p95_us", "p99_us", "max_us", "algbw_GB/s", "busbw_GB/s", "skew_us", "slowest", "#wrong")
 
 
@@ -38,6 +39,7 @@ def cells(row: dict) -> tuple:
     slowest = f"{row['slowest_rank']} ({row['slowest_share']:.0%})"
     return (
         row["size_bytes"], row["count"], row["dtype"], row["via"], row["iterations"],
+        row["late"],
         digits(row["median_us"]), skewed,
         *(digits(row[name]) for name in ("low_us", "high_us", "p5_us", "p95_us", "p99_us",
                                          "max_us", "algbw_GBps", "busbw_GBps", "skew_us")),
@@ -56,8 +58,9 @@ def title(row: dict) -> str:
         f", all {row['axis']} groups at once" if row["mode"] == "together" else "")
     window = f", window {row['window']}" if row["window"] > 1 else ""
     place = "in place" if row["in_place"] else "out of place"
+    start = {"barrier": "", "none": ", back to back"}.get(row["sync"], f", {row['sync']} start")
     return (f"# {row['case']}: ranks {','.join(map(str, row['ranks']))} ({row['link']}){mode}, "
-            f"{row['transport']}, buffers {row['buffers']}, {place}{window}")
+            f"{row['transport']}, buffers {row['buffers']}, {place}{window}{start}")
 
 
 def by_table(rows) -> list[list[dict]]:
@@ -65,7 +68,7 @@ def by_table(rows) -> list[list[dict]]:
     found: dict = {}
     for row in rows:
         key = (row.get("launch"), row["case"], row["axis"], row["mode"], row["buffers"],
-               tuple(row["ranks"]), row["window"])
+               row["sync"], tuple(row["ranks"]), row["window"])
         found.setdefault(key, []).append(row)
     return list(found.values())
 

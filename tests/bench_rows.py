@@ -17,6 +17,7 @@ def row(case="all-reduce", via=COMM, size=1024, times=None, median=10.0, ranks=(
         "in_place": False, "window": 1, "per_sample": 1, "size_bytes": size, "count": size // 4,
         "bytes_per_rank_in": size, "bytes_per_rank_out": size, "bytes_on_wire_per_rank": size,
         "slowest_rank": ranks[-1], "slowest_share": 1.0, "checked": "ok",
+        "sync": "barrier", "late": 0, "late_at": [],
         "entered_ns": np.zeros_like(left).tolist(), "left_ns": left.tolist(), "skew_us": 0.0,
     } | changes
     summary = statistics.summary(times)

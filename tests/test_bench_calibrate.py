@@ -114,7 +114,8 @@ def test_mistakes_are_named(words, code, message):
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda text: text.replace('"link":', '"lnk":'), "lacks link"),
     (lambda text: text.replace('"via":"mpipar.comm"', '"via":"mpi4py"'), "no rows through"),
-    (lambda text: text.replace('"schema":1', '"schema":7'), "schema 7, this program reads 1"),
+    (lambda text: text.replace('"sync":"barrier"', '"sync":"none"'), "calls back to back"),
+    (lambda text: text.replace('"schema":2', '"schema":7'), "schema 7, this program reads 2"),
 ])
 def test_rows_that_cannot_be_fitted_are_refused(folder, edit, message):
     (folder / "broken.jsonl").write_text(edit((folder / "rows.jsonl").read_text()))

@@ -115,6 +115,7 @@ def row(case, size, times, **fields):
     line = {"case": case, "via": "mpipar.comm", "axis": "pair" if pair else "world", "mode": "",
             "ranks": [0, 1], "link": "same node", "size_bytes": size, "per_sample": 1,
             "median_us": float(np.median(times)) * 1e-3, "launch": 0, "algbw_GBps": 0.0,
+            "sync": "barrier", "late_at": [],
             "entered_ns": [[0.0, 0.0]] * len(times), "left_ns": [[t, t / 2] for t in times]}
     return line | fields
 

@@ -33,6 +33,23 @@ def test_time_of_an_iteration_is_last_exit_minus_first_entry():
     assert statistics.skew_us(one | {"case": "ring"}) == 0.05
 
 
+def test_iterations_that_began_too_late_do_not_count():
+    one = row(times=[1.0, 70.0, 3.0], late=1, late_at=[1])
+    assert statistics.times_us(one).tolist() == [1.0, 3.0]
+    apart = one | {"entered_ns": [[0, 0], [0, 90], [2, 0]]}
+    assert statistics.skew_us(apart) == 0.001
+
+
+def test_back_to_back_an_iteration_lasts_from_the_exit_before():
+    """The first rank runs ahead of the second, and waits between the third and the fourth."""
+    entered = np.array([[0, 2], [3, 9], [5, 15], [40, 41]])
+    left = np.array([[3, 8], [5, 14], [6, 21], [44, 46]])
+    assert statistics.back_to_back_ns(entered, left).tolist() == [8, 6, 7, 6]
+    one = row("broadcast", sync="none") | {"entered_ns": entered, "left_ns": left}
+    assert statistics.times_us(one).tolist() == [0.008, 0.006, 0.007, 0.006]
+    assert statistics.skew_us(one) == 0.0
+
+
 def test_straggler_among_the_ranks_is_named(rng):
     left = rng.normal(100.0, 5.0, (300, 8))
     left[rng.random(300) < 0.8, 5] += 40.0
@@ -96,8 +113,8 @@ def test_file_of_a_killed_run_is_read_up_to_there(tmp_path):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "empty"), ("x\n", "not a line of JSON"), ('{"kind":"head","schema":99}\n', "schema 99"),
-    ('{"kind":"row"}\n', "no head"), ('{"kind":"head","schema":1}\n{"kind":"z"}\n', "'z'"),
-    ("[1]\n", "no object"), ('{"kind":"head","schema":1}\n{"kind":"row","x":1}\n', "lacks"),
+    ('{"kind":"row"}\n', "no head"), ('{"kind":"head","schema":2}\n{"kind":"z"}\n', "'z'"),
+    ("[1]\n", "no object"), ('{"kind":"head","schema":2}\n{"kind":"row","x":1}\n', "lacks"),
 ])
 def test_what_is_no_such_file_is_refused(tmp_path, text, message):
     (tmp_path / "a.jsonl").write_text(text)

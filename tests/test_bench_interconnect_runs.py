@@ -20,7 +20,7 @@ from helpers import (
     wait_for_end,
 )
 
-from bench import plans, records
+from bench import plans, records, starts
 from bench.cases import BARE, COMM
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from mpipar.plan import machine_file
@@ -178,6 +178,21 @@ def test_ctrl_c_leaves_a_valid_file(tmp_path):
     assert run.status == records.INTERRUPTED
     assert run.rows
     assert all(json.dumps(row) for row in run.rows)
+
+
+@pytest.mark.parametrize(("sync", "title"), [
+    ("deadline", "deadline start"), ("none", "back to back")])
+def test_start_of_iterations_is_said_in_table_and_file(sync, title, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = bench(2, "broadcast", *SHORT, "--sync", sync, "--json", str(path))
+    assert done.returncode == 0, done.tail()
+    assert f"{title}\n" in done.stdout
+    (run,) = records.read(str(path))
+    assert starts.MEANING[sync] == run.head["start"]
+    for row in run.rows:
+        assert row["sync"] == sync
+        assert row["late"] == len(row["late_at"])
+        assert row["iterations"] + row["late"] == len(row["left_ns"])
 
 
 def test_launches_are_fresh_jobs_in_one_file(tmp_path):

@@ -1,0 +1,93 @@
+"""How the ranks of a team begin an iteration: behind a `barrier`, at a `deadline`, or at once
+(`none`).
+
+Ranks leave a barrier one after the other, and what lies between is added to a short operation or
+hidden in it. A deadline is an instant on the common clock, far enough ahead that every rank has
+heard of it; a rank that has not is late, and the iteration does not count. Without either, calls
+follow each other as fast as they can: that gives throughput, not the time of one call.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+
+import numpy as np
+
+TRIALS = 10  # messages from which the lead of a deadline is taken
+LEAD = 2  # times the slowest of them
+LEAST_LEAD_NS, MOST_LEAD_NS = 10_000, 2_000_000
+LATE_NS = 5_000  # after the deadline: this rank had not heard of it in time, or had no core
+
+
+class BarrierStart:
+    """A barrier before each iteration."""
+
+    def __init__(self, team, ahead_ns: int = 0):
+        self.team = team
+
+    def begin(self) -> None:
+        """Before a batch of iterations."""
+
+    def wait(self) -> bool:
+        """Before each iteration: whether this rank is too late. Comm: a barrier of the team."""
+        self.team.Barrier()
+        return False
+
+
+class NoStart(BarrierStart):
+    """One barrier before a batch; its iterations follow each other."""
+
+    def begin(self) -> None:
+        """Comm: a barrier of the team."""
+        self.team.Barrier()
+
+    def wait(self) -> bool:
+        return False
+
+
+class DeadlineStart(BarrierStart):
+    """An instant that the team's first rank names; ahead_ns: this rank's clock minus the common
+    one.
+    """
+
+    def __init__(self, team, ahead_ns: int = 0):
+        super().__init__(team)
+        self.ahead_ns, self.lead_ns = ahead_ns, 0
+        self.message = np.zeros(1, np.int64)
+
+    def now(self) -> int:
+        """On the common clock."""
+        return perf_counter_ns() - self.ahead_ns
+
+    def tell(self) -> None:
+        """Everybody gets the first rank's time plus lead. Comm: a barrier and a broadcast."""
+        self.team.Barrier()
+        self.message[0] = self.now() + self.lead_ns
+        self.team.Bcast(self.message, root=0)
+
+    def begin(self) -> None:
+        """Find out how long the news takes. Comm: `tell` TRIALS times, one all-reduce."""
+        from mpi4py import MPI
+
+        self.lead_ns, slowest = 0, np.zeros(1, np.int64)
+        for _ in range(TRIALS):
+            self.tell()
+            slowest[0] = max(slowest[0], self.now() - self.message[0])
+        self.team.Allreduce(MPI.IN_PLACE, slowest, op=MPI.MAX)
+        self.lead_ns = min(max(LEAD * int(slowest[0]), LEAST_LEAD_NS), MOST_LEAD_NS)
+
+    def wait(self) -> bool:
+        """Comm: `tell`."""
+        self.tell()
+        deadline = int(self.message[0])
+        while self.now() < deadline:
+            pass
+        return self.now() > deadline + LATE_NS
+
+
+STARTS = {"barrier": BarrierStart, "deadline": DeadlineStart, "none": NoStart}
+MEANING = {
+    "barrier": "barrier before each iteration",
+    "deadline": "agreed instant on the common clock; late iterations do not count",
+    "none": "iterations follow each other: throughput, not the time of one call",
+}

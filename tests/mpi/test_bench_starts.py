@@ -1,0 +1,103 @@
+"""How iterations of bench.interconnect begin: a skew that is planted shows, or is taken out."""
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bench.sampling import Plan, Progress, batch, measure
+from bench.starts import BarrierStart, DeadlineStart, NoStart
+
+WORLD = MPI.COMM_WORLD
+pytestmark = pytest.mark.ranks(2)
+PLANTED_NS = 600_000
+MISSED_SECONDS = 0.01  # longer than any deadline is ahead
+COUNT, ATTEMPTS = 40, 5
+
+
+def sleep_ns(duration):
+    end = time.perf_counter_ns() + duration
+    while time.perf_counter_ns() < end:
+        pass
+
+
+class SlowBarrier:
+    """The world, but the last rank comes out of each barrier late."""
+
+    def __init__(self):
+        self.rank, self.Bcast, self.Allreduce = WORLD.rank, WORLD.Bcast, WORLD.Allreduce
+
+    def Barrier(self):
+        WORLD.Barrier()
+        if WORLD.rank == WORLD.size - 1:
+            sleep_ns(PLANTED_NS)
+
+
+class Nothing:
+    """A case that sends nothing: what is measured is the start."""
+
+    name, setup = "nothing", type("Setup", (), {"size": 0})
+    ops = type("Ops", (), {"device": "cpu"})
+
+    def prepare(self):
+        pass
+
+    def run(self):
+        sleep_ns(50_000)
+
+
+def skews(sync, team, ahead_ns=0):
+    """Median ns between the ranks' entries into the iterations that were in time."""
+    plan = Plan(budget=0.01, warm_up=2, least=COUNT, check=False, sync=sync)
+    outcome = measure(team, {"": Nothing()}, plan, Progress(), lambda: False, ahead_ns)[""]
+    entered = np.array(WORLD.allgather(outcome.entered))
+    late = sorted({one for each in WORLD.allgather(outcome.late) for one in each})
+    assert entered.shape[1] >= COUNT
+    apart = np.ptp(np.delete(entered, late, axis=1), axis=0)
+    return np.median(apart) if len(apart) else np.inf
+
+
+def some_attempt(accepted, *arguments):
+    """A machine under load takes cores away; all ranks see the same and try again together."""
+    return any(accepted(skews(*arguments)) for _ in range(ATTEMPTS))
+
+
+def test_slow_exit_from_a_barrier_is_skew_and_a_deadline_takes_it_out():
+    assert skews("barrier", SlowBarrier()) >= PLANTED_NS
+    assert some_attempt(lambda skew: skew < PLANTED_NS / 10, "deadline", SlowBarrier())
+
+
+def test_deadline_is_an_instant_of_the_common_clock():
+    ahead_ns = PLANTED_NS if WORLD.rank == 1 else 0  # a clock that is ahead: it starts too late
+    assert some_attempt(lambda skew: abs(skew - PLANTED_NS) < PLANTED_NS / 10,
+                        "deadline", WORLD, ahead_ns)
+
+
+def test_iteration_whose_deadline_was_missed_is_flagged():
+    start, missed = DeadlineStart(WORLD), []
+    start.begin()
+    for number in range(COUNT):
+        if number % 5 == 3 and WORLD.rank == 1:
+            start.now = lambda: time.sleep(MISSED_SECONDS) or time.perf_counter_ns()
+        late = start.wait()
+        vars(start).pop("now", None)
+        missed.append(late)
+    planted = {number for number in range(COUNT) if number % 5 == 3}
+    found = {number for number, late in enumerate(missed) if late}
+    if WORLD.rank == 1:
+        assert planted <= found
+    else:  # a machine under load may take the core from this rank, but not each time
+        assert len(found & planted) < len(planted)
+
+
+@pytest.mark.parametrize("start", [NoStart, BarrierStart])
+def test_only_a_barrier_makes_ranks_wait_for_each_other(start):
+    class Ahead(Nothing):
+        def run(self):
+            if WORLD.rank == 1:
+                time.sleep(MISSED_SECONDS)
+
+    _, left, _ = batch(start(WORLD), Ahead(), 5, Progress())
+    first, last = WORLD.allgather(left)
+    assert (first[-1] < last[-2]) == (start is NoStart)
