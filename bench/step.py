@@ -34,7 +34,7 @@ from bench.step_sides import OurSide, configure, random_batch, step_flops, torch
 from mpipar import flags
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.launch import guard
-from mpipar.ops import make
+from mpipar.ops import KERNELS, make
 from mpipar.report.gather import gather_numbers
 
 PARTS = ("forward_backward", "update")
@@ -68,16 +68,15 @@ def our_sides(args, batch, world) -> dict:
     layouts = [{}] if world.size == 1 else [
         {axis: world.size} for axis, count in (("dp", args.batch_size), ("tp", args.heads))
         if count % world.size == 0]
-    kernels = ["numpy"]
-    if args.device == "cpu" and importlib.util.find_spec("numba"):
-        kernels.append("numba")
+    kernels = [name for name in KERNELS[args.device]
+               if name != "numba" or importlib.util.find_spec("numba")]
     sides = {}
     for layout in layouts:
         config = configure(args, layout, world.size)
         for name in kernels:
             ops = make(args.device, "float32", kernels=name)
             ops.select_device(world.rank)
-            shown = name if args.device == "cpu" else "cupy"
+            shown = name if args.device == "cpu" else f"cupy {name}"
             shown += "".join(f", {axis} {count}" for axis, count in layout.items())
             sides[f"mpipar {shown}"] = OurSide(config, batch, ops, world)
     return sides

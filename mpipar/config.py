@@ -113,8 +113,8 @@ class RunConfig:
     loss_scale: float | None = setting(None, "float16: first factor (default 65536)", above=0.0)
     loss_scale_interval: int | None = setting(
         None, "float16: good steps until the factor doubles (default 2000)", low=1)
-    kernels: str = setting(
-        "numpy", "CPU: numba = compiled elementwise chains (extra cpu)", choices=("numpy", "numba"))
+    kernels: str | None = setting(None, "between products (default: numpy; on a GPU: fused)",
+                                  choices=("numpy", "numba", "fused", "plain"))
     gemm: str = setting("blas", "GPU: who multiplies", choices=("blas", "tile", "cuda-tile"))
     tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)

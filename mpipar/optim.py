@@ -38,10 +38,10 @@ class AdamW:
         for number, stage in self.stages.items():
             flat, (m, v) = stage.flat, self.moments[number]
             for decay, run in flat.runs(lambda param: param.decay):
+                rounded = None if flat.data is flat.master else flat.data[run]
                 self.ops.adamw_step(
                     flat.master[run], flat.grad[run], m[run], v[run], lr, config.beta1,
-                    config.beta2, config.eps, config.weight_decay if decay else 0.0, step)
-            flat.publish()
+                    config.beta2, config.eps, config.weight_decay if decay else 0.0, step, rounded)
 
 
 OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import slurm_cluster
 from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
+from stand_in import cupy_or_stand_in  # noqa: F401 - likewise
 
 from bench import nvrtc
 

@@ -94,6 +94,7 @@ def _products(ops, make, sizes):
         "matmul_backward_input_tied": ops.matmul_backward_input(dy, table.T),
         "gelu_forward": ops.gelu_forward(x),
         "gelu_backward_input": ops.gelu_backward_input(make.real(*x.shape), x),
+        "bias_gelu_forward": ops.bias_gelu_forward(make.real(*dy.shape), b),
     }
     ops.matmul_backward_weight(x, dy, dw)
     ops.matmul_backward_weight(x, dy, dtable.T)

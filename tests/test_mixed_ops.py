@@ -9,6 +9,7 @@ from ops_cases import LARGE, SMALL, call_every_op, plain
 
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.image_ops import ImageOps
 from mpipar.ops.mixed_ops import ACTIVATIONS, DTYPES, PASSED, MixedOps
@@ -31,17 +32,25 @@ def test_every_function_rounds_once_and_adds_up_in_float32(dtype, sizes):
     check_every_function(make("cpu", dtype), dtype, sizes)
 
 
-@pytest.mark.gpu
-def test_every_function_rounds_once_on_the_gpu(dtype):
-    check_every_function(make("cuda", dtype), dtype, LARGE)
+@pytest.mark.shim
+def test_every_function_rounds_once_on_the_gpu(cupy, dtype):
+    """Within attention, probabilities and their gradients are operands of products: rounded too."""
+    check_every_function(make("cuda", dtype), dtype, LARGE, {"attention_forward y": 2})
 
 
-def check_every_function(ops, dtype, sizes):
-    """Compare with float64 on the same 16-bit numbers, within the roundings of each function."""
+def test_every_function_rounds_once_on_the_gpu_with_plain_kernels(cupy, dtype):
+    check_every_function(make("cuda", dtype, kernels="plain"), dtype, LARGE)
+
+
+def check_every_function(ops, dtype, sizes, further=()):
+    """Compare with float64 on the same 16-bit numbers, within the roundings of each function.
+
+    further: name -> roundings of functions that have more than FURTHER says.
+    """
     expected = call_every_op(plain("float64"), sizes, rounded=ops.dtype)
     for name, value in call_every_op(ops, sizes).items():
         is_narrow = getattr(value, "dtype", None) == ops.dtype
-        roundings = FURTHER.get(name, 1) if is_narrow else 0
+        roundings = (FURTHER | dict(further)).get(name, 1) if is_narrow else 0
         on_host = value if isinstance(value, float) else ops.to_host(value).astype(np.float64)
         assert_close(on_host, expected[name],
                      roundings * HALF_UNIT[dtype] + FLOAT32, name)
@@ -62,7 +71,7 @@ def test_every_function_has_its_place():
     """A new function must say whether its result is rounded."""
     own = {name for name in vars(MixedOps) if not name.startswith("_")}
     listed = [*ACTIVATIONS, *PASSED, *(own - {"add_parts"})]
-    public = {name for kind in (ArrayOps, ImageOps, NumpyOps, NumbaOps, CupyOps)
+    public = {name for kind in (ArrayOps, ImageOps, NumpyOps, NumbaOps, CupyOps, FusedOps)
               for name, value in vars(kind).items()
               if callable(value) and not name.startswith("_")}
     assert sorted(listed) == sorted(public - {"stacked_products"})  # inside attention

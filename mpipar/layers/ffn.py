@@ -25,9 +25,10 @@ class FeedForward:
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
-        h = self.up.forward(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
+        h = self.up.multiply(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
+        y = self.ops.bias_gelu_forward(h, self.up.b.data.reshape(-1))  # adds the bias to h
         stash[self.name, "h"] = h
-        return self.down.forward(self.ops.gelu_forward(h), stash)
+        return self.down.forward(y, stash)
 
     def backward_input(self, dy, stash):
         """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""

@@ -38,10 +38,13 @@ class Linear:
 
     def forward(self, x, stash):
         """y (.., N) of x (.., K), local sizes as the cut leaves them. Comm: forward of the cut."""
+        return self.ops.bias_forward(self.multiply(x, stash), self.b.data.reshape(-1))
+
+    def multiply(self, x, stash):
+        """y (.., N) of x (.., K), bias not yet added. Comm: forward of the cut."""
         stash[self.name, "x"] = x
         w, tokens = self._matrix(self.w.data), stash.batch.shape[1]
-        y = self.cut.forward(self.product, x, w, self.comm, self.name, tokens)
-        return self.ops.bias_forward(y, self.b.data.reshape(-1))
+        return self.cut.forward(self.product, x, w, self.comm, self.name, tokens)
 
     def backward_input(self, dy, stash):
         """dx (.., K) of dy (.., N). Comm: backward_input of the cut."""

@@ -4,22 +4,26 @@ Layers and models do arithmetic only through the object that `make` returns, so 
 on a CPU, on a GPU, and without any numbers at all for the cost model.
 """
 
+from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.mixed_ops import DTYPES, MixedOps
 from mpipar.ops.numba_ops import NumbaOps
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.ops.shape_ops import ShapeOps
 
-__all__ = ["make", "make_for", "problems"]
+__all__ = ["KERNELS", "make", "make_for", "problems", "shapes_for"]
+
+KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first: unless asked
 
 
-def make(device, dtype, recorder=None, kernels="numpy", gemm="blas", tf32=False):
+def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False):
     """Return the array functions of one device: "cpu", "cuda" or "shapes".
 
     dtype: of weights and activations. Of gradients and sums too for "float32" and "float64";
     "bfloat16" and "float16" keep those in float32.
     recorder: has `phase`, under which the shapes book their FLOPs; the other two ignore it.
-    kernels: "numpy" or "numba", what runs the elementwise chains on "cpu".
+    kernels: what runs the elementwise chains, one of KERNELS; None chooses. "shapes" count the
+    bytes of "fused" kernels if that is asked for, else those of NumPy.
     gemm, tf32: how "cuda" multiplies, as in `CupyOps`.
     Raises EnvironmentProblem when "cuda" is asked for and CuPy or a usable GPU is missing, or
     "numba" and Numba is.
@@ -29,9 +33,15 @@ def make(device, dtype, recorder=None, kernels="numpy", gemm="blas", tf32=False)
     if device == "cpu":
         return NumbaOps(dtype) if kernels == "numba" else NumpyOps(dtype)
     if device == "cuda":
-        return CupyOps(dtype, gemm, tf32)
+        is_fused = (kernels or _default(device, dtype)) == "fused"
+        return FusedOps(gemm, tf32) if is_fused else CupyOps(dtype, gemm, tf32)
     assert device == "shapes", f"device {device!r} is none of 'cpu', 'cuda', 'shapes'"
-    return ShapeOps(dtype, recorder)
+    return ShapeOps(dtype, recorder, FusedOps.takes_16_bits if kernels == "fused" else ())
+
+
+def _default(device, dtype):
+    """Return the kernels of a device where nobody says which; there are no fused float64 ones."""
+    return "plain" if (device, dtype) == ("cuda", "float64") else KERNELS[device][0]
 
 
 def make_for(run):
@@ -39,11 +49,21 @@ def make_for(run):
     return make(run.device, run.dtype, kernels=run.kernels, gemm=run.gemm, tf32=run.tf32)
 
 
+def shapes_for(run, recorder):
+    """Return the array functions on shapes that predict the bytes of a run (a RunConfig)."""
+    return make("shapes", run.dtype, recorder, run.kernels or _default(run.device, run.dtype))
+
+
 def problems(config):
     """Return what is wrong with who is to compute and how, as texts."""
     run, found = config.run, []
-    if run.kernels == "numba" and run.device != "cpu":
-        found.append(f"--kernels numba: is for --device cpu, not {run.device}; leave it out")
+    own = KERNELS[run.device]
+    if run.kernels and run.kernels not in own:
+        found.append(f"--kernels {run.kernels}: is not for --device {run.device}, which has "
+                     f"{' and '.join(own)}; use one of them, or leave it out")
+    if run.kernels == "fused" and run.dtype == "float64":
+        found.append("--kernels fused: no kernel of mpipar computes in float64; leave it out, or "
+                     "use --dtype float32")
     gemm = f"--gemm {run.gemm}"
     for shown, given in ((gemm, run.gemm != "blas"), ("--tf32", run.tf32)):
         if given and run.device == "cpu":

@@ -130,6 +130,10 @@ class ArrayOps(ArrayAttention, ImageOps):
         t = self.xp.tanh(x * (a + b * square))
         return dy * half * ((one + t) + x * (one - t * t) * (a + three * b * square))
 
+    def bias_gelu_forward(self, x, b):
+        """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
+        return self.gelu_forward(self.bias_forward(x, b))
+
     # LayerNorm over the last dimension.
 
     def layernorm_forward(self, x, w, b, eps):
@@ -190,7 +194,7 @@ class ArrayOps(ArrayAttention, ImageOps):
         logits (N, V), targets (N,) global ids below num_valid. A shard that is all padding gives
         (EMPTY_MAX, 0, 0).
         """
-        valid = logits[:, : _valid_columns(logits, start, num_valid)]
+        valid = logits[:, : valid_columns(logits, start, num_valid)]
         stats = self.xp.zeros((logits.shape[0], 3), self.dtype)
         stats[:, 0] = self.scalar(EMPTY_MAX)
         if valid.shape[1]:
@@ -214,7 +218,7 @@ class ArrayOps(ArrayAttention, ImageOps):
 
     def cross_entropy_backward_input(self, logits, targets, lse, start, num_valid, scale):
         """Write (softmax - onehot) * scale over logits (padding: 0) and return that array."""
-        columns = _valid_columns(logits, start, num_valid)
+        columns = valid_columns(logits, start, num_valid)
         valid = logits[:, :columns]
         logits[:, columns:] = self.scalar(0.0)
         self._scaled_softmax(valid, lse, scale)
@@ -229,7 +233,7 @@ class ArrayOps(ArrayAttention, ImageOps):
 
     def argmax_forward(self, logits, start, num_valid, noise=None):
         """Return (N, 2) float64: the best of logits (+ noise) and its global id, the lowest."""
-        valid = logits[:, : _valid_columns(logits, start, num_valid)]
+        valid = logits[:, : valid_columns(logits, start, num_valid)]
         best = self.xp.empty((logits.shape[0], 2), np.float64)
         best[:, 0], best[:, 1] = -np.inf, start
         if valid.shape[1]:
@@ -244,8 +248,10 @@ class ArrayOps(ArrayAttention, ImageOps):
         """Subtract lr * grad from data."""
         data -= self.scalar(lr) * grad
 
-    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step):
-        """Update data, m, v in place; step counts from 1.
+    def adamw_step(
+        self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
+    ):
+        """Update data, m, v in place; step counts from 1. copy: gets the new data rounded.
 
         Loshchilov and Hutter, arXiv 1711.05101: decay apart from the gradient, eps outside.
         """
@@ -257,6 +263,8 @@ class ArrayOps(ArrayAttention, ImageOps):
         data *= cast(1.0 - lr * weight_decay)
         root = self.xp.sqrt(v) * cast((1.0 - beta2**step) ** -0.5) + cast(eps)
         data -= cast(lr / (1.0 - beta1**step)) * m / root
+        if copy is not None:
+            self.copy(copy, data)
 
 
 def as_rows(x):
@@ -264,6 +272,6 @@ def as_rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def _valid_columns(logits, start, num_valid):
+def valid_columns(logits, start, num_valid):
     """Return how many leading columns of a shard are no padding."""
     return min(max(num_valid - start, 0), logits.shape[1])

@@ -2,8 +2,8 @@
 
 A wrapper around the float32 functions of NumPy, CuPy or shapes. What enters a function is widened
 exactly, what leaves it as an activation is rounded to the nearest; so products accumulate in
-float32, and one rounding stands between two functions (what a device does in one step, such as
-products on tensor cores, is left to it). Gradients of parameters, statistics of
+float32, and one rounding stands between two functions. What a device does so by itself, such as
+products on tensor cores, is left to it (`takes_16_bits`). Gradients of parameters, statistics of
 norms and softmax, losses and the optimizer are float32 and never rounded.
 """
 
@@ -48,11 +48,8 @@ class MixedOps:
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
         self.dtype, self.statistics = DTYPES[dtype], exact.dtype
         for name, results in ACTIVATIONS.items():
-            function = getattr(exact, name)
-            if name not in exact.takes_16_bits:
-                function = self._rounded(function, results)
-            setattr(self, name, quiet(function))
-        for name in PASSED:
+            setattr(self, name, quiet(self._rounded(getattr(exact, name), results)))
+        for name in (*PASSED, *exact.takes_16_bits):
             if hasattr(exact, name):  # what only some devices need is missing on the others
                 setattr(self, name, quiet(getattr(exact, name)))
 
@@ -87,6 +84,10 @@ class MixedOps:
     def add_parts(self, parts):
         """Return the sum of parts (size, ...) over its first dimension, rounded once."""
         return self._wide(parts).sum(axis=0).astype(self.dtype)
+
+    def bias_gelu_forward(self, x, b):
+        """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
+        return self.gelu_forward(self.bias_forward(x, b))
 
     @quiet
     def cross_entropy_backward_input(self, logits, targets, lse, start, num_valid, scale):

@@ -84,12 +84,16 @@ class NumbaOps(NumpyOps):
     def _scaled_softmax(self, valid, lse, scale):
         self.kernels.scaled_softmax(valid, lse, self.scalar(scale))
 
-    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step):
+    def adamw_step(
+        self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
+    ):
         """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
         root, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
         decay = 1.0 - lr * weight_decay
         factors = map(self.scalar, (beta1, beta2, eps, decay, root, rate))
         self.kernels.adamw_step(data, grad, m, v, *factors)
+        if copy is not None:
+            self.copy(copy, data)
 
 
 def _load_kernels():

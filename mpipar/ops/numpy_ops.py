@@ -230,7 +230,9 @@ class NumpyOps(ArrayOps):
             np.multiply(grad[tile], self.scalar(lr), out=part)
             data[tile] -= part
 
-    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step):
+    def adamw_step(
+        self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
+    ):
         """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
         cast = self.scalar
         rest1, rest2, decay = cast(1.0 - beta1), cast(1.0 - beta2), cast(1.0 - lr * weight_decay)
@@ -253,3 +255,5 @@ class NumpyOps(ArrayOps):
             part *= rate
             data_tile *= decay
             data_tile -= part
+            if copy is not None:
+                copy[tile] = data_tile

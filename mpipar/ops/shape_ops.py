@@ -18,11 +18,11 @@ class ShapeOps(ShapeImageOps):
 
     flops: phase -> FLOPs of products (2 M K N each); flops_by_op: (phase, function) -> the same.
     live: label -> bytes alive now; peak: label -> bytes alive when their sum was largest.
+    takes_16_bits: as of the device that the bytes are to be those of.
     """
 
-    takes_16_bits = ()  # so the bytes are those of a device that widens everything first
-
-    def __init__(self, dtype, recorder=None):
+    def __init__(self, dtype, recorder=None, takes_16_bits=()):
+        self.takes_16_bits = takes_16_bits
         self.xp = None
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
@@ -110,13 +110,13 @@ class ShapeOps(ShapeImageOps):
         """(..., K) times (K, M) gives (..., M)."""
         assert x.shape[-1] == w.shape[0], (x.shape, w.shape)
         self._count("matmul_forward", 2 * x.size * w.shape[1])
-        return self.empty((*x.shape[:-1], w.shape[1]))
+        return self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
 
     def matmul_backward_input(self, dy, w):
         """(..., M) and (K, M) give (..., K)."""
         assert dy.shape[-1] == w.shape[1], (dy.shape, w.shape)
         self._count("matmul_backward_input", 2 * dy.size * w.shape[0])
-        return self.empty((*dy.shape[:-1], w.shape[0]))
+        return self.empty((*dy.shape[:-1], w.shape[0]), dy.dtype)
 
     def matmul_backward_weight(self, x, dy, dw):
         """(..., K) and (..., M) are added to (K, M)."""
@@ -137,23 +137,27 @@ class ShapeOps(ShapeImageOps):
 
     def gelu_forward(self, x):
         """Return a new array shaped like x."""
-        return self.empty(x.shape)
+        return self.empty(x.shape, x.dtype)
+
+    def bias_gelu_forward(self, x, b):
+        """Return a new array shaped like x."""
+        return self.gelu_forward(self.bias_forward(x, b))
 
     def gelu_backward_input(self, dy, x):
         """Return a new array shaped like x."""
         assert dy.shape == x.shape, (dy.shape, x.shape)
-        return self.empty(x.shape)
+        return self.empty(x.shape, x.dtype)
 
     def layernorm_forward(self, x, w, b, eps):
         """Return (y, mean, rstd)."""
         assert x.shape[-1:] == w.shape == b.shape, (x.shape, w.shape, b.shape)
-        return self.empty(x.shape), self.empty(x.shape[:-1]), self.empty(x.shape[:-1])
+        return self.empty(x.shape, x.dtype), self.empty(x.shape[:-1]), self.empty(x.shape[:-1])
 
     def layernorm_backward_input(self, dy, x, w, mean, rstd):
         """Return dx."""
         _check_norm(dy, x, mean, rstd)
         assert x.shape[-1:] == w.shape, (x.shape, w.shape)
-        return self.empty(x.shape)
+        return self.empty(x.shape, x.dtype)
 
     def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
         """Check the shapes."""
@@ -166,8 +170,8 @@ class ShapeOps(ShapeImageOps):
         """Return (y (B, T, H, d), probs (B, H, T, T)); two products."""
         batch, tokens, heads, width = _heads(qkv, positions)
         self._count("attention_forward", 4 * batch * heads * tokens * tokens * width)
-        y = self.empty((batch, tokens, heads, width))
-        return y, self.empty((batch, heads, tokens, tokens))
+        y = self.empty((batch, tokens, heads, width), qkv.dtype)
+        return y, self.empty((batch, heads, tokens, tokens), qkv.dtype)
 
     def attention_backward_input(self, dy, qkv, probs, positions):
         """Return dqkv (B, T, 3, H, d); four products."""
@@ -175,7 +179,7 @@ class ShapeOps(ShapeImageOps):
         assert dy.shape == (batch, tokens, heads, width), (dy.shape, qkv.shape)
         assert probs.shape == (batch, heads, tokens, tokens), (probs.shape, qkv.shape)
         self._count("attention_backward_input", 8 * batch * heads * tokens * tokens * width)
-        return self.empty(qkv.shape)
+        return self.empty(qkv.shape, qkv.dtype)
 
     # Embeddings.
 
@@ -224,9 +228,11 @@ class ShapeOps(ShapeImageOps):
         """Check the shapes."""
         assert data.shape == grad.shape, (data.shape, grad.shape)
 
-    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step):
+    def adamw_step(
+        self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
+    ):
         """Check the shapes."""
-        shapes = (data.shape, grad.shape, m.shape, v.shape)
+        shapes = [x.shape for x in (data, grad, m, v, copy) if x is not None]
         assert len(set(shapes)) == 1, shapes
 
 

@@ -143,7 +143,7 @@ def unit_memory(config) -> dict:
     From the real layers on shapes, for one rank of the tp group. Comm: none.
     """
     recorder = Recorder()
-    ops = ops_module.make("shapes", config.run.dtype, recorder)
+    ops = ops_module.shapes_for(config.run, recorder)
     comm = Comm("tp", tuple(range(config.grid.tp)), 0, NoTransport(ops), recorder)
     stage = models.of(config.model).Stage(
         ops, config.model, 0, (config.model.layers,), comm, {})

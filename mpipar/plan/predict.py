@@ -42,7 +42,7 @@ class Prediction:
 def predict(config, world_rank: int) -> Prediction:
     """Run one step of `world_rank` in the layout of a resolved config, on shapes. Comm: none."""
     recorder = Recorder(capacity=1 << 20)
-    ops = ops_module.make("shapes", config.run.dtype, recorder)
+    ops = ops_module.shapes_for(config.run, recorder)
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
     blank_batch = data.of(config.model).blank_batch
     worker.train_step(1, lambda mb: blank_batch(ops, config))

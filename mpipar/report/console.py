@@ -50,7 +50,7 @@ def number(count: float) -> str:
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
     """Layout, schedule and model in two lines."""
     grid, model, run = config.grid, config.model, config.run
-    kernels = ", numba kernels" if run.kernels == "numba" else ""
+    kernels = f", {run.kernels} kernels" if run.kernels else ""
     return (
         f"{world_size} rank{'s' * (world_size > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}:"
         f" dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"

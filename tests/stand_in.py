@@ -1,0 +1,22 @@
+"""CuPy as a fixture of the whole session: the stand-in on the CPU, and the real one on a GPU."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import fake_cuda_tile
+import fake_cupy
+import pytest
+
+
+@pytest.fixture(name="cupy", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def cupy_or_stand_in(request, monkeypatch):
+    """The module cupy of both places; its kernels on the CPU need the mark shim."""
+    if request.param == "gpu":
+        if "cuda-tile" in request.node.callspec.params.values():
+            pytest.importorskip("cuda.tile")
+        return importlib.import_module("cupy")
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(tile=fake_cuda_tile))
+    monkeypatch.setitem(sys.modules, "cuda.tile", fake_cuda_tile)
+    return fake_cupy

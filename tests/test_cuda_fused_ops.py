@@ -1,0 +1,195 @@
+"""Training steps with the fused kernels between the products: `--kernels fused`.
+
+Each test runs on the CPU, where tests/fake_cupy.py stands in for CuPy and the kernels are the ones
+that a GPU gets, and on a GPU if there is one.
+"""
+
+import sys
+from dataclasses import replace
+
+import fake_cupy
+import numpy as np
+import pytest
+from config_helpers import changed, reading_of
+from cuda_fused import DTYPES
+from helpers import assert_all_close, assert_close
+from ops_cases import LARGE, SMALL, call_every_op, plain
+
+from mpipar.commands.resolve import resolve as resolve_typed
+from mpipar.config import resolve
+from mpipar.errors import UsageError
+from mpipar.grid import Grid
+from mpipar.ops import make, shapes_for
+from mpipar.ops.cupy_fused import FusedOps
+from mpipar.ops.mixed_ops import MixedOps
+from mpipar.plan.predict import predict
+from mpipar.report.console import headline
+from mpipar.verify import step_tensors
+
+SHAPE = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
+         "batch_size": 4, "num_microbatches": 2}
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize(("sizes", "kind"), [
+    (SMALL, "ties"), (LARGE, "increasing"), (LARGE, "shuffled")])
+def test_every_function_equals_plain(cupy, sizes, kind):
+    ops = make("cuda", "float32")
+    assert isinstance(ops, FusedOps)
+    expected = call_every_op(plain("float64"), sizes, kind)
+    for name, value in call_every_op(ops, sizes, kind).items():
+        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
+                     2e-5, name)
+
+
+def step(**run):
+    """(loss, norm, gradients, weights) of one step of a small model."""
+    config, _ = resolve(changed(**SHAPE, **run), 1)
+    return step_tensors(config, np.random.default_rng(1).integers(0, 17, 200), Grid(0))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """The same steps by the plain functions of NumPy in float64, by optimizer."""
+    return {name: step(dtype="float64", optimizer=name) for name in ("sgd", "adamw")}
+
+
+def check_step(found, expected, tol):
+    """Compare all results of two steps; tol: of loss and norm, of tensors."""
+    assert found[:2] == pytest.approx(expected[:2], rel=tol[0])
+    for got, wanted in zip(found[2:], expected[2:], strict=True):
+        assert_all_close(got, wanted, tol[1])
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_float32_step_is_that_of_float64(cupy, exact, optimizer):
+    check_step(step(device="cuda", optimizer=optimizer), exact[optimizer], (1e-6, 1e-4))
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_16_bit_step_is_that_of_numpy(cupy, dtype):
+    """Both round between two functions; products may add in another order, attention rounds once
+    more.
+    """
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    run = {"dtype": dtype, "optimizer": "sgd"}
+    check_step(step(device="cuda", **run), step(**run), (unit, 4 * unit))
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("change", [
+    ("bias_gelu_forward", lambda ops, x, b: ops.gelu_forward(x)),
+    ("bias_backward_weight", lambda ops, dy, db: None),
+    ("causal_softmax_backward", lambda ops, probs, dprobs, factor: None),
+    ("cross_entropy_backward", lambda ops, logits, *rest: None)], ids=lambda change: change[0])
+def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
+    monkeypatch.setattr(FusedOps, *change)
+    with pytest.raises(AssertionError):
+        check_step(step(device="cuda", optimizer="sgd"), exact["sgd"], (1e-6, 1e-4))
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_between_products_is_plain_or_widened(monkeypatch, dtype):
+    """The kernels that a step starts, and how often 16 bits are widened: for positions only."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    started, widened = [], []
+    call, wide = fake_cupy.RawKernel.__call__, MixedOps._wide
+    monkeypatch.setattr(fake_cupy.RawKernel, "__call__", lambda self, *rest, **named: (
+        started.append(self.name.split("<")[0]), call(self, *rest, **named)))
+    monkeypatch.setattr(MixedOps, "_wide", lambda self, x: (
+        widened.append(x) if getattr(x, "dtype", None) == self.dtype else None, wide(self, x))[1])
+    step(device="cuda", dtype=dtype, optimizer="adamw")
+    microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
+    norms = 2 * blocks + 1
+    once = {"bias_gelu_forward": blocks, "gelu_backward": blocks, "column_sums": 4 * blocks,
+            "layernorm_forward": norms, "layernorm_backward": norms, "layernorm_slabs": norms,
+            "causal_softmax_forward": blocks, "causal_softmax_backward": blocks,
+            "cross_entropy_stats": 1, "cross_entropy_backward": 1}
+    counts = {name: microbatches * count for name, count in once.items()}
+    counts["add_slabs"] = microbatches * (4 * blocks + 2 * norms)
+    counts["adamw" if dtype == "float32" else "adamw_with_copy"] = 2  # with and without decay
+    assert {name: started.count(name) for name in started} == counts
+    # position_forward: x and the table; backward of both tables: dy.
+    assert len(widened) == (0 if dtype == "float32" else microbatches * 4)
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_cross_entropy_over_a_cut_vocabulary(rng, cupy, dtype, shards):
+    """The last shard has padding; with three, the last is all padding but one column."""
+    ops, exact_ops = make("cuda", dtype), plain("float64")
+    tokens, vocabulary, width = 9, 21, 30
+    host = (3 * rng.standard_normal((tokens, width))).astype(DTYPES[dtype])
+    targets = rng.integers(0, vocabulary, tokens)
+    whole = host.astype(np.float64)
+    stats = exact_ops.cross_entropy_forward(whole, targets, 0, vocabulary)
+    loss, lse = exact_ops.cross_entropy_combine(stats[None])
+    exact_ops.cross_entropy_backward_input(whole, targets, lse, 0, vocabulary, 0.25)
+    own, step = cupy.asarray(targets), width // shards
+    parts = [cupy.asarray(host[:, at:at + step].copy()) for at in range(0, width, step)]
+    own_stats = cupy.empty((shards, tokens, 3), np.float32)
+    for i, part in enumerate(parts):
+        own_stats[i] = ops.cross_entropy_forward(part, own, i * step, vocabulary)
+    own_loss, own_lse = ops.cross_entropy_combine(own_stats)
+    assert_close(ops.to_host(own_loss), loss, 1e-6, "loss")
+    tol = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    for i, part in enumerate(parts):
+        ops.cross_entropy_backward_input(part, own, own_lse, i * step, vocabulary, 0.25)
+        assert part.dtype == DTYPES[dtype]
+        assert_close(ops.to_host(part).astype(np.float64), whole[:, i * step:(i + 1) * step], tol,
+                     f"dlogits {i}")
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
+    ops = make("cuda", dtype)
+    master, grad, m, v = (cupy.asarray(rng.uniform(0.5, 2, 300).astype("f4")) for _ in range(4))
+    rounded = ops.empty((300,))
+    ops.adamw_step(master, grad, m, v, 0.1, 0.9, 0.95, 1e-8, 0.1, 3, rounded)
+    assert (ops.to_host(rounded) == ops.to_host(master).astype(DTYPES[dtype])).all()
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shapes_are_those_of_the_fused_kernels(cupy, dtype):
+    real = call_every_op(make("cuda", dtype))
+    config = changed(dtype=dtype, device="cuda")
+    shapes = call_every_op(shapes_for(config.run, None))
+    assert shapes.keys() == real.keys()
+    for name, value in real.items():
+        if not isinstance(value, float):
+            assert (shapes[name].shape, shapes[name].dtype) == (value.shape, value.dtype), name
+
+
+def test_prediction_has_no_widened_copies_on_a_gpu():
+    """On the CPU the logits are widened for the loss: 4 bytes where the activations have 2."""
+    config, _ = resolve(changed(**SHAPE | {"vocab_size": 4000}, dtype="bfloat16"), 1)
+    on_gpu = replace(config, run=replace(config.run, device="cuda"))
+    plain_gpu = replace(config, run=replace(config.run, device="cuda", kernels="plain"))
+    cpu, gpu, unfused = (predict(one, 0).peak_bytes for one in (config, on_gpu, plain_gpu))
+    wide = 4 * 4000 * 6 * 2  # logits of a microbatch of two rows of six tokens
+    assert cpu["buffers"] - gpu.get("buffers", 0) >= wide
+    assert unfused == cpu
+
+
+@pytest.mark.parametrize(("words", "messages"), [
+    ("--kernels fused", ["--kernels fused: is not for --device cpu, which has numpy and numba"]),
+    ("--kernels plain", ["--kernels plain: is not for --device cpu"]),
+    ("--kernels numpy --device cuda", ["not for --device cuda, which has fused and plain"]),
+    ("--kernels fused --device cuda --dtype float64", ["no kernel of mpipar computes in float64"])])
+def test_what_does_not_fit_is_refused(words, messages):
+    with pytest.raises(UsageError) as caught:
+        resolve_typed(reading_of(*words.split()), 1)
+    assert len(caught.value.problems) == len(messages)
+    for problem, message in zip(caught.value.problems, messages, strict=True):
+        assert message in problem
+
+
+def test_kernels_that_were_asked_for_are_printed():
+    config, _ = resolve_typed(reading_of("--device", "cuda", "--kernels", "plain"), 1)
+    assert headline(config, 1, 1, 1).splitlines()[0].endswith("float32 on cuda, plain kernels")
