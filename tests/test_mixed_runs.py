@@ -145,9 +145,15 @@ def test_schedule_auto_counts_masters_and_wide_gradients(dtype, optimizer, per_p
     assert sum(unit_memory(config)["weight_bytes"]) == per_parameter * (params + tied)
 
 
+def test_schedule_auto_measures_a_hop_of_bfloat16(tmp_path):
+    text = train(tmp_path / "run", *TINY, "--steps", 2, "--dtype", "bfloat16", "--layout", "pp=2",
+                 "--schedule", "auto")
+    assert "has the shortest simulated step" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [
-    "--schedule auto", "--trace 2:3 --trace-ops --check-comm", "--sync-sends --schedule zb-v"])
+    "--trace 2:3 --trace-ops --check-comm", "--sync-sends --schedule zb-v"])
 def test_other_features_work_in_16_bits(tmp_path, words):
     train(tmp_path / "run", *TINY, "--layers", 4, "--steps", 4, "--dtype", "bfloat16",
           "--layout", "pp=2,tp=2", *words.split(), ranks=4)
