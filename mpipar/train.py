@@ -195,10 +195,10 @@ class Worker:
 
         Comm: one sweep of forward passes and one all_reduce over world.
         """
-        total, sweeps = 0.0, rows.num_sweeps()
-        for number in range(sweeps):
-            losses = self.forward(
-                self.schedule.num_microbatches, lambda mb, number=number: rows.sweep(number, mb))
+        total, count = 0.0, rows.rows_of_sweep() * self.config.model.seq_len
+        for number in range(rows.num_sweeps()):
+            batches = rows.sweep(number)
+            losses = self.forward(len(batches), batches.__getitem__)
             total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
         total, = agree(self.ops, self.comms, [total], "eval.loss")
-        return total / (sweeps * self.num_tokens), sweeps * self.num_tokens
+        return total / count, count

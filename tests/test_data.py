@@ -56,12 +56,15 @@ def test_every_layout_trains_on_the_same_rows(dp, num_microbatches, step, rng):
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_every_layout_is_judged_on_the_same_rows(dp, num_microbatches):
     tokens = np.arange(200, dtype=np.uint8)
-    for number in range(rows_of(tokens).num_sweeps()):
-        def batch(rows, mb, number=number):
-            return rows.sweep(number, mb)
-
-        np.testing.assert_array_equal(whole_batch(tokens, dp, num_microbatches, batch),
-                                      whole_batch(tokens, 1, 1, batch))
+    alone = rows_of(tokens)
+    for number in range(alone.num_sweeps()):
+        replicas = [rows_of(tokens, dp, num_microbatches, dp_rank).sweep(number)
+                    for dp_rank in range(dp)]
+        parts = [batch for mb in range(num_microbatches)
+                 for batches in replicas for batch in batches[mb:mb + 1]]
+        one, = alone.sweep(number)
+        np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), one.tokens)
+        np.testing.assert_array_equal(np.concatenate([part.targets for part in parts]), one.targets)
 
 
 def test_a_batch_is_a_piece_of_the_text_and_its_successors(rng):
@@ -102,10 +105,11 @@ def test_rows_begin_anywhere(rng):
 def test_a_sweep_covers_the_text_without_overlap(length):
     tokens = np.arange(length, dtype=np.uint16)
     rows = rows_of(tokens)
-    seen = np.concatenate([rows.sweep(i, 0).tokens.ravel() for i in range(rows.num_sweeps())])
+    seen = np.concatenate([batch.tokens.ravel() for i in range(rows.num_sweeps())
+                           for batch in rows.sweep(i)])
     np.testing.assert_array_equal(seen, np.arange(len(seen)))
     left = length - 1 - len(seen)
-    assert 0 <= left < BATCH_SIZE * SEQ_LEN, "less than a batch is left out"
+    assert 0 <= left < SEQ_LEN, "less than a row is left out"
 
 
 @settings(max_examples=50)

@@ -81,6 +81,11 @@ class Rows:
         # Rows may begin at places 0 .. num_starts - 1; those of a sweep are this far apart.
         self.num_starts, self.distance = len(part) - self.seq_len, self.seq_len
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch of all replicas."""
+        return self.num_rows * self.dp_size * self.num_microbatches
+
     def _indices(self, mb: int):
         """Global row numbers of this replica's microbatch mb."""
         first = (mb * self.dp_size + self.dp_rank) * self.num_rows
@@ -102,14 +107,22 @@ class Rows:
         return self._batch(starts)
 
     def num_sweeps(self) -> int:
-        """Batches in one sweep over the text in rows that do not overlap; a last partial batch is
-        left out.
-        """
-        per_batch = self.num_rows * self.dp_size * self.num_microbatches
-        return ((self.num_starts - 1) // self.distance + 1) // per_batch
+        """Batches in one sweep over the text: rows that do not overlap; the last may be smaller."""
+        return -(-self.rows_of_sweep() // self.batch_size)
 
-    def sweep(self, number: int, mb: int) -> Batch:
-        """Microbatch mb of batch `number` of the sweep."""
-        per_batch = self.num_rows * self.dp_size * self.num_microbatches
-        rows = [number * per_batch + row for row in self._indices(mb)]
-        return self._batch([row * self.distance for row in rows])
+    def rows_of_sweep(self) -> int:
+        """Rows in one sweep, over all replicas."""
+        return (self.num_starts - 1) // self.distance + 1
+
+    def sweep(self, number: int) -> list[Batch]:
+        """This replica's microbatches of batch `number` of the sweep.
+
+        Of the last batch only what is left of the text: fewer rows in a microbatch, fewer
+        microbatches, none for some replicas.
+        """
+        first = number * self.batch_size
+        left = self.rows_of_sweep() - first
+        rows = ([row for row in self._indices(mb) if row < left]
+                for mb in range(self.num_microbatches))
+        return [self._batch([(first + row) * self.distance for row in some])
+                for some in rows if some]

@@ -127,6 +127,7 @@ def test_accuracy_is_that_of_one_rank(layout):
     found = share(config, Grid.of(config.grid, WORLD.rank), WORLD)
     assert found == share(alone, Grid(0), None)
     assert 0 < found[0] < 1, found
+    assert found[1] == len(images()), "no image is left out"
 
 
 # Planted bugs.
