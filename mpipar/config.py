@@ -110,7 +110,7 @@ class RunConfig:
     device: str = setting("cpu", "where arrays live", choices=("cpu", "cuda"))
     dtype: str = setting("float32", "of weights and activations; with 16 bits sums stay float32",
                          choices=("float32", "float64", "bfloat16", "float16"))
-    loss_scale: float | None = setting(None, "float16: first factor (default 65536)", above=0.0)
+    loss_scale: float | None = setting(None, "float16: at first (65536)", above=0, below=2.0**127)
     loss_scale_interval: int | None = setting(
         None, "float16: good steps until the factor doubles (default 2000)", low=1)
     kernels: str | None = setting(None, "between products (default: numpy; on a GPU: fused)",
@@ -134,7 +134,7 @@ class RunConfig:
     trace_ops: bool = setting(False, "with --trace, also time each operation of each layer")
     memory_limit: int | None = setting(
         None, "bytes of a rank's arrays: more is an error that names the layouts that fit, and"
-        " --schedule auto plans with it (default: no limit)", low=1)
+        " --schedule auto plans with it (default: no limit)", low=1, below=2**63)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
     prompt: str = setting("The ", "start of the text generated at the end")
     sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0)

@@ -55,5 +55,5 @@ def problems(config) -> list[str]:
                          f" without it; {run.dtype} needs none: leave it out")
     if run.loss_scale is not None and math.frexp(run.loss_scale)[0] != 0.5:
         found.append(f"--loss-scale {run.loss_scale:g}: must be a power of two, so that it rounds"
-                     f" nothing; use {2.0**round(math.log2(run.loss_scale)):g}")
+                     f" nothing; use {2.0**round(math.log2(run.loss_scale))}")
     return found

@@ -183,12 +183,17 @@ def test_misfit_is_refused_with_legal_values(values, world_size, words):
         ("device", "gpu"), ("dtype", "float8"), ("optimizer", "adam"), ("ffn_cut", "row"),
         ("d_model", 10**18), ("prompt", "\udcff"), ("temperature", -1.0), ("log_interval", 0),
         ("loss_scale", 0.0), ("loss_scale", math.inf), ("loss_scale_interval", 0),
+        ("loss_scale", 2.0**127), ("memory_limit", 0), ("memory_limit", 2**63),
     ],
 )  # fmt: skip
 def test_value_out_of_range_is_refused(name, value):
     found = problems(changed(**{name: value}))
     assert len(found) == 1, found
     assert found[0].startswith("--" + name.replace("_", "-")), found
+
+
+def test_a_memory_limit_may_be_that_of_a_large_gpu():
+    assert problems(changed(memory_limit=139 * 2**30)) == []
 
 
 def test_odd_sizes_are_fine():

@@ -43,7 +43,7 @@ def test_types_with_the_range_of_float32_have_none():
     ({"loss_scale": 1024.0}, "--loss-scale 1024: is for --dtype float16"),
     ({"loss_scale_interval": 5, "dtype": "bfloat16"}, "bfloat16 needs none"),
     ({"loss_scale": 1000.0, "dtype": "float16"}, "use 1024"),
-    ({"loss_scale": 3e-5, "dtype": "float16"}, "use 3.05176e-05"),
+    ({"loss_scale": 3e-5, "dtype": "float16"}, "use 3.0517578125e-05"),
 ])  # fmt: skip
 def test_flags_that_would_do_nothing_or_round_are_refused(values, words):
     found = problems(changed(**values))

@@ -85,16 +85,21 @@ class MemoryLimit:
         parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
         found = [
             (f"{text}, but {nbytes(left)} are left of --memory-limit {self.budget}"
-            f" ({nbytes(self.budget)})"),
+            f" ({nbytes(self.budget)}{self._beside()})"),
             (f"this layout is predicted to need {nbytes(predicted.peak_total)} on its fullest rank:"
             f" {parts}")]
         layouts = smallest_layouts(self.config, self.budget)
         if not layouts:
+            rows = {"decoder": "--batch-size, --seq-len", "convnet": "--batch-size"}
             return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: give a higher limit, or"
-                            " a smaller --batch-size, --seq-len or --d-model")]
+                            f" a smaller {rows[self.config.model.model]} or --d-model")]
         return [*found, "it fits with " + ", or with ".join(
             f"--layout dp={grid.dp},pp={grid.pp},tp={grid.tp}"
             f" (mpiexec -n {num_ranks(grid)}; {nbytes(peak)})" for grid, peak in layouts)]
+
+    def _beside(self) -> str:
+        return "" if self.ops.device == "cuda" else (
+            f", and {nbytes(RESERVE_BYTES)} beside it for what is no array of the model")
 
     def _when(self) -> str:
         recorder = self.recorder
