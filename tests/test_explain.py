@@ -123,6 +123,15 @@ def test_mistakes_are_said(flags, message):
     assert message in result.stderr
 
 
+def test_one_rank_has_no_barriers_but_memory_and_flops():
+    result = mpipar("explain", "--memory-limit", 1000)
+    assert result.returncode == 0, result.tail()
+    assert "no barriers: one rank waits for nobody" in result.stdout
+    assert "memory at the peak: " in result.stdout
+    assert "that is more than --memory-limit 1000 (1000 B)" in result.stdout
+    assert "more than" not in mpipar("explain", "--memory-limit", 10**9).stdout
+
+
 def test_mpi_is_never_loaded():
     program = ("import sys; from mpipar.cli import main; from mpipar.launch import Session;"
                " from mpipar.environment import Launcher;"

@@ -63,17 +63,22 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
           + "; ".join(describe_stage(stage, split, model.ENTRY) for stage in stages))
     print(f"one step of {schedule.name}, {config.grid.num_microbatches} microbatches of "
           f"{rows_per_microbatch(config)} rows, {config.run.dtype}\n")
-    print(in_order(prediction.recorder, config, grid))
-    print("\nby name, per step:")
-    counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
-    print(without_times(barriers([counters], 1, 1)))
-    print("\ncalls per step beside the closed forms (L blocks here, m microbatches):")
-    print(closed_forms(prediction.recorder, config, stages, schedule, split, grid))
+    if prediction.recorder.records:
+        print(in_order(prediction.recorder, config, grid))
+        print("\nby name, per step:")
+        counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
+        print(without_times(barriers([counters], 1, 1)))
+        print("\ncalls per step beside the closed forms (L blocks here, m microbatches):")
+        print(closed_forms(prediction.recorder, config, stages, schedule, split, grid))
+    else:
+        print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")
     print("\nFLOPs of products: " + ", ".join(
         f"{phase} {number(flops)}" for phase, flops in prediction.flops.items()))
     print("memory at the peak: " + ", ".join(
         f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}" for label in MEMORY_LABELS)
         + f"; together {nbytes(prediction.peak_total)}")
+    if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
+        print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")
     if estimate:
         print(step_time(estimate))
     return EXIT_OK
