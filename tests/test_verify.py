@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers import find_launcher, run_ranks
 from one_rank import fresh
-from program import LIMIT, cells, environment, layout_flags, mpipar, section
+from program import LIMIT, cells, environment, layout_flags, mpipar, one_block, section
 
 from mpipar import checkpoint
 
@@ -53,6 +53,11 @@ def test_says_no_and_where():
     assert "block1.norm2.w" in bad, "its gradient comes straight from the broken sum"
     assert "block2.ffn.up.w" not in bad, "nothing above the broken barrier is wrong"
     assert re.search(r"\d+ of 81 agree.*; \d+ DIFFER", result.stdout)
+
+
+def test_a_schedule_that_is_chosen_later_is_refused_once():
+    code, block = one_block(mpipar("verify", *SMALL, "--schedule", "auto"))
+    assert (code, "--schedule auto: measures first, which verify does not" in block) == (2, True)
 
 
 def test_takes_the_weights_that_it_is_given(tmp_path):

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from mpipar import verify
 from mpipar.commands.inputs import prepare
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
+from mpipar.commands.resolve import AUTO
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.report.console import table
 
 
@@ -18,7 +19,8 @@ def run(session, reading) -> int:
     world rank 0.
     """
     world = session.start()
-    inputs = session.agree(lambda: prepare(exact(reading), world.size))
+    inputs = session.agree(
+        lambda: prepare(exact(reading), world.size, [(schedule_problems, UsageError)]))
     inputs.ops.select_device(session.host_ranks.index(world.rank))
     grid = inputs.config.grid
     found = verify.compare(inputs.config, inputs.train_part, world)
@@ -41,6 +43,12 @@ def run(session, reading) -> int:
               f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
     # World rank 0 knows; the highest code becomes everybody's.
     return EXIT_CHECK_FAILED if bad else EXIT_OK
+
+
+def schedule_problems(config) -> list[str]:
+    """What is proven has a name."""
+    return ["--schedule auto: measures first, which verify does not; name a schedule"
+            ] if config.grid.schedule == AUTO else []
 
 
 def exact(reading):
