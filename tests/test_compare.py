@@ -141,6 +141,19 @@ def test_small_changes_are_added_up():
     assert text[-1].split() == ["8", "smaller", "changes", "8.00", "44.00", "+36.00"]
 
 
+def test_what_to_know_before_believing_is_said_of_both(capsys):
+    before, after = run(1), run(2)
+    compare.print_runs(before, after)
+    assert "share" not in capsys.readouterr().out
+    for one in (*before.trace.ranks, *after.trace.ranks):
+        one.host, one.cores = "host", (0,)
+    before.trace.meta["per_operation"] = True
+    compare.print_runs(before, after)
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("2 ranks share 1 core(s)") == text.count("A and B: host: 2 ranks share") == 1
+    assert "only A was traced with --trace-ops" in text
+
+
 # --- the command, on real runs
 
 

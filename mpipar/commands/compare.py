@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.report import comparison, trace_file
 from mpipar.report.analysis import Analysis, analyse
 from mpipar.report.console import table
 
 MOST = 12  # rows of a table
+WIDTH = 100  # characters of a line of text
 
 
 def add_arguments(parser) -> None:
@@ -43,6 +46,18 @@ def print_runs(before: Analysis, after: Analysis) -> None:
         print(f"   {key}: {old} -> {new}")
     if before.trace.meta["layout"] != after.trace.meta["layout"]:
         print("   the layouts differ: rank 1 of A and rank 1 of B do different work")
+    remarks: dict[str, list[str]] = {}
+    for name, side in (("A", before), ("B", after)):
+        for remark in side.trace.remarks():
+            remarks.setdefault(remark, []).append(name)
+    for remark, names in remarks.items():
+        print(textwrap.fill(f"{' and '.join(names)}: {remark}", WIDTH, initial_indent="   ",
+                            subsequent_indent="   "))
+    timed = [name for name, side in (("A", before), ("B", after))
+             if side.trace.meta.get("per_operation")]
+    if len(timed) == 1:
+        print(f"   only {timed[0]} was traced with --trace-ops: it names causes of waiting more"
+              " exactly, so they do not match the other's")
     if min(before.trace.num_steps, after.trace.num_steps) < comparison.LEAST_STEPS:
         print(f"   fewer than {comparison.LEAST_STEPS} traced steps: how far steps differ by"
               " themselves is unknown; trace more, as in --trace 10:14")
