@@ -60,12 +60,6 @@ class NarrowTransport:
     def broadcast(self, x, root):
         self.wire.broadcast(self._moved(x), root)
 
-    def send(self, x, peer, tag):
-        self.wire.send(self._moved(x), peer, tag)
-
-    def recv(self, x, peer, tag):
-        self.wire.recv(self._moved(x), peer, tag)
-
     def isend(self, x, peer, tag):
         return self.wire.isend(self._moved(x), peer, tag)
 
