@@ -23,7 +23,9 @@ LIMIT = 190 << 20
 
 
 def test_a_layer_too_large_for_one_rank_names_a_layout_that_trains(tmp_path):
-    limited = (*WIDE, "--memory-limit", LIMIT)
+    text = tmp_path / "text"
+    text.write_text("A short text: its held-out end is read to the last row.\n" * 40)
+    limited = (*WIDE, "--data", text, "--memory-limit", LIMIT)
     alone = mpipar("train", *limited, cwd=tmp_path)
     code, block = one_block(alone)
     assert code == 69
