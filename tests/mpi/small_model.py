@@ -9,10 +9,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpipar import config as config_module
+from mpipar import ops as ops_module
 from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
+from mpipar.data.rows import Rows
 from mpipar.grid import Grid
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.presets import OF_MODEL
+from mpipar.trace import Recorder
+from mpipar.train import Worker
 from mpipar.verify import compare, one_rank_tensors, serial_config, step_tensors
 
 WORLD = MPI.COMM_WORLD
@@ -58,6 +62,18 @@ def poison_unwritten(monkeypatch) -> None:
         return x
 
     monkeypatch.setattr(NumpyOps, "empty", empty)
+
+
+def real_step(config):
+    """One training step of this rank; returns its worker and recorder."""
+    ops = ops_module.make("cpu", config.run.dtype)
+    recorder = Recorder(1 << 16)
+    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
+    worker.initialize()
+    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    worker.train_step(1, lambda mb: rows.train(1, mb))
+    worker.close()
+    return worker, recorder
 
 
 @functools.cache

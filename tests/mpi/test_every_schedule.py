@@ -12,13 +12,12 @@ from small_model import (
     WORLD,
     assert_equals_one_rank,
     computed_once,
+    real_step,
     small_config,
-    tokens,
     with_sync_sends,
 )
 
 from mpipar import ops as ops_module
-from mpipar.data.rows import Rows
 from mpipar.grid import Grid
 from mpipar.pipeline import schedules
 from mpipar.plan.predict import predict
@@ -62,17 +61,7 @@ def test_schedule_equals_one_rank_untied(case):
     assert_equals_one_rank(config_for(*case, tied=False), expected=computed_once)
 
 
-@functools.cache
-def one_step(config):
-    """This rank's worker and recorder after a step, the same for every test that looks at them."""
-    ops = ops_module.make("cpu", config.run.dtype)
-    recorder = Recorder(1 << 16)
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
-    worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
-    worker.train_step(1, lambda mb: rows.train(1, mb))
-    worker.close()
-    return worker, recorder
+one_step = functools.cache(real_step)  # the same for every test that looks at it
 
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)

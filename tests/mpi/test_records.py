@@ -5,7 +5,7 @@ formulas.
 from dataclasses import replace
 
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, small_config, tokens
+from small_model import LAYOUTS, MODEL, WORLD, real_step, small_config, tokens
 
 from mpipar import ops as ops_module
 from mpipar.data.rows import Rows
@@ -30,18 +30,6 @@ from mpipar.train import Worker
 
 HERE = LAYOUTS[WORLD.size]
 WHAT = (OPERATION, NAME, AXIS, PEER, TAG, PAYLOAD, WIRE, DTYPE, STAGE, MB, PHASE)
-
-
-def real_step(config):
-    """One training step of this rank; returns its worker and recorder."""
-    ops = ops_module.make("cpu", config.run.dtype)
-    recorder = Recorder()
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
-    worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
-    worker.train_step(1, lambda mb: rows.train(1, mb))
-    worker.close()
-    return worker, recorder
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])

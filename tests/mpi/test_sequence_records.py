@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, cut_model, small_config, tokens
-from test_records import WHAT, blocks_of, real_step
+from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, small_config, tokens
+from test_records import WHAT, blocks_of
 
 from mpipar import ops as ops_module
 from mpipar.data.rows import Rows
