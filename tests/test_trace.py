@@ -192,3 +192,11 @@ def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
     assert result.returncode == 65, result.tail()
     assert "mpipar train --trace 10:12" in result.stderr
     assert mpipar("trace", tmp_path / "nothing").returncode == 65
+
+
+def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 1, "clock": {}}')
+    result = mpipar("trace", tmp_path)
+    assert result.returncode == 65, result.tail()
+    assert "meta.json: world_size, rank_order, layout, schedule" in result.stderr

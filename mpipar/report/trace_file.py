@@ -21,6 +21,8 @@ from mpipar.report.hang import place
 from mpipar.trace import FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WIRE
 
 SCHEMA = 1
+META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
+             "clock")
 SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
 
 Record = namedtuple("Record", FIELDS)
@@ -183,7 +185,10 @@ def _load(path: Path) -> dict:
         raise DataError(f"{path}: missing; {HOW_TO}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: can't be read: {error}") from None
-    return _checked(path, value)
+    missing = [key for key in META_KEYS if key not in _checked(path, value)]
+    if missing:
+        raise DataError(f"{path}: {', '.join(missing)} missing; {HOW_TO}")
+    return value
 
 
 def _checked(path: Path, head) -> dict:
