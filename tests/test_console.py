@@ -7,6 +7,8 @@ import pytest
 from helpers import find_launcher, run_command
 from program import LAYOUTS, LIMIT, PROGRAM, cells, environment, metrics, section
 
+from mpipar.report.console import step_line
+
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
@@ -128,6 +130,12 @@ def test_held_out_loss_and_text_are_those_of_one_rank(layout, run_of):
     assert shown == expected.split(title)[1].rsplit("\n\nweights, ", 1)[0]
     assert shown.startswith("The ")
     assert len(shown) > len("The ")
+
+
+def test_speed_of_a_line_is_that_of_its_milliseconds():
+    line = {"step": 7, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "step_seconds": 0.1,
+            "tokens_per_second": 10_000.0, "comm_share_mean": 0.0, "comm_share_max": 0.0}
+    assert "| 250 ms | 4.00k tok/s |" in step_line(9, line, 0.25, "tok")
 
 
 def test_log_file_is_the_console(run_of):

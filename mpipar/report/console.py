@@ -103,14 +103,15 @@ def measured_memory(facts: list[dict]) -> str:
 
 
 def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
-    """One line per log interval, fixed order: greppable."""
+    """One line per log interval, fixed order: greppable; speed is that of seconds_per_step."""
     left = round((steps - line["step"]) * seconds_per_step)
+    per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
     norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
     scale = f" | scale {line['loss_scale']:g}" if "loss_scale" in line else ""
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}"
         f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
-        f" | {seconds_per_step * 1e3:.0f} ms | {number(line['tokens_per_second'])} {unit}/s"
+        f" | {seconds_per_step * 1e3:.0f} ms | {number(per_second)} {unit}/s"
         f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
         f" | eta {left // 60}:{left % 60:02d}"
     )
