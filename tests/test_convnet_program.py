@@ -83,7 +83,7 @@ def test_without_scikit_learn_the_extra_is_named(tmp_path):
     (package / "__init__.py").write_text("raise ImportError\n")
     code, block = one_block(mpipar(
         *CONVNET, env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}, cwd=tmp_path))
-    assert (code, "install mpipar[digits]" in block) == (65, True), block
+    assert (code, "pip install '.[digits]'" in block) == (65, True), block
 
 
 WRONG_FLAGS = {

@@ -93,8 +93,8 @@ def _digits():
         from sklearn.datasets import load_digits
     except ImportError:
         raise DataError(
-            "the digits come with scikit-learn, which is not installed: install mpipar[digits], or"
-            " give your own images with --data FILE.npz (arrays x and y)") from None
+            "the digits come with scikit-learn, which is not installed: pip install '.[digits]',"
+            " or give your own images with --data FILE.npz (arrays x and y)") from None
     digits = load_digits()
     return (digits.images[..., None], digits.target,
             f"{len(digits.target):,} handwritten digits of scikit-learn")

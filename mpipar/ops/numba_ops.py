@@ -106,7 +106,7 @@ def _load_kernels():
         import numba
     except ImportError:
         raise EnvironmentProblem(
-            "--kernels numba: Numba is not installed: pip install 'mpipar[cpu]', or use "
+            "--kernels numba: Numba is not installed: pip install '.[cpu]', or use "
             "--kernels numpy") from None
     if not numba.config.CACHE_DIR:
         numba.config.CACHE_DIR = _cache_folder()
