@@ -28,6 +28,10 @@ OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
     "compare": "mpipar compare RUN_A RUN_B [--check]",
 }
+MACHINE = {  # what a command does with --machine
+    "train": "--schedule auto chooses by it, and measures nothing",
+    "explain": "predict the time of a step; --schedule auto chooses by it",
+}
 GENERATE_FLAGS = {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
                   "rank_order", "device", "dtype", "gemm", "tf32"}
 
@@ -64,8 +68,9 @@ def command_parser(name: str) -> flags.Parser:
         flags.add_flags(parser)
     if name == "explain":
         parser.add_argument("--rank", type=int, default=0, help="world rank to explain (default 0)")
+    if name in MACHINE:
         parser.add_argument("--machine", metavar="FILE",
-                            help="cost model of bench.calibrate: predict the time of a step")
+                            help=f"cost model of bench.calibrate: {MACHINE[name]}")
     return parser
 
 
@@ -96,6 +101,8 @@ def main(argv: list[str], session: Session) -> int:
         return module.run(reading, args.rank, args.machine)
     if name == "generate":
         return module.run(session, reading, args.run_folder)
+    if name == "train":
+        return module.run(session, reading, args.machine)
     return module.run(session, reading)
 
 

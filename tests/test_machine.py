@@ -1,6 +1,7 @@
 """The cost model of a machine: its file, its estimates, and the step that it predicts."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -203,6 +204,45 @@ def test_explain_prints_the_time_of_a_step(path):
     more = mpipar("explain", "--layout", "dp=2", "--batch-size", "24", "--num-microbatches", "4",
                   "--machine", path)
     assert more.stdout.splitlines()[-1] == "extrapolated, not measured: passes of 3 row(s)"
+
+
+CHOOSE = ("--batch-size 8 --num-microbatches 4 --layers 4 --layout pp=2 "
+          "--schedule auto --machine").split()
+
+
+def simulated(name, config):
+    """Seconds of the passes and messages in a schedule's order, by the cost model."""
+    config = replace(config, grid=replace(config.grid, schedule=name))
+    schedule = make_schedule(config.grid)
+    costs = costs_of(machine(), config, 2 * 64 * 128 * 4)
+    return simulate(schedule, costs.merged(unit_counts(config, schedule.num_stages))).makespan
+
+
+def test_schedule_auto_chooses_by_the_cost_model(path):
+    config = config_of(pp=2)
+    done = mpipar("explain", *CHOOSE, path)
+    assert done.returncode == 0, done.tail()
+    chosen = re.search(r"--schedule auto: (\S+) has the shortest", done.stdout)[1]
+    times = {name: f"{simulated(name, config) * 1e3:.1f} ms" for name in ("1f1b", chosen)}
+    assert simulated(chosen, config) <= simulated("1f1b", config)
+    for name, text in times.items():
+        line, = [line for line in done.stdout.splitlines() if line.startswith(f"{name} ")]
+        assert text in line
+    assert f"one step of {chosen}" in done.stdout
+
+
+def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path):
+    known = re.search(r"auto: (\S+) has", mpipar("explain", *CHOOSE, path).stdout)[1]
+    done = mpipar("train", *CHOOSE, path, "--steps", 1, "--sample-tokens", 0,
+                  "--out", tmp_path / "run", ranks=2)
+    assert done.returncode == 0, done.tail()
+    assert f'schedule = "{known}"' in (tmp_path / "run" / "config.toml").read_text()
+    found, block = one_block(mpipar("train", *CHOOSE[:-3], "--machine", path, ranks=2))
+    assert found == 2
+    assert "take --schedule auto, or leave --machine out" in block
+    found, block = one_block(mpipar("train", *CHOOSE, path, "--d-model", 64, ranks=2))
+    assert found == 2
+    assert "d_model 128 (not 64)" in block
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [

@@ -1,5 +1,5 @@
-"""`--schedule auto`: measure what this model costs here, simulate every schedule, take the
-shortest.
+"""`--schedule auto`: measure what this model costs here, or read it from a cost model of the
+machine; simulate every schedule, take the shortest.
 """
 
 from __future__ import annotations
@@ -7,38 +7,67 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar.commands.resolve import AUTO
+from mpipar.errors import UsageError
 from mpipar.grid import Grid
 from mpipar.pipeline.choose import choose
+from mpipar.plan import machine_file
 from mpipar.plan.measure import measure_costs, stage_costs
+from mpipar.plan.step import schedule_costs
 from mpipar.report.console import nbytes, table
 from mpipar.report.gather import broadcast_text
 
 
-def with_schedule(session, inputs):
+def with_schedule(session, inputs, machine_path: str | None = None):
     """The Inputs with the chosen schedule's name in place of auto, and the table behind it in the
     notes.
 
-    World rank 0 chooses. Raises (on every rank) UsageError when no schedule fits --memory-limit.
-    Comm: `measure_costs`, and the name from world rank 0.
+    World rank 0 chooses, by the cost model in machine_path if there is one. Raises (on every rank)
+    UsageError when no schedule fits --memory-limit or the cost model lacks this model, DataError
+    when it cannot be read. Comm: `measure_costs` without a cost model, and the name from world
+    rank 0.
     """
     config, world = inputs.config, session.world
     if config.grid.schedule != AUTO:
         return inputs
-    costs = measure_costs(config, Grid.of(config.grid, world.rank), inputs.ops, world)
-    cap = config.run.memory_limit or float("inf")
+    costs = None
+    if machine_path is None:
+        costs = measure_costs(config, Grid.of(config.grid, world.rank), inputs.ops, world)
 
     def chosen():
-        if costs is None:
-            return "", ()
-        return choose(config.grid.pp, config.grid.num_microbatches,
-                      lambda stages: stage_costs(costs, config, stages), cap, config.grid.chunks)
+        if world.rank > 0:
+            return "", []
+        return shortest(config, costs or schedule_costs(machine_file.load(machine_path), config))
 
-    name, candidates = session.agree(chosen)
-    name = broadcast_text(world, name)
-    notes = [*inputs.notes, f"--schedule auto: {name} has the shortest simulated step",
-             ranking(candidates)]
-    config = replace(config, grid=replace(config.grid, schedule=name))
-    return replace(inputs, config=config, notes=notes)
+    name, notes = session.agree(chosen)
+    config = named(config, broadcast_text(world, name))
+    return replace(inputs, config=config, notes=[*inputs.notes, *notes])
+
+
+def shortest(config, costs) -> tuple[str, list[str]]:
+    """(name of the schedule, lines that say why). costs: by unit.
+
+    Raises UsageError when none fits --memory-limit.
+    """
+    name, candidates = choose(
+        config.grid.pp, config.grid.num_microbatches,
+        lambda stages: stage_costs(costs, config, stages),
+        config.run.memory_limit or float("inf"), config.grid.chunks)
+    return name, [f"--schedule auto: {name} has the shortest simulated step", ranking(candidates)]
+
+
+def named(config, schedule: str):
+    """The config with a schedule's name."""
+    return replace(config, grid=replace(config.grid, schedule=schedule))
+
+
+def machine_problems(machine_path: str | None):
+    """The check that a cost model has something to choose."""
+    def problems(config) -> list[str]:
+        if machine_path is None or config.grid.schedule == AUTO:
+            return []
+        return [(f"--machine {machine_path}: --schedule auto chooses by it, but the schedule is "
+                f"{config.grid.schedule}; take --schedule auto, or leave --machine out")]
+    return problems, UsageError
 
 
 def ranking(candidates) -> str:

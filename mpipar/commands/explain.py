@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar import models
+from mpipar.commands.auto import named, shortest
 from mpipar.commands.resolve import AUTO, resolve
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.grid import Grid
 from mpipar.plan import machine_file
 from mpipar.plan.predict import MEMORY_LABELS, group_of, predict
-from mpipar.plan.step import step_estimate
+from mpipar.plan.step import schedule_costs, step_estimate
 from mpipar.report import formulas
 from mpipar.report.console import barriers, describe_stage, nbytes, number, table
 from mpipar.trace import (
@@ -38,7 +39,7 @@ from mpipar.train import make_schedule
 def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     """Print the barriers of `world_rank`; the number of ranks is that of the layout. Comm: none.
 
-    machine_path: a cost model's file, for the time of the step.
+    machine_path: a cost model's file, for the time of the step and for --schedule auto.
     """
     machine = machine_file.load(machine_path) if machine_path else None
     given = reading.config.grid
@@ -49,10 +50,15 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     problems = []
     if not 0 <= world_rank < world_size:
         problems.append(f"--rank {world_rank}: the layout has ranks 0 to {world_size - 1}")
-    if config.grid.schedule == AUTO:
-        problems.append("--schedule auto: measures first, which explain does not; name a schedule")
+    if config.grid.schedule == AUTO and machine is None:
+        problems.append("--schedule auto: measures first, which explain does not; name a schedule, "
+                        "or give --machine FILE to choose by")
     if problems:
         raise UsageError(problems)
+    if config.grid.schedule == AUTO:
+        name, why = shortest(config, schedule_costs(machine, config))
+        config = named(config, name)
+        print("\n".join([*why, ""]))
     grid = Grid.of(config.grid, world_rank)
     schedule, model = make_schedule(config.grid), models.of(config.model)
     split = config.grid.stage_layers or model.balanced_layers(config.model, schedule.num_stages)

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from mpipar import checkpoint, data, models
 from mpipar.commands import images, text
-from mpipar.commands.auto import with_schedule
+from mpipar.commands.auto import machine_problems, with_schedule
 from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit, tight
 from mpipar.commands.run_folder import (
@@ -189,13 +189,17 @@ def draw_trace(folder, log) -> None:
             " a browser")
 
 
-def run(session, reading) -> int:
-    """Train as the flags say; returns the exit code. Comm: everything."""
+def run(session, reading, machine_path: str | None = None) -> int:
+    """Train as the flags say; returns the exit code. machine_path: costs for --schedule auto.
+
+    Comm: everything.
+    """
     world = session.start()
     # What lies on the disk is world rank 0's to judge.
     checks = [(folder_problems, UsageError)] if world.rank == 0 else []
+    checks.append(machine_problems(machine_path))
     inputs = session.agree(lambda: prepare(reading, world.size, checks))
-    inputs = with_schedule(session, inputs)
+    inputs = with_schedule(session, inputs, machine_path)
     folder = session.agree(lambda: make_run_folder(inputs.config) if world.rank == 0 else None)
     folder = Path(broadcast_text(world, str(folder)))
     session.run_folder = str(folder)

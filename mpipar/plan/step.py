@@ -7,7 +7,7 @@ Sums that start while other stages still compute are counted whole: the estimate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpipar.grid import Grid
 from mpipar.pipeline.simulate import simulate
@@ -62,6 +62,22 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
                  **unit_memory(config))
 
 
+def largest_message(steps) -> int:
+    """Bytes of the largest message between stages in some ranks' steps on shapes."""
+    return max((record[PAYLOAD] for step in steps for record in step.recorder.records
+                if record[OPERATION] == "send" and record[PHASE] not in ("sync", "opt")), default=0)
+
+
+def schedule_costs(machine: Machine, config) -> Costs:
+    """The costs of a resolved config by unit, whatever its schedule, for choosing one.
+
+    Raises UsageError when the machine lacks the model or the message. Comm: none.
+    """
+    plain = replace(config, grid=replace(
+        config.grid, schedule="gpipe", chunks=None, stage_layers=None))
+    return costs_of(machine, plain, largest_message([predict(plain, 0)]))
+
+
 def step_estimate(machine: Machine, config) -> StepEstimate:
     """Predict a step of a resolved config. Raises UsageError when the machine lacks a curve.
 
@@ -74,9 +90,7 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     units, outside = measured_units(machine, config), set()
     if units.rows != microbatch_rows(config):
         outside.add(f"passes of {microbatch_rows(config)} row(s)")
-    messages = {record[PAYLOAD] for step in steps for record in step.recorder.records
-                if record[OPERATION] == "send" and record[PHASE] not in ("sync", "opt")}
-    message = max(messages, default=0)
+    message = largest_message(steps)
     if message and machine.estimate(HOP, message).extrapolated:
         outside.add(f"a message of {message} bytes")
     schedule = make_schedule(config.grid)
