@@ -21,6 +21,7 @@ from mpipar.trace import Recorder
 from mpipar.train import Worker
 
 GEMM_SIDES = (32, 128, 512)
+HELD_OUT_SIDES = (64, 256)  # between those
 GEMM_SECONDS = 0.02
 REDUCE_SIZES = tuple(1 << k for k in range(10, 23))
 ROUNDS, STEPS = 3, 5

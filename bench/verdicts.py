@@ -46,10 +46,11 @@ def verdict(error: float, tolerance: float | None) -> str:
 
 
 def tolerance_of(what: str) -> float | None:
-    """None for what is information only: a chain and the algorithms' formulas."""
+    """None for what is information only: a chain, the algorithms' formulas, products."""
     if what.startswith("step"):
         return STEP_TOLERANCE
-    return None if what.startswith(("stage-chain", "all-reduce as")) else OPERATION_TOLERANCE
+    information = what.startswith(("stage-chain", "all-reduce as", "product"))
+    return None if information else OPERATION_TOLERANCE
 
 
 def shown(lines, verdicts) -> str:

@@ -4,9 +4,9 @@
     python -m bench.verify machine.json --launches 5 --start "mpiexec -n 2"
 
 For every fitted operation sizes between the fitted ones; the messages of a pipeline schedule; a
-training step of each layout; and, as information, what each all-reduce algorithm would take by the
-fitted messages and reduction. Exit code 1 when the median error of an operation or of a step is
-above its tolerance.
+training step of each layout; and, as information, products of shapes that were not measured, and
+what each all-reduce algorithm would take by the fitted messages and reduction. Exit code 1 when the
+median error of an operation or of a step is above its tolerance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench import plans, results
 from bench.algorithms import all_reduce_models
 from bench.cases import COMM
 from bench.chain import microbatches
-from bench.compute import step_config, step_seconds
+from bench.compute import HELD_OUT_SIDES, measure_products, step_config, step_seconds
 from bench.curves import REDUCTION, quietest
 from bench.groups import link_of
 from bench.launches import START, alone, launcher_words
@@ -74,7 +74,8 @@ def parse(argv):
                         help=f"how often each size is measured; the quietest counts ({ROUNDS})")
     parser.add_argument("--seconds", type=float, default=SECONDS,
                         help=f"time for each size and round ({SECONDS})")
-    parser.add_argument("--no-steps", action="store_true", help="leave out the training steps")
+    parser.add_argument("--no-steps", action="store_true",
+                        help="leave out products and training steps")
     parser.add_argument("--launches", type=int, default=0, metavar="K",
                         help="start K fresh jobs with --start and judge all of them together")
     parser.add_argument("--start", metavar="COMMAND",
@@ -171,6 +172,16 @@ def all_reduce_lines(machine, row) -> list[dict]:
                  row["median_us"]) for name, us in models.items()]
 
 
+def verify_products(world, machine) -> list[dict]:
+    """Products of shapes between the measured ones: information. Comm: see `measure_products`."""
+    if not machine.products:
+        return []
+    ops = ops_module.make("cpu", machine.provenance.get("dtype", "float32"))
+    return [line(Subject("product", world.size, "-"), f"{one.m}x{one.k}x{one.n}",
+                 machine.product_seconds(one.m, one.k, one.n).seconds * 1e6, one.seconds * 1e6)
+            for one in measure_products(world, ops, HELD_OUT_SIDES)]
+
+
 def verify_steps(world, machine) -> list[dict]:
     """A training step of each layout that the measured passes allow. Comm: the steps."""
     found, world_size = [], world.size
@@ -215,7 +226,9 @@ def one_launch(session, args) -> list[dict] | None:
         return None
     session.agree(lambda: no_refused(bench.refused))
     lines = compared(machine, rows)
-    return lines if args.no_steps else lines + verify_steps(world, machine)
+    if args.no_steps:
+        return lines
+    return [*lines, *verify_products(world, machine), *verify_steps(world, machine)]
 
 
 def all_launches(session, args) -> list[dict] | None:

@@ -86,7 +86,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     wrong = {what for what in verdicts if what.startswith(part)}
     assert wrong == ({"latency"} if part == "latency" else {"step dp=2", "step pp=2"})
     assert {verdicts[what]["verdict"] for what in wrong} == {"NOT KEPT"}
-    assert {*OPERATIONS, "stage-chain 1f1b", "all-reduce as ring"} <= set(verdicts)
+    assert {*OPERATIONS, "stage-chain 1f1b", "all-reduce as ring", "product"} <= set(verdicts)
     assert verdicts["stage-chain 1f1b"]["verdict"] == "information"
     for one in map(json.loads, details.read_text().splitlines()):
         assert one["error"] == pytest.approx(one["predicted_us"] / one["measured_us"] - 1)
