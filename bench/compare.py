@@ -98,7 +98,7 @@ def main(argv, session) -> int:
     found = compare(records.rows_of([args.a]), records.rows_of([args.b]))
     if not found:
         raise DataError(f"{args.a} and {args.b} have no operation in common: run the same cases, "
-                        "sizes, ranks and buffers for both")
+                        "sizes and ranks with the same --buffers and --sync for both")
     print(lines(found))
     if warning := too_few(found):
         print(warning, file=sys.stderr)
