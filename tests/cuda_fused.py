@@ -8,6 +8,8 @@ from cuda_host import run_kernel, run_sanitized
 from mpipar.ops.cuda.loader import Loader
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+# Largest relative error: one rounding of the result, and for float32 of a few steps before it.
+BOUNDS = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 class Poisoned:

@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
-from cuda_fused import DTYPES, HostLoader, Poisoned, hosts, place, relative
+from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
 from ops_cases import plain
 
 from mpipar.ops.array_ops import EMPTY_MAX
 from mpipar.ops.cuda.fused import Fused
 
-# Largest relative error: one rounding of the result, and for float32 of a few steps before it.
-BOUNDS = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SIZES = [(1, 1), (3, 130), (75, 33)]  # rows, columns: not multiples of a warp or of a slab
 
 

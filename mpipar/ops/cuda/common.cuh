@@ -46,13 +46,19 @@ template <typename T> __device__ inline unsigned pack(float first, float second)
     return both.bits;
 }
 
-// Results of all lanes of a warp, in every lane.
-__device__ inline float warp_sum(float x) {
-    for (int flip = 16; flip > 0; flip /= 2) x += __shfl_xor_sync(FULL_MASK, x, flip);
+// Copy four values in one instruction; both places are 16-byte addresses.
+__device__ inline void copy_4(float *to, const float *from) {
+    *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
+}
+
+// Results of all lanes of a warp, or of each `Lanes` neighbours, in every one of them.
+template <int Lanes = 32> __device__ inline float warp_sum(float x) {
+    for (int flip = Lanes / 2; flip > 0; flip /= 2) x += __shfl_xor_sync(FULL_MASK, x, flip);
     return x;
 }
-__device__ inline float warp_max(float x) {
-    for (int flip = 16; flip > 0; flip /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, flip));
+template <int Lanes = 32> __device__ inline float warp_max(float x) {
+    for (int flip = Lanes / 2; flip > 0; flip /= 2)
+        x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, flip));
     return x;
 }
 

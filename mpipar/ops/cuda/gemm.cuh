@@ -28,11 +28,6 @@ __device__ inline void load_tile(float (&tile)[BK][Width], const T *x, int ld, i
     }
 }
 
-// Copy four values in one instruction; both places are 16-byte addresses.
-__device__ inline void copy_4(float *to, const float *from) {
-    *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
-}
-
 // load_tile with four values a load where memory allows (16-byte addresses, away from the edges).
 template <int Threads, bool KContiguous, int BK, int Extent, int Width>
 __device__ inline void load_tile_by_4(float (&tile)[BK][Width], const float *x, int ld, int first_i,

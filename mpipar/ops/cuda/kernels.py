@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.ops.cuda import fused, ladder
+from mpipar.ops.cuda import attention, fused, ladder
 
 FOLDER = Path(__file__).parent
 # What a kernel gets where Python says a number: all int parameters are 32 bits, all others float.
@@ -19,9 +19,12 @@ INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 KERNELS = {
     **ladder.used(),
     **fused.used(),
+    **attention.used(),
 }
-# File -> most registers per thread that its kernels may use; where nothing is said, 128.
-REGISTERS = {"gemm_naive.cu": 40, "gemm_shared.cu": 40, "gemm_register.cu": 96}
+# File -> most registers per thread that its kernels may use; where nothing is said, 128. Attention
+# keeps a head's width of sums in registers: all that there are.
+REGISTERS = {"gemm_naive.cu": 40, "gemm_shared.cu": 40, "gemm_register.cu": 96,
+             "flash_forward.cu": 255, "flash_backward.cu": 255}
 
 
 def source(file, folders=(FOLDER,)):

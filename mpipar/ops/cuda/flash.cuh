@@ -1,0 +1,220 @@
+// What both directions of tile-based causal attention share: which tiles are seen at all, rows of
+// one head in memory and in shared memory, and a warp's piece of a product.
+//
+// A warp multiplies 16 rows by a tile of N columns and keeps the 16 x N sums in registers: a Piece.
+// There are two, with the same names: on tensor cores for bf16 and half, and with plain
+// multiply-adds for float32. A kernel is written once, for either.
+#pragma once
+
+#include "common.cuh"
+#include "mma.cuh"
+
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // exp2f and log2f are the fast ones
+constexpr long long LAST = 0x7fffffffffffffffLL;  // later than any token
+
+__device__ inline int lane_id() { return threadIdx.x % 32; }
+
+// Who sees whom. Sign 1: rows are queries, and see a column whose position is at most their own;
+// Sign -1: rows are keys. With the sign before all positions both are the one comparison.
+struct Span { long long low, high; };
+
+// The lowest and highest signed position of Rows rows. Every warp finds it for itself, as below:
+// all get the same, without a barrier.
+template <int Rows, int Sign>
+__device__ inline Span span_of(const long long *positions, int first, int tokens) {
+    Span span = {LAST, -LAST};
+    for (int i = first + lane_id(); i < min(first + Rows, tokens); i += 32)
+        span = {min(span.low, Sign * positions[i]), max(span.high, Sign * positions[i])};
+    for (int flip = 16; flip > 0; flip /= 2)
+        span = {min(span.low, __shfl_xor_sync(FULL_MASK, span.low, flip)),
+                max(span.high, __shfl_xor_sync(FULL_MASK, span.high, flip))};
+    return span;
+}
+
+// A tile of columns; whole: every row sees all of it.
+struct Visit { int first; bool whole; };
+
+// The first tile from `from` on of which any row sees any column; first = tokens: there is none.
+template <int Columns, int Sign>
+__device__ inline Visit next_visit(const long long *positions, int from, int tokens, Span rows) {
+    for (; from < tokens; from += Columns) {
+        bool seen = false, hidden = false;
+        for (int j = from + lane_id(); j < from + Columns; j += 32) {
+            long long at = j < tokens ? Sign * positions[j] : LAST;
+            seen |= at <= rows.high;
+            hidden |= at > rows.low;
+        }
+        if (__any_sync(FULL_MASK, seen)) return {from, !__any_sync(FULL_MASK, hidden)};
+    }
+    return {tokens, false};
+}
+
+// The (tokens, width) rows of one head, `stride` values from one to the next.
+template <typename T> struct HeadRows {
+    T *x;
+    int stride, tokens, width;
+};
+
+// What a block does: Rows rows, from `first` on, of one head of an array (B, T, H, width); `head`
+// counts from 0 to B H - 1. last_first: the last rows' blocks begin first.
+struct Job {
+    int tokens, heads, width, head, first;
+
+    __device__ Job(int tokens, int heads, int width, int rows, bool last_first)
+        : tokens(tokens), heads(heads), width(width) {
+        int tiles = ceil_div(tokens, rows), all_heads = gridDim.x / tiles;
+        int tile = blockIdx.x / all_heads;
+        head = blockIdx.x % all_heads;
+        first = rows * (last_first ? tiles - 1 - tile : tile);
+    }
+
+    // This head's rows in an array whose tokens are `stride` values apart.
+    template <typename T> __device__ HeadRows<T> rows(T *x, int stride) const {
+        size_t at = size_t(head / heads) * tokens * stride + head % heads * width;
+        return {x + at, stride, tokens, width};
+    }
+
+    // This head's values in an array (B, H, tokens).
+    template <typename T> __device__ T *of_head(T *x) const { return x + size_t(head) * tokens; }
+};
+
+// Rows of a head in shared memory, each 16 bytes longer than Width: so 8 of them begin in
+// different banks.
+template <typename T, int Rows, int Width> struct RowTile {
+    static constexpr int FEW = 16 / sizeof(T), STRIDE = Width + FEW, VALUES = Rows * STRIDE;
+    T *values;
+
+    // Start to copy the rows from `first` on; zeros beyond the head's width and tokens.
+    template <int Threads> __device__ void fetch(const HeadRows<const T> &from, int first) const {
+        bool aligned = from.stride % FEW == 0 && reinterpret_cast<size_t>(from.x) % 16 == 0;
+        for (int e = FEW * threadIdx.x; e < Rows * Width; e += FEW * Threads) {
+            int row = first + e / Width, column = e % Width;
+            T *to = values + e / Width * STRIDE + column;
+            const T *at = from.x + size_t(row) * from.stride + column;
+            bool outside = row >= from.tokens || column >= from.width;
+            if (aligned && (outside || column + FEW <= from.width)) {
+                start_copy_16(to, outside ? from.x : at, !outside);
+            } else {
+                for (int n = 0; n < FEW; ++n)
+                    to[n] = !outside && column + n < from.width ? at[n] : from_float<T>(0.0f);
+            }
+        }
+    }
+
+    __device__ const T *warp_rows() const { return values + threadIdx.x / 32 * 16 * STRIDE; }
+};
+
+// On tensor cores; the layout is that of D in mma.cuh. sum[n][e] is row(slot(e)), column(n, e);
+// LANES neighbours share a row. Run: not used here.
+template <typename T, int N, int Run> struct Piece {
+    static_assert(N % 16 == 0, "columns in pairs of instructions");
+    static constexpr int SLOTS = 2, LANES = 4;
+    float sum[N / 8][4] = {};
+
+    __device__ static int slot(int e) { return e / 2; }
+    __device__ static int row(int slot) { return lane_id() / 4 + 8 * slot; }
+    __device__ static int column(int n, int e) { return 8 * n + lane_id() % 4 * 2 + e % 2; }
+
+    // Add left right^T: 16 rows of left, N rows of right, both in shared memory.
+    template <int Rows, int Width>
+    __device__ void add_dots(const RowTile<T, Rows, Width> &left,
+                             const RowTile<T, N, Width> &right) {
+        constexpr int STRIDE = Width + 8;
+        int lane = lane_id(), odd = lane / 8 % 2, upper = lane / 16;
+        const T *own = left.warp_rows() + lane % 16 * STRIDE + 8 * upper;
+        const T *other = right.values + (lane % 8 + 8 * upper) * STRIDE + 8 * odd;
+        for (int k = 0; k < Width; k += 16) {
+            unsigned a[4], b[4];
+            load_matrices<false>(a, own + k);
+            for (int n = 0; n < N / 8; n += 2) {
+                load_matrices<false>(b, other + 8 * n * STRIDE + k);
+                mma_16x8x16<T>(sum[n], a, {b[0], b[1]});
+                mma_16x8x16<T>(sum[n + 1], a, {b[2], b[3]});
+            }
+        }
+    }
+
+    // Add left right: left as sums of this warp, which are rounded to T where they are; right K
+    // rows in shared memory. No scratch memory is needed.
+    template <int K>
+    __device__ void add_product(const Piece<T, K, 1> &left, const RowTile<T, K, N> &right, T *) {
+        constexpr int STRIDE = N + 8;
+        int lane = lane_id();
+        const T *other = right.values + lane % 16 * STRIDE + lane / 16 * 8;
+        for (int k = 0; k < K / 8; k += 2) {
+            unsigned a[4], b[4];
+            for (int i = 0; i < 4; ++i)
+                a[i] = pack<T>(left.sum[k + i / 2][i % 2 * 2], left.sum[k + i / 2][i % 2 * 2 + 1]);
+            for (int n = 0; n < N / 8; n += 2) {
+                load_matrices<true>(b, other + 8 * k * STRIDE + 8 * n);
+                mma_16x8x16<T>(sum[n], a, {b[0], b[1]});
+                mma_16x8x16<T>(sum[n + 1], a, {b[2], b[3]});
+            }
+        }
+    }
+};
+
+// With multiply-adds: a lane holds 4 rows of N / 8 columns, of which Run lie side by side: 1 where
+// columns are rows of a tile (neighbouring lanes then read different banks), 4 where they are read
+// along a row, 16 bytes at once.
+template <int N, int Run> struct Piece<float, N, Run> {
+    static_assert(N % (8 * Run) == 0, "8 lanes share a row");
+    static constexpr int SLOTS = 4, LANES = 8;
+    float sum[N / 8][4] = {};
+
+    __device__ static int slot(int e) { return e; }
+    __device__ static int row(int slot) { return lane_id() / 8 + 4 * slot; }
+    __device__ static int column(int n, int = 0) {
+        return n / Run * 8 * Run + lane_id() % 8 * Run + n % Run;
+    }
+
+    template <int Rows, int Width>
+    __device__ void add_dots(const RowTile<float, Rows, Width> &left,
+                             const RowTile<float, N, Width> &right) {
+        constexpr int STRIDE = Width + 4;
+        for (int k = 0; k < Width; k += 4) {
+            __align__(16) float own[4][4], other[4];
+            for (int e = 0; e < 4; ++e) copy_4(own[e], left.warp_rows() + row(e) * STRIDE + k);
+            for (int n = 0; n < N / 8; ++n) {
+                copy_4(other, right.values + column(n) * STRIDE + k);
+                for (int e = 0; e < 4; ++e)
+                    for (int i = 0; i < 4; ++i) sum[n][e] += own[e][i] * other[i];
+            }
+        }
+    }
+
+    // left goes through scratch memory, 16 x (K + 4) values of each warp, from lane to lane.
+    template <int K>
+    __device__ void add_product(const Piece<float, K, 1> &left, const RowTile<float, K, N> &right,
+                                float *scratch) {
+        constexpr int STRIDE = N + 4;
+        scratch += threadIdx.x / 32 * 16 * (K + 4);
+        for (int n = 0; n < K / 8; ++n)
+            for (int e = 0; e < 4; ++e) scratch[row(e) * (K + 4) + left.column(n)] = left.sum[n][e];
+        __syncwarp();
+        for (int k = 0; k < K; k += 4) {
+            __align__(16) float own[4][4], other[4];
+            for (int e = 0; e < 4; ++e) copy_4(own[e], scratch + row(e) * (K + 4) + k);
+            for (int i = 0; i < 4; ++i)
+                for (int n = 0; n < N / 8; n += 4) {
+                    copy_4(other, right.values + (k + i) * STRIDE + column(n));
+                    for (int m = 0; m < 4; ++m)
+                        for (int e = 0; e < 4; ++e) sum[n + m][e] += own[e][i] * other[m];
+                }
+        }
+        __syncwarp();  // before the next product's left takes its place
+    }
+};
+
+// Write factor times a warp's piece to its rows of the tile that begins at row `first`.
+template <typename T, int N>
+__device__ inline void store_rows(const Piece<T, N, 4> &piece, const HeadRows<T> &to, int first,
+                                  float factor) {
+    for (int n = 0; n < N / 8; ++n)
+        for (int e = 0; e < 4; ++e) {
+            int row = first + threadIdx.x / 32 * 16 + piece.row(piece.slot(e));
+            int column = piece.column(n, e);
+            if (row < to.tokens && column < to.width)
+                to.x[size_t(row) * to.stride + column] = from_float<T>(factor * piece.sum[n][e]);
+        }
+}

@@ -1,0 +1,127 @@
+// Gradients of causal attention (flash_forward.cu), without the scores in memory and without
+// atomics: every run gives the same bits.
+//
+// Scores s and their gradient are computed again, tile by tile: p = exp(factor s - lse),
+// ds = p (dp - delta) with dp = dy v^T and delta = sum of dy y over a row (Dao et al. 2022). Two
+// walks, both over all tiles that are seen: a block that keeps queries sums dq = factor ds k, one
+// that keeps keys sums dk = factor ds^T q and dv = p^T dy. They are one function: rows (a, b) stay,
+// columns (c, d) pass by, q and dy or k and v,
+//     s = a c^T, dp = b d^T, first += ds c, second += p d,
+// where the sums of the second are wanted for keys only. A warp's rows of ds and p are its own
+// sums, so that they are the left side of the next product where they are.
+//
+// Global traffic of a step: 2 Columns Width values of c and d per 6 (dq) or 8 (dk, dv) Rows Columns
+// Width FLOPs, so 3 or 4 Rows / s FLOP/byte for values of s bytes: 48 and 64 in float32, 96 and 128
+// in bf16, with 64 rows. The next columns come while these are used, so there are two places.
+#include "flash.cuh"
+
+// delta (B, H, T) = sum of y dy over the width, y and dy (B, T, H, d) without gaps. Grid
+// (ceil(B T H / (Threads / 32))): a warp per row; 2 s bytes per 2 FLOPs: memory decides.
+template <typename T, int Threads>
+__global__ void __launch_bounds__(Threads)
+flash_delta(int rows, int tokens, int heads, int width, const T *y, const T *dy, float *delta) {
+    int row = blockIdx.x * (Threads / 32) + threadIdx.x / 32;
+    if (row >= rows) return;  // the whole warp
+    size_t at = size_t(row) * width;
+    float sum = 0.0f;
+    for (int i = lane_id(); i < width; i += 32) sum += to_float(y[at + i]) * to_float(dy[at + i]);
+    sum = warp_sum(sum);
+    int head = row % heads, token = row / heads % tokens, sequence = row / heads / tokens;
+    if (lane_id() == 0) delta[(size_t(sequence) * heads + head) * tokens + token] = sum;
+}
+
+// The walk of one block; lse and delta are this head's.
+template <bool OfKeys, int Columns, int Rows, typename T, int Width>
+__device__ inline void walk(const Job &job, const HeadRows<const T> &a, const HeadRows<const T> &b,
+                            const HeadRows<const T> &c, const HeadRows<const T> &d,
+                            const long long *positions, float factor, const float *lse,
+                            const float *delta, Piece<T, Width, 4> &first_sum,
+                            Piece<T, Width, 4> &second_sum) {
+    static_assert(Width % 32 == 0 && Rows % 16 == 0 && Columns % 16 == 0, "whole pieces");
+    constexpr int THREADS = 2 * Rows, SIGN = OfKeys ? -1 : 1;
+    using Scores = Piece<T, Columns, 1>;
+    constexpr int SLOTS = Scores::SLOTS;
+    using Kept = RowTile<T, Rows, Width>;
+    using Passing = RowTile<T, Columns, Width>;
+    int tokens = job.tokens, first = job.first;
+    Kept a_tile{static_cast<T *>(dynamic_shared())}, b_tile{a_tile.values + Kept::VALUES};
+    T *passing = b_tile.values + Kept::VALUES, *scratch = passing + 4 * Passing::VALUES;
+    auto c_tile = [&](int place) { return Passing{passing + 2 * place * Passing::VALUES}; };
+    auto d_tile = [&](int place) { return Passing{c_tile(place).values + Passing::VALUES}; };
+    auto fetch = [&](int column, int place) {
+        c_tile(place).template fetch<THREADS>(c, column);
+        d_tile(place).template fetch<THREADS>(d, column);
+    };
+
+    Span span = span_of<Rows, SIGN>(positions, first, tokens);
+    Visit now = next_visit<Columns, SIGN>(positions, 0, tokens, span);
+    a_tile.template fetch<THREADS>(a, first);
+    b_tile.template fetch<THREADS>(b, first);
+    fetch(now.first, 0);
+    close_copies();
+    float row_lse[SLOTS], row_delta[SLOTS];
+    long long at[SLOTS];
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        int row = first + threadIdx.x / 32 * 16 + Scores::row(slot);
+        bool inside = row < tokens;
+        at[slot] = inside ? SIGN * positions[row] : -LAST;
+        row_lse[slot] = inside ? lse[row] : 0.0f;
+        row_delta[slot] = inside ? delta[row] : 0.0f;
+    }
+    for (int place = 0; now.first < tokens; place ^= 1) {
+        wait_copies<0>();
+        __syncthreads();  // this place is whole; the other one is no longer read
+        Visit next = next_visit<Columns, SIGN>(positions, now.first + Columns, tokens, span);
+        if (next.first < tokens) fetch(next.first, place ^ 1);
+        close_copies();
+        Scores p, ds;
+        p.add_dots(a_tile, c_tile(place));
+        ds.add_dots(b_tile, d_tile(place));
+        for (int n = 0; n < Columns / 8; ++n)
+            for (int e = 0; e < 4; ++e) {
+                int column = now.first + p.column(n, e), slot = p.slot(e);
+                int inside = min(column, tokens - 1);
+                bool seen = now.whole || (column < tokens && SIGN * positions[inside] <= at[slot]);
+                float l = OfKeys ? lse[inside] : row_lse[slot];
+                float mean = OfKeys ? delta[inside] : row_delta[slot];
+                float one = exp2f(LOG2_E * (factor * p.sum[n][e] - l));
+                p.sum[n][e] = seen ? one : 0.0f;
+                ds.sum[n][e] = seen ? one * (ds.sum[n][e] - mean) : 0.0f;
+            }
+        first_sum.add_product(ds, c_tile(place), scratch);
+        if (OfKeys) second_sum.add_product(p, d_tile(place), scratch);
+        now = next;
+    }
+}
+
+// Both: q, k, v, dq, dk, dv (B, T, H, d) with `stride` (gradients: `out_stride`) values from token
+// to token, dy without gaps; d <= Width. Grid (ceil(T / Rows) * B * H), block (2 * Rows): a warp
+// has 16 rows. Dynamic shared memory: two tiles of rows, four of columns; for float32 scratch
+// memory. Blocks: how many a processor's registers must be enough for. What walks longest begins
+// first: the last queries, the first keys.
+template <typename T, int Width, int Rows, int Columns, int Blocks>
+__global__ void __launch_bounds__(2 * Rows, Blocks)
+flash_dq(int tokens, int heads, int width, int stride, int out_stride, const T *q, const T *k,
+         const T *v, const T *dy, const long long *positions, float factor, const float *lse,
+         const float *delta, T *dq) {
+    Job job(tokens, heads, width, Rows, true);
+    Piece<T, Width, 4> sum, unused;
+    walk<false, Columns, Rows>(job, job.rows(q, stride), job.rows(dy, heads * width),
+                               job.rows(k, stride), job.rows(v, stride), positions, factor,
+                               job.of_head(lse), job.of_head(delta), sum, unused);
+    store_rows(sum, job.rows(dq, out_stride), job.first, factor);
+}
+
+template <typename T, int Width, int Rows, int Columns, int Blocks>
+__global__ void __launch_bounds__(2 * Rows, Blocks)
+flash_dkv(int tokens, int heads, int width, int stride, int out_stride, const T *q, const T *k,
+          const T *v, const T *dy, const long long *positions, float factor, const float *lse,
+          const float *delta, T *dk, T *dv) {
+    Job job(tokens, heads, width, Rows, false);
+    Piece<T, Width, 4> dk_sum, dv_sum;
+    walk<true, Columns, Rows>(job, job.rows(k, stride), job.rows(v, stride), job.rows(q, stride),
+                              job.rows(dy, heads * width), positions, factor, job.of_head(lse),
+                              job.of_head(delta), dk_sum, dv_sum);
+    store_rows(dk_sum, job.rows(dk, out_stride), job.first, factor);
+    store_rows(dv_sum, job.rows(dv, out_stride), job.first, 1.0f);
+}
