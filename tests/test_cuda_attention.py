@@ -63,8 +63,9 @@ class Case:
         return tuple(map(to_host, (y, lse, dqkv)))
 
 
-@pytest.fixture(params=hosts())
+@pytest.fixture(params=[hosts()[0], hosts()[-1]])
 def where(request):
+    """One order of threads: a test below says that the other one gives the same bits."""
     return request.param
 
 
@@ -93,7 +94,7 @@ def test_one_token_sees_itself(where, rng, dtype):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # float16: another instruction only
 def test_every_order_of_threads_gives_the_same_bits(rng, dtype):
     case = Case(rng, dtype, (1, 150, 2, 40), "shuffled")
     for one, other in zip(case.run("forwards"), case.run("backwards"), strict=True):
