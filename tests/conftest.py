@@ -112,3 +112,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     for line in sorted(set.intersection(*sessions)) if sessions else []:
         terminalreporter.write_line(f"SKIPPED in each of {len(sessions)} MPI sessions: {line}")
+
+
+@pytest.fixture(scope="module")
+def window():
+    """A browser, for the tests of one module."""
+    with browser.browser() as made:
+        yield made
+
+
+@pytest.fixture
+def opened(window, tmp_path):
+    """Open the page of a trace; afterwards the console must have said nothing."""
+    from mpipar.report import html
+    from mpipar.report.analysis import analyse
+
+    def load(case, **options):
+        path = tmp_path / "page.html"
+        html.write(analyse(case), path, **options)
+        window.open(path)
+        return window
+
+    window.prefer("light")
+    window.console()
+    yield load
+    assert window.console() == []

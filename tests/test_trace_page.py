@@ -1,78 +1,15 @@
-"""The page of a trace in a real browser: what is seen, what a hover says, how fast it answers.
+"""The timeline and the tables of a trace's page in a real browser: what a hover says, how fast."""
 
-MPIPAR_SCREENSHOTS=FOLDER keeps the screenshots, light and dark.
-"""
-
-import os
 import re
 import statistics
-from pathlib import Path
 
 import pytest
-from browser import browser
-from trace_cases import blocking, busy_trace, pipeline_trace, record, span, trace
+from trace_cases import blocking, busy_trace, pipeline_trace, trace, with_operations
+from trace_page import COUNT, HOOK, PLACE, example, tooltip
 
-from mpipar.report import html
 from mpipar.report.analysis import analyse, barrier_rows
 
-HOOK = "document.getElementById('base').getBoundingClientRect()"
-# Where the pointer has to be for a call of a rank: the middle of its wait.
-PLACE = f"""
-const [rank, index] = arguments, call = timeline.data.ranks[rank].calls[index], box = {HOOK};
-const [top, height] = timeline.lane(rank, "barriers");
-return [box.x + timeline.x(call[0] + call[1] / 2), box.y + top + height / 3];
-"""
-
-
-def example():
-    """Two ranks: rank 1 is 30 ms late at a barrier; then a message, and another axis."""
-    return trace(
-        [
-            [blocking("all_reduce", "block3.ffn.down", "tp", 10, 42, payload_bytes=2**17,
-                      wire_bytes=2**17, mb=2, phase="F", site="mpipar/partition/row.py:13"),
-             record("send", "activations", "pp", 60, 80, 80, peer=1, tag=3),
-             blocking("all_gather", "loss", "world", 90, 99)],
-            [blocking("all_reduce", "block3.ffn.down", "tp", 40, 41, payload_bytes=2**17, mb=2),
-             record("recv", "activations", "pp", 42, 50, 63, peer=0, tag=3),
-             blocking("all_gather", "loss", "world", 70, 98)],
-        ],
-        [[span("F", 0, 45, mb=2), span("opt", 81, 89, mb=-1)], [span("F", 2, 44, mb=2)]],
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def window():
-    with browser() as made:
-        yield made
-
-
-@pytest.fixture
-def opened(window, tmp_path):
-    """Open the page of a trace; afterwards the console must have said nothing."""
-    def load(case, **options):
-        path = tmp_path / "page.html"
-        html.write(analyse(case), path, **options)
-        window.open(path)
-        return window
-
-    window.prefer("light")
-    window.console()
-    yield load
-    assert window.console() == []
-
-
 pytestmark = pytest.mark.browser
-
-
-def tooltip(window):
-    """The title and the lines of the tooltip, None if it is hidden."""
-    return window.run("""
-        const tip = document.getElementById("tip");
-        if (tip.hidden) return null;
-        const text = tag => [...tip.querySelectorAll(tag)].map(one => one.textContent.trim());
-        const [names, values] = [text("dt"), text("dd")];
-        return [text("h3")[0], Object.fromEntries(names.map((name, i) => [name, values[i]]))];
-    """)
 
 
 def test_a_hover_says_which_barrier_it_is(opened):
@@ -98,21 +35,46 @@ def test_a_hover_says_which_barrier_it_is(opened):
 
 
 def test_every_slice_is_found_where_it_is_drawn(opened):
-    page = opened(busy_trace(ranks=3, barriers=40))
+    page = opened(with_operations(busy_trace(ranks=3, barriers=40)))
+    assert page.run("return timeline.lanes") == ["spans", "operations", "calls"]
     wrong = page.run("""
         const wrong = [];
         timeline.data.ranks.forEach((rank, r) => {
-          for (const [which, rows] of [["compute", rank.spans], ["barriers", rank.calls]])
-            rows.forEach((row, i) => {
-              const [top, height] = timeline.lane(r, which);
-              const length = row[1] + (which === "compute" ? 0 : row[2]);
+          for (const lane of timeline.lanes)
+            rank[lane].forEach((row, i) => {
+              const [top, height] = timeline.lane(r, lane);
+              const length = row[1] + (lane === "calls" ? row[2] : 0);
               const hit = timeline.find(timeline.x(row[0] + length / 2), top + height / 2);
-              if (!hit || (hit.call || hit.span) !== row) wrong.push([r, which, i]);
+              if (!hit || hit.row !== row) wrong.push([r, lane, i]);
             });
         });
         return wrong;
     """)
     assert wrong == []
+
+
+def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
+    """A pass from 2 to 44 ms: its second operation begins at 16 ms."""
+    page = opened(with_operations(example()))
+    x, y = page.run(f"""
+        const box = {HOOK}, [top, height] = timeline.lane(1, "operations");
+        return [box.x + timeline.x(20000), box.y + top + height / 2];
+    """)
+    page.move(x, y)
+    assert tooltip(page) == ["matmul_forward", {
+        "layer": "block1.ffn.down", "rank": "1, tp1",
+        "step": "1, forward, stage 0, microbatch 2", "lasts": "14.00 ms"}]
+    shade = page.run(f"""
+        const [x, y] = arguments, box = {HOOK}, scale = timeline.scale;
+        const pixels = timeline.base.getContext("2d").getImageData(
+          (x - box.x) * scale, (y - box.y + 9) * scale, 1, 1).data;
+        return `rgb(${{[...pixels.slice(0, 3)].join(", ")}})` === timeline.colours.F;
+    """, x, y)
+    assert shade, "it is drawn in the colour of its pass"
+    assert page.run("return document.getElementById('lanes').textContent") == (
+        "lanes of a rank: passes, operations of layers, barriers")
+    page = opened(example())
+    assert page.run("return timeline.lanes") == ["spans", "calls"]
 
 
 def test_axes_can_be_filtered_out(opened):
@@ -185,33 +147,10 @@ def test_a_step_can_be_chosen(opened):
     assert page.run("return timeline.view") == page.run("return timeline.data.steps[1].slice(1)")
 
 
-def test_nothing_is_fetched_and_both_themes_are_drawn(opened, tmp_path):
-    page = opened(example())
-    assert page.run("return performance.getEntriesByType('resource').length") == 0
-    shades = {}
-    for theme in ("light", "dark"):
-        page.prefer(theme)
-        page.run("return new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
-        shades[theme] = page.run("""
-            const copy = document.createElement("canvas").getContext("2d");
-            copy.drawImage(timeline.base, 0, 0);
-            return [getComputedStyle(document.body).backgroundColor,
-                    copy.getImageData(4, 4, 1, 1).data[0]];
-        """)
-    assert shades["light"][0] != shades["dark"][0]
-    assert shades["light"][1] > 200 > 80 > shades["dark"][1]
-    page.prefer("light")
-    for expected in ("light", "dark", "system"):
-        page.click("#theme")
-        assert page.run("return document.getElementById('theme').textContent") == (
-            f"theme: {expected}")
-
-
 def test_five_thousand_slices_answer_within_a_tenth_of_a_second(opened, record_property):
     """From the event to the frame after it: zoom and hover, each twenty times at another place."""
-    page = opened(busy_trace(ranks=8, barriers=320))
-    count = page.run("return timeline.data.ranks.reduce("
-                     "(sum, rank) => sum + rank.spans.length + rank.calls.length, 0)")
+    page = opened(with_operations(busy_trace(ranks=8, barriers=320)))
+    count = page.run(COUNT)
     assert count >= 5000
     times = page.run("""
         const box = timeline.base.getBoundingClientRect(), found = { zoom: [], hover: [] };
@@ -241,16 +180,14 @@ def test_five_thousand_slices_answer_within_a_tenth_of_a_second(opened, record_p
 
 
 def test_a_big_trace_is_thinned_and_says_so(opened):
-    case = busy_trace(ranks=4, barriers=100)  # 800 slices in one step
+    case = with_operations(busy_trace(ranks=4, barriers=100))  # 2000 slices in one step
     page = opened(case, most_slices=300)
     told = page.run("return document.getElementById('remarks').textContent")
     match = re.fullmatch(
-        r"thinned: (\d+) of 800 slices are shown; step 1 of 1 steps, slices from [\d.]+ us on",
+        r"thinned: (\d+) of 2,000 slices are shown; step 1 of 1 steps, slices from [\d.]+ us on",
         told)
     assert match, told
-    shown = page.run("return timeline.data.ranks.reduce("
-                     "(sum, rank) => sum + rank.spans.length + rank.calls.length, 0)")
-    assert int(match[1]) == shown <= 300
+    assert int(match[1]) == page.run(COUNT) <= 300
 
 
 def test_names_cannot_break_out_of_the_page(opened):
@@ -259,41 +196,3 @@ def test_names_cannot_break_out_of_the_page(opened):
     page = opened(case)
     assert page.run("return document.getElementById('x')") is None
     assert column(page, "name") == ["</script><b id=x>"]
-
-
-def test_screenshots_of_both_themes(opened, tmp_path):
-    """Kept as artefacts, for somebody to look at: the whole page, and a hover."""
-    folder = Path(os.environ.get("MPIPAR_SCREENSHOTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
-    page = opened(pipeline_trace())
-    for theme in ("light", "dark"):
-        page.prefer(theme)
-        page.picture(folder / f"trace-{theme}.png")
-        page.run("scrollTo(0, 0)")
-        page.move(*page.run(PLACE, 1, 1))
-        page.picture(folder / f"trace-{theme}-hover.png", whole=False)
-        for name in (f"trace-{theme}.png", f"trace-{theme}-hover.png"):
-            assert (folder / name).stat().st_size > 20_000, "an empty picture"
-
-
-def test_the_pipeline_is_drawn_as_measured_and_as_simulated(opened):
-    """The trace is made by the simulator: both drawings and their figures must be the same."""
-    page = opened(pipeline_trace("zb-h1", ranks=4, microbatches=8))
-    drawn = page.run("""
-        const texts = [...document.querySelectorAll("#pipeline text")].map(one => one.textContent);
-        const boxes = [...document.querySelectorAll("#pipeline rect")].filter(one =>
-          one.firstElementChild).map(one => [one.firstElementChild.textContent,
-            ["x", "width"].map(name => Math.round(one.getAttribute(name))).join()]);
-        return [texts, boxes];
-    """)
-    texts, boxes = drawn
-    half = len(boxes) // 2
-    assert half == 4 * 8 * 3
-    assert boxes[:half] == boxes[half:]
-    assert boxes[0][0] == "stage 0 F, microbatch 0: 10.00 ms"
-    figures = [text for text in texts if text.startswith("busy")]
-    assert figures[:4] == figures[4:]
-    assert figures[0] == "busy 89 %, bubble 30.0 ms"  # of 8 * 30 + (4 - 1) * 10 ms
-    assert page.run("return document.getElementById('loss').textContent").endswith(
-        "19 steps; the band marks the traced ones")
-    assert page.run("return document.querySelectorAll('#map .rank').length") == 4

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 
 import pytest
-from trace_cases import blocking, record, span, trace
+from trace_cases import blocking, record, span, trace, with_operations
 
 from mpipar.errors import OutputError
 from mpipar.report import perfetto, waits
@@ -110,6 +110,19 @@ def test_the_wait_is_a_slice_with_its_facts(found):
     assert wait["args"]["waits for rank"] == 1
     assert wait["args"]["source"] == "mpipar/partition/row.py:20"
     assert wait["args"]["transfer us"] == 2_000
+
+
+def test_operations_of_layers_lie_inside_their_passes():
+    case = with_operations(example())
+    found = perfetto.events(case, waits.find(case))
+    check_slices(found)
+    (start, end, name), *operations = slices(found)[1, 0]
+    assert name == "1F0"
+    assert [name for *_, name in operations] == [
+        f"block{part}.ffn.down matmul_forward" for part in range(3)]
+    assert (operations[0][0], operations[-1][1]) == (start, end) == (2_000, 44_000)
+    operation = next(event for event in found if event["name"].startswith("block2."))
+    assert operation["args"] == {"phase": "F", "step": 1, "stage": 0, "mb": 0}
 
 
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):

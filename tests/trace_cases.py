@@ -7,8 +7,8 @@ from mpipar.pipeline import schedules
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.costs import Costs
 from mpipar.report.clock import CommonClock
+from mpipar.report.trace_file import LayerOperation, Record, Span, Trace, schedule_json
 from mpipar.report.trace_file import RankTrace as Rank
-from mpipar.report.trace_file import Record, Span, Trace, schedule_json
 
 MS = 10**6
 
@@ -70,6 +70,21 @@ def busy_trace(ranks=8, barriers=320, seed=0):
     made = trace(records, spans, end=max(clock) + 1)
     made.metrics.extend({"step": step, "loss": 5 / step, "step_seconds": 0.1}
                         for step in range(1, 20))
+    return made
+
+
+def with_operations(made):
+    """The trace, each of its passes filled by three operations of one length."""
+    for rank in made.ranks:
+        for one in rank.spans:
+            if one.kind not in ("F", "B", "I", "W"):
+                continue
+            third = (one.end_ns - one.start_ns) // 3
+            phase = "I" if one.kind == "B" else one.kind
+            rank.operations += [
+                LayerOperation(f"block{part}.ffn.down", "matmul_forward",
+                               one.start_ns + part * third, one.start_ns + (part + 1) * third,
+                               one.step, one.stage, one.mb, phase) for part in range(3)]
     return made
 
 

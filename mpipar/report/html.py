@@ -97,10 +97,13 @@ def cause_rows(analysis: Analysis, most: int = 10) -> list[dict]:
 
 
 def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | None]:
-    """Spans and calls by rank, with tables of names and sites; and what was left out."""
+    """Spans, operations of layers and calls by rank, with tables of their names; and what was left
+    out.
+    """
     trace = analysis.trace
     kept_steps, shortest, thinned = thin(analysis, most_slices)
-    tables: dict[str, dict] = {"names": {}, "sites": {}, "axes": {}, "operations": {}}
+    tables: dict[str, dict] = {name: {} for name in (
+        "names", "sites", "axes", "collectives", "layers", "functions", "phases")}
 
     def index(table, value):
         return tables[table].setdefault(value, len(tables[table]))
@@ -120,10 +123,16 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
             calls.append([
                 _us(record.waited_ns), _us(call.wait_ns), _us(call.transfer_ns),
                 index("names", record.name), index("axes", record.axis),
-                index("operations", record.operation), record.payload_bytes, record.wire_bytes,
+                index("collectives", record.operation), record.payload_bytes, record.wire_bytes,
                 index("sites", record.site), call.late, record.stage, record.mb, record.step,
                 numbers.get(id(call.event), -1), record.phase])
-        ranks.append({"spans": sorted(spans), "calls": sorted(calls, key=lambda row: row[0])})
+        operations = [[_us(one.start_ns), _us(one.end_ns - one.start_ns),
+                       index("phases", one.phase), one.stage, one.mb, one.step,
+                       index("layers", one.layer), index("functions", one.function)]
+                      for one in rank.operations if one.step in kept_steps
+                      and one.end_ns - one.start_ns >= shortest]
+        ranks.append({"spans": sorted(spans), "operations": sorted(operations),
+                      "calls": sorted(calls, key=lambda row: row[0])})
     steps = {step: [min(rank.steps[i][1] for rank in trace.ranks),
                     max(rank.steps[i][2] for rank in trace.ranks)]
              for i, (step, _, _) in enumerate(trace.ranks[0].steps) if step in kept_steps}
@@ -140,9 +149,9 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
     """
     lengths: dict[int, list[int]] = {}
     for rank, own in zip(analysis.trace.ranks, analysis.waits.calls, strict=True):
-        for one in rank.spans:
-            if one.kind in COMPUTE:
-                lengths.setdefault(one.step, []).append(one.end_ns - one.start_ns)
+        spans = [one for one in rank.spans if one.kind in COMPUTE]
+        for one in [*spans, *rank.operations]:
+            lengths.setdefault(one.step, []).append(one.end_ns - one.start_ns)
         for call in own:
             lengths.setdefault(call.record.step, []).append(call.blocked_ns)
     total, kept, count = sum(map(len, lengths.values())), set(), 0

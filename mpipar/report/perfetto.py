@@ -1,8 +1,9 @@
 """A trace as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
 
-One process per rank with three rows: compute, wait, transfer. One arrow leads from the last arriver
-of a collective to each rank that waited for it, and one from each send to its receive. Viewers join
-an arrow to the slice in which its timestamp lies, so both ends get a slice, if need be a short one.
+One process per rank with three rows: compute (operations of layers, where these were timed, below
+their passes), wait, transfer. One arrow leads from the last arriver of a collective to each rank
+that waited for it, and one from each send to its receive. Viewers join an arrow to the slice in
+which its timestamp lies, so both ends get a slice, if need be a short one.
 Times are microseconds with three digits: the nanoseconds of the trace.
 """
 
@@ -47,7 +48,8 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
                 found.append(_slice(pid, "compute", name, span.start_ns, span.end_ns, {
                     "step": span.step, "stage": span.stage, "mb": span.mb}))
         found += [_slice(pid, "compute", f"{one.layer} {one.function}".strip(), one.start_ns,
-                         one.end_ns, {"phase": one.phase}) for one in rank.operations]
+                         one.end_ns, {"phase": one.phase, "step": one.step, "stage": one.stage,
+                                      "mb": one.mb}) for one in rank.operations]
     for own in waits.calls:
         found += _slices_of_calls(own)
     for number, event in enumerate(waits.events):

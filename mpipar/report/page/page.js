@@ -1,7 +1,7 @@
 // Everything around the timeline: figures, tables, loss curve, pipeline, layout.
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
                 opt: "optimizer", data: "data loading", wait: "waits for a late rank",
-                transfer: "transfer" };
+                transfer: "transfer", sync: "gradient sums and norm" };
 const CATEGORY_COLOURS = { forward: "F", backward: "B", optimizer: "opt", data: "data",
                            bubble: "bubble", waiting: "wait", transfer: "transfer",
                            other: "other" };
@@ -62,7 +62,11 @@ function head() {
   }
 }
 
+const LANES = { spans: "passes", operations: "operations of layers", calls: "barriers" };
+
 function toolbar(timeline) {
+  const lanes = timeline.lanes.map(lane => LANES[lane]);
+  find("lanes").textContent = `lanes of a rank: ${lanes.join(", ")}`;
   const steps = [["all steps", ...timeline.limits],
     ...page.timeline.steps.map(([step, start, end]) => [`step ${step}`, start, end])];
   for (const [name] of steps) find("steps").append(element("option", name));
@@ -79,9 +83,9 @@ function toolbar(timeline) {
     };
     find("axes").append(button);
   }
-  const used = new Set(page.timeline.ranks.flatMap(
-    rank => rank.spans.map(span => page.timeline.kinds[span[SPAN.kind]])));
-  for (const kind of [...page.timeline.kinds.filter(one => used.has(one)), "wait", "transfer"]) {
+  const used = new Set(page.timeline.ranks.flatMap(rank => ["spans", "operations"].flatMap(
+    lane => rank[lane].map(row => timeline.kind(row, lane)))));
+  for (const kind of [...Object.keys(WORDS).filter(one => used.has(one)), "wait", "transfer"]) {
     const item = element("span", WORDS[kind]);
     item.prepend(swatch(kind));
     find("legend").append(item);

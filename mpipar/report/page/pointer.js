@@ -43,8 +43,7 @@ Object.assign(Timeline.prototype, {
 
   hover(event) {
     const hit = this.find(event.offsetX, event.offsetY);
-    const row = hit && (hit.call || hit.span);
-    if (row !== (this.hit && (this.hit.call || this.hit.span))) {
+    if (hit?.row !== this.hit?.row) {
       this.hit = hit;
       this.drawOver();
       if (hit) this.describe(hit);
@@ -59,58 +58,31 @@ Object.assign(Timeline.prototype, {
     this.tip.style.top = `${Math.max(8, top)}px`;
   },
 
-  /** The span or call at a point of the canvas, within two pixels of it, or null. */
+  /** What is drawn at a point of the canvas, within two pixels of it: {rank, lane, row} or null. */
   find(x, y) {
     const rank = Math.floor((y - RULER) / this.row);
     if (x < GUTTER || rank < 0 || rank >= this.data.ranks.length) return null;
-    const isCompute = y < this.lane(rank, "barriers")[0];
-    const rows = this.data.ranks[rank][isCompute ? "spans" : "calls"];
+    const lane = this.lanes.findLast(one => y >= this.lane(rank, one)[0]) ?? "spans";
+    const rows = this.data.ranks[rank][lane];
     const slack = 2 * (this.view[1] - this.view[0]) / this.plotWidth(), time = this.time(x);
-    const last = lowerBound(rows, time + slack);
-    const first = lowerBound(rows, time - slack - this.longest[rank]);
+    const [first, last] = this.between(rank, lane, time - slack, time + slack);
     let best = null, nearest = slack;
     for (let i = last - 1; i >= first; i--) {
       const row = rows[i];
-      if (!isCompute && !this.shown(row)) continue;
-      const end = row[0] + row[1] + (isCompute ? 0 : row[CALL.transfer]);
-      const distance = Math.max(row[0] - time, time - end, 0);
+      if (lane === "calls" && !this.shown(row)) continue;
+      const distance = Math.max(row[0] - time, time - row[0] - lasting(row, lane), 0);
       if (distance < nearest || (distance === 0 && !best)) {
         best = row;
         nearest = distance;
         if (!distance) break;
       }
     }
-    return best && (isCompute ? { rank, span: best } : { rank, call: best });
+    return best && { rank, lane, row: best };
   },
 
-  describe({ rank, span, call }) {
-    const d = this.data, lines = [];
-    let title, dot;
-    if (span) {
-      const kind = d.kinds[span[SPAN.kind]];
-      title = `${WORDS[kind]}${span[SPAN.stage] >= 0 && kind.length === 1
-        ? ` of stage ${span[SPAN.stage]}` : ""}`;
-      dot = kind;
-      lines.push(["rank", `${rank}, ${this.places[rank]}`],
-        ["step", `${span[SPAN.step]}${span[SPAN.mb] >= 0 ? `, microbatch ${span[SPAN.mb]}` : ""}`],
-        ["lasts", milliseconds(span[SPAN.length])]);
-    } else {
-      const axis = d.axes[call[CALL.axis]], late = call[CALL.late];
-      title = d.names[call[CALL.name]];
-      dot = `axis-${axis}`;
-      const members = (this.events.get(call[CALL.event]) || []).map(([r]) => r);
-      const place = call[CALL.mb] >= 0
-        ? `, phase ${call[CALL.phase]}, stage ${call[CALL.stage]}, microbatch ${call[CALL.mb]}`
-        : `, phase ${call[CALL.phase]}`;
-      lines.push(["axis", `${axis}, ${d.operations[call[CALL.operation]]}`],
-        ["rank", `${rank}${members.length > 1 ? ` with ${members.filter(r => r !== rank)
-          .join(", ")}` : ""}`],
-        ["step", `${call[CALL.step]}${place}`],
-        ["bytes", `${bytes(call[CALL.bytes])} (sends ${bytes(call[CALL.sent])})`],
-        ["wait", milliseconds(call[CALL.wait]) + (late >= 0 ? ` for rank ${late}` : "")],
-        ["transfer", milliseconds(call[CALL.transfer])],
-        ["source", d.sites[call[CALL.site]]]);
-    }
+  describe({ rank, lane, row }) {
+    const [dot, title, lines] = { spans: this.aboutSpan, operations: this.aboutOperation,
+                                  calls: this.aboutCall }[lane].call(this, row, rank);
     const heading = document.createElement("h3"), list = document.createElement("dl");
     heading.append(swatch(dot), ` ${title}`);
     for (const [name, text] of lines) {
@@ -118,6 +90,41 @@ Object.assign(Timeline.prototype, {
                   Object.assign(document.createElement("dd"), { textContent: text }));
     }
     this.tip.replaceChildren(heading, list);
+  },
+
+  /** [colour, title, lines] of a tooltip. */
+  aboutSpan(span, rank) {
+    const kind = this.kind(span, "spans"), mb = span[SPAN.mb];
+    const stage = span[SPAN.stage] >= 0 && kind.length === 1 ? ` of stage ${span[SPAN.stage]}` : "";
+    return [kind, WORDS[kind] + stage, [["rank", `${rank}, ${this.places[rank]}`],
+      ["step", `${span[SPAN.step]}${mb >= 0 ? `, microbatch ${mb}` : ""}`],
+      ["lasts", milliseconds(span[SPAN.length])]]];
+  },
+
+  aboutOperation(one, rank) {
+    const phase = this.kind(one, "operations"), layer = this.data.layers[one[OPERATION.layer]];
+    const place = one[OPERATION.mb] >= 0
+      ? `, stage ${one[OPERATION.stage]}, microbatch ${one[OPERATION.mb]}` : "";
+    return [phase, this.data.functions[one[OPERATION.function]], [["layer", layer || "none"],
+      ["rank", `${rank}, ${this.places[rank]}`],
+      ["step", `${one[OPERATION.step]}, ${WORDS[phase] ?? phase}${place}`],
+      ["lasts", milliseconds(one[OPERATION.length])]]];
+  },
+
+  aboutCall(call, rank) {
+    const d = this.data, axis = d.axes[call[CALL.axis]], late = call[CALL.late];
+    const members = (this.events.get(call[CALL.event]) || []).map(([r]) => r);
+    const others = members.filter(r => r !== rank).join(", ");
+    const place = call[CALL.mb] >= 0 ? `, stage ${call[CALL.stage]}, microbatch ${call[CALL.mb]}`
+      : "";
+    return [`axis-${axis}`, d.names[call[CALL.name]], [
+      ["axis", `${axis}, ${d.collectives[call[CALL.collective]]}`],
+      ["rank", others ? `${rank} with ${others}` : `${rank}`],
+      ["step", `${call[CALL.step]}, phase ${call[CALL.phase]}${place}`],
+      ["bytes", `${bytes(call[CALL.bytes])} (sends ${bytes(call[CALL.sent])})`],
+      ["wait", milliseconds(call[CALL.wait]) + (late >= 0 ? ` for rank ${late}` : "")],
+      ["transfer", milliseconds(call[CALL.transfer])],
+      ["source", d.sites[call[CALL.site]]]]];
   },
 
   /** Outline what the pointer is on: a barrier on all its ranks, and arrows from the late one. */
@@ -131,19 +138,17 @@ Object.assign(Timeline.prototype, {
     c.clip();
     c.strokeStyle = c.fillStyle = this.colours.ink;
     c.lineWidth = 1.5;
-    const { rank, span, call } = this.hit;
-    const outline = (r, which, start, length) => {
-      const [top, height] = this.lane(r, which), x = this.x(start);
-      c.strokeRect(x, top, Math.max(this.x(start + length) - x, 1), height);
-    };
-    if (span) return outline(rank, "compute", span[0], span[1]);
-    const members = this.events.get(call[CALL.event]) || [[rank, call]];
-    for (const [r, one] of members)
-      outline(r, "barriers", one[CALL.start], one[CALL.wait] + one[CALL.transfer]);
+    const { rank, lane, row } = this.hit;
+    const members = lane === "calls" && this.events.get(row[CALL.event]) || [[rank, row]];
+    for (const [r, one] of members) {
+      const [top, height] = this.lane(r, lane), x = this.x(one[0]);
+      c.strokeRect(x, top, Math.max(this.x(one[0] + lasting(one, lane)) - x, 1), height);
+    }
+    if (lane !== "calls") return;
     for (const [r, one] of members) {
       if (one[CALL.late] < 0) continue;
       const x = this.x(one[CALL.start] + one[CALL.wait]);
-      const middle = lane => this.lane(lane, "barriers")[0] + this.lane(lane, "barriers")[1] / 2;
+      const middle = other => this.lane(other, "calls")[0] + this.lane(other, "calls")[1] / 2;
       this.arrow(c, x, middle(one[CALL.late]), middle(r));
     }
   },

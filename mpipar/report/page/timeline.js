@@ -1,8 +1,11 @@
-// The timeline: ranks x time on a canvas. Upper lane of a rank: compute spans; lower lane: waiting
-// and transfer of its barriers, with a strip in the colour of the axis. What follows the pointer is
-// drawn on a second canvas, so that a hover never draws the trace again.
+// The timeline: ranks x time on a canvas. Lanes of a rank, from above: compute spans; operations of
+// layers, where these were timed; waiting and transfer of its barriers, with a strip in the colour
+// of the axis. What follows the pointer is drawn on a second canvas, so that a hover never draws
+// the trace again.
 const SPAN = { start: 0, length: 1, kind: 2, stage: 3, mb: 4, step: 5 };
-const CALL = { start: 0, wait: 1, transfer: 2, name: 3, axis: 4, operation: 5, bytes: 6, sent: 7,
+const OPERATION = { start: 0, length: 1, phase: 2, stage: 3, mb: 4, step: 5, layer: 6,
+                    function: 7 };
+const CALL = { start: 0, wait: 1, transfer: 2, name: 3, axis: 4, collective: 5, bytes: 6, sent: 7,
                site: 8, late: 9, stage: 10, mb: 11, step: 12, event: 13, phase: 14 };
 const GUTTER = 118, RULER = 24, FOOT = 18;
 
@@ -14,6 +17,11 @@ function lowerBound(rows, time) {
     if (rows[middle][0] < time) low = middle + 1; else high = middle;
   }
   return low;
+}
+
+/** Microseconds of a row of a lane. */
+function lasting(row, lane) {
+  return row[1] + (lane === "calls" ? row[CALL.transfer] : 0);
 }
 
 /** A colour of the style sheet as the canvas needs it, in the theme that is shown now. */
@@ -50,10 +58,11 @@ class Timeline {
     const steps = data.steps;
     this.limits = [steps[0][1], steps[steps.length - 1][2]];
     this.view = [...this.limits];
-    // Long calls before short ones: where to begin the search for what is visible.
-    this.longest = data.ranks.map(rank => Math.max(
-      rank.spans.reduce((most, row) => Math.max(most, row[SPAN.length]), 0),
-      rank.calls.reduce((most, row) => Math.max(most, row[CALL.wait] + row[CALL.transfer]), 0)));
+    this.hasOperations = data.ranks.some(rank => rank.operations.length);
+    this.lanes = ["spans", ...(this.hasOperations ? ["operations"] : []), "calls"];
+    // The longest row of each lane: where to begin the search for what is visible.
+    this.longest = data.ranks.map(rank => Object.fromEntries(this.lanes.map(lane =>
+      [lane, rank[lane].reduce((most, row) => Math.max(most, lasting(row, lane)), 0)])));
     this.events = new Map();          // event -> [[rank, call], ...]
     data.ranks.forEach((rank, r) => rank.calls.forEach(call => {
       if (call[CALL.event] < 0) return;
@@ -67,7 +76,8 @@ class Timeline {
 
   resize() {
     const count = this.data.ranks.length;
-    this.row = Math.max(26, Math.min(64, Math.floor(520 / count)));
+    const [least, most] = this.hasOperations ? [38, 92] : [26, 64];
+    this.row = Math.max(least, Math.min(most, Math.floor(8 * most / count)));
     this.width = document.getElementById("plot").clientWidth;
     this.height = RULER + this.row * count + FOOT;
     const scale = this.scale = window.devicePixelRatio || 1;
@@ -83,8 +93,9 @@ class Timeline {
   /** Take the theme's colours again, and draw. */
   recolour() {
     this.colours = {};
-    for (const name of [...this.data.kinds, "wait", "transfer", "card", "row", "ink", "soft",
-                        "line", "accent", "on-bar", ...this.data.axes.map(axis => `axis-${axis}`)])
+    for (const name of [...this.data.kinds, ...this.data.phases, "wait", "transfer", "card", "row",
+                        "ink", "soft", "line", "accent", "on-bar",
+                        ...this.data.axes.map(axis => `axis-${axis}`)])
       this.colours[name] = colour(name) || colour("soft");
     this.draw();
   }
@@ -99,11 +110,11 @@ class Timeline {
 
   plotWidth() { return this.width - GUTTER - 8; }
 
-  /** Top and height of a rank's lane: "compute" or "barriers". */
+  /** Top and height of a rank's lane. */
   lane(rank, which) {
-    const inner = this.row - 8, upper = Math.round(inner * 0.5);
-    const top = RULER + rank * this.row + 4;
-    return which === "compute" ? [top, upper] : [top + upper + 2, inner - upper - 2];
+    const height = (this.row - 8) / this.lanes.length;
+    const place = this.lanes.indexOf(which), top = Math.round(place * height);
+    return [RULER + rank * this.row + 4 + top, Math.round((place + 1) * height) - top - 2];
   }
 
   /** Show [start, end], inside the trace and at least a microsecond long. */
@@ -119,7 +130,7 @@ class Timeline {
     if (this.hidden.has(this.data.axes[call[CALL.axis]])) return false;
     if (!this.focus) return true;
     return this.data.axes[call[CALL.axis]] === this.focus.axis
-      && this.data.operations[call[CALL.operation]] === this.focus.operation
+      && this.data.collectives[call[CALL.collective]] === this.focus.operation
       && this.data.names[call[CALL.name]].replace(/\d+/g, "*") === this.focus.name;
   }
 
@@ -128,13 +139,12 @@ class Timeline {
     c.setTransform(this.scale, 0, 0, this.scale, 0, 0);
     c.fillStyle = this.colours.card;
     c.fillRect(0, 0, this.width, this.height);
+    c.fillStyle = this.colours.row;
+    for (let r = 0; r < this.data.ranks.length; r += 2)
+      c.fillRect(GUTTER, RULER + r * this.row, this.width - GUTTER, this.row);
     this.drawRuler(c);
     this.data.ranks.forEach((rank, r) => {
       const top = RULER + r * this.row;
-      if (r % 2 === 0) {
-        c.fillStyle = this.colours.row;
-        c.fillRect(GUTTER, top, this.width - GUTTER, this.row);
-      }
       c.fillStyle = this.colours.ink;
       c.font = "600 12px system-ui, sans-serif";
       c.fillText(`rank ${r}`, 12, top + this.row / 2 - (this.row > 34 ? 2 : -4));
@@ -147,8 +157,9 @@ class Timeline {
       c.beginPath();
       c.rect(GUTTER, top, this.plotWidth(), this.row);
       c.clip();
-      this.drawSpans(c, rank.spans, r);
-      this.drawCalls(c, rank.calls, r);
+      this.drawWork(c, "spans", r);
+      if (this.hasOperations) this.drawWork(c, "operations", r);
+      this.drawCalls(c, r);
       c.restore();
     });
     this.drawOver();
@@ -176,35 +187,52 @@ class Timeline {
     }
   }
 
-  /** Rows of a rank that may be visible: [first, last). */
-  visible(rows, rank) {
-    return [lowerBound(rows, this.view[0] - this.longest[rank]), lowerBound(rows, this.view[1])];
+  /** Rows of a lane between two times: [first, last). */
+  between(rank, lane, start, end) {
+    const rows = this.data.ranks[rank][lane];
+    return [lowerBound(rows, start - this.longest[rank][lane]), lowerBound(rows, end)];
   }
 
-  drawSpans(c, spans, rank) {
-    const [top, height] = this.lane(rank, "compute"), [first, last] = this.visible(spans, rank);
-    c.font = "600 11px system-ui, sans-serif";
+  /** What a span or an operation is, as the style sheet names its colour. */
+  kind(row, lane) {
+    return lane === "spans" ? this.data.kinds[row[SPAN.kind]]
+      : this.data.phases[row[OPERATION.phase]];
+  }
+
+  /** Spans or operations of a rank. */
+  drawWork(c, lane, rank) {
+    const [top, height] = this.lane(rank, lane), rows = this.data.ranks[rank][lane];
+    const [first, last] = this.between(rank, lane, ...this.view);
+    c.font = `${lane === "spans" ? 600 : 400} 11px system-ui, sans-serif`;
     c.globalAlpha = this.focus ? 0.35 : 1;
-    let drawn = -1, kindDrawn = -1;
+    let drawn = -1, kindDrawn = "";
     for (let i = first; i < last; i++) {
-      const span = spans[i], x = this.x(span[0]), width = this.x(span[0] + span[1]) - x;
+      const row = rows[i], x = this.x(row[0]), width = this.x(row[0] + row[1]) - x;
+      const kind = this.kind(row, lane);
       // Many slices in one pixel are one pixel.
-      if (x + width < drawn + 0.5 && kindDrawn === span[SPAN.kind]) continue;
-      const kind = this.data.kinds[span[SPAN.kind]];
+      if (x + width < drawn + 0.5 && kindDrawn === kind) continue;
       c.fillStyle = this.colours[kind];
       c.fillRect(x, top, Math.max(width - (width > 4 ? 0.75 : 0), 0.8), height);
       drawn = x + Math.max(width, 0.8);
-      kindDrawn = span[SPAN.kind];
+      kindDrawn = kind;
       if (width > 18) {
-        const label = span[SPAN.mb] >= 0 && kind !== "data" ? `${kind}${span[SPAN.mb]}` : kind;
-        this.label(c, label, x, x + width, top, height);
+        const labels = lane === "operations" ? this.operationLabels(row)
+          : [row[SPAN.mb] >= 0 && kind !== "data" ? `${kind}${row[SPAN.mb]}` : kind];
+        this.label(c, labels, x, x + width, top, height);
       }
     }
     c.globalAlpha = 1;
   }
 
-  drawCalls(c, calls, rank) {
-    const [top, height] = this.lane(rank, "barriers"), [first, last] = this.visible(calls, rank);
+  /** What an operation is called with more and with less room; some belong to no layer. */
+  operationLabels(row) {
+    const name = this.data.functions[row[OPERATION.function]];
+    return [`${this.data.layers[row[OPERATION.layer]]} ${name}`.trim(), name];
+  }
+
+  drawCalls(c, rank) {
+    const [top, height] = this.lane(rank, "calls"), calls = this.data.ranks[rank].calls;
+    const [first, last] = this.between(rank, "calls", ...this.view);
     c.font = "11px system-ui, sans-serif";
     let drawn = -1;
     for (let i = first; i < last; i++) {
@@ -224,16 +252,17 @@ class Timeline {
       c.fillStyle = this.colours[`axis-${this.data.axes[call[CALL.axis]]}`];
       c.fillRect(x, top + height - 4, Math.max(end - x, 0.8), 3);
       drawn = Math.max(end, x + 0.8);
-      if (end - x > 30) this.label(c, this.data.names[call[CALL.name]], x, end, top, height - 4);
+      if (end - x > 30) this.label(c, [this.data.names[call[CALL.name]]], x, end, top, height - 4);
     }
   }
 
-  /** Text inside a slice, if the part of the slice that is visible has room for it. */
-  label(c, text, left, right, top, height) {
+  /** The first of the texts that the visible part of a slice has room for. */
+  label(c, texts, left, right, top, height) {
     left = Math.max(left, GUTTER);
     right = Math.min(right, this.width - 8);
-    if (height < 10 || c.measureText(text).width > right - left - 7) return;
+    if (height < 10) return;
+    const text = texts.find(one => c.measureText(one).width <= right - left - 4) ?? "";
     c.fillStyle = this.colours["on-bar"];
-    c.fillText(text, left + 4, top + height / 2 + 4);
+    c.fillText(text, left + 2, top + height / 2 + 4);
   }
 }

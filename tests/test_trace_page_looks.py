@@ -1,0 +1,73 @@
+"""How a trace's page looks in a real browser: themes, drawings, paper.
+
+MPIPAR_SCREENSHOTS=FOLDER keeps the screenshots, light and dark.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from trace_cases import pipeline_trace, with_operations
+from trace_page import PLACE, example
+
+pytestmark = pytest.mark.browser
+
+
+def test_nothing_is_fetched_and_both_themes_are_drawn(opened, tmp_path):
+    page = opened(example())
+    assert page.run("return performance.getEntriesByType('resource').length") == 0
+    shades = {}
+    for theme in ("light", "dark"):
+        page.prefer(theme)
+        page.run("return new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
+        shades[theme] = page.run("""
+            const copy = document.createElement("canvas").getContext("2d");
+            copy.drawImage(timeline.base, 0, 0);
+            return [getComputedStyle(document.body).backgroundColor,
+                    copy.getImageData(4, 4, 1, 1).data[0]];
+        """)
+    assert shades["light"][0] != shades["dark"][0]
+    assert shades["light"][1] > 200 > 80 > shades["dark"][1]
+    page.prefer("light")
+    for expected in ("light", "dark", "system"):
+        page.click("#theme")
+        assert page.run("return document.getElementById('theme').textContent") == (
+            f"theme: {expected}")
+
+
+def test_screenshots_of_both_themes(opened, tmp_path):
+    """Kept as artefacts, for somebody to look at: the whole page, and a hover."""
+    folder = Path(os.environ.get("MPIPAR_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    page = opened(with_operations(pipeline_trace()))
+    for theme in ("light", "dark"):
+        page.prefer(theme)
+        page.picture(folder / f"trace-{theme}.png")
+        page.run("scrollTo(0, 0)")
+        page.move(*page.run(PLACE, 1, 1))
+        page.picture(folder / f"trace-{theme}-hover.png", whole=False)
+        for name in (f"trace-{theme}.png", f"trace-{theme}-hover.png"):
+            assert (folder / name).stat().st_size > 20_000, "an empty picture"
+
+
+def test_the_pipeline_is_drawn_as_measured_and_as_simulated(opened):
+    """The trace is made by the simulator: both drawings and their figures must be the same."""
+    page = opened(pipeline_trace("zb-h1", ranks=4, microbatches=8))
+    drawn = page.run("""
+        const texts = [...document.querySelectorAll("#pipeline text")].map(one => one.textContent);
+        const boxes = [...document.querySelectorAll("#pipeline rect")].filter(one =>
+          one.firstElementChild).map(one => [one.firstElementChild.textContent,
+            ["x", "width"].map(name => Math.round(one.getAttribute(name))).join()]);
+        return [texts, boxes];
+    """)
+    texts, boxes = drawn
+    half = len(boxes) // 2
+    assert half == 4 * 8 * 3
+    assert boxes[:half] == boxes[half:]
+    assert boxes[0][0] == "stage 0 F, microbatch 0: 10.00 ms"
+    figures = [text for text in texts if text.startswith("busy")]
+    assert figures[:4] == figures[4:]
+    assert figures[0] == "busy 89 %, bubble 30.0 ms"  # of 8 * 30 + (4 - 1) * 10 ms
+    assert page.run("return document.getElementById('loss').textContent").endswith(
+        "19 steps; the band marks the traced ones")
+    assert page.run("return document.querySelectorAll('#map .rank').length") == 4
