@@ -55,11 +55,15 @@ class Browser:
         """Return what the console has said since the last call."""
         return self._post("/se/log", {"type": "browser"})
 
-    def prefer(self, theme: str) -> None:
-        """Set what the system prefers: light or dark."""
+    def prefer(self, theme: str, media: str = "") -> None:
+        """Set what the system prefers, light or dark; media="print": look at the page as paper."""
         feature = {"name": "prefers-color-scheme", "value": theme}
         self._post("/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia",
-                                         "params": {"features": [feature]}})
+                                         "params": {"features": [feature], "media": media}})
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window a size in pixels."""
+        self._post("/window/rect", {"width": width, "height": height})
 
     def move(self, x: float, y: float, *, clicks: int = 0) -> None:
         """Move the pointer to a point of the window, and click there so many times."""
@@ -82,6 +86,15 @@ class Browser:
             "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
             "return [b.x + b.width / 2, b.y + b.height / 2];", selector)
         self.move(x, y, clicks=1)
+
+    def press(self, key: str) -> None:
+        """Press a key for the element that has the focus."""
+        actions = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
+
+    def paper(self) -> bytes:
+        """Return the page as PDF, on A4."""
+        return base64.b64decode(self._post("/print", {"page": {"width": 21, "height": 29.7}}))
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """Save the whole page, or what the window shows of it, as PNG."""

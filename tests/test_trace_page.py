@@ -137,6 +137,21 @@ def test_the_wheel_zooms_around_the_pointer_and_a_double_click_shows_all(opened)
     assert page.run("return timeline.view") == whole
 
 
+def test_the_keyboard_moves_the_timeline_and_singles_out_a_barrier(opened):
+    page = opened(example())
+    low, high = page.run("timeline.base.focus(); return timeline.view")
+    length = high - low
+    for key, view in (("+", [low + length / 4, high - length / 4]),
+                      ("d", [low + 0.35 * length, high - 0.15 * length]), ("0", [low, high])):
+        page.press(key)
+        assert page.run("return timeline.view") == pytest.approx(view)
+    page.run("document.querySelector('#barriers tbody tr').focus()")
+    page.press("\ue007")  # Enter
+    assert page.run("return timeline.focus.name") == column(page, "name")[0]
+    page.press("\ue007")
+    assert page.run("return timeline.focus") is None
+
+
 def test_a_step_can_be_chosen(opened):
     page = opened(pipeline_trace(steps=3))
     page.run("""

@@ -71,3 +71,33 @@ def test_the_pipeline_is_drawn_as_measured_and_as_simulated(opened):
     assert page.run("return document.getElementById('loss').textContent").endswith(
         "19 steps; the band marks the traced ones")
     assert page.run("return document.querySelectorAll('#map .rank').length") == 4
+
+
+def test_paper_is_light_and_shows_the_whole_timeline(opened, tmp_path):
+    page = opened(with_operations(pipeline_trace()))
+    page.prefer("dark")
+    page.run("""
+        window.seen = [];
+        const look = () => seen.push(timeline.colours.card);
+        addEventListener("beforeprint", look);
+        addEventListener("afterprint", look);
+    """)
+    (tmp_path / "trace.pdf").write_bytes(page.paper())
+    assert page.run("return seen") == ["rgb(255, 255, 255)", "rgb(23, 29, 38)"]
+    page.prefer("light", media="print")
+    shown = page.run("""
+        document.body.style.width = "700px";
+        const [plot, canvas] = ["plot", "base"].map(id => find(id).getBoundingClientRect());
+        return [plot.width, canvas.width];
+    """)
+    page.prefer("light")
+    assert 500 < shown[1] <= shown[0] < 700
+
+
+def test_a_narrow_window_scrolls_inside_its_cards(opened):
+    page = opened(with_operations(pipeline_trace()))
+    page.resize(480, 900)
+    widths = page.run("return [innerWidth, document.documentElement.scrollWidth,"
+                      " document.querySelector('#pipeline svg').getBoundingClientRect().width]")
+    page.resize(1440, 1000)
+    assert widths[1] <= widths[0] < 560 <= widths[2]

@@ -135,14 +135,25 @@ const COLUMNS = [
 ];
 const TEXT = new Set(["axis", "name", "operation", "site"]);
 
+/** What a click does, the keyboard does too. */
+function onPress(target, act) {
+  target.tabIndex = 0;
+  target.onclick = act;
+  target.onkeydown = event => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();  // a space would scroll
+    act();
+  };
+}
+
 function barriers(timeline) {
   const table = find("barriers"), line = element("tr");
   table.append(element("thead"), element("tbody"));
   table.tHead.append(line);
   for (const [name, key] of COLUMNS) {
-    const cell = element("th", name, { scope: "col", tabindex: "0", "data-key": key,
+    const cell = element("th", name, { scope: "col", "data-key": key,
                                        class: TEXT.has(key) ? "text" : "" });
-    const sort = () => {
+    onPress(cell, () => {
       const down = cell.getAttribute("aria-sort") !== "descending" && !TEXT.has(key)
         || cell.getAttribute("aria-sort") === "ascending";
       for (const other of line.cells) other.removeAttribute("aria-sort");
@@ -152,13 +163,7 @@ function barriers(timeline) {
         ? String(a.row[key]).localeCompare(b.row[key], "en", { numeric: true })
         : a.row[key] - b.row[key]));
       table.tBodies[0].append(...rows);
-    };
-    cell.onclick = sort;
-    cell.onkeydown = event => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();  // a space would scroll
-      sort();
-    };
+    });
     line.append(cell);
   }
   for (const row of page.barriers) {
@@ -170,20 +175,25 @@ function barriers(timeline) {
       else cell.append(key === "site" ? element("code", show(row)) : show(row));
       made.append(cell);
     }
-    made.onclick = () => focus(timeline, made.classList.contains("chosen") ? null : row);
+    onPress(made, () => focus(timeline, made.classList.contains("chosen") ? null : row));
     table.tBodies[0].append(made);
   }
 }
 
 function theme(timeline) {
-  const names = ["system", "light", "dark"];
-  find("theme").onclick = () => {
-    const now = document.documentElement.dataset.theme || "system";
-    const next = names[(names.indexOf(now) + 1) % names.length];
-    if (next === "system") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = next;
-    find("theme").textContent = `theme: ${next}`;
+  const names = ["system", "light", "dark"], root = document.documentElement;
+  const use = name => {
+    if (name === "system") delete root.dataset.theme;
+    else root.dataset.theme = name;
     timeline.recolour();
   };
+  let chosen = "system";
+  find("theme").onclick = () => {
+    chosen = names[(names.indexOf(chosen) + 1) % names.length];
+    find("theme").textContent = `theme: ${chosen}`;
+    use(chosen);
+  };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.recolour());
+  addEventListener("beforeprint", () => use("light"));  // paper is white
+  addEventListener("afterprint", () => use(chosen));
 }

@@ -1,4 +1,6 @@
 // What the pointer and the keyboard do with the timeline: zoom, move, and say what lies below.
+const KEYS = { "=": "+", w: "+", s: "-", a: "ArrowLeft", d: "ArrowRight" };  // as in other viewers
+
 Object.assign(Timeline.prototype, {
   listen() {
     let drag = null;
@@ -30,7 +32,7 @@ Object.assign(Timeline.prototype, {
         "+": [start + length / 4, end - length / 4], "-": [start - length / 2, end + length / 2],
         ArrowLeft: [start - length / 5, end - length / 5],
         ArrowRight: [start + length / 5, end + length / 5], "0": this.limits,
-      }[event.key === "=" ? "+" : event.key];
+      }[KEYS[event.key] ?? event.key];
       if (view) { event.preventDefault(); this.show(...view); }
     });
   },
