@@ -32,8 +32,18 @@ MACHINE = {  # what a command does with --machine
     "train": "--schedule auto chooses by it, and measures nothing",
     "explain": "predict the time of a step; --schedule auto chooses by it",
 }
-GENERATE_FLAGS = {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
-                  "rank_order", "device", "dtype", "gemm", "tf32"}
+WHOLE_RUN = {  # what matters only to many steps, their update and their run folder
+    "steps", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "eps", "out",
+    "run_name", "save_interval", "log_interval", "hang_warn", "hang_stop", "trace", "trace_ops",
+    "memory", "prompt", "sample_tokens", "temperature"}
+FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
+    "train": set(flags.FIELDS),
+    "generate": {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
+                 "rank_order", "device", "dtype", "gemm", "tf32"},
+    "verify": set(flags.FIELDS) - WHOLE_RUN - {"clip", "memory_limit"},
+    "explain": set(flags.FIELDS) - WHOLE_RUN - {
+        "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale", "loss_scale_interval"},
+}
 
 
 def exit_codes() -> str:
@@ -60,12 +70,11 @@ def command_parser(name: str) -> flags.Parser:
     if name == "generate":
         parser.usage = "mpipar generate RUN --prompt TEXT [flags]"
         parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train")
-        flags.add_flags(parser, GENERATE_FLAGS)
     elif name in OWN_ARGUMENTS:
         parser.usage = OWN_ARGUMENTS[name]
         importlib.import_module(f"mpipar.commands.{name}").add_arguments(parser)
-    elif name != "doctor":
-        flags.add_flags(parser)
+    if name in FLAGS_OF:
+        flags.add_flags(parser, FLAGS_OF[name])
     if name == "explain":
         parser.add_argument("--rank", type=int, default=0, help="world rank to explain (default 0)")
     if name in MACHINE:

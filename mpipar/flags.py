@@ -71,15 +71,15 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def add_flags(parser: argparse.ArgumentParser, names=None) -> None:
-    """Add the flags of the named fields (default: all) in one group per section, and --config.
+def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS)) -> None:
+    """Add the flags of the named fields in one group per section, and --config.
 
     Values stay text here and are absent from the namespace when not given: read() must see all
     mistakes at once and must know what the user said.
     """
     for section in dataclasses.fields(Config):
         part = section.type
-        chosen = [one for one in dataclasses.fields(part) if names is None or one.name in names]
+        chosen = [one for one in dataclasses.fields(part) if one.name in names]
         if chosen:
             group = parser.add_argument_group(section.name, part.__doc__)
             for field in chosen:
@@ -122,14 +122,19 @@ def hint(word: str, names) -> str:
 
 
 def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:
-    """One problem for each argument the parser did not know, with the closest flag it has."""
+    """One problem for each argument the parser did not know: another command's, or none's, with the
+    closest flag it has.
+    """
     known = [option[2:].replace("-", "_") for action in parser._actions
              for option in action.option_strings if option.startswith("--")]
     found, after_flag = [], False
     for extra in extras:
         if extra.startswith("--"):
             word = extra.split("=", 1)[0]
-            found.append(f"{word}: unknown flag{hint(word, known)}")
+            if word.removeprefix("--").removeprefix("no-").replace("-", "_") in FIELDS:
+                found.append(f"{word}: {parser.prog} does not use it; leave it out")
+            else:
+                found.append(f"{word}: unknown flag{hint(word, known)}")
         elif not after_flag:
             found.append(f"{extra!r}: unexpected argument; values follow a flag, as in --steps 10")
         after_flag = extra.startswith("--")

@@ -3,6 +3,7 @@
 import configparser
 import io
 import json
+import re
 import sys
 import tomllib
 from contextlib import redirect_stdout
@@ -58,13 +59,14 @@ def test_overview_names_commands_and_exit_codes(words):
         assert f"{code:>3}  {meaning}" in text
 
 
-@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize("command", cli.FLAGS_OF)
 def test_help_of_a_command_lists_every_flag_with_its_reason(command):
     text = printed(command, "--help")
     solid = "".join(text.split())
     for _, field, _ in settings(Config()):
-        assert f"  {flag(field.name)}" in text
-        assert "".join(field.metadata["help"].split()) in solid, field.name
+        used = field.name in cli.FLAGS_OF[command]
+        assert bool(re.search(rf"^  {flag(field.name)}[ ,\n]", text, re.MULTILINE)) == used
+        assert used <= ("".join(field.metadata["help"].split()) in solid), field.name
     for more in ("--layout", "--config", "--print-config", "exit codes:"):
         assert more in text
     assert max(map(len, text.splitlines())) <= 100
@@ -76,6 +78,24 @@ def test_generate_takes_a_run_and_a_layout_but_no_shape():
     assert "--prompt" in text
     assert "--tp" in text
     assert "--d-model" not in text
+
+
+@pytest.mark.parametrize(("words", "refused_flags"), [
+    (["verify", "--print-config", "--trace", "2:3", "--memory-limit=9", "--no-memory"],
+     ["--trace", "--memory-limit", "--no-memory"]),
+    (["explain", "--steps", "3", "--memory-limit", "9"], ["--steps"]),
+    (["trace", "run", "--dp", "3"], ["--dp"]),
+])  # fmt: skip
+def test_a_flag_that_a_command_does_not_use_is_refused(words, refused_flags):
+    assert refused(*words) == [
+        f"{word}: mpipar {words[0]} does not use it; leave it out" for word in refused_flags]
+
+
+def test_a_file_with_the_keys_of_a_run_is_taken_by_every_command(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('steps = 7\ntrace = "2:3"\n')
+    for command in ("verify", "explain"):
+        assert "steps = 7" in printed(command, "--config", str(file), "--print-config")
 
 
 def test_only_one_rank_prints():
@@ -136,7 +156,7 @@ def test_rounded_batch_is_said_in_a_comment():
         (["trian"], ["'trian'", "did you mean train?"]),
         (["train", "--lr"], ["--lr", "expected one argument", "mpipar train --help"]),
         (["generate"], ["RUN", "mpipar generate --help"]),
-        (["doctor", "--tp", "2"], ["--tp: unknown flag"]),
+        (["doctor", "--tp", "2"], ["--tp: mpipar doctor does not use it"]),
         (["train", "--schedule", "1f1B"], ["--schedule 1f1B", "did you mean 1f1b?"]),
         (["train", "--layers", "3", "--schedule", "zb-v"], ["--layers 3", "4 stages"]),
         (["train", "--stage-layers", "2,1,1"], ["--stage-layers 2,1,1", "names 3", "has 2"]),

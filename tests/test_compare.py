@@ -212,7 +212,7 @@ def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
     (["none", "missing"], 65, "missing: no such run folder; make one with"),
     (["none", "."], 65, "this run has no trace; make one with"),
     (["none", "none/config.toml"], 65, "config.toml: no such run folder"),
-    (["none", "none", "--steps", "3"], 2, "--steps: unknown flag"),
+    (["none", "none", "--steps", "3"], 2, "--steps: mpipar compare does not use it"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(folders, words, code, message):
     words = [word if word.startswith("-") or word.isdigit() else folders["none"].parent / Path(word)

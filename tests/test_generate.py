@@ -133,7 +133,7 @@ def test_float32_is_the_default(models):
     ("bytes --prompt=", 2, ["--prompt ''"]),
     ("ids", 2, ["--prompt 'The '", "any other takes ids"]),
     ("bytes --temperature -1", 2, ["--temperature -1", "at least 0"]),
-    ("bytes --layers 2", 2, ["--layers: unknown flag"]),
+    ("bytes --layers 2", 2, ["--layers: mpipar generate does not use it"]),
     ("bytes --tp 4", 2, ["tp 4", "1 was started"]),
 ])  # fmt: skip
 def test_bad_input_is_refused(words, code, parts, models):
