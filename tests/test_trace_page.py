@@ -4,7 +4,7 @@ import re
 import statistics
 
 import pytest
-from trace_cases import blocking, busy_trace, pipeline_trace, trace, with_operations
+from trace_cases import blocking, busy_trace, pipeline_trace, span, trace, with_operations
 from trace_page import COUNT, HOOK, PLACE, example, tooltip
 
 from mpipar.report.analysis import analyse, barrier_rows
@@ -75,6 +75,9 @@ def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
         "lanes of a rank: passes, operations of layers, barriers")
     page = opened(example())
     assert page.run("return timeline.lanes") == ["spans", "calls"]
+    page = opened(with_operations(trace([[]], [[span("F", 0, 45)]])))  # one rank alone
+    assert page.run("return [timeline.lanes, find('legend').textContent]") == [
+        ["spans", "operations"], "forward"]
 
 
 def test_axes_can_be_filtered_out(opened):

@@ -1,7 +1,7 @@
 // Everything around the timeline: figures, tables, loss curve, pipeline, layout.
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
-                opt: "optimizer", data: "data loading", wait: "waits for a late rank",
-                transfer: "transfer", sync: "gradient sums and norm" };
+                sync: "gradient sums and norm", opt: "optimizer", data: "data loading",
+                wait: "waits for a late rank", transfer: "transfer" };
 const CATEGORY_COLOURS = { forward: "F", backward: "B", optimizer: "opt", data: "data",
                            bubble: "bubble", waiting: "wait", transfer: "transfer",
                            other: "other" };
@@ -85,7 +85,8 @@ function toolbar(timeline) {
   }
   const used = new Set(page.timeline.ranks.flatMap(rank => ["spans", "operations"].flatMap(
     lane => rank[lane].map(row => timeline.kind(row, lane)))));
-  for (const kind of [...Object.keys(WORDS).filter(one => used.has(one)), "wait", "transfer"]) {
+  if (timeline.lanes.includes("calls")) used.add("wait").add("transfer");
+  for (const kind of Object.keys(WORDS).filter(one => used.has(one))) {
     const item = element("span", WORDS[kind]);
     item.prepend(swatch(kind));
     find("legend").append(item);

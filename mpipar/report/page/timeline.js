@@ -58,8 +58,8 @@ class Timeline {
     const steps = data.steps;
     this.limits = [steps[0][1], steps[steps.length - 1][2]];
     this.view = [...this.limits];
-    this.hasOperations = data.ranks.some(rank => rank.operations.length);
-    this.lanes = ["spans", ...(this.hasOperations ? ["operations"] : []), "calls"];
+    this.lanes = ["spans", "operations", "calls"].filter(
+      lane => lane === "spans" || data.ranks.some(rank => rank[lane].length));
     // The longest row of each lane: where to begin the search for what is visible.
     this.longest = data.ranks.map(rank => Object.fromEntries(this.lanes.map(lane =>
       [lane, rank[lane].reduce((most, row) => Math.max(most, lasting(row, lane)), 0)])));
@@ -76,7 +76,7 @@ class Timeline {
 
   resize() {
     const count = this.data.ranks.length;
-    const [least, most] = this.hasOperations ? [38, 92] : [26, 64];
+    const [least, most] = [[20, 36], [26, 64], [38, 92]][this.lanes.length - 1];
     this.row = Math.max(least, Math.min(most, Math.floor(8 * most / count)));
     this.width = document.getElementById("plot").clientWidth;
     this.height = RULER + this.row * count + FOOT;
@@ -157,9 +157,8 @@ class Timeline {
       c.beginPath();
       c.rect(GUTTER, top, this.plotWidth(), this.row);
       c.clip();
-      this.drawWork(c, "spans", r);
-      if (this.hasOperations) this.drawWork(c, "operations", r);
-      this.drawCalls(c, r);
+      for (const lane of this.lanes)
+        if (lane === "calls") this.drawCalls(c, r); else this.drawWork(c, lane, r);
       c.restore();
     });
     this.drawOver();
