@@ -123,13 +123,10 @@ def _norm(ops, make, sizes):
 def _attention(ops, make, sizes, kind):
     qkv = make.real(sizes.batch, sizes.tokens, 3, sizes.heads, sizes.head)
     positions = ops.asarray(positions_of(kind, sizes.tokens, make.rng))
-    y, probs = ops.attention_forward(qkv, positions)
-    dqkv = ops.attention_backward_input(make.real(*y.shape), qkv, probs, positions)
-    return {
-        "attention_forward y": y,
-        "attention_forward probs": probs,
-        "attention_backward_input": dqkv,
-    }
+    y, saved = ops.attention_forward(qkv, positions)
+    dqkv = ops.attention_backward_input(make.real(*y.shape), qkv, saved, positions)
+    kept = {} if isinstance(saved, tuple) else {"attention_forward probs": saved}
+    return {"attention_forward y": y, "attention_backward_input": dqkv} | kept
 
 
 def _embeddings(ops, make, sizes):

@@ -30,10 +30,18 @@ SHAPE = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab
          "batch_size": 4, "num_microbatches": 2}
 
 
+@pytest.fixture(params=["in tiles", "whole scores"])
+def attention(request, monkeypatch):
+    """Both ways of attention: heads that fit a tile, and as if none did."""
+    if request.param == "whole scores":
+        monkeypatch.setattr(FusedOps, "tiled_head_width", 0)
+    return request.param
+
+
 @pytest.mark.shim
 @pytest.mark.parametrize(("sizes", "kind"), [
     (SMALL, "ties"), (LARGE, "increasing"), (LARGE, "shuffled")])
-def test_every_function_equals_plain(cupy, sizes, kind):
+def test_every_function_equals_plain(cupy, attention, sizes, kind):
     ops = make("cuda", "float32")
     assert isinstance(ops, FusedOps)
     expected = call_every_op(plain("float64"), sizes, kind)
@@ -63,15 +71,15 @@ def check_step(found, expected, tol):
 
 @pytest.mark.shim
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_float32_step_is_that_of_float64(cupy, exact, optimizer):
+def test_a_float32_step_is_that_of_float64(cupy, attention, exact, optimizer):
     check_step(step(device="cuda", optimizer=optimizer), exact[optimizer], (1e-6, 1e-4))
 
 
 @pytest.mark.shim
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_16_bit_step_is_that_of_numpy(cupy, dtype):
-    """Both round between two functions; products may add in another order, attention rounds once
-    more.
+def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
+    """Both round between two functions; on a GPU attention also rounds probabilities and their
+    gradients, which are operands of products.
     """
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     run = {"dtype": dtype, "optimizer": "sgd"}
@@ -82,7 +90,7 @@ def test_a_16_bit_step_is_that_of_numpy(cupy, dtype):
 @pytest.mark.parametrize("change", [
     ("bias_gelu_forward", lambda ops, x, b: ops.gelu_forward(x)),
     ("bias_backward_weight", lambda ops, dy, db: None),
-    ("causal_softmax_backward", lambda ops, probs, dprobs, factor: None),
+    ("attention_backward_input", lambda ops, dy, qkv, *rest: 0 * qkv),
     ("cross_entropy_backward", lambda ops, logits, *rest: None)], ids=lambda change: change[0])
 def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
     monkeypatch.setattr(FusedOps, *change)
@@ -92,7 +100,7 @@ def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
 
 @pytest.mark.shim
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_between_products_is_plain_or_widened(monkeypatch, dtype):
+def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dtype):
     """The kernels that a step starts, and how often 16 bits are widened: for positions only."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     started, widened = [], []
@@ -103,10 +111,12 @@ def test_nothing_between_products_is_plain_or_widened(monkeypatch, dtype):
         widened.append(x) if getattr(x, "dtype", None) == self.dtype else None, wide(self, x))[1])
     step(device="cuda", dtype=dtype, optimizer="adamw")
     microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
+    kernels = {"in tiles": ("flash_forward", "flash_delta", "flash_dq", "flash_dkv"),
+               "whole scores": ("causal_softmax_forward", "causal_softmax_backward")}[attention]
     norms = 2 * blocks + 1
     once = {"bias_gelu_forward": blocks, "gelu_backward": blocks, "column_sums": 4 * blocks,
             "layernorm_forward": norms, "layernorm_backward": norms, "layernorm_slabs": norms,
-            "causal_softmax_forward": blocks, "causal_softmax_backward": blocks,
+            **dict.fromkeys(kernels, blocks),
             "cross_entropy_stats": 1, "cross_entropy_backward": 1}
     counts = {name: microbatches * count for name, count in once.items()}
     counts["add_slabs"] = microbatches * (4 * blocks + 2 * norms)
@@ -156,14 +166,31 @@ def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
 
 @pytest.mark.shim
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes_are_those_of_the_fused_kernels(cupy, dtype):
-    real = call_every_op(make("cuda", dtype))
+def test_shapes_are_those_of_the_fused_kernels(cupy, attention, dtype):
     config = changed(dtype=dtype, device="cuda")
-    shapes = call_every_op(shapes_for(config.run, None))
+    ops, on_shapes = make("cuda", dtype), shapes_for(config.run, None)
+    real, shapes = call_every_op(ops), call_every_op(on_shapes)
     assert shapes.keys() == real.keys()
     for name, value in real.items():
         if not isinstance(value, float):
             assert (shapes[name].shape, shapes[name].dtype) == (value.shape, value.dtype), name
+    qkv, positions = ops.zeros((2, 7, 3, 4, 5)), cupy.arange(7)
+    saved, expected = (
+        one.attention_forward(one.asarray(qkv), one.asarray(positions))[1]
+        for one in (on_shapes, ops))
+    if attention == "in tiles":
+        (same, saved), (y, expected) = saved, expected
+        assert (same.shape, same.dtype) == (y.shape, y.dtype)
+    assert (saved.shape, saved.dtype) == (expected.shape, expected.dtype)
+
+
+def test_no_probabilities_are_predicted_on_a_gpu():
+    """Of 64 tokens that 3 heads attend to; y, which is kept too, is what the next product reads."""
+    config, _ = resolve(changed(**SHAPE | {"seq_len": 64}, dtype="float32"), 1)
+    on_gpu = replace(config, run=replace(config.run, device="cuda"))
+    cpu, gpu = (predict(one, 0).peak_bytes["stash"] for one in (config, on_gpu))
+    numbers = 4 * 2 * 3 * 64 * SHAPE["layers"]  # one per query of the microbatch that is there
+    assert cpu - gpu == 64 * numbers - numbers
 
 
 def test_prediction_has_no_widened_copies_on_a_gpu():

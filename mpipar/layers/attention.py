@@ -28,16 +28,16 @@ class Attention:
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
         qkv = self.qkv.forward(x, stash)  # (B, T, 3 * H/tp * d)
         qkv = qkv.reshape(*qkv.shape[:2], 3, self.local_heads, self.head_width)
-        heads, probs = self.ops.attention_forward(qkv, stash.batch.positions)
-        stash[self.name, "qkv"] = qkv, probs
+        heads, saved = self.ops.attention_forward(qkv, stash.batch.positions)
+        stash[self.name, "qkv"] = qkv, saved
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash)
 
     def backward_input(self, dy, stash):
         """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
-        qkv, probs = stash.pop((self.name, "qkv"))
+        qkv, saved = stash.pop((self.name, "qkv"))
         dheads = self.proj.backward_input(dy, stash)  # (B, T, H/tp * d)
         dheads = dheads.reshape(*dheads.shape[:2], self.local_heads, self.head_width)
-        dqkv = self.ops.attention_backward_input(dheads, qkv, probs, stash.batch.positions)
+        dqkv = self.ops.attention_backward_input(dheads, qkv, saved, stash.batch.positions)
         return self.qkv.backward_input(dqkv.reshape(*dqkv.shape[:2], -1), stash)
 
     def backward_weight(self, stash):

@@ -4,6 +4,7 @@ Layers and models do arithmetic only through the object that `make` returns, so 
 on a CPU, on a GPU, and without any numbers at all for the cost model.
 """
 
+from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.mixed_ops import DTYPES, MixedOps
@@ -36,7 +37,7 @@ def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False):
         is_fused = (kernels or _default(device, dtype)) == "fused"
         return FusedOps(gemm, tf32) if is_fused else CupyOps(dtype, gemm, tf32)
     assert device == "shapes", f"device {device!r} is none of 'cpu', 'cuda', 'shapes'"
-    return ShapeOps(dtype, recorder, FusedOps.takes_16_bits if kernels == "fused" else ())
+    return ShapeOps(dtype, recorder, FusedOps if kernels == "fused" else ArrayOps)
 
 
 def _default(device, dtype):

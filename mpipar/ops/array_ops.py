@@ -25,6 +25,7 @@ class ArrayOps(ArrayAttention, ImageOps):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
     takes_16_bits = ()  # functions that compute on 16-bit operands as they are, summing in float32
+    tiled_head_width = 0  # widest head whose attention keeps a number per query, not its scores
 
     def __init__(self, xp, dtype, device):
         self.xp = xp

@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 
+from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.shape_array import Ledger, ShapeArray
 from mpipar.ops.shape_image_ops import ShapeImageOps
 
@@ -18,11 +19,11 @@ class ShapeOps(ShapeImageOps):
 
     flops: phase -> FLOPs of products (2 M K N each); flops_by_op: (phase, function) -> the same.
     live: label -> bytes alive now; peak: label -> bytes alive when their sum was largest.
-    takes_16_bits: as of the device that the bytes are to be those of.
+    like: the class of array functions of which the bytes are to be counted.
     """
 
-    def __init__(self, dtype, recorder=None, takes_16_bits=()):
-        self.takes_16_bits = takes_16_bits
+    def __init__(self, dtype, recorder=None, like=ArrayOps):
+        self.takes_16_bits, self.tiled_head_width = like.takes_16_bits, like.tiled_head_width
         self.xp = None
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
@@ -167,17 +168,20 @@ class ShapeOps(ShapeImageOps):
     # Attention: FLOPs of the full square, the convention of published model FLOPs.
 
     def attention_forward(self, qkv, positions):
-        """Return (y (B, T, H, d), probs (B, H, T, T)); two products."""
+        """Return (y (B, T, H, d), probs (B, H, T, T) or, in tiles, (y, lse)); two products."""
         batch, tokens, heads, width = _heads(qkv, positions)
         self._count("attention_forward", 4 * batch * heads * tokens * tokens * width)
         y = self.empty((batch, tokens, heads, width), qkv.dtype)
+        if width <= self.tiled_head_width:
+            return y, (y, self.empty((batch, heads, tokens)))
         return y, self.empty((batch, heads, tokens, tokens), qkv.dtype)
 
-    def attention_backward_input(self, dy, qkv, probs, positions):
+    def attention_backward_input(self, dy, qkv, saved, positions):
         """Return dqkv (B, T, 3, H, d); four products."""
         batch, tokens, heads, width = _heads(qkv, positions)
         assert dy.shape == (batch, tokens, heads, width), (dy.shape, qkv.shape)
-        assert probs.shape == (batch, heads, tokens, tokens), (probs.shape, qkv.shape)
+        if width > self.tiled_head_width:
+            assert saved.shape == (batch, heads, tokens, tokens), (saved.shape, qkv.shape)
         self._count("attention_backward_input", 8 * batch * heads * tokens * tokens * width)
         return self.empty(qkv.shape, qkv.dtype)
 
