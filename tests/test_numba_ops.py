@@ -28,7 +28,7 @@ print([path.name for path in folder.rglob("*.nb?")])
 
 def test_without_numba_it_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)  # any import of it fails now
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'mpipar\[cpu\]'") as caught:
+    with pytest.raises(EnvironmentProblem, match=r"pip install '.\[cpu\]'") as caught:
         make("cpu", "float32", kernels="numba")
     assert "--kernels numpy" in str(caught.value)
     assert caught.value.exit_code == EXIT_ENVIRONMENT

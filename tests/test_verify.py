@@ -3,6 +3,7 @@
 import re
 import sys
 
+import numpy as np
 import pytest
 from helpers import find_launcher, run_ranks
 from one_rank import fresh
@@ -63,8 +64,9 @@ def test_a_schedule_that_is_chosen_later_is_refused_once():
 def test_takes_the_weights_that_it_is_given(tmp_path):
     """On a trained model no bias is zero, and each of them counts."""
     worker = fresh(vocab_size=256, ffn=21)
+    rng = np.random.default_rng(7)
     for param in worker.stages[0].flat.params:
-        param.data += 0.1
+        param.data += 0.1 * rng.standard_normal(param.data.shape)
     checkpoint.save(worker, tmp_path)
     words = ["verify", "--init-from", tmp_path, "--batch-size", "4", "--num-microbatches", "1"]
     given = mpipar(*words, "--tp", "3", ranks=3)

@@ -64,7 +64,8 @@ def some_attempt(accepted, *arguments):
 
 
 def test_slow_exit_from_a_barrier_is_skew_and_a_deadline_takes_it_out():
-    assert skews("barrier", SlowBarrier()) >= PLANTED_NS
+    # A little less than planted: the other rank's own way out of the barrier takes time too.
+    assert skews("barrier", SlowBarrier()) >= 0.9 * PLANTED_NS
     assert some_attempt(lambda skew: skew < PLANTED_NS / 10, "deadline", SlowBarrier())
 
 
