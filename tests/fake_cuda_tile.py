@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 from fake_cupy import on_host, stream
 
-float32 = np.float32
+float32, int32 = np.float32, np.int32
+reshape, maximum, where, exp2, log2 = np.reshape, np.maximum, np.where, np.exp2, np.log2
+max, min, sum, transpose = np.max, np.min, np.sum, np.transpose  # noqa: A001 - as the package
 PaddingMode = SimpleNamespace(ZERO=0.0, UNDETERMINED=np.nan)
-block = [0, 0]
+block = [0, 0, 0]
 
 
 class Constant:
@@ -26,9 +28,11 @@ def kernel(function):
 
 def launch(on, grid, function, arguments):
     assert on is stream
+    arguments = on_host(arguments)
     for one in itertools.product(*map(range, grid)):
-        block[:] = one
-        function(*map(on_host, arguments))
+        block[:len(one)] = one
+        with np.errstate(divide="ignore", invalid="ignore"):  # rows beyond an array may see nothing
+            function(*arguments)
     stream.busy = True
 
 
@@ -38,6 +42,10 @@ def bid(axis):
 
 def num_tiles(array, axis, shape):
     return -(-array.shape[axis] // shape[axis])
+
+
+def arange(size, dtype):
+    return np.arange(size, dtype=dtype)
 
 
 def full(shape, value, dtype):

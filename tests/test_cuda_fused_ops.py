@@ -76,6 +76,13 @@ def test_a_float32_step_is_that_of_float64(cupy, attention, exact, optimizer):
 
 
 @pytest.mark.shim
+@pytest.mark.parametrize("gemm", ["cuda-tile"])
+def test_a_step_in_the_tile_model_is_that_of_float64(cupy, exact, gemm):
+    """Forward attention by cuda-tile's kernel, backward by the others from what it kept."""
+    check_step(step(device="cuda", optimizer="sgd", gemm=gemm), exact["sgd"], (1e-6, 1e-4))
+
+
+@pytest.mark.shim
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
     """Both round between two functions; on a GPU attention also rounds probabilities and their

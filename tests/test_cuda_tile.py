@@ -1,4 +1,4 @@
-"""The kernel for the package cuda-tile: on a stand-in, and through the package's own front end."""
+"""The kernels for the package cuda-tile: on a stand-in, and through the package's own front end."""
 
 import io
 import sys
@@ -8,10 +8,18 @@ import fake_cupy
 import ml_dtypes
 import numpy as np
 import pytest
+from attention_cases import CASES, Case, check_forward, parts
 
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops import make
-from mpipar.ops.cuda.tile_model import TILES, TileModelGemm, gemm_kernel
+from mpipar.ops.cuda.tile_model import (
+    ATTENTION_TILES,
+    TILES,
+    TileModelAttention,
+    TileModelGemm,
+    attention_kernel,
+    gemm_kernel,
+)
 
 
 def product(rng, dtype=np.float32):
@@ -34,6 +42,27 @@ def test_missing_padding_is_seen(rng, monkeypatch):
     assert np.isnan(out).all()
 
 
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_against_float64(rng, dtype, kind):
+    case = Case(rng, dtype, CASES[kind], kind)
+    check_forward(case, *attend(case))
+
+
+def attend(case):
+    """y and lse of a case."""
+    kernels = TileModelAttention(fake_cupy, None, fake_cuda_tile)
+    qkv, positions = map(fake_cupy.device, (case.qkv, case.positions))
+    return map(fake_cupy.asnumpy, kernels.forward(*parts(qkv), positions, case.factor))
+
+
+def test_attention_without_its_padding_is_seen(rng, monkeypatch):
+    monkeypatch.setattr(fake_cuda_tile.PaddingMode, "ZERO", 1e3)
+    case = Case(rng, "float32", CASES["increasing"])
+    with pytest.raises(AssertionError):
+        check_forward(case, *attend(case))
+
+
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     monkeypatch.setitem(sys.modules, "cuda", None)
@@ -47,20 +76,38 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     ("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"),
     ("float16", "float16"), ("float16", "float32")])
 def test_front_end_takes_the_kernel(dtype, out_dtype, accumulate):
-    """Types and shapes are checked and bytecode is written; machine code needs its compiler."""
+    assert bytecode(gemm_kernel, lambda array: [
+        array(dtype, (1, None)), array(dtype, (None, 1)), array(out_dtype, (None, 1)), accumulate,
+        *TILES[itemsize(dtype)]]) > 500
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_front_end_takes_attention(dtype):
+    heads = (None, None, None, 1)
+    assert bytecode(attention_kernel, lambda array: [
+        *[array(dtype, heads)] * 3, array("int64", (1,)), array(dtype, heads),
+        array("float32", heads[1:]), 0.125, *ATTENTION_TILES[itemsize(dtype)], 64]) > 500
+
+
+def itemsize(dtype):
+    return 4 if dtype == "float32" else np.dtype(ml_dtypes.bfloat16).itemsize
+
+
+def bytecode(make_kernel, parameters):
+    """Bytes that the front end writes: types and shapes are checked, machine code is not made."""
     ct = pytest.importorskip("cuda.tile")
     from cuda.tile import compilation
 
     def array(name, stride_constant):
         return compilation.ArrayConstraint(
-            getattr(ct, name), 2, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
-            may_alias_internally=False, stride_constant=stride_constant)
+            getattr(ct, name), len(stride_constant), index_dtype=ct.int32,
+            stride_lower_bound_incl=0, alias_groups=(), may_alias_internally=False,
+            stride_constant=stride_constant)
 
-    size = 4 if dtype == "float32" else np.dtype(ml_dtypes.bfloat16).itemsize
     signature = compilation.KernelSignature(
-        [array(dtype, (1, None)), array(dtype, (None, 1)), array(out_dtype, (None, 1)), accumulate,
-         *TILES[size]], compilation.CallingConvention.cutile_python_v1())
+        parameters(array), compilation.CallingConvention.cutile_python_v1())
     code = io.BytesIO()
-    compilation.export_kernel(gemm_kernel(ct), [signature], code, gpu_code=None,
+    compilation.export_kernel(make_kernel(ct), [signature], code, gpu_code=None,
                               output_format="tileir_bytecode", bytecode_version="13.3")
-    assert len(code.getvalue()) > 500
+    return len(code.getvalue())

@@ -11,7 +11,8 @@ from mpipar.ops.array_ops import valid_columns
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
 from mpipar.ops.cuda.fused import Fused
 from mpipar.ops.cuda.loader import Loader
-from mpipar.ops.cupy_ops import CupyOps
+from mpipar.ops.cuda.tile_model import TileModelAttention
+from mpipar.ops.cupy_ops import CupyOps, cuda_tile
 
 # What takes operands of 16 bits as they are, beside products.
 FUSED_16_BITS = (
@@ -32,7 +33,8 @@ class FusedOps(Fused, CupyOps):
         CupyOps.__init__(self, "float32", gemm, tf32)
         loader = Loader(self.xp)
         Fused.__init__(self, self.xp, loader)
-        self._tiles = Attention(self.xp, loader)
+        self._tiles = (TileModelAttention(self.xp, loader, cuda_tile()) if gemm == "cuda-tile"
+                       else Attention(self.xp, loader))
 
     def bias_backward_weight(self, dy, db):
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""

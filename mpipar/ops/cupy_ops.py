@@ -35,7 +35,7 @@ class CupyOps(ArrayOps):
             self._gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
         else:
             assert gemm == "cuda-tile", gemm
-            self._gemm = TileModelGemm(self.xp, _cuda_tile())
+            self._gemm = TileModelGemm(self.xp, cuda_tile())
 
     def matmul_forward(self, x, w):
         """Return x w: (..., K) times (K, M) gives (..., M)."""
@@ -85,7 +85,7 @@ class CupyOps(ArrayOps):
         self.xp.cuda.get_current_stream().synchronize()
 
 
-def _cuda_tile():
+def cuda_tile():
     """Return the module cuda.tile."""
     try:
         import cuda.tile

@@ -6,7 +6,7 @@ key j if positions[j] <= positions[i]; every query sees itself.
 """
 
 from collections import namedtuple
-from math import ceil
+from math import ceil, e, log, log2
 
 import numpy as np
 
@@ -26,6 +26,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDTHS = (32, 64, 128)
 MOST_WIDTH = WIDTHS[-1]
 DELTA_THREADS = 128
+LOG2_E, LN_2 = log2(e), log(2)
 FILES = {"flash_forward": "flash_forward.cu", "flash_dq": "flash_backward.cu",
          "flash_dkv": "flash_backward.cu"}
 

@@ -1,15 +1,20 @@
-"""GEMM in the tile model: a kernel says what happens to tiles, the compiler chooses threads.
+"""GEMM and attention in the tile model: a kernel says what happens to tiles, the compiler chooses
+threads.
 
 The package `cuda-tile` (extra `tile`) compiles these functions for the device: where it has them,
 wgmma, TMA copies and a pipeline over k, none of which is written here. `ct` is that package, or in
 tests a stand-in on NumPy arrays.
 """
 
+from math import ceil, inf
+
 import numpy as np
 
+from mpipar.ops.cuda.attention import LN_2, LOG2_E, Attention
 from mpipar.ops.cuda.gemm import checked
 
 TILES = {4: (64, 64, 32), 2: (128, 128, 64)}  # bytes of an element: tm, tn, tk
+ATTENTION_TILES = {4: (64, 32), 2: (128, 64)}  # bytes of an element: tq, tk
 
 
 class TileModelGemm:
@@ -23,7 +28,7 @@ class TileModelGemm:
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
         a, b, out = checked(a, b, out)
         tiles = TILES[a.itemsize]
-        grid = tuple(int(np.ceil(n / tile)) for n, tile in zip(out.shape, tiles[:2], strict=True))
+        grid = tuple(ceil(n / tile) for n, tile in zip(out.shape, tiles[:2], strict=True))
         self._ct.launch(self._xp.cuda.get_current_stream(), grid, self._kernel,
                         (a, b, out, int(accumulate), *tiles))
 
@@ -50,3 +55,69 @@ def gemm_kernel(ct):
         ct.store(c, (row, column), ct.astype(total, c.dtype))
 
     return gemm
+
+
+class TileModelAttention(Attention):
+    """`Attention` whose forward pass is the kernel below; backward, the same kernels take over."""
+
+    def __init__(self, xp, loader, ct):
+        super().__init__(xp, loader)
+        self._ct = ct
+        self._kernel = attention_kernel(ct)
+
+    def forward(self, q, k, v, positions, factor):
+        """Return (y (B, T, H, d), lse (B, H, T)), as `Attention.forward`."""
+        batch, tokens, heads, width = q.shape
+        y = self._xp.empty(q.shape, q.dtype)
+        lse = self._xp.empty((batch, heads, tokens), np.float32)
+        tq, tk = ATTENTION_TILES[q.itemsize]
+        self._ct.launch(
+            self._xp.cuda.get_current_stream(), (ceil(tokens / tq), heads, batch), self._kernel,
+            (q, k, v, positions, y, lse, float(factor), tq, tk, 1 << (width - 1).bit_length()))
+        return y, lse
+
+
+def attention_kernel(ct):
+    """Return the kernel of causal attention: y and lse of q, k, v and positions, any strides.
+
+    q, k, v, y (B, T, H, d), positions (T,), lse (B, H, T). A block computes tq queries of one head
+    in steps of tk keys, as `flash_forward.cu` does; `width` is the power of two from d on, filled
+    up with zeros. Traffic of a step: 2 tk width elements per 4 tq tk width FLOPs.
+    """
+    constant = ct.Constant[int]
+
+    @ct.kernel
+    def attention(q, k, v, positions, y, lse, factor: ct.Constant[float], tq: constant,
+                  tk: constant, width: constant):
+        tile, head, row = ct.bid(0), ct.bid(1), ct.bid(2)
+        zero = ct.PaddingMode.ZERO
+        queries = ct.reshape(ct.load(q, (row, tile, head, 0), shape=(1, tq, 1, width),
+                                     padding_mode=zero), (tq, width))
+        at = ct.reshape(ct.load(positions, (tile,), shape=(tq,), padding_mode=zero), (tq, 1))
+        last = ct.max(at)
+        top = ct.full((tq, 1), -1e30, dtype=ct.float32)  # not infinite: see flash_forward.cu
+        total = ct.full((tq, 1), 0.0, dtype=ct.float32)
+        out = ct.full((tq, width), 0.0, dtype=ct.float32)
+        for j in range(ct.num_tiles(k, 1, shape=(1, tk, 1, width))):
+            of_keys = ct.load(positions, (j,), shape=(tk,), padding_mode=zero)
+            if ct.min(of_keys) <= last:
+                keys = ct.reshape(ct.load(k, (row, j, head, 0), shape=(1, tk, 1, width),
+                                          padding_mode=zero), (tk, width))
+                values = ct.reshape(ct.load(v, (row, j, head, 0), shape=(1, tk, 1, width),
+                                            padding_mode=zero), (tk, width))
+                scores = ct.mma(queries, ct.transpose(keys),
+                                ct.full((tq, tk), 0.0, dtype=ct.float32)) * (factor * LOG2_E)
+                inside = j * tk + ct.arange(tk, dtype=ct.int32) < k.shape[1]
+                seen = ct.reshape(inside, (1, tk)) & (ct.reshape(of_keys, (1, tk)) <= at)
+                scores = ct.where(seen, scores, -inf)
+                largest = ct.maximum(top, ct.max(scores, axis=1, keepdims=True))
+                shrink = ct.exp2(top - largest)
+                top = largest
+                p = ct.exp2(scores - top)
+                total = total * shrink + ct.sum(p, axis=1, keepdims=True)
+                out = ct.mma(ct.astype(p, v.dtype), values, out * shrink)
+        ct.store(y, (row, tile, head, 0),
+                 ct.reshape(ct.astype(out / total, y.dtype), (1, tq, 1, width)))
+        ct.store(lse, (row, head, tile), ct.reshape(LN_2 * (top + ct.log2(total)), (1, 1, tq)))
+
+    return attention
