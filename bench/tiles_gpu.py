@@ -1,4 +1,6 @@
-"""The products of one GPU: every rung beside cuBLAS, and a sweep of tiles; part of bench.tiles."""
+"""One GPU: every rung beside cuBLAS, a sweep of tiles, attention, and what is between the products;
+part of bench.tiles.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import results, tiles_memory
+from bench import results, tiles_attention, tiles_memory
 from bench.gpu import Gpu
 from mpipar.ops.cuda import ladder
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
@@ -104,6 +106,7 @@ def run(args) -> None:
     gpu = Gpu(args.repeats)
     sizes = {"tokens": args.rows, "width": args.width, "seq_len": args.seq_len, "heads": args.heads}
     for name, measure, facts in (("products", product_rows, {}), ("tiles", sweep_rows, {}),
+                                 ("attention", partial(tiles_attention.rows, args=args), {}),
                                  ("memory", partial(tiles_memory.rows, args=args), sizes)):
         rows = measure(gpu)
         print(f"\n{name} on {gpu.name}\n\n{results.table(rows)}", flush=True)

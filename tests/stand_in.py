@@ -9,6 +9,13 @@ import fake_cupy
 import pytest
 
 
+def put_in(monkeypatch):
+    """Let `import cupy` and `import cuda.tile` find the stand-ins."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(tile=fake_cuda_tile))
+    monkeypatch.setitem(sys.modules, "cuda.tile", fake_cuda_tile)
+
+
 @pytest.fixture(name="cupy", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def cupy_or_stand_in(request, monkeypatch):
     """The module cupy of both places; its kernels on the CPU need the mark shim."""
@@ -16,7 +23,5 @@ def cupy_or_stand_in(request, monkeypatch):
         if "cuda-tile" in request.node.callspec.params.values():
             pytest.importorskip("cuda.tile")
         return importlib.import_module("cupy")
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(tile=fake_cuda_tile))
-    monkeypatch.setitem(sys.modules, "cuda.tile", fake_cuda_tile)
+    put_in(monkeypatch)
     return fake_cupy

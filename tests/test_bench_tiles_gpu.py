@@ -5,10 +5,12 @@ import sys
 
 import fake_cupy
 import pytest
+import stand_in
 
-from bench import gpu, tiles, tiles_gpu, tiles_memory
+from bench import gpu, tiles, tiles_attention, tiles_gpu, tiles_memory
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_ENVIRONMENT
 from mpipar.ops.cuda import ladder
+from mpipar.ops.cuda.attention import Attention
 from mpipar.ops.cuda.fused import Fused
 
 SIZE = (40, 24, 16)
@@ -19,7 +21,7 @@ GPU_SIZES = ["--device", "cuda", *SIZES]
 @pytest.fixture
 def card(monkeypatch):
     """A device called H200 on which everything takes a millisecond."""
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    stand_in.put_in(monkeypatch)
     monkeypatch.setattr(gpu, "FLUSH_BYTES", 1 << 12)
     monkeypatch.setattr(tiles_memory, "VOCABULARY", 300)
     return gpu.Gpu(repeats=2)
@@ -70,6 +72,24 @@ def test_kernels_between_the_products(card):
 
 
 @pytest.mark.shim
+def test_attention(card, monkeypatch):
+    found = tiles_attention.rows(card, tiles.parse(GPU_SIZES))
+    rows = {(row["kernel"], row["pass"], row["dtype"]): row for row in found}
+    assert {name for name, _, _ in rows} == {"whole scores", "tiles", "cuda-tile"}
+    scores = 2 * 2 * 12 * 12  # of batch and heads
+    assert rows["whole scores", "forward", "float32"]["kept_MB"] == pytest.approx(4e-6 * scores)
+    assert rows["tiles", "forward", "float32"]["kept_MB"] == pytest.approx(
+        4e-6 * (24 * 20 + 2 * 2 * 12))
+    for (name, part, _), row in rows.items():
+        flops = (2 if part == "forward" else 4) * scores * 10
+        assert row["tflop_per_s"] == pytest.approx(flops / 1e-3 * 1e-12), name
+        assert row["times_whole_scores"] == 1.0
+    monkeypatch.setattr(Attention, "backward", lambda self, *arrays: None)
+    with pytest.raises(ValueError, match="attention backward, tiles, float32: off by"):
+        tiles_attention.rows(card, tiles.parse(GPU_SIZES))
+
+
+@pytest.mark.shim
 def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
     monkeypatch.setattr(tiles_gpu, "product_rows", lambda gpu: tiles_gpu.sweep_rows(gpu, SIZE))
     monkeypatch.setattr(ladder, "grid", lambda kernel, rows, columns: (1, 1))
@@ -114,11 +134,12 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     for name in ("product_rows", "sweep_rows"):
         monkeypatch.setattr(tiles_gpu, name, lambda gpu: [{"kernel": "none"}])
-    monkeypatch.setattr(tiles_memory, "rows", lambda gpu, args: [{"kernel": "none"}])
+    for module in (tiles_attention, tiles_memory):
+        monkeypatch.setattr(module, "rows", lambda gpu, args: [{"kernel": "none"}])
     assert tiles.main([*GPU_SIZES, "--json", str(tmp_path / "out")]) == 0
     machines = {path.stem: json.loads(path.read_text())["machine"]
                 for path in (tmp_path / "out").iterdir()}
-    assert set(machines) == {"gpu_products", "gpu_tiles", "gpu_memory"}
+    assert set(machines) == {"gpu_products", "gpu_tiles", "gpu_attention", "gpu_memory"}
     for machine in machines.values():
         assert machine["gpu"] == "NVIDIA H200"
         assert machine["date"]
@@ -139,6 +160,6 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 def test_on_a_gpu(tmp_path):
     assert tiles.main([*GPU_SIZES, "--json", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
-        "gpu_products.json", "gpu_tiles.json", "gpu_memory.json"}
+        "gpu_products.json", "gpu_tiles.json", "gpu_attention.json", "gpu_memory.json"}
     for path in tmp_path.iterdir():
         assert all(row.get("device_us", 1) > 0 for row in json.loads(path.read_text())["rows"])
