@@ -1,11 +1,12 @@
 """Tables of a benchmark's rows, with the columns and conventions of nccl-tests.
 
-    python -m bench.table FILE.jsonl [--format text|csv|markdown]
+    python -m bench.table FILE.jsonl [--format text|csv|markdown] [--machine machine.json]
 
 algbw is size over median time, busbw what the busiest link carries of it, both in GB/s = 1e9 B/s.
 "low" and "high" enclose the median with 95 % confidence. A "~" behind the time: ranks started
 further apart than a tenth of it, so it says more about the start than about the operation. n
-iterations count; "late" ones, which some rank began after the agreed instant, do not.
+iterations count; "late" ones, which some rank began after the agreed instant, do not. With
+--machine rows that its cost model covers have two columns more; other cells of these are empty.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import math
 import sys
 
 from bench import records, results
+from bench.predicted import beside
 from mpipar import flags
 from mpipar.errors import EXIT_OK
 from mpipar.launch import guard
+from mpipar.plan import machine_file
 from mpipar.report.console import table
 
 SKEW_SHARE = 0.1
 UNCHECKED = "unchecked"
 HEAD = ("size_B", "count", "type", "via", "n", "late", "time_us", "", "low_us", "high_us", "p5_us",
         "p95_us", "p99_us", "max_us", "algbw_GB/s", "busbw_GB/s", "skew_us", "slowest", "#wrong")
+MODEL = ("predicted_us", "measured_over_predicted")
+
+
+def head(rows) -> tuple:
+    """Names of the text table's columns."""
+    return (*HEAD, *(name for name in MODEL if any(name in row for row in rows)))
 
 
 def digits(value: float) -> str:
@@ -33,8 +42,8 @@ def digits(value: float) -> str:
     return f"{value:.{min(6, max(0, 3 - whole))}f}"
 
 
-def cells(row: dict) -> tuple:
-    """A row as cells of the text table."""
+def cells(row: dict, names: tuple) -> tuple:
+    """A row as cells of the text table, whose columns are `names`."""
     skewed = "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] else ""
     slowest = f"{row['slowest_rank']} ({row['slowest_share']:.0%})"
     return (
@@ -43,13 +52,15 @@ def cells(row: dict) -> tuple:
         digits(row["median_us"]), skewed,
         *(digits(row[name]) for name in ("low_us", "high_us", "p5_us", "p95_us", "p99_us",
                                          "max_us", "algbw_GBps", "busbw_GBps", "skew_us")),
-        slowest, "0" if row["checked"] == "ok" else UNCHECKED)
+        slowest, "0" if row["checked"] == "ok" else UNCHECKED,
+        *(digits(row[name]) if name in row else "" for name in names[len(HEAD):]))
 
 
 def text(rows) -> str:
     """Rows of one case as a table, small sizes first."""
     ordered = sorted(rows, key=lambda row: (row["size_bytes"], row["ranks"], row["via"]))
-    return table([HEAD, *map(cells, ordered)])
+    names = head(rows)
+    return table([names, *(cells(row, names) for row in ordered)])
 
 
 def title(row: dict) -> str:
@@ -103,11 +114,11 @@ def as_csv(rows) -> str:
 
 def as_markdown(rows) -> str:
     """The text table's columns as Markdown, all rows in one table."""
-    names = ("case", "ranks", "mode", *(name for name in HEAD if name))
-    lines = []
+    columns, lines = head(rows), []
+    names = ("case", "ranks", "mode", *(name for name in columns if name))
     for row in rows:
-        line = cells(row)
-        line = [cell for name, cell in zip(HEAD, line, strict=True) if name]
+        line = cells(row, columns)
+        line = [cell for name, cell in zip(columns, line, strict=True) if name]
         ranks = "+".join(map(str, row["ranks"]))
         lines.append(dict(zip(names, (row["case"], ranks, row["mode"], *line), strict=True)))
     return results.table(lines) if lines else ""
@@ -126,8 +137,12 @@ def main(argv, session) -> int:
     parser = flags.Parser(prog="python -m bench.table", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")
+    parser.add_argument("--machine", metavar="MACHINE", help="cost model of bench.calibrate")
     args = parser.parse_args(argv)
     rows = records.rows_of(args.files)
+    if args.machine:
+        machine = machine_file.load(args.machine)
+        rows = [row | beside(machine, row) for row in rows]
     if not rows:
         print("no rows", file=sys.stderr)
         return EXIT_OK

@@ -25,7 +25,6 @@ import numpy as np
 from bench import plans, results
 from bench.algorithms import all_reduce_models
 from bench.cases import COMM
-from bench.chain import microbatches
 from bench.compute import HELD_OUT_SIDES, measure_products, step_config, step_seconds
 from bench.curves import REDUCTION, quietest
 from bench.groups import link_of
@@ -40,6 +39,7 @@ from bench.needed import (
     run_rounds,
 )
 from bench.plans import GROUP_CASES, PAIR_CASES, Section
+from bench.predicted import BOTH_WAYS, CHAIN, predicted
 from bench.records import Writer
 from bench.verdicts import Subject, judge, line, shown
 from mpipar import flags
@@ -54,14 +54,10 @@ from mpipar.errors import (
     UsageError,
 )
 from mpipar.launch import guard
-from mpipar.pipeline import schedules
-from mpipar.pipeline.simulate import simulate
 from mpipar.plan import machine_file
-from mpipar.plan.costs import Costs
-from mpipar.plan.machine import HOP, Estimate
+from mpipar.plan.machine import HOP
 from mpipar.plan.step import step_estimate
 
-CHAIN, BOTH_WAYS = "stage-chain 1f1b", "bidirectional"
 CHAIN_BYTES = (3000, 200_000)
 
 
@@ -142,21 +138,6 @@ def compared(machine, rows) -> list[dict]:
             if row["case"] == "all-reduce":
                 formulas += all_reduce_lines(machine, row)
     return found + formulas
-
-
-def predicted(machine, row):
-    """The estimate for a row; a chain's messages are simulated.
-
-    Its passes take what a rank is busy with for each: half of a message sent and one received.
-    """
-    nbytes, ranks, link = row["size_bytes"], len(row["ranks"]), row["link"]
-    if row["case"] != CHAIN:
-        return machine.estimate(row["case"], nbytes, ranks, link)
-    hop, busy = (machine.estimate(operation, nbytes) for operation in (HOP, BOTH_WAYS))
-    schedule = schedules.make("1f1b", ranks, microbatches(ranks))
-    costs = Costs(f=busy.seconds / 2, i=busy.seconds / 2, w=0,
-                  latency=max(0.0, hop.seconds - busy.seconds / 2))
-    return Estimate(float(simulate(schedule, costs).makespan), hop.extrapolated)
 
 
 def all_reduce_lines(machine, row) -> list[dict]:

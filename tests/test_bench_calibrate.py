@@ -4,6 +4,7 @@ How exact a fit is here says nothing on a machine under load: that is shown by
 bench/results/verify.json. Here a cost model that is wrong must be found out.
 """
 
+import csv
 import json
 import sys
 
@@ -62,6 +63,14 @@ def test_the_kept_rows_give_the_same_fit_without_measuring(folder):
         curve for curve in first.curves if curve.operation != "reduce-local")
     assert second.provenance["files"] == [str(folder / "rows.jsonl")]
     assert (second.products, second.units) == ((), ())
+
+
+def test_the_rows_stand_beside_their_own_model(folder):
+    done = bench("table", folder / "rows.jsonl", "--machine", folder / "machine.json",
+                 "--format", "csv", ranks=None)
+    assert done.returncode == 0, done.tail()
+    found = {row["case"] for row in csv.DictReader(done.stdout.splitlines()) if row["predicted_us"]}
+    assert found >= OPERATIONS
 
 
 @pytest.mark.parametrize("part", ["latency", "step"])

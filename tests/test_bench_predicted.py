@@ -1,0 +1,38 @@
+"""What a cost model says of a benchmark's rows, and of which it says nothing."""
+
+from dataclasses import replace
+
+import pytest
+from bench_rows import BARE, row
+from machine_models import machine
+
+from bench import table
+from bench.predicted import beside
+
+FITTED = {"transport": "mpi-host", "dtype": "float32", "buffers": ["rotated"]}
+MODEL = replace(machine(), provenance=FITTED)
+
+
+def test_a_row_stands_beside_its_prediction():
+    found = beside(MODEL, row(size=10_000, median=60.0))  # 20 us and 1 us for each 1000 bytes
+    assert found == pytest.approx({"predicted_us": 30.0, "measured_over_predicted": 2.0})
+
+
+@pytest.mark.parametrize("change", [
+    {"via": BARE}, {"mode": "together"}, {"sync": "none"}, {"buffers": "reused"},
+    {"dtype": "float64"}, {"transport": "staged"}, {"case": "fan-in"}, {"ranks": (0, 1, 2)},
+    {"link": "same socket"}, {"size": 8 << 20}, {"size": 4}], ids=str)
+def test_what_the_model_was_not_fitted_to_has_none(change):
+    assert beside(MODEL, row(**change)) == {}
+
+
+def test_tables_have_the_columns_only_with_a_model():
+    rows = [row(), row(size=8 << 20)]
+    plain, more = table.as_text(rows), table.as_text([one | beside(MODEL, one) for one in rows])
+    assert "predicted_us" not in plain
+    assert "predicted_us" in more
+    assert more.splitlines()[2].split()[-2:] == ["5.000", "2.000"]
+    lines = table.as_csv([one | beside(MODEL, one) for one in rows]).splitlines()
+    assert lines[0].endswith("predicted_us,measured_over_predicted")
+    assert lines[1].endswith(",5.0,2.0")
+    assert lines[2].endswith(",,")
