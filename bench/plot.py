@@ -3,7 +3,8 @@
     python -m bench.plot FILE.jsonl --out FOLDER [--machine machine.json]
 
 For each operation: time by size, both axes logarithmic, with the pieces of the cost model if it is
-given; bandwidth by size; how the samples of each size are distributed. For `pairs`: a matrix.
+given; bandwidth by size; how the samples of each size are distributed; of the largest size, when
+each rank left each iteration after the first that did. For `pairs`: a matrix.
 Bars enclose the median with 95 % confidence; points are not joined, for nothing was measured there.
 """
 
@@ -109,6 +110,18 @@ def draw_distribution(axes, rows) -> None:
     axes.set(xscale="log", xlabel="time (us)", ylabel="share of samples", ylim=(0, 1))
 
 
+def draw_ranks(axes, rows) -> None:
+    """A cell for each rank and iteration: how long after the first rank it left, largest size."""
+    own = by_via(rows).get("mpipar.comm", rows)[-1]
+    left = np.delete(np.array(own["left_ns"]), own["late_at"], axis=0)
+    after_us = (left - left.min(axis=1, keepdims=True)).T / 1000
+    picture = axes.imshow(after_us, cmap="viridis", aspect="auto", interpolation="nearest",
+                          vmax=np.percentile(after_us, 99))  # one stray must not hide the rest
+    axes.figure.colorbar(picture, label=f"us after the first, {own['size_bytes']} bytes")
+    axes.set(yticks=range(len(own["ranks"])), yticklabels=own["ranks"], xlabel="iteration",
+             ylabel="world rank")
+
+
 def draw_pairs(axes, rows) -> None:
     """A cell for each pair of ranks: latency in us, or bandwidth in GB/s; median of launches."""
     value, unit = ("median_us", "us") if "latency" in rows[0]["case"] else ("algbw_GBps", "GB/s")
@@ -133,6 +146,7 @@ def pictures(rows, machine):
             yield name, own[0]["case"], lambda axes, own=own: draw_pairs(axes, own)
             continue
         yield f"{name}-samples", head, lambda axes, own=own: draw_distribution(axes, own)
+        yield f"{name}-late", head, lambda axes, own=own: draw_ranks(axes, own)
         if any(row["size_bytes"] for row in own):
             yield f"{name}-time", head, lambda axes, own=own: draw_time(axes, own, machine)
             yield f"{name}-bandwidth", head, lambda axes, own=own: draw_bandwidth(axes, own)

@@ -101,6 +101,7 @@ def test_pictures_of_every_kind(quick, tmp_path):
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names == [f"{stem}.{kind}" for stem in (
         "pairs-latency-mpi-host-rotated", "ring-world-ranks-0-1-mpi-host-rotated-bandwidth",
+        "ring-world-ranks-0-1-mpi-host-rotated-late",
         "ring-world-ranks-0-1-mpi-host-rotated-samples",
         "ring-world-ranks-0-1-mpi-host-rotated-time") for kind in ("png", "svg")]
     assert all(path.stat().st_size > 2000 for path in (tmp_path / "plots").iterdir())
