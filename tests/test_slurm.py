@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY
-from slurm_cluster import SlurmCluster, slurm_cluster
+from slurm_cluster import CUT_REQUEST, SlurmCluster, slurm_cluster
 
 from bench import records
 
@@ -32,14 +32,17 @@ def submit(cluster: SlurmCluster, folder: Path, venv: str, *flags: str):
     """Type the README's command for SLURM, flags added, and wait: 2 nodes with 2 ranks each."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^.*&& sbatch slurm/train\.sbatch.*$", readme, re.MULTILINE)
-    result = cluster.run(
-        *("bash", "-euc", f"{command} {shlex.join([*TINY, *flags])}"),
-        cwd=REPOSITORY,
-        env={"MPIPAR_VENV": venv, "SBATCH_OUTPUT": f"{folder}/job.log"},
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
-    job_id = int(result.stdout.removeprefix("Submitted batch job "))
-    return cluster.wait(job_id, timeout=120.0)
+
+    def typed():
+        result = cluster.run(
+            *("bash", "-euc", f"{command} {shlex.join([*TINY, *flags])}"),
+            cwd=REPOSITORY,
+            env={"MPIPAR_VENV": venv, "SBATCH_OUTPUT": f"{folder}/job.log"},
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+        return int(result.stdout.removeprefix("Submitted batch job "))
+
+    return cluster.finish(typed, timeout=120.0)
 
 
 def test_ranks_see_each_other_across_nodes(cluster):
@@ -56,14 +59,22 @@ def test_ranks_see_each_other_across_nodes(cluster):
     assert result.stdout.split() == ["4", "n1", "n1", "n2", "n2"]
 
 
+def test_a_job_that_slurm_cut_off_is_started_again(cluster, tmp_path):
+    first = f"mkdir {tmp_path}/once && echo 'slurmstepd-n1: error: {CUT_REQUEST}' && sleep 60"
+    result = cluster.finish(lambda: cluster.submit(
+        f"--output={tmp_path}/job.log", "--wrap", f"{first} || echo done", cwd=tmp_path),
+        timeout=30.0)
+    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
+    assert result.output.endswith("done\n")
+
+
 def test_interconnect_script(cluster, tmp_path):
     path = tmp_path / "rows.jsonl"
-    job_id = cluster.submit(
+    result = cluster.finish(lambda: cluster.submit(
         "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log",
         "slurm/interconnect.sbatch", "barrier", "latency", "--begin-bytes", "64", "--end-bytes",
         "64", "--seconds", "0.01", "--json", str(path), cwd=REPOSITORY,
-        env={"MPIPAR_VENV": sys.prefix})
-    result = cluster.wait(job_id, timeout=60.0)
+        env={"MPIPAR_VENV": sys.prefix}), timeout=60.0)
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
     (run,) = records.read(str(path))
     assert (run.status, run.head["launcher"], run.head["ranks"]) == ("complete", "srun", 2)
@@ -110,10 +121,9 @@ def test_missing_environment_is_named(cluster, tmp_path):
 
 
 def test_submitted_from_elsewhere(cluster, tmp_path):
-    job_id = cluster.submit(
+    result = cluster.finish(lambda: cluster.submit(
         f"--output={tmp_path}/job.log", str(REPOSITORY / "slurm" / "train.sbatch"), cwd=tmp_path
-    )
-    result = cluster.wait(job_id, timeout=60.0)
+    ), timeout=60.0)
     assert (result.state, result.exit_code) == ("FAILED", 2), result.output
     assert "from the top of the repository" in result.output
 
