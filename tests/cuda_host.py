@@ -16,6 +16,7 @@ process of its own, under ThreadSanitizer or AddressSanitizer, and returns what 
 import ctypes
 import functools
 import hashlib
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -43,9 +44,16 @@ class KernelError(Exception):
 
 
 @functools.cache
-def build_folder():
-    """A folder of this test session for what is compiled; it goes when the process ends."""
+def own_folder():
+    """A folder of this process, which goes when it ends."""
     return tempfile.TemporaryDirectory(prefix="mpipar-cuda-shim-")
+
+
+def build_folder():
+    """Where compiled programs lie: MPIPAR_SHIM_FOLDER, which all sessions of one check share, or a
+    folder of this process. Files are named by their contents.
+    """
+    return Path(os.environ.get("MPIPAR_SHIM_FOLDER") or own_folder().name)
 
 
 def compile_host(file, names, mode="fibers", edit=None):
@@ -63,14 +71,18 @@ def compile_host(file, names, mode="fibers", edit=None):
 
 @functools.cache
 def _compiled(text, mode):
-    target = Path(build_folder().name) / hashlib.sha256(f"{mode}{text}".encode()).hexdigest()[:16]
-    target.with_suffix(".cpp").write_text(text)
-    command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], f"-I{SHIM}",
-               str(target.with_suffix(".cpp")), "-o", str(target), "-pthread"]
+    target = build_folder() / hashlib.sha256(f"{mode}{text}".encode()).hexdigest()[:16]
+    if target.exists():
+        return target
+    own = target.with_suffix(f".{os.getpid()}")  # several ranks may be at it
+    source = own.with_suffix(f"{own.suffix}.cpp")
+    source.write_text(text)
+    command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], f"-I{SHIM}", str(source), "-o",
+               str(own), "-pthread"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         raise KernelError(done.stderr)
-    return target
+    return own.rename(target)
 
 
 @functools.cache
