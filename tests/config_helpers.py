@@ -2,8 +2,12 @@
 
 import dataclasses
 
+import pytest
+
 from mpipar import flags
+from mpipar.commands.resolve import resolve
 from mpipar.config import Config
+from mpipar.errors import UsageError
 
 
 def changed(config=None, **values):
@@ -25,3 +29,12 @@ def reading_of(*argv):
     flags.add_flags(parser)
     args, extras = parser.parse_known_args(flags.join_negative(parser, list(argv)))
     return flags.read(args, flags.unknown_flags(parser, extras))
+
+
+def check_refused(words, messages):
+    """Raise AssertionError unless the words are refused with one problem for each message."""
+    with pytest.raises(UsageError) as caught:
+        resolve(reading_of(*words.split()), 1)
+    assert len(caught.value.problems) == len(messages)
+    for problem, message in zip(caught.value.problems, messages, strict=True):
+        assert message in problem

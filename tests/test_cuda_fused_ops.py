@@ -10,14 +10,13 @@ from dataclasses import replace
 import fake_cupy
 import numpy as np
 import pytest
-from config_helpers import changed, reading_of
+from config_helpers import changed, check_refused, reading_of
 from cuda_fused import DTYPES
 from helpers import assert_all_close, assert_close
 from ops_cases import LARGE, SMALL, call_every_op, plain
 
 from mpipar.commands.resolve import resolve as resolve_typed
 from mpipar.config import resolve
-from mpipar.errors import UsageError
 from mpipar.grid import Grid
 from mpipar.ops import make, shapes_for
 from mpipar.ops.cupy_fused import FusedOps
@@ -217,11 +216,7 @@ def test_prediction_has_no_widened_copies_on_a_gpu():
     ("--kernels numpy --device cuda", ["not for --device cuda, which has fused and plain"]),
     ("--kernels fused --device cuda --dtype float64", ["no kernel of mpipar computes in float64"])])
 def test_what_does_not_fit_is_refused(words, messages):
-    with pytest.raises(UsageError) as caught:
-        resolve_typed(reading_of(*words.split()), 1)
-    assert len(caught.value.problems) == len(messages)
-    for problem, message in zip(caught.value.problems, messages, strict=True):
-        assert message in problem
+    check_refused(words, messages)
 
 
 def test_kernels_that_were_asked_for_are_printed():

@@ -1,5 +1,5 @@
 // Small kernels that do one thing each: what tests/test_cuda_shim.py tries the shim with.
-#include "common.cuh"
+#include "rows.cuh"
 #include "mma.cuh"
 
 // Reverses each block's piece of x through shared memory.

@@ -61,17 +61,3 @@ template <int Lanes = 32> __device__ inline float warp_max(float x) {
         x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, flip));
     return x;
 }
-
-// The sum over a block of Threads threads (one-dimensional), in every thread. Two barriers: the
-// first lets an earlier call's readers finish.
-template <int Threads> __device__ inline float block_sum(float x) {
-    static_assert(Threads % 32 == 0 && Threads <= 1024, "whole warps, at most 32 of them");
-    __shared__ float partial[Threads / 32];
-    x = warp_sum(x);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-    __syncthreads();
-    float total = 0.0f;
-    for (int i = 0; i < Threads / 32; ++i) total += partial[i];
-    return total;
-}

@@ -10,16 +10,28 @@ template <typename Use> __device__ inline void for_each_element(long long count,
         use(i);
 }
 
-// The largest value over a block of Threads threads (one-dimensional), in every thread. Two
-// barriers, like block_sum; a NaN is not seen.
-template <int Threads> __device__ inline float block_max(float x) {
+// What of_warp makes of each warp's values and both of two of these, over a block of Threads threads
+// (one-dimensional), in every thread. Two barriers: the first lets an earlier call's readers finish.
+template <int Threads, typename OfWarp, typename Both>
+__device__ inline float block_fold(float x, OfWarp of_warp, Both both) {
     static_assert(Threads % 32 == 0 && Threads <= 1024, "whole warps, at most 32 of them");
-    __shared__ float largest[Threads / 32];
-    x = warp_max(x);
+    __shared__ float parts[Threads / 32];
+    x = of_warp(x);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
     __syncthreads();
-    float top = largest[0];
-    for (int i = 1; i < Threads / 32; ++i) top = fmaxf(top, largest[i]);
-    return top;
+    float whole = parts[0];
+    for (int i = 1; i < Threads / 32; ++i) whole = both(whole, parts[i]);
+    return whole;
+}
+
+template <int Threads> __device__ inline float block_sum(float x) {
+    return block_fold<Threads>(x, [](float one) { return warp_sum(one); },
+                               [](float one, float other) { return one + other; });
+}
+
+// The largest value; a NaN is not seen.
+template <int Threads> __device__ inline float block_max(float x) {
+    return block_fold<Threads>(x, [](float one) { return warp_max(one); },
+                               [](float one, float other) { return fmaxf(one, other); });
 }
