@@ -10,8 +10,9 @@ template <typename Use> __device__ inline void for_each_element(long long count,
         use(i);
 }
 
-// What of_warp makes of each warp's values and both of two of these, over a block of Threads threads
-// (one-dimensional), in every thread. Two barriers: the first lets an earlier call's readers finish.
+// What of_warp makes of each warp's values and both of two of these, over a block of Threads
+// threads (one-dimensional), in every thread. Two barriers: the first lets an earlier call's
+// readers finish.
 template <int Threads, typename OfWarp, typename Both>
 __device__ inline float block_fold(float x, OfWarp of_warp, Both both) {
     static_assert(Threads % 32 == 0 && Threads <= 1024, "whole warps, at most 32 of them");
