@@ -71,18 +71,40 @@ def compile_host(file, names, mode="fibers", edit=None):
 
 @functools.cache
 def _compiled(text, mode):
-    target = build_folder() / hashlib.sha256(f"{mode}{text}".encode()).hexdigest()[:16]
-    if target.exists():
-        return target
+    target = _place(mode, text)
+    if not target.exists():
+        _build(target, ".cpp", text, mode, [f"-I{_parsed_shim(mode)}", f"-I{SHIM}"])
+    return target
+
+
+@functools.cache
+def _place(mode, text):
+    """Where what is compiled of this text lies; a change of the shim moves it too."""
+    shim = "".join(path.read_text() for path in sorted(SHIM.iterdir()))
+    return build_folder() / hashlib.sha256(f"{mode}{shim}{text}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _parsed_shim(mode):
+    """A folder with shim.h parsed once for this mode: most of what g++ does for a kernel."""
+    header = _place(mode, "") / "shim.h.gch"
+    if not header.exists():
+        header.parent.mkdir(exist_ok=True)
+        text = (SHIM / "shim.h").read_text()
+        _build(header, ".h", text, mode, [f"-I{SHIM}", "-w", "-x", "c++-header"])
+    return header.parent
+
+
+def _build(target, suffix, text, mode, options):
     own = target.with_suffix(f".{os.getpid()}")  # several ranks may be at it
-    source = own.with_suffix(f"{own.suffix}.cpp")
+    source = own.with_suffix(f"{own.suffix}{suffix}")
     source.write_text(text)
-    command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], f"-I{SHIM}", str(source), "-o",
+    command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], *options, str(source), "-o",
                str(own), "-pthread"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         raise KernelError(done.stderr)
-    return own.rename(target)
+    own.rename(target)
 
 
 @functools.cache
