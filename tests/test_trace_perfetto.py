@@ -77,6 +77,7 @@ def check_arrows(found):
             inside = [name for start, end, name in rows[event["pid"], event["tid"]]
                       if start - 1e-4 <= event["ts"] < end]
             assert any(name.endswith(event["name"]) for name in inside), event
+            assert isinstance(event["id"], int), "what Perfetto can't read as a number, it drops"
             assert event["ph"] not in ends[event["id"]], "ids are unique"
             ends[event["id"]][event["ph"]] = event
             assert (event.get("bp") == "e") == (event["ph"] == "f")

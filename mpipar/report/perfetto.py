@@ -52,8 +52,9 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
                                       "mb": one.mb}) for one in rank.operations]
     for own in waits.calls:
         found += _slices_of_calls(own)
-    for number, event in enumerate(waits.events):
-        found += _arrows(number, event)
+    arrows = [(event, *ends) for event in waits.events for ends in _arrows(event)]
+    for number, arrow in enumerate(arrows, 1):
+        found += _ends(number, *arrow)
     return found
 
 
@@ -99,21 +100,22 @@ def end_of(call: Call) -> tuple[str, int, bool]:
     return "transfer", record.done_ns, True
 
 
-def _arrows(number: int, event: Event) -> list[dict]:
+def _arrows(event: Event) -> list[tuple[Call, Call]]:
     """From the last arriver to every rank that waited for it; from a send to its receive."""
     if event.calls[0].record.operation in POINT_TO_POINT:
-        pairs = [(event.calls[0], event.calls[1])]
-    else:
-        last = next(call for call in event.calls if call.rank == event.last)
-        pairs = [(last, call) for call in event.calls if call.wait_ns]
-    found = []
-    for index, (source, target) in enumerate(pairs):
-        for phase, call, (row, time, _) in (("s", source, post_of(source)),
-                                            ("f", target, end_of(target))):
-            found.append({"ph": phase, "id": f"{number}.{index}", "name": event.name,
-                          "cat": event.axis, "pid": call.rank, "tid": ROWS.index(row),
-                          "ts": time / 1000, **({"bp": "e"} if phase == "f" else {})})
-    return found
+        return [(event.calls[0], event.calls[1])]
+    last = next(call for call in event.calls if call.rank == event.last)
+    return [(last, call) for call in event.calls if call.wait_ns]
+
+
+def _ends(number: int, event: Event, source: Call, target: Call) -> list[dict]:
+    """Both ends of an arrow. Its id is a number: of text Perfetto reads hexadecimal digits only,
+    and drops arrows with any other.
+    """
+    return [{"ph": phase, "id": number, "name": event.name, "cat": event.axis, "pid": call.rank,
+             "tid": ROWS.index(row), "ts": time / 1000, **({"bp": "e"} if phase == "f" else {})}
+            for phase, call, (row, time, _) in (("s", source, post_of(source)),
+                                                ("f", target, end_of(target)))]
 
 
 def _facts(call: Call) -> dict:
