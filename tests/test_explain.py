@@ -15,7 +15,7 @@ from mpipar.grid import Grid
 from mpipar.models.decoder import balanced_layers
 from mpipar.plan.predict import group_of, predict
 from mpipar.report import formulas
-from mpipar.trace import AXIS, NAME, OPERATION, PAYLOAD
+from mpipar.trace import AXIS, NAME, OPERATION, PAYLOAD, WIRE
 from mpipar.train import make_schedule
 
 CASES = [
@@ -47,6 +47,52 @@ def test_sequence_parallel_counts_follow_the_closed_form(layout):
         expected = formulas.expected_calls(
             config, schedule.stages_of(grid.pp_rank), schedule.num_stages, split, grid)
         assert counted["tp"] == expected["tp"][1], (expected["tp"][0], world_rank)
+
+
+@pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 4)], ids=str)
+def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
+    """9 tokens over 2 or 4 ranks: the last rank's are padded."""
+    config = configure(layout, "1f1b", "pair")
+    config = replace(config, model=replace(
+        config.model, sequence_parallel=True, tp_matmul=tp_matmul))
+    explained = set()
+    for world_rank in range(math.prod(layout)):
+        grid = Grid.of(config.grid, world_rank)
+        for record in predict(config, world_rank).recorder.records:
+            formula = formulas.payload(record, config, 4, len(group_of(grid, record[AXIS])))
+            if formula is not None:
+                assert formula[1] == record[PAYLOAD], (formula[0], record[NAME], record[OPERATION])
+                explained.add((record[AXIS], record[OPERATION]))
+            else:
+                assert record[NAME].startswith(("grads.", "step.norm")), record[NAME]
+    messages = {("tp", "send"), ("tp", "recv")} if tp_matmul == "ring" else set()
+    pipeline = {("pp", "send"), ("pp", "recv")} if layout[1] > 1 else set()
+    assert explained == {("tp", "all_gather"), ("tp", "reduce_scatter")} | messages | pipeline
+
+
+@pytest.mark.parametrize(("model", "settings"), [
+    ("decoder", {}), ("decoder", {"ffn_cut": "gather"}), ("decoder", {"ffn_cut": "reduce"}),
+    ("decoder", {"sequence_parallel": True}), ("convnet", {}), ("convnet", {"ffn_cut": "gather"}),
+], ids=str)
+def test_bytes_sent_follow_the_closed_forms(model, settings):
+    """Of one block and microbatch over tp, and of a step over dp and pp."""
+    config = configure((2, 2, 2), "1f1b", "pair")
+    heads = {"heads": 1, "seq_len": 1, "tied": False} if model == "convnet" else {"seq_len": 8}
+    config = replace(config, model=replace(config.model, model=model, **heads, **settings))
+    schedule = make_schedule(config.grid)
+    split = models.of(config.model).balanced_layers(config.model, schedule.num_stages)
+    for world_rank in (0, 5):
+        grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
+        records = prediction.recorder.records
+        block = formulas.one_block(records)
+        count, _, size = formulas.layer(config, 4, 2)
+        assert (len(block), sum(one[WIRE] for one in block)) == (count, size)
+        calls = formulas.expected_calls(config, schedule.stages_of(grid.pp_rank),
+                                        schedule.num_stages, split, grid)
+        sent = formulas.expected_sent(records, config, calls, prediction.peak_bytes["gradients"])
+        assert {axis: size for axis, (_, size) in sent.items()} == {
+            axis: sum(one[WIRE] for one in records if one[AXIS] == axis) for axis in ("pp", "dp")}
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 2, 2), (1, 2, 4)], ids=str)
@@ -109,6 +155,8 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     assert row[7:13] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
     assert row[-1].startswith("mpipar/partition/row.py:")
     assert "m * (4L + 2)" in result.stdout
+    (block,) = [line.split() for line in lines if line.startswith("tp, one block ")]
+    assert block[3:] == ["4", "4", "128.0", "KiB", "128.0", "KiB", "8(q-1)/q", "*", "B*T*D*e"]
     assert "FLOPs of products: F " in result.stdout
 
 

@@ -74,8 +74,9 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         print("\nby name, per step:")
         counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
         print(without_times(barriers([counters], 1, 1)))
-        print("\ncalls per step beside the closed forms (L blocks here, m microbatches):")
-        print(closed_forms(prediction.recorder, config, stages, schedule, split, grid))
+        print("\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
+              " forms\n(L blocks here, m microbatches, q ranks of the group):")
+        print(closed_forms(prediction, config, stages, schedule, split, grid))
     else:
         print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")
     print("\nFLOPs of products: " + ", ".join(
@@ -127,14 +128,23 @@ def without_times(text: str) -> str:
     return "\n".join(line[:end].rstrip() for line in text.splitlines())
 
 
-def closed_forms(recorder, config, stages, schedule, split, grid) -> str:
-    """Counted and expected calls, by axis."""
-    counted = formulas.counted(recorder.records)
-    expected = {}
+def closed_forms(prediction, config, stages, schedule, split, grid) -> str:
+    """Counted and expected calls and bytes sent, by axis, and over tp for one block."""
+    records, calls, sent = prediction.recorder.records, {}, {}
     if schedule.placement != "mirror":
-        expected = formulas.expected_calls(config, stages, schedule.num_stages, split, grid)
-    rows = [("axis", "calls", "closed form", "")]
-    for axis, calls in counted.items():
-        formula, count = expected.get(axis, ("", ""))
-        rows.append((axis, calls, count, formula))
+        calls = formulas.expected_calls(config, stages, schedule.num_stages, split, grid)
+        sent = formulas.expected_sent(records, config, calls, prediction.peak_bytes["gradients"])
+    groups = {axis: [one for one in records if one[AXIS] == axis]
+              for axis in formulas.counted(records)}
+    if block := formulas.one_block(records):
+        groups["tp, one block"] = block
+        if known := formulas.layer(config, block[0][DTYPE].itemsize, grid.tp_size):
+            count, text, size = known
+            calls["tp, one block"], sent["tp, one block"] = ("", count), (text, size)
+    rows = [("axis", "calls", "closed form", "", "sent", "closed form", "")]
+    for axis, own in groups.items():
+        formula, count = calls.get(axis, ("", ""))
+        text, size = sent.get(axis, ("", None))
+        rows.append((axis, len(own), count, formula, nbytes(sum(one[WIRE] for one in own)),
+                     "" if size is None else nbytes(size), text))
     return table(rows)

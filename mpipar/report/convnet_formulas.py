@@ -50,11 +50,23 @@ def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] |
             num_rows * itemsize * math.prod(sizes[letter] for letter in found))
 
 
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, forward and
+    backward.
+    """
+    model = config.model
+    once = ((group_size - 1) / group_size * rows_per_microbatch(config)
+            * math.prod(stream_size(model)) * itemsize)
+    if model.ffn_cut == "pair":
+        return 2, "4(q-1)/q * B*S*D*e", 4 * once * model.d_model
+    return 4, "3(q-1)/q * B*S*(D + F)*e", 3 * once * (model.d_model + model.ffn)
+
+
 def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str, int]:
     """(formula, calls per step) over tp: L blocks here, m microbatches. The stem gathers once; the
     head sums once, and the loss gathers once.
     """
     m = config.grid.num_microbatches
-    per_block = 2 if config.model.ffn_cut == "pair" else 4
+    per_block, *_ = layer(config, 1, 1)
     ends = first + 2 * last
     return f"m * ({per_block}L + {ends})", m * (per_block * blocks + ends)

@@ -11,15 +11,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpipar.data.rows import rows_per_microbatch
+from mpipar.grid import share
 from mpipar.report.console import family
 from mpipar.trace import NAME, OPERATION
 
-WIDTHS = {  # (last parts of the name, operation): width of what travels, besides B*T*e
-    ("attn.proj", "all_reduce"): "D", ("attn.qkv", "all_reduce"): "D",
-    ("embedding", "all_reduce"): "D", ("head", "all_reduce"): "D",
-    ("activations", "send"): "D", ("activations", "recv"): "D",
-    ("gradients", "send"): "D", ("gradients", "recv"): "D",
-}
+OF_THE_STREAM = {  # barriers and messages that carry D numbers for each token
+    "embedding", "attn.qkv", "attn.proj", "ffn.up", "ffn.down", "head", "activations", "gradients"}
 
 
 class Sizes(NamedTuple):
@@ -41,23 +38,46 @@ def sizes(config, itemsize: int) -> Sizes:
 def width(record, ffn_cut: str) -> str | None:
     """Width of what the record carries per token: D, F, or None where it is no activation."""
     name = family(record[NAME]).removeprefix("block*.")
-    operation = record[OPERATION]
-    if name in ("ffn.up", "ffn.down") and (ffn_cut != "pair" or operation == "all_reduce"):
+    if name in ("ffn.up", "ffn.down") and ffn_cut != "pair":
         # Of products that stand alone, the first makes F forward, the second takes F backward.
-        forward = operation == {"gather": "all_gather", "reduce": "all_reduce"}.get(ffn_cut)
-        return "F" if ffn_cut != "pair" and (name == "ffn.up") == forward else "D"
-    return WIDTHS.get((name, operation))
+        forward = record[OPERATION] == {"gather": "all_gather", "reduce": "all_reduce"}[ffn_cut]
+        return "F" if (name == "ffn.up") == forward else "D"
+    return "D" if name in OF_THE_STREAM else None
 
 
 def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
-    """(formula, bytes) of a record's payload, None where there is no formula."""
-    letters = sizes(config, itemsize)
+    """(formula, bytes) of a record's payload, None where there is no formula.
+
+    With sequence parallelism messages carry a tp rank's tokens, collectives those of all.
+    """
+    letters, tp = sizes(config, itemsize), config.grid.tp
     if record[NAME] == "loss" and record[OPERATION] == "all_gather":
         return "q * 3*B*T*e", group_size * 3 * letters.B * letters.T * itemsize
     found = width(record, config.model.ffn_cut)
     if found is None:
         return None
-    return f"B*T*{found}*e", letters.B * letters.T * getattr(letters, found) * itemsize
+    formula, tokens = f"B*T*{found}*e", letters.T
+    if config.model.sequence_parallel:
+        tokens = share(letters.T, tp) * tp  # the last rank's are padded
+        if record[OPERATION] in ("send", "recv"):
+            formula, tokens = f"{formula}/tp", tokens // tp
+    return formula, letters.B * tokens * getattr(letters, found) * itemsize
+
+
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float] | None:
+    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, forward and
+    backward; None where a ring has messages instead. Source: arXiv 2104.04473 section 3.2; with
+    sequence parallelism inputs are gathered once more, for the weight gradient.
+    """
+    model, letters = config.model, sizes(config, itemsize)
+    once = (group_size - 1) / group_size * letters.B * letters.T * itemsize
+    if model.tp_matmul == "ring":
+        return None
+    if model.sequence_parallel:
+        return 10, "10(q-1)/q * B*T*D*e", 10 * once * letters.D
+    if model.ffn_cut == "pair":
+        return 4, "8(q-1)/q * B*T*D*e", 8 * once * letters.D
+    return 6, "(q-1)/q * B*T*(7D + 3F)*e", once * (7 * letters.D + 3 * letters.F)
 
 
 def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str, int] | None:
@@ -70,6 +90,6 @@ def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str,
     if config.model.sequence_parallel:  # replicated gradients: one sum a step and stage
         ends = 2 * first + 3 * last
         return f"m * (10L + {ends}) + {num_stages}", m * (10 * blocks + ends) + num_stages
-    per_layer = 4 if config.model.ffn_cut == "pair" else 6
+    per_layer, *_ = layer(config, 1, 1)
     ends = first + 2 * last
     return f"m * ({per_layer}L + {ends})", m * (per_layer * blocks + ends)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mpipar.models.stage import stage_parts
 from mpipar.report import convnet_formulas, decoder_formulas
-from mpipar.trace import AXIS, OPERATION
+from mpipar.trace import AXIS, DTYPE, MB, NAME, OPERATION
 
 FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q"}
 FORMULAS = {"decoder": decoder_formulas, "convnet": convnet_formulas}
@@ -45,6 +45,34 @@ def expected_calls(config, worker_stages, num_stages: int, stage_layers, grid) -
             found["pp"] = f"m * {2 * hops} (sends and receives)", 2 * m * hops
     if grid.world_size > 1:
         found["world"] = "1 (the norm)", 1
+    return found
+
+
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float] | None:
+    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, or None."""
+    return FORMULAS[config.model.model].layer(config, itemsize, group_size)
+
+
+def one_block(records) -> list:
+    """The records over tp of the first block and microbatch among them."""
+    inside = [one for one in records if one[AXIS] == "tp" and one[NAME].startswith("block")]
+    first = [(one[NAME].split(".")[0], one[MB]) for one in inside[:1]]
+    return [one for one in inside if [(one[NAME].split(".")[0], one[MB])] == first]
+
+
+def expected_sent(records, config, calls: dict, gradient_bytes: int) -> dict:
+    """{axis: (formula, bytes that the rank sends per step)} over pp and dp.
+
+    calls: `expected_calls`. gradient_bytes: of all gradients of this rank.
+    """
+    found, dp = {}, config.grid.dp
+    message = next((one for one in records if (one[AXIS], one[OPERATION]) == ("pp", "send")), None)
+    if message is not None and "pp" in calls:
+        text, size = payload(message, config, message[DTYPE].itemsize, config.grid.pp)
+        sends, m = calls["pp"][1] // 2, config.grid.num_microbatches
+        found["pp"] = f"m * {sends // m} * {text}", sends * size
+    if dp > 1:
+        found["dp"] = "2(q-1)/q * gradients", 2 * (dp - 1) / dp * gradient_bytes
     return found
 
 
