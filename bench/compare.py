@@ -40,12 +40,13 @@ class Comparison(NamedTuple):
 
 
 def by_operation(rows) -> dict[tuple, list[float]]:
-    """The median of each launch, for each operation."""
+    """The median of each launch, for each operation: rounds within a launch are one value."""
     found: dict = {}
     for row in rows:
         key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
-        found.setdefault(key, []).append(row["median_us"])
-    return found
+        found.setdefault(key, {}).setdefault(row["launch"], []).append(row["median_us"])
+    return {key: [float(np.median(one)) for one in launches.values()]
+            for key, launches in found.items()}
 
 
 def compare(a_rows, b_rows) -> list[Comparison]:

@@ -7,7 +7,7 @@ from bench import compare, launches, overhead
 
 
 def shifted(rng, factor, launches):
-    return [row(median=10 * factor * rng.normal(1, 0.02)) for _ in range(launches)]
+    return [row(median=10 * factor * rng.normal(1, 0.02)) | {"launch": n} for n in range(launches)]
 
 
 def test_compare_says_slower_only_when_the_launches_support_it(rng):
@@ -20,6 +20,13 @@ def test_compare_says_slower_only_when_the_launches_support_it(rng):
     (one,) = compare.compare(shifted(rng, 1, 2), shifted(rng, 3, 2))
     assert one.verdict == "not shown"
     assert "2 and 2 launches can show nothing" in compare.too_few([one])
+
+
+def test_rounds_within_a_launch_are_not_launches(rng):
+    rounds = [[one | {"launch": 0} for one in shifted(rng, factor, 9)] for factor in (1, 3)]
+    (one,) = compare.compare(*rounds)
+    assert (one.launches, one.verdict) == ((1, 1), "not shown")
+    assert one.a_us == pytest.approx(sorted(row["median_us"] for row in rounds[0])[4])
 
 
 @pytest.mark.parametrize(("size", "bare", "ours", "kept"), [
