@@ -95,6 +95,10 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
     if any(row["sync"] == "none" for row in rows):
         raise DataError(f"{', '.join(paths)}: times of calls back to back are no times of one call;"
                         " measure with --sync barrier or deadline")
+    for name in ("transport", "dtype", "buffers"):
+        if len(kinds := sorted({row[name] for row in rows})) > 1:
+            raise DataError(f"{', '.join(paths)}: {name} {' and '.join(kinds)}: one model can't"
+                            " hold both; fit each by itself")
     if not any(row["via"] == COMM for row in rows):
         raise DataError(f"{', '.join(paths)}: no rows through mpipar.comm to fit")
     return rows, heads

@@ -194,9 +194,19 @@ def write_lines(path: str, lines) -> None:
         raise OutputError(f"{path}: {error.strerror}") from error
 
 
+def prepared(args, world_rank: int = 0):
+    """The cost model. Raises, before anything is measured, DataError where it cannot be read, and
+    on world rank 0 OutputError where a file that is asked for cannot be written.
+    """
+    for path in (args.json, args.details):
+        if path and world_rank == 0:
+            machine_file.check_writable(path)
+    return machine_file.load(args.machine)
+
+
 def one_launch(session, args) -> list[dict] | None:
     """All comparisons of this job, on world rank 0 (others: some); None when interrupted."""
-    machine = session.agree(lambda: machine_file.load(args.machine))
+    machine = session.agree(lambda: prepared(args, session.world.rank))
     bench, places = open_bench(session, machine.provenance.get("dtype", "float32"),
                                args.seconds)
     world = session.world
@@ -218,7 +228,7 @@ def all_launches(session, args) -> list[dict] | None:
     Raises UsageError: see `launches.alone`.
     """
     alone(session, args.start or START)
-    machine_file.load(args.machine)
+    prepared(args)
     lines: list[dict] = []
     with session.stop_on_request():
         for launch in range(1, args.launches + 1):

@@ -110,6 +110,8 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     (["calibrate", "--no-compute", "--rows", "3"], 2, "--no-compute leaves out"),
     (["calibrate", "/missing.jsonl"], 65, "/missing.jsonl: No such file"),
     (["verify", "/missing.json"], 65, "write it with python -m bench.calibrate"),
+    (["verify", "x", "--json", "/missing/v.json"], 74, "/missing/v.json: its folder is missing"),
+    (["verify", "x", "--details", "/"], 74, "/: is a folder"),
     (["verify", "machine.json", "--launches", "2"], 2, "run it without"),
     (["verify", "machine.json", "--start", "srun"], 2, "add --launches 5"),
     (["calibrate", "rows.jsonl", "--rounds", "5"], 2, "FILEs hold it already"),
@@ -124,6 +126,8 @@ def test_mistakes_are_named(words, code, message):
     (lambda text: text.replace('"link":', '"lnk":'), "lacks link"),
     (lambda text: text.replace('"via":"mpipar.comm"', '"via":"mpi4py"'), "no rows through"),
     (lambda text: text.replace('"sync":"barrier"', '"sync":"none"'), "calls back to back"),
+    (lambda text: text + text.replace('"buffers":"rotated"', '"buffers":"reused"'),
+     "buffers reused and rotated: one model"),
     (lambda text: text.replace('"schema":2', '"schema":7'), "schema 7, this program reads 2"),
 ])
 def test_rows_that_cannot_be_fitted_are_refused(folder, edit, message):
