@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
@@ -12,9 +13,11 @@ from program import environment, mpipar
 from test_trace_perfetto import check_arrows, check_slices
 
 from mpipar.commands.train import draw_trace
+from mpipar.errors import DataError
 from mpipar.report import pop, segments, trace_file, waits
 from mpipar.report.causes import Causes
 from mpipar.report.timeline import timeline
+from mpipar.report.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
@@ -51,6 +54,16 @@ def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
         assert {record.step for record in rank.records} == {3, 4, 5}
         assert all(record.posted_ns <= record.done_ns for record in rank.records)
     assert json.loads((folder / "trace" / "meta.json").read_text())["world_size"] == 2
+
+
+def test_the_run_says_which_steps_were_traced(delayed):
+    assert "the trace of steps 3 to 5 is in" in (delayed[1] / "log.txt").read_text()
+    run = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(trace="3:99999")))
+    stopped = Tracer(run, None, None)
+    stopped.steps = [(3, 0, 1), (4, 1, 2)]
+    assert stopped.steps_text() == "steps 3 to 4"
+    stopped.steps.pop()
+    assert stopped.steps_text() == "step 3"
 
 
 def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
@@ -200,3 +213,43 @@ def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
     result = mpipar("trace", tmp_path)
     assert result.returncode == 65, result.tail()
     assert "meta.json: world_size, rank_order, layout, schedule" in result.stderr
+
+
+def with_head(change):
+    """An edit of a rank's file: `change` of its head."""
+    def edit(texts):
+        head, rest = texts[1].split("\n", 1)
+        return json.dumps(json.loads(head) | change) + "\n" + rest
+    return edit
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), [
+    ("rank-00001.jsonl", lambda texts: texts[0], r"not of rank 1 \(pp0 dp0 tp1\) in the layout"),
+    ("rank-00001.jsonl", with_head({"groups": {"tp": [1]}}), "not of rank 1"),
+    ("rank-00001.jsonl", with_head({"steps": [[3, 0, 9]]}), "has other steps than rank-00000"),
+    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "trace schema 7, this mpipar reads 1"),
+    ("rank-00001.jsonl", lambda texts: texts[1][:-30], r"line \d+: not a trace"),
+    ("rank-00001.jsonl", lambda texts: "", "line 1: not a trace"),
+    ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "not a trace's: KeyError"),
+    ("meta.json", lambda texts: texts[2].replace('"tp": 2', '"tp": 1'), "not a trace's: Assert"),
+    ("meta.json", lambda texts: "{}", "trace schema None"),
+])  # fmt: skip
+def test_files_that_are_broken_or_of_several_runs_are_refused(delayed, tmp_path, name, edit,
+                                                              message):
+    folder = tmp_path / "run"
+    shutil.copytree(delayed[1], folder)
+    texts = [(folder / "trace" / one).read_text()
+             for one in ("rank-00000.jsonl", "rank-00001.jsonl", "meta.json")]
+    (folder / "trace" / name).write_text(edit(texts))
+    with pytest.raises(DataError, match=rf"{name}.*{message}"):
+        trace_file.read(folder)
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_file(tmp_path):
+    """Half a file may end at the end of a line, and then looks whole."""
+    head = {"world_rank": 0}
+    with pytest.raises(TypeError, match="JSON"):
+        trace_file.write_rank(tmp_path, head, [], [("F", 0, 1, 1, 0, 0), ("F", object())], [])
+    assert not trace_file.rank_path(tmp_path, 0).exists()
+    trace_file.write_rank(tmp_path, head, [], [("F", 0, 1, 1, 0, 0)], [])
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["rank-00000.jsonl"]

@@ -265,7 +265,7 @@ def described(session, inputs, recorder, fact, folder, log, metrics_file) -> int
         last, stopped = train(session, worker, rows, metrics, memory, tracer, log, folder)
         seconds = perf_counter() - start
         if tracer.finish():
-            log(f"\nthe trace of steps {config.run.trace} is in {folder / 'trace'}; see it with:"
+            log(f"\nthe trace of {tracer.steps_text()} is in {folder / 'trace'}; see it with:"
                 f" mpipar trace {folder}")
         if not stopped:
             report(session, worker, fact, memory, last, log)

@@ -8,12 +8,14 @@ the rank's own clock; the reader translates them to world rank 0's and starts at
 from __future__ import annotations
 
 import json
+import os
 from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpipar.errors import DataError
+from mpipar.grid import AXES, Grid
 from mpipar.pipeline.csv_format import parse
 from mpipar.pipeline.instructions import Schedule
 from mpipar.report.clock import CommonClock
@@ -22,12 +24,13 @@ from mpipar.trace import FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WIRE
 
 SCHEMA = 1
 META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
-             "clock")
+             "batch_size", "dtype", "clock")
 SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
 
 Record = namedtuple("Record", FIELDS)
 Span = namedtuple("Span", SPAN_FIELDS)
 LayerOperation = namedtuple("LayerOperation", OPERATION_FIELDS)
+MIXED = "the files of trace/ must be of one run"
 HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
 
 
@@ -130,7 +133,8 @@ def rank_path(folder: Path, world_rank: int) -> Path:
 
 
 def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
-    """Write a rank's file. head: world_rank, host, place, stages, groups, steps, complete.
+    """Write a rank's file, whole or not at all. head: world_rank, host, place, stages, groups,
+    steps, complete, cores.
 
     Raises OSError. Comm: none.
     """
@@ -141,13 +145,15 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
     }
     path = rank_path(folder, head["world_rank"])
     path.parent.mkdir(exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", encoding="utf-8") as file:
         file.write(json.dumps(head) + "\n")
         for record in records:
             values = [*record[:WIRE + 1], str(record[WIRE + 1]), *record[STEP:SITE]]
             file.write(json.dumps(["r", *values, sites[record[SITE]]]) + "\n")
         for letter, entries in (("s", spans), ("o", operations)):
             file.writelines(json.dumps([letter, *entry]) + "\n" for entry in entries)
+    os.replace(partial, path)
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -159,26 +165,30 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def read(folder: str | Path) -> Trace:
-    """The trace in a run folder; raises DataError when there is none, or a part is missing."""
+    """The trace in a run folder; raises DataError when there is none, or a part is missing or of
+    another run.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such run folder; {HOW_TO}")
     if not (folder / "trace").is_dir():
         raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
-    meta = _load(folder / "trace" / "meta.json")
-    clock = CommonClock.from_json(meta["clock"])
-    paths = [rank_path(folder, rank) for rank in range(meta["world_size"])]
+    meta, clock, grids = _load(folder / "trace" / "meta.json")
+    paths = [rank_path(folder, rank) for rank in range(len(grids))]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise DataError(f"{folder / 'trace'}: {', '.join(missing)} missing of {len(paths)} ranks; a"
                         " rank writes its file after the last traced step: is the run still going,"
                         " or is the folder on a disk that not all hosts share?")
-    ranks = [_read_rank(path, clock) for path in paths]
+    ranks = [_read_rank(path, clock, grid) for path, grid in zip(paths, grids, strict=True)]
+    for path, rank in zip(paths, ranks, strict=True):
+        if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
+            raise DataError(f"{path}: has other steps than {paths[0].name}: {MIXED}")
     return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder / "metrics.jsonl"))
 
 
-def _load(path: Path) -> dict:
-    """A JSON object with our schema."""
+def _load(path: Path) -> tuple[dict, CommonClock, list[Grid]]:
+    """What meta.json says, and of it the common clock and the place of each rank."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -188,7 +198,13 @@ def _load(path: Path) -> dict:
     missing = [key for key in META_KEYS if key not in _checked(path, value)]
     if missing:
         raise DataError(f"{path}: {', '.join(missing)} missing; {HOW_TO}")
-    return value
+    try:
+        sizes = {f"{axis}_size": value["layout"][axis] for axis in AXES}
+        grids = [Grid(rank, **sizes, order=tuple(value["rank_order"]))
+                 for rank in range(value["world_size"])]
+        return value, CommonClock.from_json(value["clock"]), grids
+    except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
+        raise DataError(f"{path}: not a trace's: {error!r}") from None
 
 
 def _checked(path: Path, head) -> dict:
@@ -198,8 +214,8 @@ def _checked(path: Path, head) -> dict:
     return head
 
 
-def _read_rank(path: Path, clock: CommonClock) -> RankTrace:
-    """One rank's file, its times translated to the common clock."""
+def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
+    """The file of the rank at this place, its times translated to the common clock."""
     number = 1
     try:
         with open(path, encoding="utf-8") as file:
@@ -230,6 +246,12 @@ def _read_rank(path: Path, clock: CommonClock) -> RankTrace:
         raise DataError(f"{path}, line {number}: not a trace: {error!r}") from None
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
+    if trace.world_rank != grid.world_rank or any(
+            (trace.place.get(axis), trace.groups.get(axis))
+            != (grid.axis_rank(axis), grid.group(axis))
+            for axis in AXES):
+        raise DataError(f"{path}: not of rank {grid.world_rank} ({grid.describe()}) in the layout"
+                        f" of meta.json: {MIXED}")
     return trace
 
 

@@ -102,6 +102,11 @@ class Tracer:
         self.worker.recorder.resize(self.capacity)
         return True
 
+    def steps_text(self) -> str:
+        """Which steps the trace holds, as in `steps 10 to 12`: fewer where the run was stopped."""
+        first, last = self.steps[0][0], self.steps[-1][0]
+        return f"step {first}" if first == last else f"steps {first} to {last}"
+
     def _write(self, complete: bool, after: dict | None = None) -> None:
         """Write this rank's file, and on world rank 0 meta.json. Comm: none."""
         self.written = True
