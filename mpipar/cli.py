@@ -28,6 +28,7 @@ OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
     "compare": "mpipar compare RUN_A RUN_B [--check]",
 }
+WITHOUT_MPI = ("schedule", "explain", *OWN_ARGUMENTS)
 MACHINE = {  # what a command does with --machine
     "train": "--schedule auto chooses by it, and measures nothing",
     "explain": "predict the time of a step; --schedule auto chooses by it",
@@ -101,6 +102,8 @@ def main(argv: list[str], session: Session) -> int:
     reading = flags.read(args, unknown)
     if getattr(args, "print_config", False):
         return _print_config(reading, session)
+    if name in WITHOUT_MPI and session.launcher.rank > 0:
+        return errors.EXIT_OK  # under a launcher one process prints, and writes the files
     module = importlib.import_module(f"mpipar.commands.{name}")
     if name in ("schedule", "doctor", *OWN_ARGUMENTS):
         if unknown:

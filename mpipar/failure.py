@@ -17,6 +17,8 @@ from pathlib import Path
 from mpipar import errors
 from mpipar.errors import EXIT_CODES, UserError
 
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -45,6 +47,9 @@ def report(error: BaseException, where: str, saved: str = "") -> Report:
         return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "nothing was saved", "")
     if isinstance(error, BrokenPipeError):
         what = "the program that read the output ended before all of it was written"
+        return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        what = f"{error.filename or 'the output'} can't be written: {error.strerror}"
         return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
     what = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):

@@ -4,6 +4,7 @@ import configparser
 import io
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stdout
@@ -57,6 +58,21 @@ def test_overview_names_commands_and_exit_codes(words):
         assert f"\n  {name} " in text
     for code, meaning in errors.EXIT_CODES.items():
         assert f"{code:>3}  {meaning}" in text
+
+
+@pytest.mark.parametrize("words", [["explain"], ["schedule", "gpipe", "--pp", "2"]])
+def test_a_command_without_mpi_speaks_once_under_a_launcher(words):
+    assert printed(*words, world_size=2)
+    assert printed(*words, world_rank=1, world_size=2) == ""
+
+
+def test_output_to_a_full_disk_is_no_defect():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*MPIPAR, "explain"], cwd=REPOSITORY, stdout=full, text=True,
+                              stderr=subprocess.PIPE, timeout=LIMIT, check=False)
+    assert done.returncode == 74, done.stderr
+    assert "the output can't be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", cli.FLAGS_OF)

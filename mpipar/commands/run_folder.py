@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 from contextlib import contextmanager
 from pathlib import Path
 
 from mpipar import flags
 from mpipar.errors import OutputError
+from mpipar.failure import DISK_ERRORS
 
 RUNS = Path("runs")  # of the folders that --out does not name
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def named_folder(run) -> Path | None:
