@@ -88,40 +88,52 @@ class StagedTransport(HostTransport):
     def _to_host(self, x):
         return self.ops.to_pinned(x)  # copies and drains the stream
 
+    def _to_device(self, host, x):
+        """Copy host to x and wait: CuPy queues the copy, and memory that is given back too early
+        holds the next message before this one has been read.
+        """
+        x.set(host)
+        self.ops.synchronize()
+
+    def _new_on_device(self, host):
+        x = self.ops.empty(host.shape, host.dtype, label="buffers")
+        self._to_device(host, x)
+        return x
+
     def all_reduce(self, x, op):
         host = self._to_host(x)
         super().all_reduce(host, op)
-        x.set(host)
+        self._to_device(host, x)
 
     def iall_reduce(self, x):
         host = self._to_host(x)
         request = self.mpi.Iallreduce(self.in_place, host)
-        return StagedRequest(request, host, lambda: x.set(host))
+        return StagedRequest(request, host, lambda: self._to_device(host, x))
 
     def all_gather(self, x, group_size):
         host = self.ops.pinned((group_size, *x.shape), x.dtype)
         self.mpi.Allgather(self._to_host(x), host)
-        return self.ops.asarray(host)
+        return self._new_on_device(host)
 
     def reduce_scatter(self, x):
         host = self.ops.pinned(x.shape[1:], x.dtype)
         self.mpi.Reduce_scatter_block(self._to_host(x), host)
-        return self.ops.asarray(host)
+        return self._new_on_device(host)
 
     def all_to_all(self, x):
         host = self.ops.pinned(x.shape, x.dtype)
         self.mpi.Alltoall(self._to_host(x), host)
-        return self.ops.asarray(host)
+        return self._new_on_device(host)
 
     def broadcast(self, x, root):
         host = self._to_host(x)
         super().broadcast(host, root)
-        x.set(host)
+        self._to_device(host, x)
 
     def reduce(self, x, root):
         host = self._to_host(x)
         super().reduce(host, root)
-        x.set(host)
+        self._to_device(host, x)
 
     def send(self, x, peer, tag):
         self.isend(x, peer, tag).Wait()
@@ -135,4 +147,5 @@ class StagedTransport(HostTransport):
 
     def irecv(self, x, peer, tag):
         host = self.ops.pinned(x.shape, x.dtype)
-        return StagedRequest(self.mpi.Irecv(host, peer, tag), host, lambda: x.set(host))
+        request = self.mpi.Irecv(host, peer, tag)
+        return StagedRequest(request, host, lambda: self._to_device(host, x))

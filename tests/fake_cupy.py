@@ -13,14 +13,17 @@ from cuda_host import run_kernel
 
 from mpipar.ops.cuda import kernels
 
+__version__ = "14.2.0"  # whose behaviour this is
+
 
 class Stream:
     busy = False
+    reads_host = False  # a copy from host memory is queued
     ptr = 0
     synchronized = 0
 
     def synchronize(self):
-        self.busy = False
+        self.busy = self.reads_host = False
         self.synchronized += 1
 
 
@@ -60,7 +63,9 @@ class DeviceArray(np.ndarray):
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
     def set(self, host):
+        """Like CuPy's, this only queues the copy."""
         assert not isinstance(host, DeviceArray)
+        stream.busy = stream.reads_host = True
         np.copyto(self.view(np.ndarray), host)
 
     def get(self, out):
@@ -138,13 +143,19 @@ class Event:
         stream.synchronize()
 
 
+def alloc_pinned_memory(nbytes):
+    """Memory that was given back lately, CuPy's pool hands out first."""
+    assert not stream.reads_host, "page-locked memory is given away while a copy still reads it"
+    return bytearray(nbytes)
+
+
 def get_default_memory_pool():
     return types.SimpleNamespace(total_bytes=lambda: 1)
 
 
 cuda = types.SimpleNamespace(
     get_current_stream=lambda: stream,
-    alloc_pinned_memory=bytearray,
+    alloc_pinned_memory=alloc_pinned_memory,
     Device=lambda number=0: types.SimpleNamespace(
         id=number, use=lambda: None, pci_bus_id="0000:3B:00.0",
         attributes={"MultiProcessorCount": 3}),
