@@ -25,14 +25,26 @@ def test_cuda_without_cupy_says_what_to_type(monkeypatch):
     assert caught.value.exit_code == EXIT_ENVIRONMENT
 
 
-def test_cuda_without_a_gpu_says_what_to_type(monkeypatch):
-    def ones(count):
-        raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+@pytest.mark.parametrize("error", [
+    RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected"),
+    ImportError("libcublas.so.13: cannot open shared object file")],
+    ids=["driver", "library"])
+def test_cuda_without_a_gpu_says_what_to_type(monkeypatch, error):
+    class Array:
+        def __matmul__(self, other):
+            raise error
 
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ones=ones))
-    with pytest.raises(EnvironmentProblem, match="cudaErrorNoDevice") as caught:
+    found = types.SimpleNamespace(__version__="14.2.0", ones=lambda shape: Array())
+    monkeypatch.setitem(sys.modules, "cupy", found)
+    with pytest.raises(EnvironmentProblem, match=str(error)) as caught:
         make("cuda", "float32")
     assert "--device cpu" in str(caught.value)
+
+
+def test_a_cupy_without_bfloat16_is_too_old(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(__version__="13.6.0"))
+    with pytest.raises(EnvironmentProblem, match=r"CuPy 14 .* 13\.6\.0 .*'\.\[cuda\]'"):
+        make("cuda", "float32")
 
 
 @pytest.mark.gpu

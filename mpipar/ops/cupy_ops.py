@@ -12,6 +12,8 @@ from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.cuda.loader import Loader, num_processors
 from mpipar.ops.cuda.tile_model import TileModelGemm
 
+OLDEST_CUPY = 14  # the first that knows bfloat16
+
 
 class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on the current CUDA device.
@@ -106,10 +108,17 @@ def _usable_cupy():
             f"--device cuda needs CuPy, which cannot be imported here ({error}): install it with "
             "pip install '.[cuda]' (CUDA 12: '.[cuda12]'), or type --device cpu"
         ) from error
+    if int(cupy.__version__.split(".")[0]) < OLDEST_CUPY:
+        raise EnvironmentProblem(
+            f"--device cuda needs CuPy {OLDEST_CUPY} or newer, and CuPy {cupy.__version__} is "
+            "installed: pip install --upgrade '.[cuda]' (CUDA 12: '.[cuda12]'), or type "
+            "--device cpu")
     try:
-        # Not only a driver: a compiled kernel, which a missing CUDA library or a too new GPU
-        # stops. CUDA errors are RuntimeErrors; a library that cannot be loaded is one of the rest.
-        float((cupy.ones(2) * 2).sum())
+        # Not only a driver: a compiled kernel and a product, which a missing CUDA library or a too
+        # new GPU stops. CUDA errors are RuntimeErrors; a library that cannot be loaded is one of
+        # the rest.
+        square = cupy.ones((2, 2))
+        float((square @ square).sum())
     except (RuntimeError, OSError, ImportError) as error:
         raise EnvironmentProblem(
             f"--device cuda needs a usable GPU, and CuPy cannot compute on one here ({error}): "
