@@ -17,6 +17,7 @@ import random
 import sys
 
 from bench import cuda_probe, findings, launches, plans, table
+from bench.bounds import Bounds
 from bench.buffers import POLICIES
 from bench.groups import WIRES
 from bench.launches import START
@@ -67,6 +68,9 @@ def parse(argv):
     parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
                         help="ranks start an iteration behind a barrier (default), at an agreed "
                              "instant of the common clock, or at once, for throughput")
+    parser.add_argument("--bound-GBps", type=float, metavar="X",
+                        help="give busbw in percent of this rate of a rank's link one way (between "
+                             "hosts, if there are several; inside one else: a memory copy's)")
     parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
     parser.add_argument("--quick", action="store_true", help="a few sizes, little time for each")
     parser.add_argument("--stall-seconds", type=float, default=60.0,
@@ -118,6 +122,8 @@ def chosen_sections(args, world_size: int) -> list[plans.Section]:
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
         found.append("--window, --seconds and --target must be above 0")
+    if args.bound_GBps is not None and not 0 < args.bound_GBps < math.inf:
+        found.append("--bound-GBps must be above 0, in GB/s = 1e9 bytes per second")
     if not 0 <= args.stall_seconds < math.inf:
         found.append("--stall-seconds must be 0 (never) or above")
     if found:
@@ -156,7 +162,8 @@ def say_head(bench, head) -> None:
         f"{head['library']}, {bench.world.size} ranks on {len(hosts)} host(s), {bench.transport}",
         f"clock: {head['clock']}; start: {head['start']}",
         f"CUDA-aware MPI: stated {head['cuda_aware_stated']}, child job {head['cuda_aware_tried']}",
-        f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}"]
+        f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}",
+        f"bound of busbw: {head['bound']}"]
     if head["crowded"]:
         lines.append("more ranks than cores on a host: shapes only, times say little")
     print("\n".join(lines), file=sys.stderr, flush=True)
@@ -178,12 +185,27 @@ def conclude(rows) -> None:
               + findings.guideline_lines(broken))
 
 
-def sweep(bench, sections, seed: int, writer) -> list[dict]:
-    """Every section, sizes in random order; prints tables as they are complete."""
+def begin(args, argv, bench, writer, tried: str) -> Bounds:
+    """Say and write the head (world rank 0). tried: whether MPI takes device memory."""
+    head = bench.head(argv, args.launch)
+    hosts = {place["host"] for place in bench.places}
+    bounds = Bounds(args.bound_GBps, head["memory_copy_GBps"], bench.transport, len(hosts) > 1)
+    head |= {"cuda_aware_stated": cuda_aware(), "cuda_aware_tried": tried or "not tried",
+             "bound": bounds.describe()}
+    writer.head(head)
+    say_head(bench, head)
+    return bounds
+
+
+def sweep(bench, sections, seed: int, writer, bounds: Bounds | None) -> list[dict]:
+    """Every section, sizes in random order; prints tables as they are complete.
+
+    bounds: on world rank 0, which has the rows.
+    """
     rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
     for section in sections:
         sizes = shuffled.sample(section.sizes, len(section.sizes))
-        new = bench.run(section, sizes)
+        new = [row | bounds.columns(row) for row in bench.run(section, sizes)]
         for row in new:
             writer.row(row)
         rows += new
@@ -212,13 +234,9 @@ def main(argv, session) -> int:
     bench = session.agree(lambda: Bench(session, args.dtype, args.buffers, footprint,
                                         chosen_plan(args), args.transport, args.window))
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 0))
-    if world.rank == 0:
-        head = bench.head(argv, args.launch) | {
-            "cuda_aware_stated": cuda_aware(), "cuda_aware_tried": tried or "not tried"}
-        writer.head(head)
-        say_head(bench, head)
+    bounds = begin(args, argv, bench, writer, tried) if world.rank == 0 else None
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):
-        rows = sweep(bench, sections, args.launch, writer)
+        rows = sweep(bench, sections, args.launch, writer, bounds)
         code = EXIT_INTERRUPTED if bench.stopped else EXIT_OK
         if world.rank == 0:
             code = report(args, bench, rows, writer, code)

@@ -5,8 +5,10 @@
 algbw is size over median time, busbw what the busiest link carries of it, both in GB/s = 1e9 B/s.
 "low" and "high" enclose the median with 95 % confidence. A "~" behind the time: ranks started
 further apart than a tenth of it, so it says more about the start than about the operation. n
-iterations count; "late" ones, which some rank began after the agreed instant, do not. With
---machine rows that its cost model covers have two columns more; other cells of these are empty.
+iterations count; "late" ones, which some rank began after the agreed instant, do not.
+bound_percent is busbw in percent of the bound in the title: what --bound-GBps stated, or, inside a
+host and for information, the rate of a memory copy; bidirectional has twice the bound. With
+--machine rows that its cost model covers have two columns more. Cells without a value are empty.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ SKEW_SHARE = 0.1
 UNCHECKED = "unchecked"
 HEAD = ("size_B", "count", "type", "via", "n", "late", "time_us", "", "low_us", "high_us", "p5_us",
         "p95_us", "p99_us", "max_us", "algbw_GB/s", "busbw_GB/s", "skew_us", "slowest", "#wrong")
-MODEL = ("predicted_us", "measured_over_predicted")
+WHERE_KNOWN = ("bound_percent", "predicted_us", "measured_over_predicted")
 
 
 def head(rows) -> tuple:
     """Names of the text table's columns."""
-    return (*HEAD, *(name for name in MODEL if any(name in row for row in rows)))
+    return (*HEAD, *(name for name in WHERE_KNOWN if any(name in row for row in rows)))
 
 
 def digits(value: float) -> str:
@@ -70,8 +72,9 @@ def title(row: dict) -> str:
     window = f", window {row['window']}" if row["window"] > 1 else ""
     place = "in place" if row["in_place"] else "out of place"
     start = {"barrier": "", "none": ", back to back"}.get(row["sync"], f", {row['sync']} start")
+    bound = f", bound {row['bound_GBps']:.4g} GB/s ({row['bound']})" if "bound" in row else ""
     return (f"# {row['case']}: ranks {','.join(map(str, row['ranks']))} ({row['link']}){mode}, "
-            f"{row['transport']}, buffers {row['buffers']}, {place}{window}{start}")
+            f"{row['transport']}, buffers {row['buffers']}, {place}{window}{bound}{start}")
 
 
 def by_table(rows) -> list[list[dict]]:

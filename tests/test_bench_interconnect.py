@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from bench_rows import BARE, row
 
-from bench import cuda_probe, findings, plans, records, statistics, table
-from mpipar.errors import DataError, OutputError, UsageError
+from bench import cuda_probe, findings, records, statistics, table
+from bench.bounds import Bounds
+from mpipar.errors import DataError, OutputError
 
 
 def test_interval_holds_the_median_as_often_as_it_says(rng):
@@ -154,6 +155,38 @@ def test_csv_and_markdown_hold_the_rows():
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
+def test_percent_of_the_bound_is_that_of_the_link():
+    """10 us for 40,000 bytes: 4 GB/s. What is stated belongs to the slowest kind of link."""
+    inside, away = (row("ring", size=40_000, link=link) for link in ("same node", "between nodes"))
+    one, two = (Bounds(5.0, 16.0, "mpi-host", several) for several in (False, True))
+    assert one.columns(inside) == {
+        "bound": "--bound-GBps", "bound_GBps": 5.0, "bound_percent": pytest.approx(80)}
+    assert two.columns(away)["bound_percent"] == pytest.approx(80)
+    assert two.columns(inside) == {
+        "bound": "memory copy", "bound_GBps": 16.0, "bound_percent": pytest.approx(25)}
+    unstated = two._replace(stated_GBps=None)
+    assert unstated.columns(away) == {}
+    assert unstated.describe() == "16 GB/s (memory copy) inside a host, unknown between hosts"
+    assert two._replace(transport="staged").columns(inside) == {}
+    both = row("bidirectional", size=40_000)
+    assert one.columns(both)["bound_percent"] == pytest.approx(40)
+    assert one.columns(row("barrier", size=0)) == {}
+
+
+def test_percent_of_the_bound_stands_in_every_table():
+    bounds = Bounds(None, 4.096, "mpi-host", False)
+    one = row(size=10_240, median=10.0)
+    rows = [one | bounds.columns(one), row("barrier", size=0)]
+    head, names, line = table.as_text(rows[:1]).splitlines()
+    assert ", bound 4.096 GB/s (memory copy)" in head
+    assert (names.split()[-1], line.split()[-1]) == ("bound_percent", "25.00")
+    first, second = csv.DictReader(table.as_csv(rows).splitlines())
+    assert (first["bound_percent"], first["bound_GBps"], second["bound"]) == ("25.0", "4.096", "")
+    cells = table.as_markdown(rows).splitlines()
+    assert [line.split("|")[-2].strip() for line in cells] == [
+        "bound_percent", "---", "25.00", ""]
+
+
 def test_broken_guidelines_are_found_with_their_factor():
     rows = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
     (one,) = [x for x in findings.guidelines(rows) if x.case == "all-reduce"]
@@ -222,35 +255,3 @@ def test_probe_for_device_memory_has_three_answers(program, answer, monkeypatch)
 
 def test_probe_without_a_launcher_is_unknown():
     assert cuda_probe.probe([]) == cuda_probe.probe(["/none/mpiexec"]) == "unknown"
-
-
-def test_nccl_leaves_whole_schedules_out():
-    everything = plans.world_sections(["stage-chain"], None, 2, (8,))
-    kept = plans.without_schedules(everything)
-    assert {one.title for one in everything} - {one.title for one in kept} == {
-        "stage-chain 1f1b", "stage-chain interleaved"}
-    with pytest.raises(UsageError, match="nccl"):
-        plans.without_schedules([one for one in everything if one not in kept])
-
-
-@pytest.mark.parametrize(("text", "expected"), [
-    ("4096", 4096), ("4K", 4096), ("64KiB", 65536), ("1.5M", 3 << 19), ("1g", 1 << 30)])
-def test_sizes_are_read(text, expected):
-    assert plans.read_bytes(text) == expected
-
-
-def test_sections_of_a_layout_are_its_groups_alone_and_together():
-    layout = plans.read_layout("dp=2,tp=2", 4)
-    found = plans.layout_sections(["all-reduce"], layout, (8,))
-    assert [(one.axis, one.mode, one.groups) for one in found] == [
-        ("dp", "alone", ((0, 2),)), ("dp", "alone", ((1, 3),)),
-        ("dp", "together", ((0, 2), (1, 3))),
-        ("tp", "alone", ((0, 1),)), ("tp", "alone", ((2, 3),)),
-        ("tp", "together", ((0, 1), (2, 3))),
-    ]
-
-
-@pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])
-def test_layout_that_does_not_fit_is_refused(wrong):
-    with pytest.raises(UsageError, match="--layout"):
-        plans.read_layout(wrong, 4)

@@ -71,6 +71,9 @@ def test_quick_prints_tables_and_head(quick):
     assert "busbw_GB/s" in done.stdout
     assert "# contention" in done.stdout
     assert "barrier before each iteration" in done.stderr
+    assert "bound of busbw: " in done.stderr
+    for row in run.rows:
+        assert ("bound" in row) == (row["case"] != "barrier"), row["case"]
     assert {"machine", "library", "places", "environment", "revision"} <= run.head.keys()
 
 
@@ -109,8 +112,8 @@ def test_pictures_of_every_kind(quick, tmp_path):
 
 def test_layout_on_four_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = bench(4, "all-reduce", "stage-chain", "--layout", "pp=2,tp=2", *SHORT,
-                 "--json", str(path))
+    done = bench(4, "all-reduce", "stage-chain", "--layout", "pp=2,tp=2", "--bound-GBps", "2.5",
+                 *SHORT, "--json", str(path))
     assert done.returncode == 0, done.tail()
     rows = [row for row in records.rows_of([str(path)]) if row["via"] == COMM]
     groups = {(row["axis"], row["mode"], tuple(row["ranks"])) for row in rows
@@ -122,6 +125,8 @@ def test_layout_on_four_ranks(tmp_path):
         "all-reduce", "stage-chain 1f1b", "stage-chain interleaved"}
     assert "more ranks than cores" in done.stderr or len(os.sched_getaffinity(0)) >= 4
     assert "# contention: together over alone" in done.stdout
+    assert {(row["bound"], row["bound_GBps"]) for row in rows} == {("--bound-GBps", 2.5)}
+    assert "bound of busbw: 2.5 GB/s (--bound-GBps) inside a host" in done.stderr
 
 
 def test_wrong_payload_is_refused(tmp_path):

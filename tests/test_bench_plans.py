@@ -1,0 +1,45 @@
+"""What bench.interconnect is asked to measure: flags, sizes, groups and their sections; no MPI."""
+
+import pytest
+
+from bench import interconnect, plans
+from mpipar.errors import UsageError
+
+
+def test_nccl_leaves_whole_schedules_out():
+    everything = plans.world_sections(["stage-chain"], None, 2, (8,))
+    kept = plans.without_schedules(everything)
+    assert {one.title for one in everything} - {one.title for one in kept} == {
+        "stage-chain 1f1b", "stage-chain interleaved"}
+    with pytest.raises(UsageError, match="nccl"):
+        plans.without_schedules([one for one in everything if one not in kept])
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("4096", 4096), ("4K", 4096), ("64KiB", 65536), ("1.5M", 3 << 19), ("1g", 1 << 30)])
+def test_sizes_are_read(text, expected):
+    assert plans.read_bytes(text) == expected
+
+
+def test_sections_of_a_layout_are_its_groups_alone_and_together():
+    layout = plans.read_layout("dp=2,tp=2", 4)
+    found = plans.layout_sections(["all-reduce"], layout, (8,))
+    assert [(one.axis, one.mode, one.groups) for one in found] == [
+        ("dp", "alone", ((0, 2),)), ("dp", "alone", ((1, 3),)),
+        ("dp", "together", ((0, 2), (1, 3))),
+        ("tp", "alone", ((0, 1),)), ("tp", "alone", ((2, 3),)),
+        ("tp", "together", ((0, 1), (2, 3))),
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])
+def test_layout_that_does_not_fit_is_refused(wrong):
+    with pytest.raises(UsageError, match="--layout"):
+        plans.read_layout(wrong, 4)
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf"])
+def test_bound_that_is_no_rate_is_refused(wrong):
+    with pytest.raises(UsageError, match="--bound-GBps must be above 0"):
+        interconnect.chosen_sections(
+            interconnect.parse(["ring", f"--bound-GBps={wrong}"]), 2)
