@@ -85,6 +85,9 @@ class Case:
         """Write host values into a buffer."""
         x[:] = self.ops.asarray(np.ascontiguousarray(values, self.ops.dtype).reshape(x.shape))
 
+    def close(self) -> None:
+        """Free the communicators that are the case's own. Comm: every member of the group."""
+
 
 class Collective(Case):
     """One input and one output; in place where `output` is None."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.cases import BARE, BARE_UNEVEN, COMM
+from bench.compositions import BARE_ANY, ReduceScatterAllGather, TwoLevel
 from mpipar.report.console import table
 
 LEAST_FACTOR = 1.1  # below, nobody changes a program for it
@@ -17,11 +18,13 @@ SLOW_PAIR = 2.0  # times the median pair
 # guidelines, TPDS 2010.
 GUIDELINES = (
     (("all-reduce", None), (("reduce-scatter", None), ("all-gather", None))),
+    (("all-reduce", None), ((ReduceScatterAllGather.name, None),)),
     (("reduce-scatter", BARE), (("reduce-scatter", BARE_UNEVEN),)),
     (("reduce-scatter", None), (("all-reduce", None),)),
     (("all-gather", None), (("all-to-all", None),)),
     (("broadcast", None), (("all-reduce", None),)),
     (("iall-reduce", None), (("all-reduce", None),)),
+    (("all-to-allv", BARE_ANY), (("all-to-allv", BARE),)),
 )
 
 
@@ -66,7 +69,9 @@ def guidelines(rows) -> list[Finding]:
 def _broken(ways) -> list[Finding]:
     """By one group in one launch."""
     found = _self_consistent(ways)
-    for left, right in GUIDELINES:
+    two_level = sorted({case for case, _ in ways if case.startswith(TwoLevel.name)})
+    guidelines = [*GUIDELINES, *((("all-reduce", None), ((case, None),)) for case in two_level)]
+    for left, right in guidelines:
         for via in (COMM, BARE) if left[1] is None else (left[1],):
             own = ways.get((left[0], via), {})
             others = [ways.get((case, way or via), {}) for case, way in right]

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from bench.nccl import NcclTransport
 from mpipar.comm import Comm
 from mpipar.connect import Options
@@ -62,6 +64,20 @@ def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group
         return Group(groups, None, None, None)
     wire = WIRES[transport](ops, mpi, Options())
     return Group(groups, Comm(axis, groups[mine], key, wire, recorder), mpi, team)
+
+
+def ranks_of_a_host(world, host_ranks) -> int:
+    """How many consecutive world ranks each host has; all ranks, where hosts differ in that.
+
+    host_ranks: those of this rank's host. Comm: one all-reduce over the world.
+    """
+    from mpi4py import MPI
+
+    count, first = len(host_ranks), host_ranks[0]
+    regular = first % count == 0 and host_ranks == tuple(range(first, first + count))
+    most = np.array([count, -count, not regular], np.int64)
+    world.Allreduce(MPI.IN_PLACE, most, op=MPI.MAX)
+    return count if most[0] == -most[1] and not most[2] else world.size
 
 
 def wait_politely(world, progress) -> None:

@@ -19,7 +19,8 @@ import sys
 from bench import cuda_probe, findings, launches, plans, table
 from bench.bounds import Bounds
 from bench.buffers import POLICIES
-from bench.groups import WIRES
+from bench.compositions import TwoLevel
+from bench.groups import WIRES, ranks_of_a_host
 from bench.launches import START
 from bench.records import COMPLETE, INTERRUPTED, Writer
 from bench.sampling import Plan
@@ -51,6 +52,9 @@ def parse(argv):
                         help="run on this layout's groups, one at a time and all at once")
     parser.add_argument("--pair", default="", metavar="A,B",
                         help="world ranks of two-rank cases (the first and the last)")
+    parser.add_argument("--inner", type=int, metavar="N",
+                        help=f"{TwoLevel.name}: consecutive world ranks of the first level (those "
+                             "of a host; all, where hosts differ)")
     parser.add_argument("--begin-bytes", default="8", metavar="SIZE", help="smallest size (8)")
     parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
     parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
@@ -104,6 +108,8 @@ def without_effect(args, typed) -> list[str]:
     elif args.pair and args.cases and not {*args.cases} & {*plans.PAIR_CASES, "all"}:
         found.append(f"--pair {args.pair}: only {', '.join(plans.PAIR_CASES)} run on a pair; add "
                      "one of them, or leave it out")
+    if args.inner is not None and args.cases and not {*args.cases} & {TwoLevel.name, "all"}:
+        found.append(f"--inner {args.inner}: is for {TwoLevel.name}; add it, or leave --inner out")
     return found
 
 
@@ -115,13 +121,16 @@ def chosen_sizes(args) -> tuple[int, ...]:
                            args.factor)
 
 
-def chosen_sections(args, world_size: int) -> list[plans.Section]:
-    """What to measure. Raises UsageError with all problems."""
+def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section]:
+    """What to measure; host_size: ranks of a host. Raises UsageError with all problems."""
+    inner = host_size if args.inner is None else args.inner
     found = plans.problems(args.cases, args.layout, world_size)
     if not args.cases:
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
         found.append("--window, --seconds and --target must be above 0")
+    if not 1 <= inner <= world_size:
+        found.append(f"--inner {inner}: there are {world_size} ranks; give a number from 1 to that")
     if args.bound_GBps is not None and not 0 < args.bound_GBps < math.inf:
         found.append("--bound-GBps must be above 0, in GB/s = 1e9 bytes per second")
     if not 0 <= args.stall_seconds < math.inf:
@@ -131,13 +140,13 @@ def chosen_sections(args, world_size: int) -> list[plans.Section]:
     sizes = chosen_sizes(args)
     if args.layout is not None:
         layout = plans.read_layout(args.layout, world_size)
-        return plans.layout_sections(args.cases, layout, sizes)
+        return plans.layout_sections(args.cases, layout, sizes, inner)
     pair = args.pair.split(",") if args.pair else (0, world_size - 1)
     if len(pair) != 2 or len(set(pair)) != 2 or not all(
             str(one).isdecimal() and int(one) < world_size for one in pair):
         raise UsageError(f"--pair {args.pair}: give two different world ranks below {world_size}, "
                          "as 0,1")
-    return plans.world_sections(args.cases, tuple(map(int, pair)), world_size, sizes)
+    return plans.world_sections(args.cases, tuple(map(int, pair)), world_size, sizes, inner)
 
 
 def refuse_unaware(transport: str, tried: str) -> None:
@@ -224,8 +233,9 @@ def main(argv, session) -> int:
     tried = "" if args.transport == "mpi-host" or session.launcher.rank else cuda_probe.probe(
         cuda_probe.command())  # before MPI starts here: a child job is a job of its own
     world = session.start()
-    sections, footprint = session.agree(
-        lambda: (chosen_sections(args, world.size), plans.read_bytes(args.footprint)))
+    host_size = ranks_of_a_host(world, session.host_ranks)
+    sections, footprint = session.agree(lambda: (
+        chosen_sections(args, world.size, host_size), plans.read_bytes(args.footprint)))
     if args.transport == "nccl":
         sections = session.agree(lambda: plans.without_schedules(sections))
     if args.quick:

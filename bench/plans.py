@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 from bench.cases import AllGather, AllReduce, AllToAll, Broadcast, PostedAllReduce, ReduceScatter
 from bench.chain import Hops, Program, hops_of
+from bench.compositions import ReduceScatterAllGather, TwoLevel, UnevenAllToAll, blocks
 from bench.messages import Bandwidth, Barrier, Bidirectional, FanIn, Latency, Ring
 from mpipar.errors import UsageError, suggestion
 from mpipar.grid import AXES, Grid
 
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
-    Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, Broadcast, AllToAll, Barrier)}
-CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, "stage-chain", "fan-in")
+    Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, ReduceScatterAllGather, Broadcast,
+    AllToAll, UnevenAllToAll, Barrier)}
+CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain", "fan-in")
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
 CHAIN_SCHEDULES = ("1f1b", "interleaved")
 
@@ -89,8 +91,8 @@ def problems(cases, layout: str | None, world_size: int) -> list[str]:
     return found
 
 
-def world_sections(cases, pair, world_size: int, sizes) -> list[Section]:
-    """Every chosen case on all ranks; two-rank cases on `pair`."""
+def world_sections(cases, pair, world_size: int, sizes, inner: int = 1) -> list[Section]:
+    """Every chosen case on all ranks; two-rank cases on `pair`. inner: see `two_level`."""
     everybody = (tuple(range(world_size)),)
     found = []
     for name in cases:
@@ -102,12 +104,29 @@ def world_sections(cases, pair, world_size: int, sizes) -> list[Section]:
                     found.append(Section(f"pairs {case.name}", case, (one,), (size,), "pair"))
         elif name == "stage-chain":
             found += chain_sections(world_size, sizes)
+        elif name == TwoLevel.name:
+            found.append(two_level(everybody, inner, sizes))
         elif name == "fan-in":
             found.append(Section(name, FanIn, everybody, sizes))
         else:
             case = GROUP_CASES[name]
             found.append(Section(name, case, everybody, sizes if case.sized else (0,)))
     return found
+
+
+def two_level(groups, inner: int, sizes, axis="world", mode="") -> Section:
+    """The all-reduce on two levels, the first among `inner` consecutive world ranks.
+
+    Its title says ranks of the first level x ranks of the second. Raises UsageError.
+    """
+    shapes = {tuple(map(len, blocks(group, inner))) for group in groups}
+    first = next(iter(shapes))
+    if len(shapes) > 1 or len(set(first)) > 1:
+        raise UsageError(
+            f"{TwoLevel.name}: not every group ({axis}: {', '.join(map(str, groups))}) has equally "
+            f"many ranks in each {inner} consecutive ones; give another --inner")
+    return Section(f"{TwoLevel.name} {first[0]}x{len(first)}", partial(TwoLevel, count=inner),
+                   groups, sizes, axis, mode)
 
 
 def chain_sections(world_size: int, sizes) -> list[Section]:
@@ -135,8 +154,11 @@ def without_schedules(sections) -> list[Section]:
     return found
 
 
-def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
-    """The chosen cases on every group of every axis: one group at a time, then all at once."""
+def layout_sections(cases, layout: dict[str, int], sizes, inner: int = 1) -> list[Section]:
+    """The chosen cases on every group of every axis: one group at a time, then all at once.
+
+    inner: see `two_level`.
+    """
     world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
     grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
              for place in range(world_size)]
@@ -146,6 +168,9 @@ def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
         modes = [((group,), "alone") for group in groups]
         modes += [(groups, "together")] if len(groups) > 1 else []
         for name in cases:
+            if name == TwoLevel.name:
+                found += [two_level(some, inner, sizes, axis, mode) for some, mode in modes]
+                continue
             if name == "stage-chain":
                 makes = {f"{name} {schedule}": partial(Program, schedule_name=schedule)
                          for schedule in CHAIN_SCHEDULES} if axis == "pp" else {}

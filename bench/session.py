@@ -164,6 +164,8 @@ class Bench:
             fact = {"ways": {via: list(outcome) for via, outcome in outcomes.items()},
                     "volume": case.volume(), "window": case.window,
                     "per_sample": case.per_sample, "in_place": case.in_place}
+            for one in cases.values():
+                one.close()
         facts = collect(self.world, fact, self.progress)
         before = self.clock_before
         self._look_at_clocks()

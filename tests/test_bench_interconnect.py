@@ -66,6 +66,7 @@ def test_bandwidths_follow_the_conventions():
         "algbw_GBps": 1.0, "busbw_GBps": 1.5}
     assert statistics.bandwidths("all-gather", 4, 1e6, 1000.0)["busbw_GBps"] == 0.75
     assert statistics.bandwidths("ring", 4, 1e6, 1000.0)["busbw_GBps"] == 1.0
+    assert statistics.bandwidths("two-level-all-reduce 2x2", 4, 1e6, 1000.0)["busbw_GBps"] == 1.5
 
 
 def test_rank_sum_is_exact_for_few_and_right_for_many(rng):
@@ -207,6 +208,18 @@ def test_block_form_that_is_slower_than_the_uneven_one_is_found():
     (one,) = findings.guidelines(rows)
     assert (one.via, one.factor) == (BARE, 4.0)
     assert "Reduce_scatter" in one.instead
+
+
+@pytest.mark.parametrize("whole", ["reduce-scatter+all-gather", "two-level-all-reduce 2x2"])
+def test_all_reduce_that_is_slower_than_its_parts_as_one_case_is_found(whole):
+    (one,) = findings.guidelines([row(median=30.0), row(whole, median=10.0)])
+    assert (one.case, one.factor, one.instead) == ("all-reduce", 3.0, whole)
+
+
+def test_form_for_any_parts_that_is_slower_than_messages_is_found():
+    (one,) = findings.guidelines([row("all-to-allv", "mpi4py Alltoallv", median=30.0),
+                                  row("all-to-allv", BARE, median=10.0)])
+    assert (one.factor, one.instead) == (3.0, "all-to-allv (mpi4py)")
 
 
 def test_sizes_that_contradict_each_other_are_found():

@@ -63,6 +63,8 @@ def test_quick_runs_every_case_both_ways_and_checks_it(quick):
         assert len(row["entered_ns"]) == row["iterations"]
     assert {row["via"] for row in run.rows if row["case"] == "reduce-scatter"} == {
         COMM, BARE, "mpi4py Reduce_scatter"}
+    assert {row["via"] for row in run.rows if row["case"] == "all-to-allv"} == {
+        COMM, BARE, "mpi4py Alltoallv"}
 
 
 def test_quick_prints_tables_and_head(quick):
@@ -112,8 +114,8 @@ def test_pictures_of_every_kind(quick, tmp_path):
 
 def test_layout_on_four_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = bench(4, "all-reduce", "stage-chain", "--layout", "pp=2,tp=2", "--bound-GBps", "2.5",
-                 *SHORT, "--json", str(path))
+    done = bench(4, "all-reduce", "two-level-all-reduce", "stage-chain", "--layout", "pp=2,tp=2",
+                 "--inner", "2", "--bound-GBps", "2.5", *SHORT, "--json", str(path))
     assert done.returncode == 0, done.tail()
     rows = [row for row in records.rows_of([str(path)]) if row["via"] == COMM]
     groups = {(row["axis"], row["mode"], tuple(row["ranks"])) for row in rows
@@ -122,7 +124,7 @@ def test_layout_on_four_ranks(tmp_path):
         ("pp", ((0, 2), (1, 3))), ("tp", ((0, 1), (2, 3))))
         for mode in ("alone", "together") for ranks in both}
     assert {row["case"] for row in rows if row["axis"] == "pp"} == {
-        "all-reduce", "stage-chain 1f1b", "stage-chain interleaved"}
+        "all-reduce", "two-level-all-reduce 1x2", "stage-chain 1f1b", "stage-chain interleaved"}
     assert "more ranks than cores" in done.stderr or len(os.sched_getaffinity(0)) >= 4
     assert "# contention: together over alone" in done.stdout
     assert {(row["bound"], row["bound_GBps"]) for row in rows} == {("--bound-GBps", 2.5)}

@@ -3,6 +3,7 @@
 import pytest
 
 from bench import interconnect, plans
+from bench.compositions import blocks
 from mpipar.errors import UsageError
 
 
@@ -32,6 +33,34 @@ def test_sections_of_a_layout_are_its_groups_alone_and_together():
     ]
 
 
+def test_levels_are_blocks_of_consecutive_ranks():
+    layout = plans.read_layout("dp=4,tp=2", 8)
+    found = plans.layout_sections(["two-level-all-reduce"], layout, (8,), 4)
+    assert [(one.title, one.mode, one.groups[0]) for one in found if one.groups[0][0] == 0] == [
+        ("two-level-all-reduce 2x2", "alone", (0, 2, 4, 6)),
+        ("two-level-all-reduce 2x2", "together", (0, 2, 4, 6)),
+        ("two-level-all-reduce 2x1", "alone", (0, 1)),
+        ("two-level-all-reduce 2x1", "together", (0, 1))]
+    (one,) = plans.world_sections(["two-level-all-reduce"], None, 6, (8,), 2)
+    assert one.title == "two-level-all-reduce 2x3"
+    assert blocks((1, 3, 4, 7), 4) == [(1, 3), (4, 7)]
+
+
+@pytest.mark.parametrize("layout", ["dp=4", "dp=2,tp=2"])
+def test_levels_that_are_uneven_are_refused(layout):
+    sizes = plans.read_layout(layout, 4)
+    with pytest.raises(UsageError, match="another --inner"):
+        plans.layout_sections(["two-level-all-reduce"], sizes, (8,), 3)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("ring --inner 2", "is for two-level-all-reduce"), ("all --inner 5", "from 1 to that"),
+    ("all --inner 0", "from 1 to that"), ("all --inner 3", "another --inner")])
+def test_first_level_that_cannot_be_is_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        interconnect.chosen_sections(interconnect.parse(words.split()), 4, 4)
+
+
 @pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])
 def test_layout_that_does_not_fit_is_refused(wrong):
     with pytest.raises(UsageError, match="--layout"):
@@ -42,4 +71,4 @@ def test_layout_that_does_not_fit_is_refused(wrong):
 def test_bound_that_is_no_rate_is_refused(wrong):
     with pytest.raises(UsageError, match="--bound-GBps must be above 0"):
         interconnect.chosen_sections(
-            interconnect.parse(["ring", f"--bound-GBps={wrong}"]), 2)
+            interconnect.parse(["ring", f"--bound-GBps={wrong}"]), 2, 2)

@@ -4,6 +4,7 @@ Device memory is a stand-in (fake_cupy, fake_nccl): it shows that the calls fit,
 """
 
 import sys
+from functools import partial
 
 import fake_cupy
 import fake_nccl
@@ -14,7 +15,8 @@ from mpi4py import MPI
 from bench import plans
 from bench.buffers import POLICIES, Arena
 from bench.cases import COMM, Setup
-from bench.groups import make_group
+from bench.compositions import TwoLevel, UnevenAllToAll
+from bench.groups import make_group, ranks_of_a_host
 from bench.sampling import Plan, Progress, measure
 from mpipar import ops as ops_module
 from mpipar.trace import Recorder
@@ -27,7 +29,7 @@ PLAN = Plan(budget=0.0005, warm_up=1, least=1)
 def sections():
     last = WORLD.size - 1
     cases = [case for case in plans.CASES if case != "pairs"]
-    return plans.world_sections(cases, (0, last), WORLD.size, (48,))
+    return plans.world_sections(cases, (0, last), WORLD.size, (48,), 2)
 
 
 def outcomes(section, transport, ops, policy):
@@ -39,6 +41,8 @@ def outcomes(section, transport, ops, policy):
         ways = section.ways[:1] if transport in ("staged", "nccl") else section.ways
         cases = {via: section.make(setup, via) for via in ways}
         found = measure(group.team, cases, PLAN, Progress(), lambda: False)
+        for case in cases.values():
+            case.close()
         group.close()
     return found
 
@@ -61,7 +65,8 @@ def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
     everybody = (tuple(range(WORLD.size)),)
     chosen = sections()
     if transport == "nccl":  # the stand-in has the world's group alone
-        chosen = [one for one in plans.without_schedules(chosen) if one.groups == everybody]
+        chosen = [one for one in plans.without_schedules(chosen)
+                  if one.groups == everybody and not one.title.startswith(TwoLevel.name)]
     for section in chosen:
         for via, outcome in outcomes(section, transport, ops, "rotated").items():
             assert outcome.problems == [], (section.title, via)
@@ -69,7 +74,7 @@ def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
 
 def test_wrong_payload_of_one_rank_is_everybodys():
     ops = ops_module.make("cpu", "float32")
-    (section,) = plans.world_sections(["all-gather"], None, WORLD.size, (48,))
+    (section,) = plans.world_sections(["all-gather"], None, WORLD.size, (48,), 2)
     make = section.make
 
     class Wrong(make):
@@ -83,3 +88,38 @@ def test_wrong_payload_of_one_rank_is_everybodys():
     assert found[COMM].problems
     assert found[COMM].entered == []
     assert found["mpi4py"].problems == []
+
+
+def test_second_level_that_is_left_out_shows():
+    class Wrong(TwoLevel):
+        def through_comm(self):
+            return self.near.all_gather(self.near.reduce_scatter(self.x, ""), "")
+
+    ops = ops_module.make("cpu", "float32")
+    (section,) = plans.world_sections([TwoLevel.name], None, WORLD.size, (48,), WORLD.size // 2)
+    assert section.title.endswith(f" {WORLD.size // 2}x2")
+    for case, good in ((TwoLevel, True), (Wrong, False)):
+        changed = section._replace(make=partial(case, count=WORLD.size // 2))
+        found = outcomes(changed, "mpi-host", ops, "rotated")
+        assert (found[COMM].problems == []) == good
+        assert found["mpi4py"].problems == []
+
+
+def test_hot_expert_gets_twice_as_much_as_each_other():
+    ops = ops_module.make("cpu", "float64")
+    group = make_group((tuple(range(WORLD.size)),), "world", "mpi-host", ops, WORLD, Recorder())
+    case = UnevenAllToAll(Setup(group.comm, group.mpi, Arena(ops, "reused", 1 << 12), 256), COMM)
+    volume, others = case.volume(), WORLD.size - 1
+    group.close()
+    received = 256 if WORLD.rank == 0 else 128
+    sent_on = 128 // WORLD.size * (others if WORLD.rank == 0 else others + 1)
+    assert volume == {"size_bytes": 256, "bytes_in": 128 + 128 // WORLD.size,
+                      "bytes_out": received, "wire_bytes": sent_on}
+
+
+def test_hosts_that_differ_are_one_level():
+    even = WORLD.rank // 2 * 2
+    assert ranks_of_a_host(WORLD, (even, even + 1)) == 2
+    assert ranks_of_a_host(WORLD, (WORLD.rank, WORLD.size)) == WORLD.size  # not consecutive
+    uneven = (0,) if WORLD.rank == 0 else tuple(range(1, WORLD.size))
+    assert ranks_of_a_host(WORLD, uneven) == (1 if WORLD.size == 2 else WORLD.size)
