@@ -20,8 +20,17 @@ from bench import records, results
 from bench.buffers import Arena, cache_bytes
 from bench.cases import COMM
 from bench.compute import measure_products, measure_reduction, measure_units, step_config
-from bench.curves import REDUCTION, contention, curves, describe, duplex, overhead, quietest
-from bench.fitting import fit
+from bench.curves import (
+    REDUCTION,
+    contention,
+    curves,
+    describe,
+    duplex,
+    fittable,
+    overhead,
+    quietest,
+)
+from bench.fitting import LEAST_SIZES, fit
 from bench.needed import END_BYTES, ROUNDS, SECONDS, measure_rows
 from mpipar import flags
 from mpipar import ops as ops_module
@@ -99,8 +108,9 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
         if len(kinds := sorted({row[name] for row in rows})) > 1:
             raise DataError(f"{', '.join(paths)}: {name} {' and '.join(kinds)}: one model can't"
                             " hold both; fit each by itself")
-    if not any(row["via"] == COMM for row in rows):
-        raise DataError(f"{', '.join(paths)}: no rows through mpipar.comm to fit")
+    if not fittable(rows):
+        raise DataError(f"{', '.join(paths)}: no operation through {COMM} with {LEAST_SIZES} sizes"
+                        " or more to fit")
     return rows, heads
 
 

@@ -28,9 +28,9 @@ def quietest(rows) -> list[dict]:
     return list(found.values())
 
 
-def curves(rows) -> list[Curve]:
-    """A curve for each operation, kind of link and number of ranks that has three sizes or more,
-    and a barrier's one time.
+def fittable(rows) -> dict:
+    """{(operation, link, ranks): {size: [times in us]}} of what has three sizes or more, and of a
+    barrier, which has none.
 
     Only what went through mpipar.comm, on all ranks or alone: what training calls.
     """
@@ -39,9 +39,14 @@ def curves(rows) -> list[Curve]:
         if row["via"] == COMM and row["mode"] != "together" and "stage-chain" not in row["case"]:
             key = (row["case"].removeprefix("pairs "), row["link"], len(row["ranks"]))
             data.setdefault(key, {}).setdefault(row["size_bytes"], []).append(times_us(row))
+    return {key: sizes for key, sizes in sorted(data.items())
+            if len(sizes) >= LEAST_SIZES or set(sizes) == {0}}
+
+
+def curves(rows) -> list[Curve]:
+    """A curve for each operation, kind of link and number of ranks that can be fitted."""
     return [barrier(key, sizes[0]) if set(sizes) == {0} else fit(*key, sizes)
-            for key, sizes in sorted(data.items())
-            if len(sizes) >= LEAST_SIZES or set(sizes) == {0}]
+            for key, sizes in fittable(rows).items()]
 
 
 def barrier(key, launches) -> Curve:

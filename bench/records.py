@@ -23,6 +23,8 @@ COLUMNS = {  # every row has these
     "low_us", "high_us", "algbw_GBps", "busbw_GBps", "skew_us", "slowest_rank", "slowest_share",
     "checked", "sync", "late", *SAMPLES}
 
+NUMBERS = {name for name in COLUMNS if name.endswith(("_us", "_GBps", "_bytes", "_share"))}
+
 
 class Writer:
     """Appends whole lines to a file; without a path it does nothing.
@@ -95,6 +97,8 @@ def parse(lines, name: str) -> list[Run]:
         elif kind == "row":
             if missing := sorted(COLUMNS - value.keys()):
                 raise DataError(f"{name}:{number}: lacks {', '.join(missing)}")
+            if wrong := sorted(one for one in NUMBERS if type(value[one]) not in (int, float)):
+                raise DataError(f"{name}:{number}: {', '.join(wrong)} must be a number")
             runs[-1].rows.append(value)
         elif kind == "end":
             runs[-1].status = value.get("status")

@@ -12,6 +12,8 @@ import pytest
 from helpers import run_command, run_ranks
 from program import LIMIT, environment, one_block
 
+from bench import calibrate
+from mpipar.errors import DataError
 from mpipar.plan import machine_file
 
 SHORT = ("--rounds", "1", "--seconds", "0.002", "--end-bytes", "32K")
@@ -111,7 +113,6 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     (["calibrate", "/missing.jsonl"], 65, "/missing.jsonl: No such file"),
     (["verify", "/missing.json"], 65, "write it with python -m bench.calibrate"),
     (["verify", "x", "--json", "/missing/v.json"], 74, "/missing/v.json: its folder is missing"),
-    (["verify", "x", "--details", "/"], 74, "/: is a folder"),
     (["verify", "machine.json", "--launches", "2"], 2, "run it without"),
     (["verify", "machine.json", "--start", "srun"], 2, "add --launches 5"),
     (["calibrate", "rows.jsonl", "--rounds", "5"], 2, "FILEs hold it already"),
@@ -124,10 +125,8 @@ def test_mistakes_are_named(words, code, message):
 
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda text: text.replace('"link":', '"lnk":'), "lacks link"),
-    (lambda text: text.replace('"via":"mpipar.comm"', '"via":"mpi4py"'), "no rows through"),
+    (lambda text: text.replace('"via":"mpipar.comm"', '"via":"mpi4py"'), "no operation through"),
     (lambda text: text.replace('"sync":"barrier"', '"sync":"none"'), "calls back to back"),
-    (lambda text: text + text.replace('"buffers":"rotated"', '"buffers":"reused"'),
-     "buffers reused and rotated: one model"),
     (lambda text: text.replace('"schema":2', '"schema":7'), "schema 7, this program reads 2"),
 ])
 def test_rows_that_cannot_be_fitted_are_refused(folder, edit, message):
@@ -137,6 +136,16 @@ def test_rows_that_cannot_be_fitted_are_refused(folder, edit, message):
     assert found == 65
     assert message in block
     assert not (folder / "none.json").exists()
+
+
+def test_rows_of_two_kinds_and_rows_that_are_too_few_are_refused(folder):
+    text, path = (folder / "rows.jsonl").read_text(), folder / "others.jsonl"
+    path.write_text(text.replace('"buffers":"rotated"', '"buffers":"reused"'))
+    with pytest.raises(DataError, match="buffers reused and rotated: one model can't hold both"):
+        calibrate.read_rows([str(folder / "rows.jsonl"), str(path)])
+    path.write_text("".join(text.splitlines(True)[:3]))
+    with pytest.raises(DataError, match=r"no operation .* with 3 sizes or more to fit"):
+        calibrate.read_rows([str(path)])
 
 
 def test_launches_that_end_early_are_told(folder):

@@ -128,6 +128,13 @@ def test_what_is_no_such_file_is_refused(tmp_path, text, message):
         records.Writer(str(tmp_path))
 
 
+def test_row_whose_time_is_no_number_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_file(path, [row(), row() | {"median_us": "3", "busbw_GBps": None}])
+    with pytest.raises(DataError, match=r"a\.jsonl:3: busbw_GBps, median_us must be a number"):
+        records.read(str(path))
+
+
 def test_table_says_what_is_unchecked_and_skewed():
     text = table.as_text([row(checked="unchecked", skew_us=2.0), row(size=2048)])
     lines = text.splitlines()
