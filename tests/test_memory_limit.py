@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from program import mpipar, one_block
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpipar import ops as ops_module
 from mpipar.commands import memory_limit
@@ -66,6 +67,16 @@ def test_the_limit_is_taken_back():
         with pytest.raises(MemoryError):
             np.ones(128 << 20, np.uint8)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_products_take_one_thread_inside_the_limit():
+    def threads():
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    with threadpool_limits(2, "blas"):
+        with MemoryLimit(limited(64 << 20), ops_module.make("cpu", "float32"), Recorder()):
+            assert threads() == {1}
+        assert threads() == {2}
 
 
 def test_without_a_limit_the_array_is_named():

@@ -1,8 +1,8 @@
 """`--memory-limit`: each rank's arrays get so many bytes, and what did not fit is named.
 
-On the CPU the kernel enforces it (RLIMIT_DATA: the private memory of the process), on a GPU CuPy's
-pool. A layer that is too large for one device thus fails here as it would there, and the error
-says over how many ranks it fits.
+On the CPU the kernel enforces it (RLIMIT_DATA: the private memory of the process) and products take
+one thread; on a GPU CuPy's pool does. A layer that is too large for one device thus fails here as
+it would there, and the error says over how many ranks it fits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import resource
 import traceback
 from dataclasses import replace
 from math import prod
+
+from threadpoolctl import threadpool_limits
 
 from mpipar.commands.resolve import stage_problems
 from mpipar.config import resolve
@@ -47,6 +49,9 @@ class MemoryLimit:
             # The first product makes BLAS allocate its own buffers: before, not from the budget.
             warm = self.ops.zeros((512, 512), label="buffers")
             self.ops.matmul_forward(warm, warm)
+            # With more threads OpenBLAS allocates for each product, and where it cannot it ends the
+            # process without a word that says why.
+            self.blas = threadpool_limits(1, "blas")
             self.before = resource.getrlimit(resource.RLIMIT_DATA)
             self.limit = data_bytes() + self.budget + RESERVE_BYTES
             if self.before[1] != resource.RLIM_INFINITY:
@@ -61,6 +66,7 @@ class MemoryLimit:
             self._pool().set_limit(size=0)  # none
         elif self.budget is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
+            self.blas.restore_original_limits()
         if out_of_memory:
             raise OutOfMemory(self._problems(error, left)) from error
 
