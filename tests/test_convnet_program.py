@@ -2,11 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import REPOSITORY, find_launcher
 from program import layout_flags, metrics, mpipar, one_block, weights
+
+from mpipar.config import Config
+from mpipar.data import images
+from mpipar.errors import DataError
 
 needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 CONVNET = ("train", "--model", "convnet")
@@ -107,3 +112,18 @@ def test_wrong_flags_are_refused(case):
 def test_a_decoder_refuses_what_belongs_to_a_convnet():
     code, block = one_block(mpipar("explain", "--stem-stride", 2))
     assert (code, "--stem-stride: means nothing to a decoder" in block) == (2, True)
+
+
+@pytest.mark.parametrize("damage", [
+    (b"PK\x01\x02", 6, 99), (b"PK\x01\x02", 8, 1), (b"x.npy", 60, 255)],
+    ids=["zip version", "encrypted", "compressed bytes"])
+def test_a_damaged_file_is_no_file_of_images(tmp_path, damage):
+    path = tmp_path / "images.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).random((40, 6, 5)), y=np.arange(40) % 3)
+    damaged = bytearray(path.read_bytes())
+    mark, distance, byte = damage
+    damaged[damaged.index(mark) + distance] = byte
+    path.write_bytes(damaged)
+    config = replace(Config(), run=replace(Config().run, data=(str(path),)))
+    with pytest.raises(DataError, match=r"is not an \.npz file of arrays of numbers"):
+        images.load(config)

@@ -6,7 +6,9 @@ images, B of a microbatch, H and W height and width, C channels.
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,10 @@ from mpipar.data import rows
 from mpipar.errors import DataError
 
 HELD_OUT = 5  # one image in five is held out
+# What NumPy and the zip reader say of a damaged file, or of one of another kind: RuntimeError of an
+# encrypted one or another version, zlib's of compressed arrays, TokenError of an array's header.
+DAMAGED = (ValueError, TypeError, AttributeError, EOFError, RuntimeError, zipfile.BadZipFile,
+           zlib.error, tokenize.TokenError)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def _read_npz(path: str):
             x, y = file["x"], file["y"]
     except OSError as error:
         raise DataError(f"--data {path}: {error.strerror or error}") from None
-    except (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):
+    except DAMAGED:
         raise DataError(f"--data {path}: is not an .npz file of arrays of numbers, x and y, as"
                         " numpy.savez(FILE, x=images, y=classes) writes it") from None
     return x[..., None] if x.ndim == 3 else x, y, f"{len(y) if y.ndim else 0:,} images of {path}"
