@@ -3,10 +3,8 @@
 //     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //     data = decay data - rate m / (sqrt(v) root + eps)
 //
-// decay = 1 - lr weight_decay, rate = lr / (1 - beta1^step), root = (1 - beta2^step)^(-1/2); the
-// host
-// computes them in double precision. Bytes per parameter: 28 (read data, g, m, v; write data, m,
-// v),
+// decay = 1 - lr weight_decay, rate = lr / (1 - beta1^step), root = (1 - beta2^step)^(-1/2): from
+// the host, in double precision. Bytes per parameter: 28 (read data, g, m, v; write data, m, v),
 // with a copy in 16 bits 30; about 15 FLOPs: 0.5 FLOP/byte. As single operations it is above 100.
 #include "rows.cuh"
 

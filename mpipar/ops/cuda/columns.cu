@@ -1,6 +1,5 @@
 // Sums over the rows of a matrix (rows, columns), in two steps that need no atomics: the gradient
-// of
-// a bias, and the second step of every other sum over rows.
+// of a bias, and the second step of every other sum over rows.
 //
 // column_sums reads every element once: s bytes and 1 FLOP per element, and 4 / (rows per slab)
 // bytes of partial sums; add_slabs reads those again.

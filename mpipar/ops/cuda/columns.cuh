@@ -1,8 +1,7 @@
 // Sums over the rows of a matrix without atomics: the same bits in every run.
 //
 // The rows are cut into slabs. A block of 32 x 8 threads sums 32 columns of one slab and writes
-// them
-// to `partial` (slabs, columns); a second kernel, add_slabs, adds the slabs up in order.
+// them to `partial` (slabs, columns); a second kernel, add_slabs, adds the slabs up in order.
 #pragma once
 
 #include "common.cuh"

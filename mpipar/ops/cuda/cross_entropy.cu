@@ -2,8 +2,7 @@
 //
 // The logits are read once for the statistics and once more for the gradient, which takes their
 // place: 3 s bytes per element of s bytes in all, and no second copy of the logits. Two
-// exponentials
-// and about 10 FLOPs per element: 1 FLOP/byte, so memory decides.
+// exponentials and about 10 FLOPs per element: 1 to 2 FLOP/byte, so memory decides.
 //
 // Only the first `valid` columns count; the others are padding. Column j has the id start + j.
 #include "rows.cuh"
@@ -39,8 +38,7 @@ cross_entropy_stats(int columns, int valid, const T *logits, const long long *ta
 }
 
 // logits = (softmax - onehot(target)) scale, in place; padding becomes 0. lse (rows): log of the
-// sum
-// of exp(logit) over all shards.
+// sum of exp(logit) over all shards.
 template <typename T, int Threads>
 __global__ void __launch_bounds__(Threads)
 cross_entropy_backward(int columns, int valid, T *logits, const long long *targets,

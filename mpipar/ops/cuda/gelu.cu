@@ -2,9 +2,9 @@
 // bias before it; and its gradient.
 //
 // Every thread takes elements as far apart as the grid has threads, neighbours take neighbours.
-// Bytes
-// per element of s bytes: gelu_forward 2s (read x, write y), gelu_backward 3s, bias_gelu_forward 3s
-// where bias and GELU apart move 4s. About 20 FLOPs each: 1 to 3 FLOP/byte, so memory decides.
+// Bytes per element of s bytes: gelu_forward 2s (read x, write y), gelu_backward 3s,
+// bias_gelu_forward 3s where bias and GELU apart move 4s. About 20 FLOPs each: 2 to 3 FLOP/byte in
+// float32, 3 to 5 in 16 bits, so memory decides.
 #include "rows.cuh"
 
 constexpr float GELU_A = 0.7978845608028654f;   // sqrt(2 / pi)

@@ -1,12 +1,10 @@
 // Causal softmax over the rows of attention's scores (matrices, T, T), in place, a block per row;
-// for
-// heads that flash_forward.cu has no tile for. Query i sees key j if positions[j] <= positions[i].
+// for heads that flash_forward.cu has no tile for. Query i sees key j if positions[j] <=
+// positions[i].
 //
 // Forward: three passes over a row, which after the first comes from a cache; 2s bytes per element
-// of
-// s bytes from global memory. Backward: 3s. Below 2 FLOP/byte: memory decides. Compare with the
-// tiles
-// of flash_forward.cu, which never write the scores at all.
+// of s bytes from global memory. Backward: 3s. Below 3 FLOP/byte: memory decides. Compare with the
+// tiles of flash_forward.cu, which never write the scores at all.
 #include "rows.cuh"
 
 // scores = softmax(factor scores) over the visible keys, 0 elsewhere.
