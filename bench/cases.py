@@ -85,6 +85,17 @@ class Case:
         """Write host values into a buffer."""
         x[:] = self.ops.asarray(np.ascontiguousarray(values, self.ops.dtype).reshape(x.shape))
 
+    def wait(self, pending) -> None:
+        """Until what was posted is done."""
+        if self.via == COMM:
+            pending.wait()
+        else:
+            pending.Wait()
+
+    def test(self, pending) -> bool:
+        """Whether what was posted is done; lets it go on."""
+        return pending.test() if self.via == COMM else pending.Test()
+
     def close(self) -> None:
         """Free the communicators that are the case's own. Comm: every member of the group."""
 
@@ -159,19 +170,6 @@ class AllReduce(Collective):
         size = self.elements() * self.item
         return {"size_bytes": size, "bytes_in": size, "bytes_out": size,
                 "wire_bytes": wire_bytes("all_reduce", size, self.ranks)}
-
-
-class PostedAllReduce(AllReduce):
-    """Posted and waited for, as gradients are summed."""
-
-    name = "iall-reduce"
-
-    def through_comm(self):
-        return self.comm.iall_reduce(self.x, NAME).wait()
-
-    def bare(self):
-        self.mpi.Iallreduce(self.in_place_marker, self.x).Wait()
-        return self.x
 
 
 class Blocks(Collective):

@@ -32,11 +32,13 @@ def fittable(rows) -> dict:
     """{(operation, link, ranks): {size: [times in us]}} of what has three sizes or more, and of a
     barrier, which has none.
 
-    Only what went through mpipar.comm, on all ranks or alone: what training calls.
+    Only what went through mpipar.comm, on all ranks or alone: what training calls. Nothing that
+    was measured in turn with computing.
     """
     data: dict = {}
     for row in rows:
-        if row["via"] == COMM and row["mode"] != "together" and "stage-chain" not in row["case"]:
+        if (row["via"] == COMM and row["mode"] != "together" and "num_tests" not in row
+                and "stage-chain" not in row["case"]):
             key = (row["case"].removeprefix("pairs "), row["link"], len(row["ranks"]))
             data.setdefault(key, {}).setdefault(row["size_bytes"], []).append(times_us(row))
     return {key: sizes for key, sizes in sorted(data.items())

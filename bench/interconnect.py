@@ -72,6 +72,9 @@ def parse(argv):
     parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
                         help="ranks start an iteration behind a barrier (default), at an agreed "
                              "instant of the common clock, or at once, for throughput")
+    parser.add_argument("--overlap", type=int, metavar="K",
+                        help=f"also beside computing that is as long, with K tests in between: "
+                             f"{', '.join(plans.POSTED_CASES)}")
     parser.add_argument("--bound-GBps", type=float, metavar="X",
                         help="give busbw in percent of this rate of a rank's link one way (between "
                              "hosts, if there are several; inside one else: a memory copy's)")
@@ -86,11 +89,12 @@ def parse(argv):
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
     args = parser.parse_args(argv)
-    if found := without_effect(args, {word.split("=")[0] for word in argv}):
-        raise UsageError(found)
     if "all" in args.cases or (args.quick and not args.cases):
         skipped = (*plans.PAIR_CASES, "pairs", "fan-in") if args.layout else ()
-        args.cases = [case for case in plans.CASES if case not in skipped]
+        some = plans.CASES if args.overlap is None else plans.POSTED_CASES
+        args.cases = [case for case in some if case not in skipped]
+    if found := without_effect(args, {word.split("=")[0] for word in argv}):
+        raise UsageError(found)
     return args
 
 
@@ -105,10 +109,10 @@ def without_effect(args, typed) -> list[str]:
                      "--quick")
     if args.pair and args.layout is not None:
         found.append("--pair is for two-rank cases, which --layout does not have: give one of them")
-    elif args.pair and args.cases and not {*args.cases} & {*plans.PAIR_CASES, "all"}:
+    elif args.pair and args.cases and not {*args.cases} & {*plans.PAIR_CASES}:
         found.append(f"--pair {args.pair}: only {', '.join(plans.PAIR_CASES)} run on a pair; add "
                      "one of them, or leave it out")
-    if args.inner is not None and args.cases and not {*args.cases} & {TwoLevel.name, "all"}:
+    if args.inner is not None and args.cases and TwoLevel.name not in args.cases:
         found.append(f"--inner {args.inner}: is for {TwoLevel.name}; add it, or leave --inner out")
     return found
 
@@ -125,6 +129,8 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     """What to measure; host_size: ranks of a host. Raises UsageError with all problems."""
     inner = host_size if args.inner is None else args.inner
     found = plans.problems(args.cases, args.layout, world_size)
+    if args.overlap is not None:
+        found += plans.overlap_problems(args.cases, args.overlap)
     if not args.cases:
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
@@ -140,13 +146,21 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     sizes = chosen_sizes(args)
     if args.layout is not None:
         layout = plans.read_layout(args.layout, world_size)
-        return plans.layout_sections(args.cases, layout, sizes, inner)
+        found = plans.layout_sections(args.cases, layout, sizes, inner)
+    else:
+        found = plans.world_sections(args.cases, chosen_pair(args, world_size), world_size, sizes,
+                                     inner)
+    return found if args.overlap is None else [one.overlapped(args.overlap) for one in found]
+
+
+def chosen_pair(args, world_size: int) -> tuple[int, int]:
+    """World ranks for two-rank cases. Raises UsageError."""
     pair = args.pair.split(",") if args.pair else (0, world_size - 1)
     if len(pair) != 2 or len(set(pair)) != 2 or not all(
             str(one).isdecimal() and int(one) < world_size for one in pair):
         raise UsageError(f"--pair {args.pair}: give two different world ranks below {world_size}, "
                          "as 0,1")
-    return plans.world_sections(args.cases, tuple(map(int, pair)), world_size, sizes, inner)
+    return tuple(map(int, pair))
 
 
 def refuse_unaware(transport: str, tried: str) -> None:

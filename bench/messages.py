@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from bench.cases import COMM, NAME, Case, Setup, mismatch, pattern
+from bench.posted import Posted
 
 TAG, ACK_TAG = 5, 6
 SHORT_BYTES = 16 << 10
@@ -36,13 +37,6 @@ class Messages(Case):
         wire, self.label = (self.comm, (NAME,)) if via == COMM else (BareNames(self.mpi), ())
         self.isend, self.irecv = wire.isend, wire.irecv
         self.send, self.recv = wire.send, wire.recv
-
-    def wait(self, pending) -> None:
-        """Until a posted message is done."""
-        if self.via == COMM:
-            pending.wait()
-        else:
-            pending.Wait()
 
     def counts(self) -> tuple[int, int]:
         """Messages that this rank sends and receives in one iteration."""
@@ -158,7 +152,7 @@ class Bidirectional(Bandwidth):
         return volume | {"counted_bytes": 2 * volume["size_bytes"]}
 
 
-class Ring(Messages):
+class Ring(Posted, Messages):
     """Everybody sends to the next rank while receiving from the one before."""
 
     name = "ring"
@@ -169,11 +163,10 @@ class Ring(Messages):
     def sources(self):
         return [((self.index - 1) % self.ranks, 0)]
 
-    def run(self):
+    def post(self):
         receive = self.irecv(self.ys[0], (self.index - 1) % self.ranks, TAG, *self.label)
         send = self.isend(self.xs[0], (self.index + 1) % self.ranks, TAG, *self.label)
-        self.wait(receive)
-        self.wait(send)
+        return [receive, send]
 
 
 class FanIn(Messages):

@@ -7,10 +7,11 @@ from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
-from bench.cases import AllGather, AllReduce, AllToAll, Broadcast, PostedAllReduce, ReduceScatter
+from bench.cases import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from bench.chain import Hops, Program, hops_of
 from bench.compositions import ReduceScatterAllGather, TwoLevel, UnevenAllToAll, blocks
 from bench.messages import Bandwidth, Barrier, Bidirectional, FanIn, Latency, Ring
+from bench.posted import Posted, PostedAllReduce
 from mpipar.errors import UsageError, suggestion
 from mpipar.grid import AXES, Grid
 
@@ -19,6 +20,7 @@ GROUP_CASES = {case.name: case for case in (
     Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, ReduceScatterAllGather, Broadcast,
     AllToAll, UnevenAllToAll, Barrier)}
 CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain", "fan-in")
+POSTED_CASES = tuple(name for name, case in GROUP_CASES.items() if issubclass(case, Posted))
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
 CHAIN_SCHEDULES = ("1f1b", "interleaved")
 
@@ -27,7 +29,8 @@ class Section(NamedTuple):
     """One case on some groups at once.
 
     title: of the table. make(setup, via) -> Case. groups: of world ranks. mode: "" or how the
-    groups of a layout run, "alone" or "together".
+    groups of a layout run, "alone" or "together". num_tests: of a case that is overlapped, how
+    often what is pending is tested while computing.
     """
 
     title: str
@@ -36,6 +39,11 @@ class Section(NamedTuple):
     sizes: tuple[int, ...]
     axis: str = "world"
     mode: str = ""
+    num_tests: int | None = None
+
+    def overlapped(self, num_tests: int) -> Section:
+        """The same beside computing."""
+        return self._replace(title=f"{self.title} overlapped K={num_tests}", num_tests=num_tests)
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -88,6 +96,15 @@ def problems(cases, layout: str | None, world_size: int) -> list[str]:
     if layout is not None:
         found += [f"--layout has no groups for {case!r}; run it without --layout"
                   for case in cases if case in (*PAIR_CASES, "pairs", "fan-in")]
+    return found
+
+
+def overlap_problems(cases, num_tests: int) -> list[str]:
+    """What is wrong with overlapping the cases with computing."""
+    found = [f"--overlap: {case} is not posted and waited for; only {', '.join(POSTED_CASES)} are"
+             for case in cases if case in CASES and case not in POSTED_CASES]
+    if num_tests < 0:
+        found.append(f"--overlap {num_tests}: give the number of tests while computing, 0 or more")
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import results
+from bench import overlap, results
 from bench.buffers import Arena, cache_bytes
 from bench.groups import link_of, make_group, place_fact
 from bench.sampling import Plan, Progress, collect, measure, on_common_clock
@@ -158,6 +158,8 @@ class Bench:
         if group.team is not None:
             setup = Setup(group.comm, group.mpi, self.arena, size, self.window)
             cases = {via: section.make(setup, via) for via in self.ways(section)}
+            if section.num_tests is not None:
+                cases = overlap.with_computing(group.team, section, setup, cases, self.progress)
             outcomes = measure(group.team, cases, self.plan, self.progress,
                                lambda: self.session.stop_requested, self.ahead_ns)
             case = next(iter(cases.values()))
@@ -183,7 +185,8 @@ class Bench:
     def _rows(self, section, group, facts, clock) -> list[dict]:
         rows = []
         for ranks in group.groups:
-            for via in self.ways(section):
+            new = {}
+            for via in facts[ranks[0]]["ways"]:
                 bad = [problem for number in ranks
                        for problem in facts[number]["ways"][via][2]]
                 count = len(facts[ranks[0]]["ways"][via][0])
@@ -197,7 +200,8 @@ class Bench:
                 elif count:
                     entered, left = on_common_clock(
                         [fact["ways"] for fact in facts], ranks, via, clock)
-                    rows.append(self._row(section, ranks, via, facts, entered, left, late))
+                    new[via] = self._row(section, ranks, via, facts, entered, left, late)
+            rows += overlap.completed(new, section.num_tests)
         return rows
 
     def _row(self, section, ranks, via, facts, entered, left, late) -> dict:

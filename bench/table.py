@@ -7,8 +7,10 @@ algbw is size over median time, busbw what the busiest link carries of it, both 
 further apart than a tenth of it, so it says more about the start than about the operation. n
 iterations count; "late" ones, which some rank began after the agreed instant, do not.
 bound_percent is busbw in percent of the bound in the title: what --bound-GBps stated, or, inside a
-host and for information, the rate of a memory copy; bidirectional has twice the bound. With
---machine rows that its cost model covers have two columns more. Cells without a value are empty.
+host and for information, the rate of a memory copy; bidirectional has twice the bound.
+overlap_percent is how much of alone_us passed beside computing_us; time_us is then both together.
+With --machine rows that its cost model covers have two columns more. Cells without a value are
+empty.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ SKEW_SHARE = 0.1
 UNCHECKED = "unchecked"
 HEAD = ("size_B", "count", "type", "via", "n", "late", "time_us", "", "low_us", "high_us", "p5_us",
         "p95_us", "p99_us", "max_us", "algbw_GB/s", "busbw_GB/s", "skew_us", "slowest", "#wrong")
-WHERE_KNOWN = ("bound_percent", "predicted_us", "measured_over_predicted")
+WHERE_KNOWN = ("bound_percent", "alone_us", "computing_us", "overlap_percent", "predicted_us",
+               "measured_over_predicted")
 
 
 def head(rows) -> tuple:

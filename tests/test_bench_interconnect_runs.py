@@ -203,6 +203,22 @@ def test_start_of_iterations_is_said_in_table_and_file(sync, title, tmp_path):
         assert row["iterations"] + row["late"] == len(row["left_ns"])
 
 
+def test_overlap_is_measured_and_printed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = bench(2, "all", *SHORT, "--overlap", "4", "--json", str(path))
+    assert done.returncode == 0, done.tail()
+    assert "# ring overlapped K=4: ranks 0,1" in done.stdout
+    rows = records.rows_of([str(path)])
+    assert len(rows) == 2 * 5
+    both = [row for row in rows if row["via"].endswith("+ computing")]
+    assert len(both) == 4
+    for row in both:
+        assert 0 <= row["overlap_percent"] <= 100
+        # calibrated: to one product, some microseconds, and to what else the machine was doing
+        assert row["computing_us"] < 20 * row["alone_us"]
+        assert f"{row['overlap_percent']:.0f}" in done.stdout
+
+
 def test_launches_are_fresh_jobs_in_one_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     start = f"{find_launcher()} -n 2"

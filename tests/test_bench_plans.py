@@ -61,6 +61,21 @@ def test_first_level_that_cannot_be_is_refused(words, message):
         interconnect.chosen_sections(interconnect.parse(words.split()), 4, 4)
 
 
+def test_all_that_can_be_overlapped_is_what_is_posted():
+    args = interconnect.parse(["all", "--overlap", "3"])
+    found = interconnect.chosen_sections(args, 2, 2)
+    assert [(one.title, one.num_tests) for one in found] == [
+        ("ring overlapped K=3", 3), ("iall-reduce overlapped K=3", 3)]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("ring all-reduce --overlap 2", "all-reduce is not posted"),
+    ("ring --overlap -1", "0 or more"), ("all --overlap 2 --inner 2", "is for two-level")])
+def test_overlap_that_cannot_be_is_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        interconnect.chosen_sections(interconnect.parse(words.split()), 2, 2)
+
+
 @pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])
 def test_layout_that_does_not_fit_is_refused(wrong):
     with pytest.raises(UsageError, match="--layout"):

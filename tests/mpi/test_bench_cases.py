@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench import plans
+from bench import overlap, plans
 from bench.buffers import POLICIES, Arena
 from bench.cases import COMM, Setup
 from bench.compositions import TwoLevel, UnevenAllToAll
 from bench.groups import make_group, ranks_of_a_host
+from bench.posted import PostedAllReduce
 from bench.sampling import Plan, Progress, measure
 from mpipar import ops as ops_module
 from mpipar.trace import Recorder
@@ -40,6 +41,8 @@ def outcomes(section, transport, ops, policy):
         setup = Setup(group.comm, group.mpi, Arena(ops, policy, 1 << 12), section.sizes[0], 3)
         ways = section.ways[:1] if transport in ("staged", "nccl") else section.ways
         cases = {via: section.make(setup, via) for via in ways}
+        if section.num_tests is not None:
+            cases = overlap.with_computing(group.team, section, setup, cases, Progress())
         found = measure(group.team, cases, PLAN, Progress(), lambda: False)
         for case in cases.values():
             case.close()
@@ -123,3 +126,24 @@ def test_hosts_that_differ_are_one_level():
     assert ranks_of_a_host(WORLD, (WORLD.rank, WORLD.size)) == WORLD.size  # not consecutive
     uneven = (0,) if WORLD.rank == 0 else tuple(range(1, WORLD.size))
     assert ranks_of_a_host(WORLD, uneven) == (1 if WORLD.size == 2 else WORLD.size)
+
+
+@pytest.mark.parametrize("num_tests", [0, 3])
+def test_what_is_overlapped_is_checked_too(num_tests, monkeypatch):
+    ops = ops_module.make("cpu", "float32")
+    ways = {COMM, "mpi4py", overlap.COMPUTING, COMM + overlap.BESIDE, "mpi4py" + overlap.BESIDE}
+    chosen = plans.world_sections(plans.POSTED_CASES, None, WORLD.size, (48,))
+    for section in chosen:
+        found = outcomes(section.overlapped(num_tests), "mpi-host", ops, "rotated")
+        assert found.keys() == ways
+        assert all(outcome.problems == [] for outcome in found.values())
+
+    def nothing_sent(work, case):
+        if isinstance(case, PostedAllReduce):
+            case.result = case.x
+
+    monkeypatch.setattr(overlap.Work, "beside", nothing_sent)
+    for section in chosen:
+        found = outcomes(section.overlapped(num_tests), "mpi-host", ops, "rotated")
+        assert {via for via in ways if found[via].problems} == {
+            COMM + overlap.BESIDE, "mpi4py" + overlap.BESIDE}

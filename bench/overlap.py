@@ -1,0 +1,136 @@
+"""How much of an operation passes beside computing: what is left of it when both go on at once.
+
+Three things are measured in turn: the operation alone; computing alone, calibrated to take about as
+long; and both together: post, compute in K + 1 slices with a Test of whatever is pending between
+two, wait. An MPI library without a thread of its own moves a message only inside its calls, so K
+decides. Overlap in percent = 100 - (together - computing) / alone * 100, and never below 0: OSU's
+formula, whose T_cpu - T_test is computing here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+
+from bench.cases import Case, Setup
+from bench.sampling import batch
+from bench.starts import BarrierStart
+
+COMPUTING, BESIDE = "computing", " + computing"
+NOTHING = dict.fromkeys(("bytes_per_rank_in", "bytes_per_rank_out", "bytes_on_wire_per_rank",
+                         "algbw_GBps", "busbw_GBps"), 0)
+SIDE = 32  # of the matrices: three of them fit into any first-level cache
+TRIALS = 20  # runs of the operation from which the computing's length is taken
+LEAST_SECONDS = 2e-4  # of computing, to calibrate it
+TAKES = 5  # of which the quickest counts: whatever else runs can only add
+
+
+class Work:
+    """Products of small matrices in num_tests + 1 slices."""
+
+    def __init__(self, ops, num_tests: int):
+        self.ops, self.slices = ops, [1] * (num_tests + 1)
+        self.x = ops.asarray(np.full((SIDE, SIDE), 1 / SIDE, ops.dtype))
+
+    def compute(self, count: int) -> None:
+        """So many products; the same numbers each time."""
+        for _ in range(count):
+            self.ops.matmul_forward(self.x, self.x)
+
+    def calibrate(self, seconds: float) -> None:
+        """Make all slices together take about so long on this rank, one product at least."""
+        count = 1
+        while (spent := min(self.seconds(count) for _ in range(TAKES))) < LEAST_SECONDS:
+            count *= 2
+        total, parts = max(1, round(seconds / spent * count)), len(self.slices)
+        self.slices = [total * (k + 1) // parts - total * k // parts for k in range(parts)]
+
+    def seconds(self, count: int) -> float:
+        """How long so many products take."""
+        start = perf_counter()
+        self.compute(count)
+        self.ops.synchronize()
+        return perf_counter() - start
+
+    def alone(self) -> None:
+        """All slices."""
+        for count in self.slices:
+            self.compute(count)
+
+    def beside(self, case) -> None:
+        """All slices between posting and waiting, with a Test between two. Comm: the case."""
+        pending = case.post()
+        for count in self.slices[:-1]:
+            self.compute(count)
+            pending = [one for one in pending if not case.test(one)]
+        self.compute(self.slices[-1])
+        for one in pending:
+            case.wait(one)
+
+
+class Computing(Case):
+    """The slices with nothing beside them."""
+
+    name = COMPUTING
+
+    def __init__(self, setup: Setup, work: Work):
+        super().__init__(setup, COMPUTING)
+        self.run = work.alone
+
+    def prepare(self):
+        pass
+
+    def check(self):
+        return []
+
+
+def with_computing(team, section, setup: Setup, cases: dict, progress) -> dict:
+    """{way: case}: each way alone, computing alone, each way beside computing.
+
+    Comm: the first way, and one all-reduce over the team.
+    """
+    work = Work(setup.arena.ops, section.num_tests)
+    work.calibrate(alone_seconds(team, next(iter(cases.values())), progress))
+    found = cases | {COMPUTING: Computing(setup, work)}
+    for via in cases:
+        case = section.make(setup, via)
+        case.run = partial(work.beside, case)  # so that its check is of this too
+        found[via + BESIDE] = case
+    return found
+
+
+def alone_seconds(team, case, progress) -> float:
+    """Median time of a case on the slowest rank. Comm: the case, and one all-reduce."""
+    from mpi4py import MPI
+
+    progress.doing = f"{case.name}, {case.setup.size} bytes, to calibrate the computing"
+    entered, left, _ = batch(BarrierStart(team), case, TRIALS, progress)
+    slowest = np.array([np.median(left - entered)])
+    team.Allreduce(MPI.IN_PLACE, slowest, op=MPI.MAX)
+    return float(slowest[0]) * 1e-9
+
+
+def completed(rows: dict, num_tests: int | None) -> list[dict]:
+    """The rows {way: row} of one group and size, each with num_tests unless that is None.
+
+    Those beside computing get alone_us, computing_us and overlap_percent; computing moves nothing.
+    """
+    if num_tests is None:
+        return list(rows.values())
+    found = []
+    for via, row in rows.items():
+        parts = (via.removesuffix(BESIDE), COMPUTING, via)
+        more = NOTHING if via == COMPUTING else {}
+        if via.endswith(BESIDE) and all(part in rows for part in parts):
+            alone, computing, together = (rows[part]["median_us"] for part in parts)
+            more = {"alone_us": alone, "computing_us": computing,
+                    "overlap_percent": percent(alone, computing, together)}
+        found.append(row | {"num_tests": num_tests} | more)
+    return found
+
+
+def percent(alone: float, computing: float, together: float) -> float:
+    """Share of the operation that passed beside the computing, 0 to 100."""
+    return min(100.0, max(0.0, 100 - (together - computing) / alone * 100))

@@ -1,0 +1,118 @@
+"""bench.interconnect --overlap: what hides and what does not is told apart; no MPI."""
+
+from time import perf_counter
+
+import pytest
+from bench_rows import BARE, COMM, row
+
+from bench import findings, table
+from bench.overlap import BESIDE, COMPUTING, Work, completed, percent
+from mpipar import ops as ops_module
+
+NUM_TESTS, CALLS = 4, 100
+PRODUCTS = 30  # in a slice: short, to fall between two interruptions
+
+
+def until(moment):
+    while perf_counter() < moment:
+        pass
+
+
+class Background:
+    """An operation that goes on by itself."""
+
+    def __init__(self, seconds):
+        self.seconds, self.tests = seconds, 0
+
+    def post(self):
+        return [perf_counter() + self.seconds]
+
+    def test(self, end):
+        self.tests += 1
+        return perf_counter() >= end
+
+    def wait(self, end):
+        until(end)
+
+
+class InWait(Background):
+    """An operation of which nothing happens before somebody waits for it."""
+
+    def test(self, end):
+        self.tests += 1
+        return False
+
+    def wait(self, end):
+        until(perf_counter() + self.seconds)
+
+
+def seconds(function, *arguments):
+    """The quickest of some calls: other load can only add."""
+    found = []
+    for _ in range(CALLS):
+        start = perf_counter()
+        function(*arguments)
+        found.append(perf_counter() - start)
+    return min(found)
+
+
+@pytest.mark.parametrize(("operation", "low", "high"), [(Background, 75, 100), (InWait, 0, 25)])
+def test_overlap_of_a_planted_operation(operation, low, high):
+    work = Work(ops_module.make("cpu", "float32"), NUM_TESTS)
+    work.slices = [PRODUCTS] * (NUM_TESTS + 1)
+    computing = seconds(work.alone)
+    case = operation(computing)
+    assert low <= percent(computing, computing, seconds(work.beside, case)) <= high
+    most = CALLS * NUM_TESTS
+    assert case.tests == most if operation is InWait else 0 < case.tests <= most
+
+
+def test_computing_is_calibrated_in_nearly_equal_slices(monkeypatch):
+    work = Work(ops_module.make("cpu", "float32"), 6)
+    disturbed = iter([9.0, 2.0, 5.0, 3.0, 4.0] * 99)  # the quickest is twice as long as undisturbed
+    monkeypatch.setattr(work, "seconds", lambda count: count * 1e-6 * next(disturbed))
+    work.calibrate(1e-3)
+    assert work.slices == [71, 71, 72, 71, 72, 71, 72]
+    work.calibrate(0.0)
+    assert work.slices == [0, 0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("together", "expected"), [
+    (10.0, 100.0), (15.0, 50.0), (20.0, 0.0), (27.0, 0.0), (9.0, 100.0)])
+def test_percent_is_that_of_osu(together, expected):
+    assert percent(10.0, 10.0, together) == expected
+
+
+def rows_of_a_ring():
+    times = {COMM: 10.0, BARE: 8.0, COMPUTING: 12.0, COMM + BESIDE: 14.0, BARE + BESIDE: 20.0}
+    rows = {via: row("ring overlapped K=3", via, median=time) for via, time in times.items()}
+    return completed(rows, 3)
+
+
+def test_rows_beside_computing_say_what_was_overlapped():
+    rows = {one["via"]: one for one in rows_of_a_ring()}
+    assert {one["num_tests"] for one in rows.values()} == {3}
+    together = rows[COMM + BESIDE]
+    assert (together["alone_us"], together["computing_us"]) == (10.0, 12.0)
+    assert together["overlap_percent"] == pytest.approx(80)
+    assert rows[BARE + BESIDE]["overlap_percent"] == 0
+    assert "overlap_percent" not in rows[COMM]
+    assert rows[COMPUTING]["algbw_GBps"] == rows[COMPUTING]["bytes_on_wire_per_rank"] == 0
+    plain = row()
+    assert completed({COMM: plain}, None) == [plain]
+
+
+def test_way_that_was_refused_has_no_overlap():
+    rows = {via: row("ring", via) for via in (COMPUTING, COMM + BESIDE)}
+    assert all("overlap_percent" not in one for one in completed(rows, 0))
+
+
+def test_table_has_the_columns_of_overlap_and_findings_leave_its_rows_out():
+    rows = rows_of_a_ring()
+    names, *lines = table.text(rows).splitlines()
+    assert names.split()[-3:] == ["alone_us", "computing_us", "overlap_percent"]
+    (line,) = [line for line in lines if COMM + BESIDE in line]
+    assert line.split()[-3:] == ["10.00", "12.00", "80.00"]
+    slow = [one | {"size_bytes": 2 * one["size_bytes"]} | dict.fromkeys(
+        ("low_us", "median_us", "high_us"), 100.0) for one in rows]
+    assert findings.guidelines(rows + slow) == []
