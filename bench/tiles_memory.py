@@ -63,7 +63,7 @@ def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> dict[str, Kernel]:
                                (x,), 2 * one),
         "bias_gelu_forward": Kernel(
             returned(fused.bias_gelu_forward),
-            lambda x, b: (plain.gelu_forward(x + b),), (x, b), 3 * one),
+            lambda x, b: (plain.gelu_forward(x + b),), (x.copy(), b), 3 * one),  # it changes x
         "gelu_backward_input": Kernel(
             returned(fused.gelu_backward_input), returned(plain.gelu_backward_input),
             (dy, x), 3 * one),
@@ -81,30 +81,21 @@ def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> dict[str, Kernel]:
     }
 
 
-def rmsnorm(gpu: Gpu, fused, rows, width, dtype) -> dict[str, Kernel]:
-    """RMSNorm, whose plain formulas stand here."""
+def rmsnorm(gpu: Gpu, fused, plain, rows, width, dtype) -> dict[str, Kernel]:
+    """RMSNorm: kernels over (rows, width)."""
     x, dy = (gpu.random(rows, width, dtype=dtype) for _ in range(2))
     w, dw = gpu.random(width, dtype=dtype), gpu.random(width)
     rstd = fused.rmsnorm_forward(x, w, EPS)[1]
-
-    def forward(x, w):
-        rstd = 1.0 / gpu.xp.sqrt((x * x).mean(axis=-1) + EPS)
-        return x * rstd[:, None] * w, rstd
-
-    def backward_input(dy, x, w, rstd):
-        xhat, g = x * rstd[:, None], dy * w
-        return ((g - xhat * (g * xhat).mean(axis=-1, keepdims=True)) * rstd[:, None],)
-
-    def backward_weight(dy, x, rstd, dw):
-        return (dw + (dy * x * rstd[:, None]).sum(axis=0),)
-
     return {
-        "rmsnorm_forward": Kernel(returned(fused.rmsnorm_forward, EPS), forward, (x, w),
-                                  2 * x.nbytes),
-        "rmsnorm_backward_input": Kernel(returned(fused.rmsnorm_backward_input), backward_input,
-                                         (dy, x, w, rstd), 3 * x.nbytes),
-        "rmsnorm_backward_weight": Kernel(changed(fused.rmsnorm_backward_weight, 3),
-                                          backward_weight, (dy, x, rstd, dw), 2 * x.nbytes),
+        "rmsnorm_forward": Kernel(
+            returned(fused.rmsnorm_forward, EPS), returned(plain.rmsnorm_forward, EPS), (x, w),
+            2 * x.nbytes),
+        "rmsnorm_backward_input": Kernel(
+            returned(fused.rmsnorm_backward_input), returned(plain.rmsnorm_backward_input),
+            (dy, x, w, rstd), 3 * x.nbytes),
+        "rmsnorm_backward_weight": Kernel(
+            changed(fused.rmsnorm_backward_weight, 3), changed(plain.rmsnorm_backward_weight, 3),
+            (dy, x, rstd, dw), 2 * x.nbytes),
     }
 
 
@@ -181,7 +172,7 @@ def rows(gpu: Gpu, args) -> list[dict]:
     found = []
     for dtype in ("float32", "bfloat16"):
         for make in (partial(chains, gpu, fused, plain, args.rows, args.width),
-                     partial(rmsnorm, gpu, fused, args.rows, args.width),
+                     partial(rmsnorm, gpu, fused, plain, args.rows, args.width),
                      partial(softmaxes, gpu, fused, plain, args),
                      partial(updates, gpu, fused, plain, args.rows * args.width)):
             for name, kernel in make(dtype).items():

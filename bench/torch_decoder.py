@@ -70,8 +70,10 @@ class TorchDecoder:
         return self.functional.linear(x, self.leaves[f"{name}.w"], self.leaves[f"{name}.b"])
 
     def _norm(self, x, name):
-        w, b = self.leaves[f"{name}.w"], self.leaves[f"{name}.b"]
-        return self.functional.layer_norm(x, w.shape, w, b)
+        w = self.leaves[f"{name}.w"]
+        if self.config.model.norm == "rms":
+            return self.functional.rms_norm(x, w.shape, w, 1e-5)
+        return self.functional.layer_norm(x, w.shape, w, self.leaves[f"{name}.b"], 1e-5)
 
     def _block(self, x, name):
         model = self.config.model

@@ -29,7 +29,7 @@ def setting(default, text, *, low=None, above=None, below=None, choices=None):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder (GPT-2 family, pre-LayerNorm, learned positions), or a network of convolutions."""
+    """A decoder (GPT-2 family, pre-norm, learned positions), or a network of convolutions."""
 
     model: str = setting("decoder", "decoder of text, or convnet: its D are channels, V classes",
                          choices=("decoder", "convnet"))
@@ -40,6 +40,8 @@ class ModelConfig:
     seq_len: int = setting(64, "tokens per row T; attention memory grows with T^2", low=1)
     vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2)
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
+    norm: str = setting("layer", "layer = LayerNorm; rms = RMSNorm, which has no mean and no bias",
+                        choices=("layer", "rms"))
     ffn_cut: str = setting(
         "pair", "FFN over tp: pair = column + row, one all-reduce; gather = both by output, an "
         "all-gather after each; reduce = both by input, an all-reduce after each",
@@ -179,13 +181,9 @@ def _one_value(name: str, legal: dict, value) -> str | None:
     if legal["choices"] and value not in legal["choices"]:
         hint = suggestion(value, legal["choices"])
         return f"{flag(name)} {value!r}: must be one of {', '.join(legal['choices'])}{hint}"
-    if isinstance(value, str) and not _is_utf8(value):
+    if isinstance(value, str) and any(0xD800 <= ord(letter) < 0xE000 for letter in value):
         return f"{flag(name)} {value!r}: is not valid UTF-8, so it cannot be written to config.toml"
     return None
-
-
-def _is_utf8(text: str) -> bool:
-    return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
 
 
 def _value_problems(config: Config) -> dict[str, str]:

@@ -70,7 +70,7 @@ def settings(found: dict) -> dict:
     for name, value in values.items():
         if type(value) is not bool if name == "tied" else type(value) is not int or value < 1:
             raise TypeError(f"{name} is {value!r}")
-    return values
+    return values | {"model": "decoder", "norm": "layer"}
 
 
 def differences(found: dict) -> list[str]:

@@ -18,7 +18,7 @@ FLOORS = {
     "models": "models",
     "update": "gradsync loss_scale optim",
     "order": "pipeline plan.costs",
-    "state": "data hf_format convnet_format formats checkpoint",
+    "state": "data hf_format own_format formats checkpoint",
     "one rank's work": "train generate classify verify",
     "views": "report plan",
     "commands": "commands cli __main__",

@@ -57,8 +57,9 @@ def step(**run):
 
 @pytest.fixture(scope="module")
 def exact():
-    """The same steps by the plain functions of NumPy in float64, by optimizer."""
-    return {name: step(dtype="float64", optimizer=name) for name in ("sgd", "adamw")}
+    """The same steps by the plain functions of NumPy in float64, by optimizer or norm."""
+    steps = {name: step(dtype="float64", optimizer=name) for name in ("sgd", "adamw")}
+    return steps | {"rms": step(dtype="float64", optimizer="sgd", norm="rms")}
 
 
 def check_step(found, expected, tol):
@@ -72,6 +73,11 @@ def check_step(found, expected, tol):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_float32_step_is_that_of_float64(cupy, attention, exact, optimizer):
     check_step(step(device="cuda", optimizer=optimizer), exact[optimizer], (1e-6, 1e-4))
+
+
+@pytest.mark.shim
+def test_a_float32_step_with_rmsnorm_is_that_of_float64(cupy, exact):
+    check_step(step(device="cuda", optimizer="sgd", norm="rms"), exact["rms"], (1e-6, 1e-4))
 
 
 @pytest.mark.shim
@@ -96,17 +102,20 @@ def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
 @pytest.mark.parametrize("change", [
     ("bias_gelu_forward", lambda ops, x, b: ops.gelu_forward(x)),
     ("bias_backward_weight", lambda ops, dy, db: None),
+    ("rmsnorm_backward_weight", lambda ops, dy, x, rstd, dw: None),
     ("attention_backward_input", lambda ops, dy, qkv, *rest: 0 * qkv),
     ("cross_entropy_backward", lambda ops, logits, *rest: None)], ids=lambda change: change[0])
 def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
     monkeypatch.setattr(FusedOps, *change)
+    norm, wanted = ("rms", "rms") if change[0].startswith("rms") else ("layer", "sgd")
     with pytest.raises(AssertionError):
-        check_step(step(device="cuda", optimizer="sgd"), exact["sgd"], (1e-6, 1e-4))
+        check_step(step(device="cuda", optimizer="sgd", norm=norm), exact[wanted], (1e-6, 1e-4))
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dtype):
+@pytest.mark.parametrize(("dtype", "norm"), [
+    *((dtype, "layer") for dtype in DTYPES), ("bfloat16", "rms")])
+def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dtype, norm):
     """The kernels that a step starts, and how often 16 bits are widened: for positions only."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     started, widened = [], []
@@ -115,17 +124,17 @@ def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dt
         started.append(self.name.split("<")[0]), call(self, *rest, **named)))
     monkeypatch.setattr(MixedOps, "_wide", lambda self, x: (
         widened.append(x) if getattr(x, "dtype", None) == self.dtype else None, wide(self, x))[1])
-    step(device="cuda", dtype=dtype, optimizer="adamw")
+    step(device="cuda", dtype=dtype, optimizer="adamw", norm=norm)
     microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
     kernels = {"in tiles": ("flash_forward", "flash_delta", "flash_dq", "flash_dkv"),
                "whole scores": ("causal_softmax_forward", "causal_softmax_backward")}[attention]
     norms = 2 * blocks + 1
     once = {"bias_gelu_forward": blocks, "gelu_backward": blocks, "column_sums": 4 * blocks,
-            "layernorm_forward": norms, "layernorm_backward": norms, "layernorm_slabs": norms,
+            **{f"{norm}norm_{part}": norms for part in ("forward", "backward", "slabs")},
             **dict.fromkeys(kernels, blocks),
             "cross_entropy_stats": 1, "cross_entropy_backward": 1}
     counts = {name: microbatches * count for name, count in once.items()}
-    counts["add_slabs"] = microbatches * (4 * blocks + 2 * norms)
+    counts["add_slabs"] = microbatches * (4 * blocks + (2 if norm == "layer" else 1) * norms)
     counts["adamw" if dtype == "float32" else "adamw_with_copy"] = 2  # with and without decay
     assert {name: started.count(name) for name in started} == counts
     # position_forward: x and the table; backward of both tables: dy.

@@ -55,6 +55,8 @@ def special_results(ops):
     y, mean, rstd = ops.layernorm_forward(x, one, one, 1e-5)
     dw, db = np.zeros_like(one), np.zeros_like(one)
     ops.layernorm_backward_weight(dy, x, mean, rstd, dw, db)
+    rms, rms_dw = ops.rmsnorm_forward(x, one, 1e-5), np.zeros_like(one)
+    ops.rmsnorm_backward_weight(dy, x, rms[1], rms_dw)
     qkv = np.repeat(x[:, :, None, None, :], 3, axis=2)
     out, probs = ops.attention_forward(qkv, np.arange(8))
     logits, targets = x.reshape(16, 6).copy(), np.zeros(16, np.int64)
@@ -66,6 +68,8 @@ def special_results(ops):
         "gelu_forward": ops.gelu_forward(x), "gelu_backward": ops.gelu_backward_input(dy, x),
         "layernorm_forward": y, "mean": mean, "rstd": rstd, "dw": dw, "db": db,
         "layernorm_backward": ops.layernorm_backward_input(dy, x, one, mean, rstd),
+        "rmsnorm_forward": rms[0], "rms": rms[1], "rms_dw": rms_dw,
+        "rmsnorm_backward": ops.rmsnorm_backward_input(dy, x, one, rms[1]),
         "attention_forward": out, "probs": probs,
         "attention_backward": ops.attention_backward_input(
             dy.reshape(2, 8, 1, 6), qkv, probs, np.arange(8)),

@@ -72,20 +72,22 @@ def test_gelu_is_finite_and_right_far_out(ops):
     assert_close(dx, np.array([0.0, 0.0, 0.5, 1.0, 1.0]), 1e-15, "dx")
 
 
-def test_layernorm_gradients(ops, rng):
+@pytest.mark.parametrize(("norm", "names"), [("layernorm", "wb"), ("rmsnorm", "w")])
+def test_norm_gradients(ops, rng, norm, names):
     x, dy = rng.standard_normal((3, 5, 7)) + 2.0, rng.standard_normal((3, 5, 7))
-    w, b = rng.standard_normal(7), rng.standard_normal(7)
+    params, grads = [rng.standard_normal(7) for _ in names], [np.ones(7) for _ in names]
+    forward, backward_input, backward_weight = (
+        getattr(ops, f"{norm}_{part}") for part in ("forward", "backward_input", "backward_weight"))
 
     def loss():
-        return float((ops.layernorm_forward(x, w, b, 1e-3)[0] * dy).sum())
+        return float((forward(x, *params, 1e-3)[0] * dy).sum())
 
-    _, mean, rstd = ops.layernorm_forward(x, w, b, 1e-3)
-    dx = ops.layernorm_backward_input(dy, x, w, mean, rstd)
-    dw, db = np.ones_like(w), np.ones_like(b)
-    ops.layernorm_backward_weight(dy, x, mean, rstd, dw, db)
+    _, *statistics = forward(x, *params, 1e-3)
+    backward_weight(dy, x, *statistics, *grads)
+    dx = backward_input(dy, x, params[0], *statistics)
     assert_close(dx, numeric_gradient(loss, x), DIFFERENCES, "dx")
-    assert_close(dw, 1 + numeric_gradient(loss, w), DIFFERENCES, "dw")
-    assert_close(db, 1 + numeric_gradient(loss, b), DIFFERENCES, "db")
+    for name, param, grad in zip(names, params, grads, strict=True):
+        assert_close(grad, 1 + numeric_gradient(loss, param), DIFFERENCES, f"d{name}")
 
 
 @pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])

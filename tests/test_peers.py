@@ -18,6 +18,7 @@ pytestmark = pytest.mark.peers
 TOL = 1e-9
 SHAPES = {
     "odd": {"layers": 2, "d_model": 15, "heads": 3, "ffn": 22, "seq_len": 7, "vocab_size": 29},
+    "rms": {"layers": 2, "d_model": 15, "heads": 3, "seq_len": 7, "vocab_size": 29, "norm": "rms"},
     "one of each": {"layers": 1, "d_model": 4, "heads": 1, "ffn": 1, "seq_len": 1, "vocab_size": 2},
     "wide heads": {"layers": 1, "d_model": 34, "heads": 2, "seq_len": 19, "vocab_size": 64},
     "deep": {"layers": 5, "d_model": 24, "heads": 8, "ffn": 50, "seq_len": 33, "vocab_size": 257},

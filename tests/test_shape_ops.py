@@ -187,6 +187,7 @@ CASES = {
     "gelu_forward": lambda ops, a: ops.gelu_forward(a["h"]),
     "gelu_backward_input": lambda ops, a: ops.gelu_backward_input(a["h"], a["h"]),
     "layernorm_forward": lambda ops, a: ops.layernorm_forward(a["h"], a["b"], a["b"], 1e-5),
+    "rmsnorm_forward": lambda ops, a: ops.rmsnorm_forward(a["h"], a["b"], 1e-5),
     "attention_forward": lambda ops, a: ops.attention_forward(a["qkv"], a["positions"]),
     "attention_backward_input": lambda ops, a: ops.attention_backward_input(
         a["dy"], a["qkv"], a["probs"], a["positions"]

@@ -67,6 +67,19 @@ def test_layernorm(ops, rng):
     assert_close(got_db, db, TOL, "db")
 
 
+def test_rmsnorm(ops, rng):
+    x, dy = 3 * rng.standard_normal((3, 70, 37)) + 5, rng.standard_normal((3, 70, 37))
+    w, got_dw = rng.standard_normal(37), np.zeros(37)
+    tx, tw = leaf(x), leaf(w)
+    ty = functional.rms_norm(tx, (37,), tw, 1e-5)
+    dx, dw = gradients(ty, dy, tx, tw)
+    y, rstd = ops.rmsnorm_forward(x, w, 1e-5)
+    ops.rmsnorm_backward_weight(dy, x, rstd, got_dw)
+    assert_close(y, ty.detach().numpy(), TOL, "y")
+    assert_close(ops.rmsnorm_backward_input(dy, x, w, rstd), dx, TOL, "dx")
+    assert_close(got_dw, dw, TOL, "dw")
+
+
 @pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
 def test_attention(ops, rng, kind):
     qkv, dy = rng.standard_normal((2, 131, 3, 3, 5)), rng.standard_normal((2, 131, 3, 5))

@@ -1,38 +1,60 @@
-"""Layer normalization over the model width. Letters: B batch, T tokens, D model width."""
+"""Normalization over the model width. Letters: B batch, T tokens, D model width."""
 
 from __future__ import annotations
 
 from mpipar.layers.param import Param
 
 
-class LayerNorm:
-    """y = (x - mean) / sqrt(var + eps) * w + b, per token; w and b whole on every rank.
+class Norm:
+    """Each token by its own statistics; parameters whole on every rank.
 
-    partial_groups: groups whose ranks hold different tokens, so that w's and b's gradients are sums
-    over them.
+    partial_groups: groups whose ranks hold different tokens, so that the parameters' gradients are
+    sums over them. A kind of norm gives `fills`, the initial values of its parameters, and its
+    array functions: forward gives y and the statistics that both backward functions take.
     """
 
     def __init__(self, ops, name, d_model, comm, partial_groups=(), eps=1e-5):
         self.ops, self.name, self.eps = ops, name, eps
-        self.w = Param(f"{name}.w", (d_model,), comm, fill=1.0, decay=False)
-        self.b = Param(f"{name}.b", (d_model,), comm, fill=0.0, decay=False)
-        self.params = [self.w, self.b]
+        self.params = [Param(f"{name}.{kind}", (d_model,), comm, fill=fill, decay=False)
+                       for kind, fill in self.fills]
         for param in self.params:
             param.grad_groups = partial_groups
+        self._forward, self._backward_input, self._backward_weight = self._functions(ops)
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: none."""
-        y, mean, rstd = self.ops.layernorm_forward(x, self.w.data, self.b.data, self.eps)
-        stash[self.name, "x"] = x, mean, rstd
+        y, *statistics = self._forward(x, *(param.data for param in self.params), self.eps)
+        stash[self.name, "x"] = x, *statistics
         return y
 
     def backward_input(self, dy, stash):
         """dx (B, T, D) of dy (B, T, D). Comm: none."""
         stash[self.name, "dy"] = dy
-        x, mean, rstd = stash[self.name, "x"]
-        return self.ops.layernorm_backward_input(dy, x, self.w.data, mean, rstd)
+        x, *statistics = stash[self.name, "x"]
+        return self._backward_input(dy, x, self.params[0].data, *statistics)
 
     def backward_weight(self, stash):
-        """Accumulate the gradients of w and b. Comm: none."""
-        (x, mean, rstd), dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
-        self.ops.layernorm_backward_weight(dy, x, mean, rstd, self.w.grad, self.b.grad)
+        """Accumulate the gradients of the parameters. Comm: none."""
+        kept, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
+        self._backward_weight(dy, *kept, *(param.grad for param in self.params))
+
+
+class LayerNorm(Norm):
+    """y = (x - mean) / sqrt(var + eps) * w + b."""
+
+    fills = ("w", 1.0), ("b", 0.0)
+
+    def _functions(self, ops):
+        return ops.layernorm_forward, ops.layernorm_backward_input, ops.layernorm_backward_weight
+
+
+class RMSNorm(Norm):
+    """y = x / sqrt(mean(x^2) + eps) * w. Source: Zhang and Sennrich 2019, arXiv 1910.07467."""
+
+    fills = (("w", 1.0),)
+
+    def _functions(self, ops):
+        return ops.rmsnorm_forward, ops.rmsnorm_backward_input, ops.rmsnorm_backward_weight
+
+
+NORMS = {"layer": LayerNorm, "rms": RMSNorm}  # --norm

@@ -14,7 +14,7 @@ import math
 from mpipar.layers.conv import Conv, MaxPool, MeanPool
 from mpipar.layers.ffn import FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
-from mpipar.layers.norm import LayerNorm
+from mpipar.layers.norm import NORMS
 from mpipar.layers.param import Param
 from mpipar.models.stage import LayerRun, balance, stage_parts
 from mpipar.ops.image_ops import out_length
@@ -91,7 +91,7 @@ class Block:
         self.ops = ops
         # Residual branches start smaller so that the stream's variance does not grow with depth.
         out_std = deviation(config.ffn) / math.sqrt(config.layers)
-        self.norm = LayerNorm(ops, f"block{index}.norm", config.d_model, comm)
+        self.norm = NORMS[config.norm](ops, f"block{index}.norm", config.d_model, comm)
         self.pair = ConvPair(ops, f"block{index}", stream_size(config),
                              (config.d_model, config.ffn), cuts, comm, out_std)
         self.params = [*self.norm.params, *self.pair.params]
@@ -134,7 +134,8 @@ def describe(config) -> str:
     image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
                                                              stream_size(config)))
     return (f"{config.layers} pairs of convolutions, {config.d_model} channels, inside a pair"
-            f" {config.ffn}, images {image}, behind the stem {stream}, {config.vocab_size} classes")
+            f" {config.ffn}, images {image}, behind the stem {stream}, {config.vocab_size} classes"
+            f"{', RMSNorm' if config.norm == 'rms' else ''}")
 
 
 class Stage(LayerRun):
@@ -152,7 +153,7 @@ class Stage(LayerRun):
             table = Param("head.table", (config.vocab_size, config.d_model), comm, 0,
                           std=1 / math.sqrt(config.d_model))
             loss = CrossEntropy(ops, config.vocab_size, table, comm)
-            layers += [LayerNorm(ops, "final_norm", config.d_model, comm),
+            layers += [NORMS[config.norm](ops, "final_norm", config.d_model, comm),
                        MeanPool(ops, "mean"), Head(ops, table, WholeTokens(ops, comm)), loss]
         super().__init__(ops, stage, layers, loss, (), copies)
 

@@ -16,7 +16,7 @@ from mpipar.layers.attention import Attention
 from mpipar.layers.embedding import Embedding
 from mpipar.layers.ffn import FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
-from mpipar.layers.norm import LayerNorm
+from mpipar.layers.norm import NORMS
 from mpipar.layers.param import Param
 from mpipar.models.stage import LayerRun, balance, stage_parts
 from mpipar.partition.tokens import hold
@@ -41,9 +41,10 @@ class Block:
         out_std = STD / math.sqrt(2 * config.layers)
         cuts, partial = held.cuts, held.partial_groups
         ffn_cuts = cuts if config.ffn_cut == "pair" else (config.ffn_cut, config.ffn_cut)
-        self.norm1 = LayerNorm(ops, f"{name}.norm1", d_model, comm, partial)
+        norm = NORMS[config.norm]
+        self.norm1 = norm(ops, f"{name}.norm1", d_model, comm, partial)
         self.attn = Attention(ops, f"{name}.attn", d_model, config.heads, cuts, comm, STD, out_std)
-        self.norm2 = LayerNorm(ops, f"{name}.norm2", d_model, comm, partial)
+        self.norm2 = norm(ops, f"{name}.norm2", d_model, comm, partial)
         self.ffn = FeedForward(
             ops, f"{name}.ffn", d_model, config.ffn, ffn_cuts, comm, STD, out_std)
         self.layers = [self.norm1, self.attn, self.norm2, self.ffn]
@@ -94,7 +95,8 @@ def flops(config, stage_layers, stage: int) -> tuple[int, int]:
 def describe(config) -> str:
     """The sizes of a resolved ModelConfig, for a headline."""
     return (f"{config.layers} layers, D {config.d_model}, {config.heads} heads, F {config.ffn},"
-            f" T {config.seq_len}, V {config.vocab_size}{', tied head' if config.tied else ''}")
+            f" T {config.seq_len}, V {config.vocab_size}{', tied head' if config.tied else ''}"
+            f"{', RMSNorm' if config.norm == 'rms' else ''}")
 
 
 class Stage(LayerRun):
@@ -124,7 +126,7 @@ class Stage(LayerRun):
             table = tables.setdefault(name, table_param(name, config, comm))
             loss = CrossEntropy(ops, config.vocab_size, table, comm)
             partial = self.held.partial_groups
-            layers.append(LayerNorm(ops, "final_norm", config.d_model, comm, partial))
+            layers.append(NORMS[config.norm](ops, "final_norm", config.d_model, comm, partial))
             layers += [Head(ops, table, self.held), loss]
         super().__init__(ops, stage, layers, loss, elsewhere, copies)
 

@@ -135,29 +135,42 @@ class ArrayOps(ArrayAttention, ImageOps):
         """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
         return self.gelu_forward(self.bias_forward(x, b))
 
-    # LayerNorm over the last dimension.
+    # Norms over the last dimension. LayerNorm is RMSNorm of x - mean, plus b.
+
+    def rmsnorm_forward(self, x, w, eps):
+        """Return (y, rstd): x (..., D) times rstd = 1 / sqrt(mean(x^2) + eps), scaled; rstd (...).
+
+        Zhang and Sennrich 2019, arXiv 1910.07467.
+        """
+        square = (x * x).mean(axis=-1)
+        rstd = self.scalar(1.0) / self.xp.sqrt(square + self.scalar(eps))
+        return x * rstd[..., None] * w, rstd
+
+    def rmsnorm_backward_input(self, dy, x, w, rstd):
+        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
+        g, xhat = dy * w, x * rstd[..., None]
+        slope = (g * xhat).mean(axis=-1, keepdims=True)
+        return (g - xhat * slope) * rstd[..., None]
+
+    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
+        """Add the sum of dy xhat to dw (D,)."""
+        dw += as_rows(dy * (x * rstd[..., None])).sum(axis=0)
 
     def layernorm_forward(self, x, w, b, eps):
         """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
         mean = x.mean(axis=-1)
-        centered = x - mean[..., None]
-        variance = (centered * centered).mean(axis=-1)
-        rstd = self.scalar(1.0) / self.xp.sqrt(variance + self.scalar(eps))
-        return centered * rstd[..., None] * w + b, mean, rstd
+        y, rstd = self.rmsnorm_forward(x - mean[..., None], w, eps)
+        return y + b, mean, rstd
 
     def layernorm_backward_input(self, dy, x, w, mean, rstd):
-        """Return dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w."""
-        xhat = (x - mean[..., None]) * rstd[..., None]
-        g = dy * w
-        g_mean = g.mean(axis=-1, keepdims=True)
-        slope = (g * xhat).mean(axis=-1, keepdims=True)
-        return (g - g_mean - xhat * slope) * rstd[..., None]
+        """Return dx = c - mean(c), where c is the gradient of x - mean."""
+        centered = self.rmsnorm_backward_input(dy, x - mean[..., None], w, rstd)
+        return centered - centered.mean(axis=-1, keepdims=True)
 
     def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
         """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-        xhat = (x - mean[..., None]) * rstd[..., None]
-        dw += as_rows(dy * xhat).sum(axis=0)
-        db += as_rows(dy).sum(axis=0)
+        self.rmsnorm_backward_weight(dy, x - mean[..., None], rstd, dw)
+        self.bias_backward_weight(dy, db)
 
     # Embeddings. A table shard holds the rows of the ids [start, start + rows).
 

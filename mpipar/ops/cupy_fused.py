@@ -18,6 +18,7 @@ from mpipar.ops.cupy_ops import CupyOps, cuda_tile
 FUSED_16_BITS = (
     "bias_backward_weight", "gelu_forward", "bias_gelu_forward", "gelu_backward_input",
     "layernorm_forward", "layernorm_backward_input", "layernorm_backward_weight",
+    "rmsnorm_forward", "rmsnorm_backward_input", "rmsnorm_backward_weight",
     "attention_forward", "attention_backward_input", "cross_entropy_forward",
     "cross_entropy_backward_input", "adamw_step",
 )

@@ -94,39 +94,82 @@ def gelu_backward_input(dy, x, dx):
         dx[i] = dy[i] * (s + x[i] * (e * part * part) * (a + b3 * square))
 
 
+# Norms. RMSNorm is LayerNorm whose rows have the mean 0.
+
+
+@compiled(REORDER)
+def _rstd(x, i, m, eps):
+    """1 / sqrt(mean of (x - m)^2 + eps) of row i of x (N, D)."""
+    width, one = x.dtype.type(x.shape[1]), x.dtype.type(1.0)
+    total = x.dtype.type(0.0)
+    for j in range(x.shape[1]):
+        total += (x[i, j] - m) * (x[i, j] - m)
+    return one / np.sqrt(total / width + eps)
+
+
+@compiled(REORDER)
+def rmsnorm_forward(x, w, eps, y, rstd):
+    """Write x rstd w to y (N, D), and rstd (N,)."""
+    for i in range(x.shape[0]):
+        r = _rstd(x, i, x.dtype.type(0.0), eps)
+        for j in range(x.shape[1]):
+            y[i, j] = x[i, j] * r * w[j]
+        rstd[i] = r
+
+
 @compiled(REORDER)
 def layernorm_forward(x, w, b, eps, y, mean, rstd):
     """Normalise and scale the rows of x (N, D) into y; mean and rstd (N,)."""
     width = x.dtype.type(x.shape[1])
-    one = x.dtype.type(1.0)
     for i in range(x.shape[0]):
         total = x.dtype.type(0.0)
         for j in range(x.shape[1]):
             total += x[i, j]
         m = total / width
-        total = x.dtype.type(0.0)
-        for j in range(x.shape[1]):
-            total += (x[i, j] - m) * (x[i, j] - m)
-        r = one / np.sqrt(total / width + eps)
+        r = _rstd(x, i, m, eps)
         for j in range(x.shape[1]):
             y[i, j] = (x[i, j] - m) * r * w[j] + b[j]
         mean[i], rstd[i] = m, r
 
 
 @compiled(REORDER)
+def _norm_backward_row(dy, x, w, i, m, r, centered, dx):
+    """Write r (g - mean(g) - xhat mean(g xhat)), g = dy w, to row i of dx (N, D).
+
+    Where x was not centered, mean(g) has no part in it.
+    """
+    width = x.dtype.type(x.shape[1])
+    level = slope = x.dtype.type(0.0)
+    for j in range(x.shape[1]):
+        g = dy[i, j] * w[j]
+        level += g
+        slope += g * ((x[i, j] - m) * r)
+    level, slope = level / width if centered else x.dtype.type(0.0), slope / width
+    for j in range(x.shape[1]):
+        dx[i, j] = r * (dy[i, j] * w[j] - level - (x[i, j] - m) * r * slope)
+
+
+@compiled(REORDER)
+def rmsnorm_backward_input(dy, x, w, rstd, dx):
+    """Write rstd (g - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
+    for i in range(x.shape[0]):
+        _norm_backward_row(dy, x, w, i, x.dtype.type(0.0), rstd[i], False, dx)
+
+
+@compiled(REORDER)
 def layernorm_backward_input(dy, x, w, mean, rstd, dx):
     """Write rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
-    width = x.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
-        m, r = mean[i], rstd[i]
-        total = slope = x.dtype.type(0.0)
+        _norm_backward_row(dy, x, w, i, mean[i], rstd[i], True, dx)
+
+
+@compiled(ROUND_ONCE)
+def rmsnorm_backward_weight(dy, x, rstd, dw):
+    """Add the sum of dy xhat to dw (D,)."""
+    for i in range(x.shape[0]):
+        r = rstd[i]
         for j in range(x.shape[1]):
-            g = dy[i, j] * w[j]
-            total += g
-            slope += g * ((x[i, j] - m) * r)
-        total, slope = total / width, slope / width
-        for j in range(x.shape[1]):
-            dx[i, j] = r * (dy[i, j] * w[j] - total - (x[i, j] - m) * r * slope)
+            dw[j] += dy[i, j] * (x[i, j] * r)
 
 
 @compiled(ROUND_ONCE)

@@ -39,6 +39,27 @@ class NumbaOps(NumpyOps):
         self.kernels.gelu_backward_input(dy.reshape(-1), x.reshape(-1), dx.reshape(-1))
         return dx
 
+    def rmsnorm_forward(self, x, w, eps):
+        """Return (y, rstd): x (..., D) times rstd = 1 / sqrt(mean(x^2) + eps), scaled; rstd (...).
+
+        Zhang and Sennrich 2019, arXiv 1910.07467.
+        """
+        y, rstd = np.empty(x.shape, self.dtype), np.empty(x.shape[:-1], self.dtype)
+        self.kernels.rmsnorm_forward(
+            as_rows(x), w, self.scalar(eps), as_rows(y), rstd.reshape(-1))
+        return y, rstd
+
+    def rmsnorm_backward_input(self, dy, x, w, rstd):
+        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
+        dx = np.empty(x.shape, self.dtype)
+        self.kernels.rmsnorm_backward_input(
+            as_rows(dy), as_rows(x), w, rstd.reshape(-1), as_rows(dx))
+        return dx
+
+    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
+        """Add the sum of dy xhat to dw (D,)."""
+        self.kernels.rmsnorm_backward_weight(as_rows(dy), as_rows(x), rstd.reshape(-1), dw)
+
     def layernorm_forward(self, x, w, b, eps):
         """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
         y = np.empty(x.shape, self.dtype)

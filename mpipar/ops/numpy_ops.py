@@ -121,49 +121,84 @@ class NumpyOps(ArrayOps):
             out *= dy_flat[tile]
         return dx
 
-    # LayerNorm.
+    # Norms. LayerNorm is RMSNorm of x - mean, plus b.
+
+    def rmsnorm_forward(self, x, w, eps):
+        """Return (y, rstd): x (..., D) times rstd = 1 / sqrt(mean(x^2) + eps), scaled; rstd (...).
+
+        Zhang and Sennrich 2019, arXiv 1910.07467.
+        """
+        y, rstd = np.empty(x.shape, self.dtype), np.empty(x.shape[:-1], self.dtype)
+        x_rows, y_rows, rstd_flat = as_rows(x), as_rows(y), rstd.ravel()
+        for tile in self._tiles(*x_rows.shape):
+            self._rms_tile(x_rows[tile], w, eps, y_rows[tile], rstd_flat[tile])
+        return y, rstd
+
+    def _rms_tile(self, x, w, eps, y, r):
+        """Write RMSNorm of a tile x (n, D) to y, which may be x, and its rstd to r (n,)."""
+        np.vecdot(x, x, out=r)
+        r /= self.scalar(x.shape[-1])
+        r += self.scalar(eps)
+        np.sqrt(r, out=r)
+        np.reciprocal(r, out=r)
+        np.multiply(x, r[:, None], out=y)
+        y *= w
+
+    def rmsnorm_backward_input(self, dy, x, w, rstd):
+        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
+        dx, rstd = np.empty(x.shape, self.dtype), rstd.reshape(-1, 1)
+        dy_rows, x_rows, dx_rows = as_rows(dy), as_rows(x), as_rows(dx)
+        for tile in self._tiles(*x_rows.shape):
+            self._rms_backward_tile(dy_rows[tile], x_rows[tile], w, rstd[tile], dx_rows[tile])
+        return dx
+
+    def _rms_backward_tile(self, dy, x, w, r, dx):
+        """Write the gradient of a tile x (n, D) of RMSNorm to dx, which may be x; r (n, 1)."""
+        g = self._buffer("first", x.shape)
+        np.multiply(dy, w, out=g)
+        xhat = np.multiply(x, r, out=dx)
+        slope = np.vecdot(g, xhat)
+        slope /= self.scalar(x.shape[-1])
+        xhat *= slope[:, None]
+        np.subtract(g, xhat, out=dx)
+        dx *= r
+
+    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
+        """Add the sum of dy xhat to dw (D,)."""
+        dy_rows, x_rows, rstd = as_rows(dy), as_rows(x), rstd.reshape(-1)
+        for tile in self._tiles(*x_rows.shape):
+            part = self._buffer("first", x_rows[tile].shape)
+            np.multiply(dy_rows[tile], x_rows[tile], out=part)
+            dw += rstd[tile] @ part  # the factor rstd of each row comes with the sum over rows
 
     def layernorm_forward(self, x, w, b, eps):
         """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
         y = np.empty(x.shape, self.dtype)
         mean, rstd = np.empty(x.shape[:-1], self.dtype), np.empty(x.shape[:-1], self.dtype)
         x_rows, y_rows, mean_flat, rstd_flat = as_rows(x), as_rows(y), mean.ravel(), rstd.ravel()
-        width = self.scalar(x.shape[-1])
-        average = self._ones(x.shape[-1]) / width
+        average = self._average(x.shape[-1])
         for tile in self._tiles(*x_rows.shape):
-            out, m, r = y_rows[tile], mean_flat[tile], rstd_flat[tile]
+            out, m = y_rows[tile], mean_flat[tile]
             np.matmul(x_rows[tile], average, out=m)
             np.subtract(x_rows[tile], m[:, None], out=out)
-            np.vecdot(out, out, out=r)
-            r /= width
-            r += self.scalar(eps)
-            np.sqrt(r, out=r)
-            np.reciprocal(r, out=r)
-            out *= r[:, None]
-            out *= w
+            self._rms_tile(out, w, eps, out, rstd_flat[tile])
             out += b
         return y, mean, rstd
 
+    def _average(self, width):
+        """Return the column by which a row is multiplied to give its mean."""
+        return self._ones(width) / self.scalar(width)
+
     def layernorm_backward_input(self, dy, x, w, mean, rstd):
-        """Return dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w."""
-        dx = np.empty(x.shape, self.dtype)
+        """Return dx = c - mean(c), where c is the gradient of x - mean."""
+        dx, mean, rstd = np.empty(x.shape, self.dtype), mean.reshape(-1, 1), rstd.reshape(-1, 1)
         dy_rows, x_rows, dx_rows = as_rows(dy), as_rows(x), as_rows(dx)
-        mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1, 1)
-        width = self.scalar(x.shape[-1])
-        average = self._ones(x.shape[-1]) / width
+        average = self._average(x.shape[-1])
         for tile in self._tiles(*x_rows.shape):
-            xhat, r = dx_rows[tile], rstd[tile]
-            g = self._buffer("first", xhat.shape)
-            np.subtract(x_rows[tile], mean[tile], out=xhat)
-            xhat *= r
-            np.multiply(dy_rows[tile], w, out=g)
-            g_mean = g @ average
-            slope = np.vecdot(g, xhat)
-            slope /= width
-            xhat *= slope[:, None]
-            np.subtract(g, xhat, out=xhat)
-            xhat -= g_mean[:, None]
-            xhat *= r
+            part = dx_rows[tile]
+            np.subtract(x_rows[tile], mean[tile], out=part)
+            self._rms_backward_tile(dy_rows[tile], part, w, rstd[tile], part)
+            part -= (part @ average)[:, None]
         return dx
 
     def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
@@ -171,10 +206,9 @@ class NumpyOps(ArrayOps):
         dy_rows, x_rows = as_rows(dy), as_rows(x)
         mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1)
         for tile in self._tiles(*x_rows.shape):
-            part = self._buffer("first", x_rows[tile].shape)
+            part = self._buffer("second", x_rows[tile].shape)
             np.subtract(x_rows[tile], mean[tile], out=part)
-            part *= dy_rows[tile]
-            dw += rstd[tile] @ part  # the factor rstd of each row comes with the sum over rows
+            self.rmsnorm_backward_weight(dy_rows[tile], part, rstd[tile], dw)
         self.bias_backward_weight(dy, db)
 
     # Attention: see `numpy_attention`.

@@ -134,7 +134,7 @@ class ShapeOps(ShapeImageOps):
         """Check the shapes."""
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
 
-    # GELU and LayerNorm.
+    # GELU and norms.
 
     def gelu_forward(self, x):
         """Return a new array shaped like x."""
@@ -148,6 +148,22 @@ class ShapeOps(ShapeImageOps):
         """Return a new array shaped like x."""
         assert dy.shape == x.shape, (dy.shape, x.shape)
         return self.empty(x.shape, x.dtype)
+
+    def rmsnorm_forward(self, x, w, eps):
+        """Return (y, rstd)."""
+        assert x.shape[-1:] == w.shape, (x.shape, w.shape)
+        return self.empty(x.shape, x.dtype), self.empty(x.shape[:-1])
+
+    def rmsnorm_backward_input(self, dy, x, w, rstd):
+        """Return dx."""
+        _check_norm(dy, x, rstd)
+        assert x.shape[-1:] == w.shape, (x.shape, w.shape)
+        return self.empty(x.shape, x.dtype)
+
+    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
+        """Check the shapes."""
+        _check_norm(dy, x, rstd)
+        assert x.shape[-1:] == dw.shape, (x.shape, dw.shape)
 
     def layernorm_forward(self, x, w, b, eps):
         """Return (y, mean, rstd)."""
@@ -240,9 +256,9 @@ class ShapeOps(ShapeImageOps):
         assert len(set(shapes)) == 1, shapes
 
 
-def _check_norm(dy, x, mean, rstd):
+def _check_norm(dy, x, *statistics):
     assert dy.shape == x.shape, (dy.shape, x.shape)
-    assert mean.shape == rstd.shape == x.shape[:-1], (mean.shape, rstd.shape, x.shape)
+    assert {one.shape for one in statistics} == {x.shape[:-1]}, (statistics, x.shape)
 
 
 def _heads(qkv, positions):

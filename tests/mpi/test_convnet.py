@@ -43,9 +43,9 @@ def images():
     return ImageSet(rng.standard_normal((90, *MODEL.image_shape)), rng.integers(0, 7, 90))
 
 
-def convnet(layout, num_microbatches=2, ffn_cut="pair", **grid):
-    return small_config(
-        layout, num_microbatches, replace(MODEL, ffn_cut=ffn_cut), rows_per_mb=1, **grid)
+def convnet(layout, num_microbatches=2, ffn_cut="pair", norm="layer", **grid):
+    model = replace(MODEL, ffn_cut=ffn_cut, norm=norm)
+    return small_config(layout, num_microbatches, model, rows_per_mb=1, **grid)
 
 
 def assert_equal(config):
@@ -76,6 +76,11 @@ def test_layout_equals_one_rank(monkeypatch, layout, schedule, num_microbatches)
 def test_every_cut_equals_one_rank(monkeypatch, layout, ffn_cut):
     poison_unwritten(monkeypatch)
     assert_equal(with_sync_sends(convnet(layout, 2, ffn_cut)))
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_rmsnorm_equals_one_rank(layout):
+    assert_equal(convnet(layout, norm="rms"))
 
 
 @pytest.mark.ranks(2, 4)

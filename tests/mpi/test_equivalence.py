@@ -37,9 +37,10 @@ def test_layout_equals_one_rank(layout, schedule, num_microbatches):
     assert_equals_known(small_config(layout, num_microbatches, schedule=schedule))
 
 
+@pytest.mark.parametrize("change", [{"tied": False}, {"norm": "rms"}], ids=str)
 @pytest.mark.parametrize("layout", HERE, ids=str)
-def test_untied_head_equals_one_rank(layout):
-    assert_equals_known(small_config(layout, model=replace(MODEL, tied=False)))
+def test_another_model_equals_one_rank(layout, change):
+    assert_equals_known(small_config(layout, model=replace(MODEL, **change)))
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)

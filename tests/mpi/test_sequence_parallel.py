@@ -70,9 +70,10 @@ def test_four_ranks_a_pair_equal_one_rank(seq_len, tp_matmul):
 
 
 @both_matmuls
+@pytest.mark.parametrize("change", [{"tied": False}, {"norm": "rms"}], ids=str)
 @all_layouts
-def test_untied_head_equals_one_rank(layout, tp_matmul):
-    assert_equals_one_rank(small_config(layout, model=cut_model(tp_matmul, tied=False)))
+def test_another_model_equals_one_rank(layout, change, tp_matmul):
+    assert_equals_one_rank(small_config(layout, model=cut_model(tp_matmul, **change)))
 
 
 @pytest.mark.ranks(4)
@@ -92,14 +93,15 @@ def assert_caught(**options):
 
 
 @pytest.mark.ranks(2, 3)
-def test_replicated_gradient_not_reduced(monkeypatch):
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_replicated_gradient_not_reduced(monkeypatch, norm):
     plain = Comm.all_reduce
 
     def all_reduce(self, x, name, op="sum"):
         return x if name == "grads.tp" else plain(self, x, name, op)
 
     monkeypatch.setattr(Comm, "all_reduce", all_reduce)
-    assert_caught()
+    assert_caught(norm=norm)
 
 
 @pytest.mark.ranks(2, 3)

@@ -68,16 +68,17 @@ def test_barriers_follow_the_formula(layout, num_microbatches):
 
 
 @both_matmuls
+@pytest.mark.parametrize(("norm", "vectors"), [("layer", 2), ("rms", 1)])
 @all_layouts
-def test_one_sum_of_replicated_gradients_a_step(layout, tp_matmul):
-    """Weight and bias of two norms a layer, and of the last one: the only partial gradients."""
-    config = small_config(layout, 5, model=cut_model(tp_matmul))
+def test_one_sum_of_replicated_gradients_a_step(layout, norm, vectors, tp_matmul):
+    """Each vector of two norms a layer, and of the last one: the only partial gradients."""
+    config = small_config(layout, 5, model=cut_model(tp_matmul, norm=norm))
     worker, recorder = real_step(config)
     blocks = sum(len(stage) for stage in blocks_of(worker))
     last = worker.schedule.num_stages - 1 in worker.stages
     sums = [counter[:2] for key, counter in recorder.totals((0, 1)).items()
             if key == ("tp", "grads.tp")]
-    assert sums == [[1, 8 * (4 * blocks + 2 * last) * MODEL.d_model]]
+    assert sums == [[1, 8 * vectors * (2 * blocks + last) * MODEL.d_model]]
 
 
 @all_layouts

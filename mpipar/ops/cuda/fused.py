@@ -116,7 +116,7 @@ class Fused:
 
     def layernorm_forward(self, x, w, b, eps):
         """Return (y, mean, rstd): y (..., D), mean and rstd (...) in float32."""
-        y, mean, rstd = self._results(x)
+        y, mean, rstd = self._results(x, 2)
         self._rows("norm.cu", "layernorm_forward", x, self._whole(x), w, b, float(eps), y, mean,
                    rstd)
         return y, mean, rstd
@@ -135,7 +135,7 @@ class Fused:
 
     def rmsnorm_forward(self, x, w, eps):
         """Return (y, rstd): y (..., D), rstd (...) in float32."""
-        y, _, rstd = self._results(x)
+        y, rstd = self._results(x, 1)
         self._rows("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
         return y, rstd
 
@@ -150,10 +150,10 @@ class Fused:
         arguments = (self._whole(dy), self._whole(x), rstd)
         self._slabs("norm.cu", by_type("rmsnorm_slabs", x.dtype.name), x, arguments, (dw,))
 
-    def _results(self, x):
-        """Return empty arrays like x (..., D), and twice (...) in float32."""
-        return (self._xp.empty(x.shape, x.dtype), self._xp.empty(x.shape[:-1], np.float32),
-                self._xp.empty(x.shape[:-1], np.float32))
+    def _results(self, x, statistics):
+        """Return empty arrays: one like x (..., D), and as many (...) in float32."""
+        return (self._xp.empty(x.shape, x.dtype),
+                *(self._xp.empty(x.shape[:-1], np.float32) for _ in range(statistics)))
 
     # Cross-entropy over a vocabulary shard.
 

@@ -1,0 +1,60 @@
+"""mpipar's own form of what has none with Hugging Face: convnets, and decoders with RMSNorm.
+
+Names and shapes of the tensors are those of the parameters.
+"""
+
+from __future__ import annotations
+
+PREFIX = "mpipar-"  # of model_type
+NUMBERS = {  # fields of ModelConfig that config.json gives, each at least 1
+    "convnet": ("layers", "d_model", "ffn", "vocab_size", "stem_stride"),
+    "decoder": ("layers", "d_model", "ffn", "vocab_size", "heads", "seq_len"),
+}
+NORMS = {"convnet": ("layer", "rms"), "decoder": ("rms",)}
+
+
+def short_name(name: str) -> str:
+    """The name of a parameter in messages and in the order of the file."""
+    return name
+
+
+def file_name(name: str) -> str:
+    """The name in our files."""
+    return name
+
+
+def disk_shape(param) -> tuple[int, ...]:
+    """Shape in the file: a convolution's weight is (k, k, C, N), that of qkv (D, 3, H, d)."""
+    return tuple(param.shape)
+
+
+def to_json(config, dtype: str) -> dict:
+    """What config.json says of a resolved Config whose weights are written as `dtype`."""
+    model = config.model
+    more = {"image_shape": list(model.image_shape)} if model.model == "convnet" else {
+        "tied": model.tied}
+    return {"model_type": PREFIX + model.model, "norm": model.norm, **more, "torch_dtype": dtype,
+            **{name: getattr(model, name) for name in NUMBERS[model.model]}}
+
+
+def settings(found: dict) -> dict:
+    """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+    model = found["model_type"].removeprefix(PREFIX)
+    values = {name: found[name] for name in NUMBERS[model]}
+    shape = tuple(found["image_shape"]) if model == "convnet" else ()
+    for name, value in [*values.items(), *(("image_shape", side) for side in shape)]:
+        if type(value) is not int or value < 1:
+            raise TypeError(f"{name} is {value!r}")
+    values["norm"] = found.get("norm", "layer")  # a convnet's file may be older than the choice
+    if values["norm"] not in NORMS[model]:
+        raise TypeError(f"norm is {values['norm']!r}")
+    if model == "convnet":
+        return values | {"model": model, "image_shape": shape}
+    if type(found["tied"]) is not bool:
+        raise TypeError(f"tied is {found['tied']!r}")
+    return values | {"model": model, "tied": found["tied"]}
+
+
+def differences(found: dict) -> list[str]:
+    """What a config.json says that these layers do not compute: nothing can be said otherwise."""
+    return []
