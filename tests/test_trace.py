@@ -245,6 +245,23 @@ def test_files_that_are_broken_or_of_several_runs_are_refused(delayed, tmp_path,
         trace_file.read(folder)
 
 
+def test_an_operation_that_never_ended_lasts_until_the_failure(delayed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(delayed[1], folder)
+    path = trace_file.rank_path(folder, 1)
+    lines = path.read_text().splitlines(keepends=True)
+    last = max(number for number, line in enumerate(lines) if line.startswith('["r"'))
+    for number, waited in ((last, 0), (last - 1, None)):  # one posted only, one waited for
+        _, posted, blocked, _, *rest = json.loads(lines[number])
+        lines[number] = json.dumps(["r", posted, blocked if waited is None else 0, 0, *rest]) + "\n"
+    path.write_text("".join(lines))
+    trace = trace_file.read(folder)
+    waited, posted = trace.ranks[1].records[-2:]
+    assert waited.posted_ns == waited.waited_ns < waited.done_ns == trace.ranks[1].end
+    assert posted.posted_ns < posted.waited_ns == posted.done_ns == trace.ranks[1].end
+    assert all(call.transfer_ns >= 0 for own in waits.find(trace).calls for call in own)
+
+
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_file(tmp_path):
     """Half a file may end at the end of a line, and then looks whole."""
     head = {"world_rank": 0}

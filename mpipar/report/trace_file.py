@@ -20,7 +20,7 @@ from mpipar.pipeline.csv_format import parse
 from mpipar.pipeline.instructions import Schedule
 from mpipar.report.clock import CommonClock
 from mpipar.report.hang import place
-from mpipar.trace import FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WIRE
+from mpipar.trace import DONE, FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WAITED, WIRE
 
 SCHEMA = 1
 META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
@@ -232,11 +232,14 @@ def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
                 {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
                 [tuple(common(step, 1, 2)) for step in head["steps"]], complete=head["complete"],
                 cores=tuple(head["cores"]))
+            end = head["steps"][-1][2] if head["steps"] else 0
             for line in file:
                 number += 1
                 letter, *entry = json.loads(line)
                 if letter == "r":
                     entry[SITE] = head["sites"][entry[SITE]]
+                    if not entry[DONE]:  # the rank failed in it, or before it waited for it
+                        entry[WAITED], entry[DONE] = entry[WAITED] or end, end
                     trace.records.append(Record(*common(entry, 0, 1, 2)))
                 elif letter == "s":
                     trace.spans.append(Span(*common(entry, 1, 2)))
