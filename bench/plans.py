@@ -174,7 +174,7 @@ def without_schedules(sections) -> list[Section]:
 def layout_sections(cases, layout: dict[str, int], sizes, inner: int = 1) -> list[Section]:
     """The chosen cases on every group of every axis: one group at a time, then all at once.
 
-    inner: see `two_level`.
+    inner: see `two_level`. Raises UsageError where there is nothing to run.
     """
     world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
     grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
@@ -196,4 +196,7 @@ def layout_sections(cases, layout: dict[str, int], sizes, inner: int = 1) -> lis
             for title, make in makes.items():
                 own = sizes if getattr(make, "sized", True) else (0,)
                 found += [Section(title, make, some, own, axis, mode) for some, mode in modes]
+    if not found:
+        raise UsageError(f"--layout has no groups for {', '.join(cases)}: a chain of stages needs "
+                         "pp=2 or more")
     return found

@@ -76,6 +76,11 @@ def test_overlap_that_cannot_be_is_refused(words, message):
         interconnect.chosen_sections(interconnect.parse(words.split()), 2, 2)
 
 
+def test_a_chain_of_one_stage_is_refused():
+    with pytest.raises(UsageError, match=r"stage-chain: .* needs pp=2"):
+        plans.layout_sections(["stage-chain"], plans.read_layout("dp=2", 2), (8,))
+
+
 @pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])
 def test_layout_that_does_not_fit_is_refused(wrong):
     with pytest.raises(UsageError, match="--layout"):
