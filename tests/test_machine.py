@@ -1,6 +1,7 @@
 """The cost model of a machine: its file, its estimates, and the step that it predicts."""
 
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -87,6 +88,9 @@ def test_places_that_cannot_be_read_or_written(tmp_path):
         with pytest.raises(OutputError):
             machine_file.save(machine(), place)
     machine_file.check_writable(tmp_path / "machine.json")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="is a folder or a device"):
+        machine_file.check_writable(tmp_path / "pipe")
 
 
 # --- estimates

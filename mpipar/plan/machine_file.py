@@ -30,8 +30,8 @@ def save(machine: Machine, path: str) -> None:
 
 def check_writable(path: str) -> None:
     """Before long measurements. Raises OutputError when `save` could not write the file."""
-    if Path(path).is_dir():
-        raise OutputError(f"{path}: is a folder")
+    if Path(path).exists() and not Path(path).is_file():  # a device would be replaced by a file
+        raise OutputError(f"{path}: is a folder or a device; name a file")
     if not os.access(Path(path).resolve().parent, os.W_OK):
         raise OutputError(f"{path}: its folder is missing or cannot be written")
 
