@@ -95,6 +95,17 @@ def test_a_planted_slowdown_comes_first(part, causes, share):
     assert back.verdict == "faster"
 
 
+def test_a_step_takes_what_it_takes_untraced():
+    before, after = run(1), run(1)
+    for side, seconds in ((before, 0.05), (after, 0.06)):  # tracing took as long again
+        untraced = [{"step": step, "step_seconds": seconds} for step in range(STEPS + 1, 20)]
+        side.trace.metrics.extend(untraced)
+    step, known_from = comparison.step_time(before, after)
+    assert (step.before_ms, step.after_ms, step.verdict) == (50, 60, "slower")
+    assert known_from == "12 and 12 steps"
+    assert "traced" in comparison.step_time(before, run(1))[1]
+
+
 def test_who_was_late_and_with_what_is_named():
     waited = comparison.waited_for(run(1), run(2, late=PLANTED_MS))[0]
     assert waited.what == "rank 1: forward of stage 0"

@@ -16,6 +16,7 @@ from statistics import median, quantiles
 from mpipar.report.analysis import Analysis, category
 from mpipar.report.causes import WORDS
 from mpipar.report.segments import Segment
+from mpipar.report.trace_file import Trace
 
 LEAST_STEPS = 3
 PLACES = {"out", "run-name", "trace", "trace-ops"}  # settings that do not change what is run
@@ -51,14 +52,19 @@ def change(what: str, before: list[float], after: list[float]) -> Change:
     return Change(what, median(before), median(after), verdict(before, after))
 
 
+def untraced_ms(trace: Trace) -> list[float]:
+    """How long each step of the run took that was not traced, but the first."""
+    traced = {step for step, *_ in trace.ranks[0].steps}
+    return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
+
+
 def step_time(before: Analysis, after: Analysis) -> tuple[Change, str]:
     """How long a step takes, and from which steps that is known.
 
-    From the steps of the whole run but the first, where both runs have enough of them; they were
-    not slowed down by recording. Else from the traced ones.
+    From the steps of the whole run but the first and the traced ones, which --trace-ops slows down,
+    where both runs have enough of them. Else from the traced ones.
     """
-    whole = [[line["step_seconds"] * 1e3 for line in side.trace.metrics[1:]]
-             for side in (before, after)]
+    whole = [untraced_ms(side.trace) for side in (before, after)]
     if min(map(len, whole)) >= LEAST_STEPS:
         return change("step", *whole), f"{len(whole[0])} and {len(whole[1])} steps"
     traced = [[max(rank.steps[i][2] - rank.steps[i][1] for rank in side.trace.ranks) * 1e-6
