@@ -42,6 +42,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results, tiles_gpu
+from bench.tiles_attention import HEAD_WIDTH
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
@@ -73,7 +74,7 @@ def parse(argv):
         ("rows", 8192, "tokens of the chains"),
         ("width", 1536, "elements of each"),
         ("seq-len", 1024, "tokens of a sequence in attention"),
-        ("heads", 6, "attention heads, of 64 elements each"),
+        ("heads", 6, f"attention heads, of {HEAD_WIDTH} elements each"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
@@ -110,17 +111,18 @@ def chains(args) -> dict[str, Chain]:
 def attention(args, real) -> dict[str, Chain]:
     """Both halves of attention over one sequence, in tiles of queries."""
     positions = np.arange(args.seq_len)
-    qkv, dy = real(1, args.seq_len, 3, args.heads, 64), real(1, args.seq_len, args.heads, 64)
+    qkv = real(1, args.seq_len, 3, args.heads, HEAD_WIDTH)
+    dy = real(1, args.seq_len, args.heads, HEAD_WIDTH)
     y, probs = make("cpu", "float32").attention_forward(qkv, positions)
     pairs = args.heads * args.seq_len * (args.seq_len + 1) // 2
     tiles = {"tiles": QUERIES, "constant": (numpy_attention, "QUERY_TILE")}
     return {
         "attention_forward": Chain(
             lambda ops, qkv: ops.attention_forward(qkv, positions)[0], (qkv,),
-            qkv.nbytes + y.nbytes + probs.nbytes, 2 * 2 * 64 * pairs, **tiles),
+            qkv.nbytes + y.nbytes + probs.nbytes, 2 * 2 * HEAD_WIDTH * pairs, **tiles),
         "attention_backward_input": Chain(
             lambda ops, *of: ops.attention_backward_input(*of, positions), (dy, qkv, probs),
-            2 * qkv.nbytes + dy.nbytes + probs.nbytes, 4 * 2 * 64 * pairs, **tiles),
+            2 * qkv.nbytes + dy.nbytes + probs.nbytes, 4 * 2 * HEAD_WIDTH * pairs, **tiles),
     }
 
 

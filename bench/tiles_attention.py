@@ -16,6 +16,8 @@ from mpipar.errors import EnvironmentProblem
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cupy_fused import FusedOps
 
+HEAD_WIDTH = 64  # GPT-2's, in all its sizes; above MOST_WIDTH there are no tiles
+
 
 def ways() -> dict[str, FusedOps]:
     """Name -> operations; the tile model only where its package is installed."""
@@ -33,7 +35,7 @@ def rows(gpu: Gpu, args) -> list[dict]:
     FLOPs: those of the visible half of two products forward, four backward; what tiles compute
     again is not counted. kept_MB: what the forward pass leaves for the backward pass, beside qkv.
     """
-    batch, width = max(1, args.rows // args.seq_len), args.width // args.heads
+    batch, width = max(1, args.rows // args.seq_len), HEAD_WIDTH
     shape = (batch, args.seq_len, args.heads, width)
     flops = 2 * batch * args.heads * args.seq_len**2 * width
     plain, positions = ArrayOps(gpu.xp, "float64", "cuda"), gpu.xp.arange(args.seq_len)
