@@ -106,11 +106,11 @@ def row(case, num_ranks, facts) -> dict:
 def parse(argv):
     """Sizes of the product and of the measurement."""
     parser = flags.Parser(prog="python -m bench.matmul", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=1024, help="rows T of x (1024)")
-    parser.add_argument("--inner", type=int, default=1024, help="columns K of x (1024)")
-    parser.add_argument("--outer", type=int, default=1024, help="columns N of w (1024)")
+    parser.add_argument("--tokens", type=flags.count, default=1024, help="rows T of x (1024)")
+    parser.add_argument("--inner", type=flags.count, default=1024, help="columns K of x (1024)")
+    parser.add_argument("--outer", type=flags.count, default=1024, help="columns N of w (1024)")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
-    parser.add_argument("--repeats", type=int, default=7, help="repetitions (7)")
+    parser.add_argument("--repeats", type=flags.count, default=7, help="repetitions (7)")
     parser.add_argument("--json", help="write the rows to this file, beside those of other ranks")
     return parser.parse_args(argv)
 

@@ -54,8 +54,9 @@ def parse(argv):
         ("vocab-size", 256, "tokens in the vocabulary"),
         ("repeats", 20, "timed steps"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--threads", type=int,
+        parser.add_argument(f"--{name}", type=flags.count, default=default,
+                            help=f"{text} ({default})")
+    parser.add_argument("--threads", type=flags.count,
                         help="of PyTorch, and of all ranks together (number of ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device")

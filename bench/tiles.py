@@ -44,6 +44,7 @@ from threadpoolctl import threadpool_limits
 from bench import results, tiles_gpu
 from bench.tiles_attention import HEAD_WIDTH
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
+from mpipar.flags import count
 from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
 
@@ -76,9 +77,9 @@ def parse(argv):
         ("seq-len", 1024, "tokens of a sequence in attention"),
         ("heads", 6, f"attention heads, of {HEAD_WIDTH} elements each"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+        parser.add_argument(f"--{name}", type=count, default=default, help=f"{text} ({default})")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
-    parser.add_argument("--repeats", type=int, help="timed calls (CPU: 5, the best counts; GPU: "
+    parser.add_argument("--repeats", type=count, help="timed calls (CPU: 5, the best counts; GPU: "
                                                     "20, the median)")
     parser.add_argument("--json", help="write the result to this file; GPU: to this folder")
     args = parser.parse_args(argv)

@@ -71,6 +71,13 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+def count(text: str) -> int:
+    """A whole number above 0: the type of an argument."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
+    return int(text)
+
+
 def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS)) -> None:
     """Add the flags of the named fields in one group per section, and --config.
 

@@ -3,7 +3,11 @@
 import json
 import sys
 
+import pytest
 from helpers import run_ranks
+
+from bench import matmul, step, tiles
+from mpipar.errors import UsageError
 
 SIZES = "--tokens 21 --inner 10 --outer 13 --repeats 2 --dtype float64".split()
 WRONG = """
@@ -47,3 +51,12 @@ def test_a_wrong_cut_is_not_timed():
     assert done.returncode == 1, done.tail()
     assert "column_sp on grid 2, rank 0: dx is off by" in done.stdout
     assert "median_ms" not in done.stdout
+
+
+@pytest.mark.parametrize("bench", [matmul, step, tiles])
+@pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
+def test_a_size_is_a_whole_number_above_zero(bench, number, capsys):
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        bench.parse(["--repeats", number])
+    said = str(caught.value) + capsys.readouterr().err
+    assert f"argument --repeats: '{number}': must be a whole number above 0" in said
