@@ -28,6 +28,7 @@ def kernel(function):
 
 def launch(on, grid, function, arguments):
     assert on is stream
+    assert all(grid), "CUDA starts no grid without blocks"
     arguments = on_host(arguments)
     for one in itertools.product(*map(range, grid)):
         block[:len(one)] = one

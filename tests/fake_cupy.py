@@ -120,6 +120,7 @@ class RawKernel:
 
     def __call__(self, grid, block, arguments, shared_mem):
         assert shared_mem <= self.max_dynamic_shared_size_bytes
+        assert all(grid), "CUDA starts no grid without blocks"
         for one in arguments:  # CuPy makes a Python int 8 bytes: say which is meant
             assert isinstance(one, DeviceArray | np.int32 | np.int64 | np.float32), type(one)
         stream.busy = True

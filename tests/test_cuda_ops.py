@@ -54,6 +54,16 @@ def test_every_function_equals_plain(cupy, gemm):
                      2e-5, name)
 
 
+@pytest.mark.parametrize("gemm", WAYS)
+def test_a_piece_without_rows_is_a_product_too(cupy, gemm):
+    """What a rank of the ring has where there are fewer tokens than ranks."""
+    ops = make("cuda", "float32", gemm=gemm)
+    none, w, dw = cupy.zeros((0, 8), np.float32), *(cupy.ones((8, 6), np.float32) for _ in "wd")
+    assert ops.matmul_forward(none, w).shape == (0, 6)
+    ops.matmul_backward_weight(none, ops.matmul_forward(none, w), dw)
+    assert ops.to_host(dw).tolist() == np.ones((8, 6)).tolist()
+
+
 def test_float64_goes_to_cublas(cupy):
     ops = make("cuda", "float64")
     expected = call_every_op(plain("float64"), SMALL)

@@ -95,6 +95,8 @@ class TileGemm:
 
     def __call__(self, a, b, out, accumulate=False):
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
+        if out.size == 0:  # as a piece of fewer tokens than ranks: no block to start
+            return
         a, b, out = checked(a, b, out)
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
         layout = "NT"[a_turned] + "NT"[b_turned]

@@ -26,6 +26,8 @@ class TileModelGemm:
 
     def __call__(self, a, b, out, accumulate=False):
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
+        if out.size == 0:  # as in TileGemm
+            return
         a, b, out = checked(a, b, out)
         tiles = TILES[a.itemsize]
         grid = tuple(ceil(n / tile) for n, tile in zip(out.shape, tiles[:2], strict=True))
