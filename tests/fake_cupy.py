@@ -159,7 +159,7 @@ cuda = types.SimpleNamespace(
     alloc_pinned_memory=alloc_pinned_memory,
     Device=lambda number=0: types.SimpleNamespace(
         id=number, use=lambda: None, pci_bus_id="0000:3B:00.0",
-        attributes={"MultiProcessorCount": 3}),
+        compute_capability="90", attributes={"MultiProcessorCount": 3}),
     Event=Event, get_elapsed_time=lambda start, stop: 1.0,  # ms
     runtime=types.SimpleNamespace(
         getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"NVIDIA H200"}, **{

@@ -10,6 +10,7 @@ from ops_cases import LARGE, call_every_op, plain
 
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
 from mpipar.ops import make
+from mpipar.ops.cuda.loader import Loader
 
 
 def test_unknown_device_is_a_bug():
@@ -45,6 +46,17 @@ def test_a_cupy_without_bfloat16_is_too_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(__version__="13.6.0"))
     with pytest.raises(EnvironmentProblem, match=r"CuPy 14 .* 13\.6\.0 .*'\.\[cuda\]'"):
         make("cuda", "float32")
+
+
+@pytest.mark.parametrize(("capability", "fits"), [("75", False), ("80", True), ("120", True)])
+def test_a_device_that_the_kernels_are_too_new_for_is_named(capability, fits):
+    device = types.SimpleNamespace(compute_capability=capability)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+    if fits:
+        Loader(cupy)
+    else:
+        with pytest.raises(EnvironmentProblem, match=r"7\.5, .* --kernels plain"):
+            Loader(cupy)
 
 
 @pytest.mark.gpu

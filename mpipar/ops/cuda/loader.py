@@ -1,6 +1,9 @@
 """Compiles the kernels of this folder at their first use and starts them, through CuPy."""
 
+from mpipar.errors import EnvironmentProblem
 from mpipar.ops.cuda import kernels
+
+OLDEST_DEVICE = 80  # compute capability: the first with bfloat16 products and cp.async
 
 # More shared memory than this, a kernel has to ask for.
 PLAIN_SHARED_BYTES = 48 << 10
@@ -10,9 +13,16 @@ class Loader:
     """The kernels of one device.
 
     CuPy compiles with NVRTC and keeps the result on disk, found by the source and the architecture.
+    Raises EnvironmentProblem for a device that they were not written for.
     """
 
     def __init__(self, xp):
+        found = xp.cuda.Device().compute_capability
+        if int(found) < OLDEST_DEVICE:
+            raise EnvironmentProblem(
+                f"this GPU has compute capability {found[:-1]}.{found[-1]}, and the kernels of "
+                "mpipar need 8.0 (A100) or newer: type --kernels plain and leave --gemm out, or "
+                "take another GPU")
         self._xp = xp
         self._functions = {}
 
