@@ -37,11 +37,15 @@ class Products:
         return TileGemm(self.gpu.loader, lambda layout, dtype, out_dtype, rows, columns:
                         ladder.gemm(rung, layout, dtype, out_dtype, tiles))
 
-    def timed(self, name, gemm, a, b, expected) -> tuple[float, float]:
-        """Seconds on device and host of gemm(a, b), which must be what is expected."""
+    def timed(self, name, gemm, a, b, expected, precision=None) -> tuple[float, float]:
+        """Seconds on device and host of gemm(a, b), which must be what is expected.
+
+        precision: where it is not that of the operands' type.
+        """
         out = self.xp.full(expected.shape, np.nan, np.float32).astype(expected.dtype)
         gemm(a, b, out)
-        self.gpu.check(f"{name} of {a.shape} x {b.shape}", out, expected, a.dtype.name)
+        self.gpu.check(f"{name} of {a.shape} x {b.shape}", out, expected,
+                       precision or a.dtype.name)
         return self.gpu.timed(partial(gemm, a, b, out))
 
     def operands(self, m, n, k, dtype):
@@ -64,8 +68,9 @@ def product_rows(gpu: Gpu, sizes=SIZES) -> list[dict]:
             a, b, expected, blas = products.operands(m, n, k, dtype)
             found = [("cuBLAS", dtype, blas)]
             if dtype == "float32":
-                tf32 = partial(BlasGemm(gpu.xp, tf32=True), a, b, gpu.xp.empty_like(expected))
-                found.append(("cuBLAS TF32", "tf32", gpu.timed(tf32)))
+                tf32 = products.timed("cuBLAS TF32", BlasGemm(gpu.xp, tf32=True), a, b, expected,
+                                      "tf32")
+                found.append(("cuBLAS TF32", "tf32", tf32))
             names = [rung for rung in ladder.RUNGS if (rung == "mma") == (dtype == "bfloat16")]
             found += [(rung, dtype, products.timed(rung, products.rung(rung), a, b, expected))
                       for rung in names]

@@ -39,6 +39,9 @@ def test_products(card, monkeypatch):
         assert row["percent_of_cublas"] == 100.0
     roofs = [100 * row["tflop_per_s"] / row["percent_of_roof"] for row in rows]
     assert roofs == pytest.approx([67, 495, 67, 989, 989])
+    monkeypatch.setitem(gpu.TOLERANCE, "tf32", 0.0)
+    with pytest.raises(ValueError, match=r"cuBLAS TF32 .*, tf32: off by"):
+        tiles_gpu.product_rows(card, [SIZE])
 
 
 @pytest.mark.slow
