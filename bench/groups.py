@@ -17,6 +17,7 @@ from mpipar.comm import Comm
 from mpipar.connect import Options
 from mpipar.device_transport import DeviceTransport, StagedTransport
 from mpipar.environment import host_name
+from mpipar.report import gpus
 from mpipar.transport import HostTransport
 
 POLL_SECONDS = 0.5e-3
@@ -97,11 +98,12 @@ def sockets(cores, folder: str = "/sys/devices/system/cpu") -> list[int]:
     return sorted(found)
 
 
-def place_fact(world_rank: int) -> dict:
-    """Where this rank runs."""
+def place_fact(world_rank: int, ops) -> dict:
+    """Where this rank runs; gpu, gpus: its GPU and those that it sees, if its arrays are there."""
     cores = sorted(os.sched_getaffinity(0))
-    return {"rank": world_rank, "host": host_name(os.environ), "cores": cores,
-            "sockets": sockets(cores)}
+    own = {} if ops.device == "cpu" else gpus.fact(ops.xp, ops.xp.cuda.Device().id)
+    return own | {"rank": world_rank, "host": host_name(os.environ), "cores": cores,
+                  "sockets": sockets(cores)}
 
 
 def link_of(places: list[dict], ranks) -> str:

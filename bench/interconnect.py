@@ -36,6 +36,7 @@ from mpipar.errors import (
     UsageError,
 )
 from mpipar.launch import guard
+from mpipar.report import gpus
 from mpipar.report.gather import broadcast_text
 
 QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
@@ -189,6 +190,7 @@ def say_head(bench, head) -> None:
         f"bound of busbw: {head['bound']}"]
     if head["crowded"]:
         lines.append("more ranks than cores on a host: shapes only, times say little")
+    lines += gpus.remarks(bench.places)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

@@ -80,7 +80,7 @@ class Bench:
         self.arena = Arena(self.ops, buffers, footprint or cache_bytes())
         self.recorder, self.progress = Recorder(), Progress()
         self.recorder.phase = "F"
-        self.places = gather_facts(self.world, place_fact(self.world.rank))
+        self.places = gather_facts(self.world, place_fact(self.world.rank, self.ops))
         self.owners = shared_clocks(self.world, clock_identity())
         self.ahead_ns, self.clock_before = 0, {}
         self._look_at_clocks()

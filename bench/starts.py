@@ -3,8 +3,9 @@
 
 Ranks leave a barrier one after the other, and what lies between is added to a short operation or
 hidden in it. A deadline is an instant on the common clock, far enough ahead that every rank has
-heard of it; a rank that has not is late, and the iteration does not count. Without either, calls
-follow each other as fast as they can: that gives throughput, not the time of one call.
+heard of it; a rank that has not is late, and the iteration does not count. Between hosts that clock
+is an estimate, and starts are apart by up to its error, which no time on it shows. Without either,
+calls follow each other as fast as they can: that gives throughput, not the time of one call.
 """
 
 from __future__ import annotations

@@ -2,13 +2,16 @@
 
 import csv
 import sys
+import types
 
+import fake_cupy
 import numpy as np
 import pytest
 from bench_rows import BARE, row
 
-from bench import cuda_probe, findings, records, statistics, table
+from bench import cuda_probe, findings, groups, interconnect, records, statistics, table
 from bench.bounds import Bounds
+from mpipar import ops as ops_module
 from mpipar.errors import DataError, OutputError
 
 
@@ -262,6 +265,18 @@ def test_slow_pair_is_named():
         "ranks 0 and 2 (same node): 9.0 us, 4.3 times the median pair"]
     assert findings.slow_pairs([rows[0], rows[1] | {"link": "between nodes"}]) == []
     assert "9.000" in table.matrix(rows, "median_us")
+
+
+def test_head_says_that_ranks_share_a_gpu(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    ops = ops_module.make("cuda", "float32")
+    bench = types.SimpleNamespace(world=types.SimpleNamespace(size=2), transport="staged",
+                                  places=[groups.place_fact(rank, ops) for rank in (0, 1)])
+    head = dict.fromkeys(("library", "clock", "start", "buffers", "bound", "cuda_aware_stated",
+                          "cuda_aware_tried"), "-")
+    interconnect.say_head(bench, head | {"memory_copy_GBps": 9.0, "machine": {"load": 0.5},
+                                         "footprint_bytes": 0, "crowded": False})
+    assert "ranks 0, 1 share GPU 0000:3B:00.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("program", "answer"), [

@@ -4,11 +4,13 @@ import os
 import re
 import sys
 
+import fake_cupy
 import pytest
 from helpers import find_launcher, run_command
 
-from mpipar.commands.doctor import gpu_awareness, ranges, remarks
+from mpipar.commands.doctor import gpu_awareness, ranges, rank_facts, remarks
 from mpipar.environment import THREAD_VARIABLES, YIELD_VARIABLES, Launcher, presets, read_launcher
+from mpipar.report import gpus
 
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {
@@ -138,12 +140,36 @@ def test_gpu_awareness_is_never_guessed(library, kinds, environ, support, verdic
 
 def test_remarks_say_what_is_wrong_with_the_table():
     def fact(host, cores, threads):
-        return {"host": host, "cores": cores, "threads": threads}
+        return {"world_rank": 0, "host": host, "cores": cores, "threads": threads}
 
     assert remarks([fact("a", [0, 1], 1), fact("a", [0, 1], 1)]) == []
     assert remarks([fact("a", [0], 1), fact("b", [0], 1)]) == []
     assert "3 ranks share 2 core(s)" in remarks([fact("a", [0, 1], 1)] * 3)[1]
     assert "OPENBLAS_NUM_THREADS=1" in remarks([fact("a", [0, 1], 2)] * 2)[1]
+
+
+def test_gpus_that_are_shared_or_hidden_are_remarked():
+    def places(*owned, host="a"):
+        return [{"rank": rank, "host": host, "gpu": gpu, "gpus": list(seen)}
+                for rank, (gpu, seen) in enumerate(owned)]
+
+    assert gpus.remarks(places(("A", "AB"), ("B", "AB"))) == []
+    assert gpus.remarks(places(("A", "A")) + places(("A", "A"), host="b")) == []
+    assert gpus.remarks([{"rank": 0, "host": "a"}] * 2) == []
+    (shared,) = gpus.remarks(places(("A", "AB"), ("B", "AB"), ("A", "AB")))
+    assert shared.startswith("a: ranks 0, 2 share GPU A:")
+    (hidden,) = gpus.remarks(places(("A", "A"), ("B", "AB")))
+    assert "(rank 0 sees A)" in hidden
+    assert "--gpu-bind=none" in hidden
+    (hidden,) = gpus.remarks(places(("A", "A"), ("B", "B")))
+    assert "(rank 0 sees A; rank 1 sees B)" in hidden
+
+
+def test_doctor_remarks_on_the_gpus_that_cupy_shows(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    facts = [rank_facts(rank, (0, 1)) for rank in (0, 1)]
+    assert facts[1]["device"] == "0 of 1: NVIDIA H200, PCI 0000:3B:00.0"
+    assert any("ranks 0, 1 share GPU 0000:3B:00.0" in line for line in remarks(facts))
 
 
 def test_ranges():

@@ -18,23 +18,37 @@ MBIT_PER_SECOND = 200
 EXPECTED_GBPS = MBIT_PER_SECOND / 8e3 * PAYLOAD / MTU
 
 
+def bench(hosts, counts, path, *words):
+    """(finished command, its run), with counts[i] ranks on host i."""
+    done = run_command(
+        hosts.mpiexec(find_launcher(), counts, sys.executable, "-m", "bench.interconnect", *words,
+                      "--json", path),
+        100.0, {**OVERSUBSCRIBED, **OVER_TCP, "PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 0, done.tail()
+    (run,) = records.read(str(path))
+    return done, run
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """(finished command, its run): two ranks on one host, one on the other."""
+def both(tmp_path_factory):
+    """Messages of three ranks behind a barrier, and a ring of two that starts at instants."""
     folder = tmp_path_factory.mktemp("hosts")
+    behind = ("bandwidth", "pairs", "--pair", "1,2", "--begin-bytes", "1M", "--end-bytes", "2M",
+              "--window", "4", "--seconds", "0.2")
+    at = ("ring", "--sync", "deadline", "--begin-bytes", "1K", "--end-bytes", "1K", "--seconds",
+          "0.1")  # who waits for an instant keeps its core: as many ranks as cores
     try:
         with two_hosts(folder, MBIT_PER_SECOND) as hosts:
-            done = run_command(
-                hosts.mpiexec(
-                    find_launcher(), (2, 1), sys.executable, "-m", "bench.interconnect",
-                    "bandwidth", "pairs", "--pair", "1,2", "--begin-bytes", "1M", "--end-bytes",
-                    "2M", "--window", "4", "--seconds", "0.2", "--json", folder / "rows.jsonl"),
-                100.0, {**OVERSUBSCRIBED, **OVER_TCP, "PYTHONPATH": str(REPOSITORY)})
+            return (bench(hosts, (2, 1), folder / "behind.jsonl", *behind),
+                    bench(hosts, (1, 1), folder / "at.jsonl", *at))
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces: {error.stderr.strip()}")
-    assert done.returncode == 0, done.tail()
-    (run,) = records.read(str(folder / "rows.jsonl"))
-    return done, run
+
+
+@pytest.fixture
+def measured(both):
+    """The run behind a barrier."""
+    return both[0]
 
 
 def test_bandwidth_is_that_of_the_cable(measured):
@@ -63,3 +77,14 @@ def test_hosts_have_clocks_of_their_own(measured):
     assert len({place["host"] for place in run.head["places"]}) == 2
     assert "3 ranks on 2 host(s)" in done.stderr
     assert "2 clocks: offsets by ping-pong" in done.stderr
+
+
+def test_start_at_an_instant_works_on_the_estimated_clock(both):
+    """One host's clock is AHEAD_SECONDS ahead: only who has estimated that begins in time."""
+    done, run = both[1]
+    assert "2 clocks: offsets by ping-pong" in done.stderr
+    assert "good to +-" in done.stderr
+    assert len(run.rows) == 2
+    for row in run.rows:
+        assert row["late"] < len(row["left_ns"])
+        assert row["skew_us"] < 2000

@@ -1,7 +1,8 @@
 """Two hosts on one machine: network namespaces with host names, joined by a cable of known rate.
 
 Each host has a network namespace, a host name and one end, `eth0`, of a veth pair; `tc tbf` shapes
-both ends. mpiexec starts its proxies through a script that enters the namespace, as ssh would.
+both ends. The second host's clock is AHEAD_SECONDS ahead, in a time namespace. mpiexec starts its
+proxies through a script that enters the namespaces, as ssh would.
 """
 
 import contextlib
@@ -13,11 +14,14 @@ import uuid
 
 PROGRAMS = ("ip", "tc", "unshare", "hostname")
 MTU, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of the TCP payload in it
-ENTER = """#!/bin/bash
+AHEAD_SECONDS = 1000
+ENTER = f"""#!/bin/bash
 while [[ $1 == -* ]]; do shift; done
 host=$1
 shift
-exec ip netns exec "$host" unshare --uts bash -c "hostname $host; exec $*"
+own=(--uts)
+[[ $host == hostb* ]] && own+=(--time --monotonic {AHEAD_SECONDS} --fork --kill-child)
+exec ip netns exec "$host" unshare "${{own[@]}}" bash -c "hostname $host; exec $*"
 """
 # shared memory would go past the cable
 OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL": "1",

@@ -14,6 +14,7 @@ import threadpoolctl
 
 from mpipar import __version__
 from mpipar.errors import EXIT_OK
+from mpipar.report import gpus
 from mpipar.report.gather import gather_facts
 
 
@@ -27,7 +28,7 @@ def run(session) -> int:
 
 
 def rank_facts(world_rank: int, host_ranks: Sequence[int]) -> dict:
-    """What one rank sees of its own host."""
+    """What one rank sees of its own host; gpu, gpus: where it has one."""
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     return {
         "world_rank": world_rank,
@@ -35,26 +36,27 @@ def rank_facts(world_rank: int, host_ranks: Sequence[int]) -> dict:
         "cores": sorted(os.sched_getaffinity(0)),
         "blas": [f"{pool['internal_api']} {pool['version']}" for pool in pools],
         "threads": max((pool["num_threads"] for pool in pools), default=1),
-        "device": own_device(host_ranks.index(world_rank)),
+        **own_device(host_ranks.index(world_rank)),
     }
 
 
-def own_device(host_index: int) -> str:
+def own_device(host_index: int) -> dict:
     """The GPU that the host_index-th rank of a host uses: they are dealt out in turn."""
     try:
         import cupy
     except ImportError:
-        return "none: CuPy is not installed"
+        return {"device": "none: CuPy is not installed"}
     runtime = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        return f"none: {error}"
+        return {"device": f"none: {error}"}
     if count == 0:
-        return "none: CuPy sees no GPU"
+        return {"device": "none: CuPy sees no GPU"}
     index = host_index % count
     name = runtime.getDeviceProperties(index)["name"].decode()
-    return f"{index} of {count}: {name}, PCI {runtime.deviceGetPCIBusId(index)}"
+    own = gpus.fact(cupy, index)
+    return own | {"device": f"{index} of {count}: {name}, PCI {own['gpu']}"}
 
 
 def gpu_awareness(library: str, kinds: str | None, environ, cuda_support: int | None) -> str:
@@ -135,6 +137,7 @@ def remarks(facts: list[dict]) -> list[str]:
         elif threads > len(cores):
             found.append(f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
                          f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")
+    found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []
 
 
