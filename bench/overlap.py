@@ -19,8 +19,8 @@ from bench.sampling import batch
 from bench.starts import BarrierStart
 
 COMPUTING, BESIDE = "computing", " + computing"
-NOTHING = dict.fromkeys(("bytes_per_rank_in", "bytes_per_rank_out", "bytes_on_wire_per_rank",
-                         "algbw_GBps", "busbw_GBps"), 0)
+NO_RATES = {"algbw_GBps": 0.0, "busbw_GBps": 0.0}
+NO_BYTES = dict.fromkeys(("bytes_per_rank_in", "bytes_per_rank_out", "bytes_on_wire_per_rank"), 0)
 SIDE = 32  # of the matrices: three of them fit into any first-level cache
 TRIALS = 20  # runs of the operation from which the computing's length is taken
 LEAST_SECONDS = 2e-4  # of computing, to calibrate it
@@ -115,18 +115,22 @@ def alone_seconds(team, case, progress) -> float:
 def completed(rows: dict, num_tests: int | None) -> list[dict]:
     """The rows {way: row} of one group and size, each with num_tests unless that is None.
 
-    Those beside computing get alone_us, computing_us and overlap_percent; computing moves nothing.
+    Those beside computing get alone_us, computing_us and overlap_percent. A time that computing is
+    in gives no rates.
     """
     if num_tests is None:
         return list(rows.values())
     found = []
     for via, row in rows.items():
-        parts = (via.removesuffix(BESIDE), COMPUTING, via)
-        more = NOTHING if via == COMPUTING else {}
-        if via.endswith(BESIDE) and all(part in rows for part in parts):
-            alone, computing, together = (rows[part]["median_us"] for part in parts)
-            more = {"alone_us": alone, "computing_us": computing,
-                    "overlap_percent": percent(alone, computing, together)}
+        parts, more = (via.removesuffix(BESIDE), COMPUTING, via), {}
+        if via == COMPUTING:
+            more = NO_RATES | NO_BYTES
+        elif via.endswith(BESIDE):
+            more = NO_RATES
+            if all(part in rows for part in parts):
+                alone, computing, together = (rows[part]["median_us"] for part in parts)
+                more = more | {"alone_us": alone, "computing_us": computing,
+                               "overlap_percent": percent(alone, computing, together)}
         found.append(row | {"num_tests": num_tests} | more)
     return found
 

@@ -97,6 +97,7 @@ def test_rows_beside_computing_say_what_was_overlapped():
     assert together["overlap_percent"] == pytest.approx(80)
     assert rows[BARE + BESIDE]["overlap_percent"] == 0
     assert "overlap_percent" not in rows[COMM]
+    assert rows[COMM]["busbw_GBps"] > 0 == together["busbw_GBps"]
     assert rows[COMPUTING]["algbw_GBps"] == rows[COMPUTING]["bytes_on_wire_per_rank"] == 0
     plain = row()
     assert completed({COMM: plain}, None) == [plain]
