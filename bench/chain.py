@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bench.cases import Setup
 from bench.messages import TAG, Messages
+from bench.posted import Posted
 from mpipar.pipeline import schedules
 
 FORWARD, BACKWARD = 0, 1
@@ -20,7 +21,7 @@ def hops_of(schedule: str, pp_size: int) -> list[tuple[int, int]]:
     return [*hops, (pp_size - 1, 0)] if schedule == "interleaved" else hops
 
 
-class Hops(Messages):
+class Hops(Posted, Messages):
     """Both messages of each of some hops at once."""
 
     name = "stage-chain"
@@ -53,13 +54,12 @@ class Hops(Messages):
                 for direction, source in ((FORWARD, low), (BACKWARD, high)) if source == peer]
         return tags.index(tag)
 
-    def run(self):
+    def post(self):
         pending = [self.irecv(y, peer, tag, *self.label)
                    for y, (peer, tag) in zip(self.ys, self.receives, strict=True)]
         pending += [self.isend(x, peer, tag, *self.label)
                     for x, (peer, tag) in zip(self.xs, self.sends, strict=True)]
-        for one in pending:
-            self.wait(one)
+        return pending
 
 
 def microbatches(pp_size: int) -> int:

@@ -92,7 +92,7 @@ def parse(argv):
     args = parser.parse_args(argv)
     if "all" in args.cases or (args.quick and not args.cases):
         skipped = (*plans.PAIR_CASES, "pairs", "fan-in") if args.layout else ()
-        some = plans.CASES if args.overlap is None else plans.POSTED_CASES
+        some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
         args.cases = [case for case in some if case not in skipped]
     if found := without_effect(args, {word.split("=")[0] for word in argv}):
         raise UsageError(found)
@@ -131,7 +131,7 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     inner = host_size if args.inner is None else args.inner
     found = plans.problems(args.cases, args.layout, world_size)
     if args.overlap is not None:
-        found += plans.overlap_problems(args.cases, args.overlap)
+        found += plans.overlap_problems(args.cases, args.layout, args.overlap)
     if not args.cases:
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
@@ -151,7 +151,7 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     else:
         found = plans.world_sections(args.cases, chosen_pair(args, world_size), world_size, sizes,
                                      inner)
-    return found if args.overlap is None else [one.overlapped(args.overlap) for one in found]
+    return found if args.overlap is None else plans.overlapped(found, args.overlap)
 
 
 def chosen_pair(args, world_size: int) -> tuple[int, int]:

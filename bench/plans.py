@@ -20,7 +20,8 @@ GROUP_CASES = {case.name: case for case in (
     Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, ReduceScatterAllGather, Broadcast,
     AllToAll, UnevenAllToAll, Barrier)}
 CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain", "fan-in")
-POSTED_CASES = tuple(name for name, case in GROUP_CASES.items() if issubclass(case, Posted))
+POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
+                "stage-chain")
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
 CHAIN_SCHEDULES = ("1f1b", "interleaved")
 
@@ -41,14 +42,15 @@ class Section(NamedTuple):
     mode: str = ""
     num_tests: int | None = None
 
-    def overlapped(self, num_tests: int) -> Section:
-        """The same beside computing."""
-        return self._replace(title=f"{self.title} overlapped K={num_tests}", num_tests=num_tests)
+    @property
+    def case(self) -> type:
+        """The class that `make` makes."""
+        return getattr(self.make, "func", self.make)
 
     @property
     def ways(self) -> tuple[str, ...]:
         """How it can be done: through mpipar.comm, and by bare calls."""
-        return getattr(self.make, "func", self.make).vias
+        return self.case.vias
 
 
 def read_bytes(text: str) -> int:
@@ -99,13 +101,29 @@ def problems(cases, layout: str | None, world_size: int) -> list[str]:
     return found
 
 
-def overlap_problems(cases, num_tests: int) -> list[str]:
+def posted_cases(layout: str | None) -> tuple[str, ...]:
+    """What can be overlapped: posted, and waited for later. A layout's chains are whole schedules,
+    which wait in between.
+    """
+    return POSTED_CASES if layout is None else tuple(
+        name for name in POSTED_CASES if name in GROUP_CASES)
+
+
+def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
     """What is wrong with overlapping the cases with computing."""
-    found = [f"--overlap: {case} is not posted and waited for; only {', '.join(POSTED_CASES)} are"
-             for case in cases if case in CASES and case not in POSTED_CASES]
+    some = posted_cases(layout)
+    found = [f"--overlap: {case} is not posted and waited for; only {', '.join(some)} are"
+             f"{'' if layout is None else ' with --layout'}"
+             for case in cases if case in CASES and case not in some]
     if num_tests < 0:
         found.append(f"--overlap {num_tests}: give the number of tests while computing, 0 or more")
     return found
+
+
+def overlapped(sections, num_tests: int) -> list[Section]:
+    """What of them is posted and waited for, beside computing."""
+    return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
+            for one in sections if issubclass(one.case, Posted)]
 
 
 def world_sections(cases, pair, world_size: int, sizes, inner: int = 1) -> list[Section]:
@@ -164,7 +182,7 @@ def without_schedules(sections) -> list[Section]:
     """What NCCL can do: its messages have no tags and go in groups that both sides post alike, so
     the messages of a whole schedule would wait for each other. Raises UsageError if nothing stays.
     """
-    found = [one for one in sections if getattr(one.make, "func", one.make) is not Program]
+    found = [one for one in sections if one.case is not Program]
     if not found:
         raise UsageError("--transport nccl cannot send the messages of whole schedules, and there "
                          "is nothing else to run: add a case, or take --transport staged")

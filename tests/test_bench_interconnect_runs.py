@@ -205,7 +205,7 @@ def test_start_of_iterations_is_said_in_table_and_file(sync, title, tmp_path):
 
 def test_overlap_is_measured_and_printed(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = bench(2, "all", *SHORT, "--overlap", "4", "--json", str(path))
+    done = bench(2, "ring", "iall-reduce", *SHORT, "--overlap", "4", "--json", str(path))
     assert done.returncode == 0, done.tail()
     assert "# ring overlapped K=4: ranks 0,1" in done.stdout
     rows = records.rows_of([str(path)])

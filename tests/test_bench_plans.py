@@ -62,14 +62,19 @@ def test_first_level_that_cannot_be_is_refused(words, message):
 
 
 def test_all_that_can_be_overlapped_is_what_is_posted():
-    args = interconnect.parse(["all", "--overlap", "3"])
+    found = interconnect.chosen_sections(interconnect.parse(["all", "--overlap", "3"]), 2, 2)
+    assert {one.num_tests for one in found} == {3}
+    assert {one.title.removesuffix(" overlapped K=3") for one in found} == {
+        "ring", "iall-reduce", "stage-chain hop", "stage-chain hops 1f1b",
+        "stage-chain hops interleaved"}
+    args = interconnect.parse(["all", "--overlap", "0", "--layout", "dp=2"])
     found = interconnect.chosen_sections(args, 2, 2)
-    assert [(one.title, one.num_tests) for one in found] == [
-        ("ring overlapped K=3", 3), ("iall-reduce overlapped K=3", 3)]
+    assert {one.title for one in found} == {"ring overlapped K=0", "iall-reduce overlapped K=0"}
 
 
 @pytest.mark.parametrize(("words", "message"), [
     ("ring all-reduce --overlap 2", "all-reduce is not posted"),
+    ("stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce are with --layout"),
     ("ring --overlap -1", "0 or more"), ("all --overlap 2 --inner 2", "is for two-level")])
 def test_overlap_that_cannot_be_is_refused(words, message):
     with pytest.raises(UsageError, match=message):
