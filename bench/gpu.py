@@ -18,9 +18,12 @@ from mpipar.ops.cuda.loader import Loader
 # H100 (SXM) and the H200 (SXM), by the name that the driver gives them. Where a sheet says "with
 # sparsity", this is half of it.
 ROOFS = {
-    "NVIDIA A100-SXM4-80GB": {"float32": 19.5, "tf32": 156, "bfloat16": 312, "memory": 2039},
-    "NVIDIA H100 80GB HBM3": {"float32": 67, "tf32": 495, "bfloat16": 989, "memory": 3350},
-    "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "memory": 4800},
+    "NVIDIA A100-SXM4-80GB": {"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312,
+                              "memory": 2039},
+    "NVIDIA H100 80GB HBM3": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989,
+                              "memory": 3350},
+    "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989,
+                    "memory": 4800},
 }
 # Largest relative norm of an error: float32 sums in another order; operands rounded to 11 bits; one
 # or two roundings to 8 bits.

@@ -2,7 +2,7 @@
 
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
-    python -m bench.step --device cuda [--peak-tflops 60]
+    python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
 
 Each side is a row: mpipar with NumPy and, where it is installed, Numba, on several ranks with data
 and with tensor parallelism; where PyTorch is installed, it eager with attention computed explicitly
@@ -10,12 +10,17 @@ and with tensor parallelism; where PyTorch is installed, it eager with attention
 the same weights, and must give PyTorch's losses over three updates before anything is timed. Their
 repetitions alternate, so that a slow spell of the machine hits all.
 
+With 16 bits both sides keep float32 weights, which they update, and compute with a rounded copy;
+no autocast. Losses must then agree to one rounding of the type. float16 has mpipar's first loss
+scale all the time.
+
 Columns: medians over the repetitions; of several ranks the slowest counts, from a barrier to its
 last update. over_torch: step_ms over that of PyTorch eager; best_over_torch: of the best
 repetitions. in_communication: share of the step inside barriers or waiting for messages.
 tflops: operations of the products, 6 B T P + 12 L B T^2 D (P: elements of the matrices of blocks
-and head), per second. mfu: tflops over the float32 peak of the devices of the ranks that computed,
-one each: --peak-tflops, else the figure of the maker's data sheet in bench/gpu.py, else no column.
+and head), per second. mfu: tflops over the peak of the devices of the ranks that computed, one
+each: --peak-tflops, else what the maker's data sheet says for --dtype (bench/gpu.py; dense, and
+without TF32), else, as on a CPU, no column.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ from mpipar.ops import KERNELS, make
 from mpipar.report.gather import gather_numbers
 
 PARTS = ("forward_backward", "update")
-CHECK_STEPS, WARM_UP_STEPS, TOLERANCE = 3, 2, 1e-5
+CHECK_STEPS, WARM_UP_STEPS = 3, 2
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of losses
 SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
 
 
@@ -59,7 +65,10 @@ def parse(argv):
     parser.add_argument("--threads", type=flags.count,
                         help="of PyTorch, and of all ranks together (number of ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device")
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32",
+                        help="of weights and activations (float32); on a CPU 16 bits show numerics"
+                        " and no speed: NumPy widens and rounds around every function")
+    parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
     parser.add_argument("--json", help="write the result to this file")
     return parser.parse_args(argv)
 
@@ -75,7 +84,7 @@ def our_sides(args, batch, world) -> dict:
     for layout in layouts:
         config = configure(args, layout, world.size)
         for name in kernels:
-            ops = make(args.device, "float32", kernels=name)
+            ops = make(args.device, args.dtype, kernels=name)
             ops.select_device(world.rank)
             shown = name if args.device == "cpu" else f"cupy {name}"
             shown += "".join(f", {axis} {count}" for axis, count in layout.items())
@@ -106,14 +115,14 @@ def losses(sides, names, world) -> dict[str, list[float]]:
     return found
 
 
-def disagreement(found, wanted) -> str | None:
+def disagreement(found, wanted, dtype) -> str | None:
     """What differs between the losses of a few full updates, or None.
 
     The second loss is right only if every gradient and the update were.
     """
     for name, ours in found.items():
         for step, (a, b) in enumerate(zip(ours, wanted, strict=True), 1):
-            if not abs(a - b) <= TOLERANCE * abs(b):
+            if not abs(a - b) <= TOLERANCE[dtype] * abs(b):
                 return f"{name}, step {step}: loss {a!r}, {b!r} in PyTorch"
     return None
 
@@ -151,8 +160,8 @@ def device_facts(args) -> dict:
     if args.device == "cuda":
         card = gpu.Gpu(args.repeats)
         found = card.facts()
-        if "float32" in card.roofs:
-            found["peak_tflops"] = card.roofs["float32"]
+        if args.dtype in card.roofs:
+            found["peak_tflops"] = card.roofs[args.dtype]
     return found | ({"peak_tflops": args.peak_tflops} if args.peak_tflops else {})
 
 
@@ -205,7 +214,7 @@ def compare(args, world) -> int:
     sides |= more
     names = ours + theirs
     found = losses(sides, names, world)
-    problem = disagreement({name: found[name] for name in sides}, found["torch"]) \
+    problem = disagreement({name: found[name] for name in sides}, found["torch"], args.dtype) \
         if theirs and world.rank == 0 else None
     wrong = np.array([problem is not None], np.int64)
     world.Allreduce(wrong.copy(), wrong)
@@ -223,9 +232,10 @@ def compare(args, world) -> int:
 def report(args, found, num_ranks, facts):
     """Print the table and write the file."""
     print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
-          f"{args.seq_len} tokens, V {args.vocab_size}, float32, {num_ranks} rank(s), "
+          f"{args.seq_len} tokens, V {args.vocab_size}, {args.dtype}, {num_ranks} rank(s), "
           f"{args.threads} thread(s), {args.repeats} steps, "
-          + ("losses equal" if "over_torch" in found[0] else "PyTorch is not installed"))
+          + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_torch" in found[0]
+             else "PyTorch is not installed"))
     print(results.table(found))
     if args.json:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "numba")

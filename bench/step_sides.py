@@ -25,8 +25,9 @@ def configure(args, layout: dict, num_ranks: int):
                         seq_len=args.seq_len, vocab_size=args.vocab_size)
     train = TrainConfig(batch_size=args.batch_size, warmup_steps=0)
     axes = {"dp": 1, "pp": 1, "tp": 1} | layout
+    run = RunConfig(device=args.device, dtype=args.dtype)
     config, _ = resolve(
-        Config(model, GridConfig(num_microbatches=1, **axes), train, RunConfig()), num_ranks)
+        Config(model, GridConfig(num_microbatches=1, **axes), train, run), num_ranks)
     return config
 
 
@@ -75,7 +76,8 @@ def torch_side(torch, args, batch, device="cpu", compiled=False) -> TorchDecoder
     alone.initialize()
     weights = {param.name: param.data for stage in alone.stages.values()
                for param in stage.flat.params}
-    return TorchDecoder(torch, config, batch, weights, device, compiled)
+    return TorchDecoder(torch, config, batch, weights, device, compiled,
+                        getattr(torch, args.dtype), alone.loss_scale.value)
 
 
 def step_flops(args) -> int:

@@ -13,13 +13,16 @@ from mpipar.optim import learning_rate
 class TorchDecoder:
     """Loss, gradients by autograd, clipping and AdamW, on leaf tensors named like our parameters.
 
-    weights: our parameters by name, whole, in their logical shapes; copied. Their dtype is the
-    model's. config: resolved; its TrainConfig is PyTorch's too. compiled: by torch.compile.
+    weights: our parameters by name, whole, in their logical shapes; copied. config: resolved; its
+    TrainConfig is PyTorch's too. compiled: by torch.compile. dtype: what the model computes in, a
+    copy of the weights rounded to it, where that is not their own. loss_scale: the loss times this
+    goes backward, and the gradients are divided by it.
     """
 
-    def __init__(self, torch, config, batch, weights, device="cpu", compiled=False):
+    def __init__(self, torch, config, batch, weights, device="cpu", compiled=False, dtype=None,
+                 loss_scale=1.0):
         self.torch, self.functional, self.config = torch, torch.nn.functional, config
-        self.device = device
+        self.device, self.loss_scale = device, loss_scale
         self.tokens, self.targets = (
             torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets))
         seq_len = batch.tokens.shape[1]
@@ -30,6 +33,7 @@ class TorchDecoder:
             name: torch.tensor(self._their_layout(name, w), device=device).requires_grad_()
             for name, w in weights.items()
         }
+        self.dtype = dtype or self.leaves["embedding.tokens"].dtype
         train = config.train
         decayed = [w for w in self.leaves.values() if w.ndim > 1]
         plain = [w for w in self.leaves.values() if w.ndim == 1]
@@ -66,14 +70,18 @@ class TorchDecoder:
         return {name: self._our_layout(name, w.detach().cpu().numpy()).copy()
                 for name, w in self.leaves.items()}
 
+    def _weight(self, name):
+        """The leaf in the model's type: itself where it has that."""
+        return self.leaves[name].to(self.dtype)
+
     def _linear(self, x, name):
-        return self.functional.linear(x, self.leaves[f"{name}.w"], self.leaves[f"{name}.b"])
+        return self.functional.linear(x, self._weight(f"{name}.w"), self._weight(f"{name}.b"))
 
     def _norm(self, x, name):
-        w = self.leaves[f"{name}.w"]
+        w = self._weight(f"{name}.w")
         if self.config.model.norm == "rms":
             return self.functional.rms_norm(x, w.shape, w, 1e-5)
-        return self.functional.layer_norm(x, w.shape, w, self.leaves[f"{name}.b"], 1e-5)
+        return self.functional.layer_norm(x, w.shape, w, self._weight(f"{name}.b"), 1e-5)
 
     def _block(self, x, name):
         model = self.config.model
@@ -89,20 +97,24 @@ class TorchDecoder:
 
     def _loss(self):
         """Mean loss of the batch, a tensor of one element."""
-        table = self.leaves["embedding.tokens"]
-        positions = self.leaves["embedding.positions"][:self.tokens.shape[1]]
+        table = self._weight("embedding.tokens")
+        positions = self._weight("embedding.positions")[:self.tokens.shape[1]]
         x = self.functional.embedding(self.tokens, table) + positions
         for index in range(self.config.model.layers):
             x = self._block(x, f"block{index}")
-        head = table if self.config.model.tied else self.leaves["head.table"]
+        head = table if self.config.model.tied else self._weight("head.table")
         logits = self.functional.linear(self._norm(x, "final_norm"), head)
+        logits = logits.to(self.torch.promote_types(logits.dtype, self.torch.float32))
         return self.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
 
     def forward_backward(self, step):
         """Return the loss; leaves the gradients in the leaves."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
-        loss.backward()
+        (loss * self.loss_scale).backward()
+        if self.loss_scale != 1.0:
+            for w in self.leaves.values():
+                w.grad /= self.loss_scale
         return loss.item()
 
     def synchronize(self):

@@ -10,6 +10,8 @@ import pytest
 from helpers import run_command, run_ranks
 
 from bench import step
+from bench.step_sides import torch_side
+from mpipar.ops.numpy_ops import NumpyOps
 
 SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
 WRONG_GRADIENT = """
@@ -77,6 +79,27 @@ def test_a_wrong_gradient_is_not_timed():
     assert not done.stdout
 
 
+@pytest.mark.peers
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sides_of_16_bits_agree_and_a_wrong_gradient_is_seen(monkeypatch, dtype):
+    torch = pytest.importorskip("torch")
+    args = step.parse([*SIZES.split(), "--dtype", dtype])
+
+    def problem():
+        batch = step.random_batch(args)
+        sides = step.our_sides(args, batch, Alone())
+        theirs = sides["torch"] = torch_side(torch, args, batch)
+        found = step.losses(sides, list(sides), Alone())
+        table = theirs.leaves["embedding.tokens"]
+        assert (table.dtype, table.grad.dtype) == (torch.float32, torch.float32)
+        assert theirs._weight("embedding.tokens").dtype == getattr(torch, dtype)
+        return step.disagreement(found, found["torch"], dtype)
+
+    assert problem() is None
+    monkeypatch.setattr(NumpyOps, "layernorm_backward_input", lambda self, dy, *rest: dy.copy())
+    assert problem().startswith("mpipar numpy, step ")
+
+
 def test_the_slowest_rank_counts_and_pytorch_runs_on_one():
     args = step.parse(SIZES.split())
     seconds = np.zeros((2, 2, 3, 3))  # ranks, sides, repetitions, (two parts, communication)
@@ -103,7 +126,7 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("words", "peak"), [([], 67), (["--peak-tflops", "40"], 40)])
+@pytest.mark.parametrize(("words", "peak"), [([], 67), (["--dtype", "bfloat16"], 989)])
 def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak):
     """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
@@ -119,6 +142,8 @@ def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak)
         assert row["mfu"] == pytest.approx(row["tflops"] / peak)
     assert result["machine"]["gpu"] == "NVIDIA H200"
     assert result["machine"]["peak_tflops"] == peak
+    typed = step.parse([*argv, "--peak-tflops", "40"])
+    assert step.device_facts(typed)["peak_tflops"] == 40
 
 
 @pytest.mark.shim
@@ -137,4 +162,4 @@ def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
                 side.synchronize()
     found.pop("mpipar numba", None)
     assert list(found) == ["mpipar numpy", "mpipar cupy fused", "mpipar cupy plain"]
-    assert step.disagreement(found, found["mpipar numpy"]) is None
+    assert step.disagreement(found, found["mpipar numpy"], "float32") is None
