@@ -78,6 +78,7 @@ def test_every_cut_equals_one_rank(monkeypatch, layout, ffn_cut):
     assert_equal(with_sync_sends(convnet(layout, 2, ffn_cut)))
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_rmsnorm_equals_one_rank(layout):
     assert_equal(convnet(layout, norm="rms"))

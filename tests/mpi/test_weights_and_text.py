@@ -124,6 +124,29 @@ def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, fol
             np.testing.assert_array_equal(again[full], x, err_msg=name)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_mpipars_own_form_has_the_same_bytes_on_every_layout(layout, folder, monkeypatch):
+    """With RMSNorm tensors have all their axes in the file, and any layout reads them back."""
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
+    config = small_config(layout, model=replace(MODEL, norm="rms"))
+    worker, again = worker_of(config), worker_of(config)
+    worker.initialize(0.5)
+    checkpoint.save(worker, folder / "here")
+    WORLD.Barrier()
+    checkpoint.load(again, str(folder / "here"))
+    for number, stage in worker.stages.items():
+        np.testing.assert_array_equal(again.stages[number].flat.data, stage.flat.data)
+    worker.close()
+    again.close()
+    if WORLD.rank == 0:
+        alone = worker_of(config, alone=True)
+        alone.initialize(0.5)
+        checkpoint.save(alone, folder / "alone")
+        for name in ("model.safetensors", "config.json"):
+            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+
+
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
     """Rank 0 receives row blocks, never a whole tensor, and each block goes only where it is
