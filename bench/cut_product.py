@@ -21,7 +21,7 @@ GRIDS = {1: [(1, 1)], 2: [(1, 2)], 3: [(1, 3)], 4: [(2, 1), (1, 4)], 8: [(2, 2)]
 
 
 class Sizes(NamedTuple):
-    """x (batch, tokens, inner), w (inner, outer)."""
+    """`partition.Sizes` and the batch: x (batch, tokens, inner), w (inner, outer)."""
 
     batch: int
     tokens: int
@@ -56,11 +56,8 @@ def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
 
 
 def cases(num_ranks: int) -> list[tuple[str, int, int]]:
-    """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid.
-
-    Without `reduce`, the mirror image of `gather`, which wants q to divide K.
-    """
-    found = [(cut, num_ranks, 1) for cut in CUTS if cut not in ("2d", "2.5d", "reduce")]
+    """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid."""
+    found = [(cut, num_ranks, 1) for cut in CUTS if cut not in ("2d", "2.5d")]
     for q, d in GRIDS[num_ranks]:
         found += [("2d", q, d)] if d == 1 else [("2.5d", q, d)]
     return found
@@ -100,7 +97,7 @@ class CutProduct:
     def __init__(self, ops, recorder, cut: str, comm, sizes: Sizes):
         self.ops, self.recorder, self.name, self.comm = ops, recorder, cut, comm
         self.cut = CUTS[cut]
-        whole_, own = (1, 0), None
+        whole_ = (1, 0)
         if isinstance(comm, Mesh):
             sizes = Sizes(1, sizes.batch * sizes.tokens, sizes.inner, sizes.outer)
             depth, column = comm.depth, comm.column
@@ -111,19 +108,12 @@ class CutProduct:
         else:
             own = (comm.size, comm.index)
             tokens = own if cut.endswith(("_sp", "_ring")) else whole_
+            channels = whole_ if cut in ("gather", "reduce") else own
             by_output = self.cut.shard_axis == 1
-            self.x_places = (whole_, tokens, whole_) if by_output else (whole_, whole_, own)
-            self.y_places = (whole_, whole_, own) if by_output else (whole_, tokens, whole_)
+            self.x_places = (whole_, tokens, whole_) if by_output else (whole_, whole_, channels)
+            self.y_places = (whole_, whole_, channels) if by_output else (whole_, tokens, whole_)
             self.w_places = (whole_, own) if by_output else (own, whole_)
-        self.gathered = cut == "gather"
         self.sizes = sizes
-
-    def y_block(self, y: np.ndarray) -> np.ndarray:
-        """This rank's block of y or dy; the gather cut holds all, with the padding of its parts."""
-        if not self.gathered:
-            return block(y, self.y_places)
-        width = share(y.shape[2], self.comm.size) * self.comm.size
-        return np.concatenate([y, np.zeros((*y.shape[:2], width - y.shape[2]), y.dtype)], axis=2)
 
     def take(self, full: Whole) -> None:
         """Cut this rank's blocks out of the whole matrices."""
@@ -131,13 +121,13 @@ class CutProduct:
         three = (sizes.batch, sizes.tokens, -1)
         self.x = on_device(block(full.x.reshape(three), self.x_places))
         self.w = on_device(block(full.w, self.w_places))
-        self.dy = on_device(self.y_block(full.dy.reshape(three)))
+        self.dy = on_device(block(full.dy.reshape(three), self.y_places))
         self.dw = on_device(block(full.old_dw, self.w_places))
 
     def run(self, phase: str):
         """Forward, input gradient or weight gradient; keeps the result. Comm: the cut's."""
         self.recorder.phase = phase
-        rest = (self.comm, NAME, self.sizes.tokens)
+        rest = (self.comm, NAME, self.sizes)
         if phase == "F":
             self.y = self.cut.forward(self.ops, self.x, self.w, *rest)
         elif phase == "I":
@@ -150,7 +140,7 @@ class CutProduct:
         """Largest difference of each result from its block of the whole, over the largest entry."""
         three = (self.sizes.batch, self.sizes.tokens, -1)
         expected = {
-            "y": self.y_block(full.y.reshape(three)),
+            "y": block(full.y.reshape(three), self.y_places),
             "dx": block(full.dx.reshape(three), self.x_places),
             "dw": block(full.dw, self.w_places),
         }

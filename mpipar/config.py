@@ -36,7 +36,7 @@ class ModelConfig:
     layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1)
     d_model: int = setting(128, "model width D, in features", low=1)
     heads: int = setting(4, "attention heads H; head width = D/H; tp divides H", low=1)
-    ffn: int | None = setting(None, "FFN width F, in features (default 4*D); tp divides F", low=1)
+    ffn: int | None = setting(None, "FFN width F, in features (default 4*D); padded for tp", low=1)
     seq_len: int = setting(64, "tokens per row T; attention memory grows with T^2", low=1)
     vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2)
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
@@ -276,7 +276,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         model = replace(config.model, ffn=config.model.ffn or 4 * config.model.d_model)
         given = config.grid
         (dp, pp, tp), misfits = layout.choose(
-            (given.dp, given.pp, given.tp), world_size, model.layers, layout.cut_widths(model),
+            (given.dp, given.pp, given.tp), world_size, model.layers, layout.whole_heads(model),
             model.d_model)
         config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
         config, batch_problems, notes = _choose_batch(config)

@@ -22,10 +22,9 @@ def listing(values: Iterable[int], near: int, count: int = 6) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def cut_widths(model) -> dict[str, int]:
-    """Widths of a ModelConfig that tp must divide, by field: each rank computes an equal part."""
-    names = {"decoder": ("heads", "ffn"), "convnet": ("d_model", "ffn")}[model.model]
-    return {name: getattr(model, name) for name in names}
+def whole_heads(model) -> int:
+    """Attention heads of a ModelConfig, which tp must divide; 0 for a convnet, which has none."""
+    return model.heads if model.model == "decoder" else 0
 
 
 def image_problems(model) -> list[str]:
@@ -40,29 +39,30 @@ def image_problems(model) -> list[str]:
     return []
 
 
-def fitting(world_size: int, layers: int, widths: dict[str, int]) -> list[Layout]:
-    """Every (dp, pp, tp) that uses all ranks: tp divides all widths, a block for each stage."""
+def fitting(world_size: int, layers: int, heads: int) -> list[Layout]:
+    """Every (dp, pp, tp) that uses all ranks: tp divides the heads, a block for each stage."""
     return [(world_size // (tp * pp), pp, tp)
-            for tp in divisors(world_size) if all(width % tp == 0 for width in widths.values())
+            for tp in divisors(world_size) if heads % tp == 0
             for pp in divisors(world_size // tp) if pp <= layers]
 
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
-           layers: int, widths: dict[str, int], d_model: int) -> tuple[Layout, list[str]]:
+           layers: int, heads: int, d_model: int) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
-    widths: what tp cuts, by field. With problems, the layout returned holds the given axes and 1
-    where nothing is known, so that a caller can go on and look for more problems.
+    heads: see `whole_heads`; every other width may be cut over any tp. With problems, the layout
+    returned holds the given axes and 1 where nothing is known, so that a caller can go on and look
+    for more problems.
     """
-    options = fitting(world_size, layers, widths)
+    options = fitting(world_size, layers, heads)
     matching = [one for one in options
                 if all(want in (None, have) for want, have in zip(given, one, strict=True))]
     if matching:
         return min(matching, key=_preference(given, world_size)), []
     dp, pp, tp = given
     found = _product_problems(given, world_size, options)
-    if tp:
-        found += _cut_problems(tp, world_size, widths, d_model)
+    if tp and heads % tp:
+        found.append(_heads_problem(tp, world_size, heads, d_model))
     if pp and pp > layers:
         found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; use --pp "
                      f"{listing(range(max(1, layers - 5), layers + 1), pp)}, or --layers {pp}")
@@ -72,19 +72,12 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     return (dp or 1, pp or 1, tp or 1), found
 
 
-def _cut_problems(tp: int, world_size: int, widths: dict[str, int], d_model: int) -> list[str]:
-    """A width cannot be cut over tp ranks; what can. Heads must also divide d_model."""
-    cuts = listing(divisors(math.gcd(*widths.values(), world_size)), tp)
-    found = []
-    for name, value in widths.items():
-        if value % tp:
-            legal = [number for number in (value - value % tp, value - value % tp + tp) if number]
-            if name == "heads":
-                legal = [number for number in divisors(d_model) if number % tp == 0]
-            shown = "--" + name.replace("_", "-")
-            other = f", or {shown} {listing(legal, value, 2)}" if legal else ""
-            found.append(f"{shown} {value}: must be a multiple of tp {tp}; use --tp {cuts}{other}")
-    return found
+def _heads_problem(tp: int, world_size: int, heads: int, d_model: int) -> str:
+    """Heads cannot be cut over tp ranks; what can. They must also divide d_model."""
+    cuts = listing(divisors(math.gcd(heads, world_size)), tp)
+    legal = [number for number in divisors(d_model) if number % tp == 0]
+    other = f", or --heads {listing(legal, heads, 2)}" if legal else ""
+    return f"--heads {heads}: must be a multiple of tp {tp}; use --tp {cuts}{other}"
 
 
 def _preference(given, world_size: int):

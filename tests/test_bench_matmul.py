@@ -31,7 +31,7 @@ def test_every_cut_is_measured_and_rows_of_other_ranks_stay(tmp_path):
                          timeout=100)
         assert done.returncode == 0, done.tail()
     found = [(row["ranks"], row["cut"], row["grid"]) for row in rows_of(path)]
-    one_axis = ["column", "row", "gather", "column_sp", "row_sp", "column_ring", "row_ring"]
+    one_axis = "column row gather reduce column_sp row_sp column_ring row_ring".split()
     assert found == [
         *((2, cut, "2") for cut in one_axis), (2, "2.5d", "1 x 1 x 2"),
         *((4, cut, "4") for cut in one_axis), (4, "2d", "2 x 2"), (4, "2.5d", "1 x 1 x 4"),

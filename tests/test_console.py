@@ -16,7 +16,7 @@ def test_console_shows_layout_and_who_holds_what(run_of):
     _, text = run_of((1, 2, 2))
     lines = text.splitlines()
     assert lines[0].startswith("4 ranks on 1 host: dp 1 x pp 2 x tp 2, schedule 1f1b, 2 stages")
-    assert "D 18, 6 heads, F 30, T 7, V 256, tied head; sgd, 8 rows per step" in lines[1]
+    assert "D 18, 6 heads, F 31, T 7, V 256, tied head; sgd, 8 rows per step" in lines[1]
     rows = [cells(line) for line in section(text, "rank host")]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [row[2] for row in rows] == [f"pp{pp} dp0 tp{tp}" for pp in (0, 1) for tp in (0, 1)]

@@ -28,7 +28,7 @@ CASES = [
 def configure(layout, schedule, ffn_cut):
     dp, pp, tp = layout
     config = Config(
-        ModelConfig(layers=5, d_model=24, heads=4, ffn=20, seq_len=9, vocab_size=31,
+        ModelConfig(layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31,
                     ffn_cut=ffn_cut),
         GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
         TrainConfig(batch_size=16))
@@ -100,7 +100,7 @@ def test_bytes_sent_follow_the_closed_forms(model, settings):
 def test_counts_of_a_convnet_follow_the_closed_form(layout, ffn_cut):
     config = configure(layout, "1f1b", ffn_cut)
     config = replace(config, model=replace(
-        config.model, model="convnet", heads=1, seq_len=1, tied=False, d_model=8, ffn=12))
+        config.model, model="convnet", heads=1, seq_len=1, tied=False, d_model=7, ffn=11))
     schedule = make_schedule(config.grid)
     split = models.of(config.model).balanced_layers(config.model, schedule.num_stages)
     for world_rank in range(math.prod(layout)):

@@ -16,7 +16,7 @@ from mpipar.errors import UsageError
 from mpipar.generate import decode, encode
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-SHAPE = {"layers": 4, "D": 18, "F": 30, "T": 7, "tied": True}
+SHAPE = {"layers": 4, "D": 18, "F": 31, "T": 7, "tied": True}
 HEADS = 6
 
 

@@ -125,7 +125,7 @@ def test_all_problems_at_once_and_one_block(here):
 
 @needs_mpiexec
 @pytest.mark.parametrize(("ranks", "words", "parts"), [
-    (2, "--tp 2 --heads 1 --ffn 7", ["--heads 1", "--ffn 7", "multiple of tp 2", "6 or 8"]),
+    (2, "--tp 2 --heads 1 --ffn 7", ["--heads 1: must be a multiple of tp 2", "--heads 2 or 4"]),
     (2, "--pp 2 --layers 1", ["--pp 2", "--layers is 1"]),
     (2, "--dp 2 --pp 2", ["dp 2 x pp 2 = 4", "2 were started", "--layout dp=2,pp=1,tp=1"]),
     (3, "--dp 3", ["--batch-size 4", "dp 3 * 2", "use --batch-size 6"]),

@@ -16,12 +16,14 @@ from mpipar.partition import CUTS
 class PatchProduct:
     """The product of every patch of x (B, H, W, C) with w (k*k*C, N), in place of `ops` in a cut.
 
-    name: of the layer, for --trace-ops. size: (H, W), which the shape of y does not tell.
+    name: of the layer, for --trace-ops. size: (H, W), which the shape of y does not tell. empty,
+    zeros, copy: those of `ops`, for what a cut does with images.
     """
 
     def __init__(self, ops, name, size, kernel, stride, padding):
         self.ops, self.name, self.size = ops, name, size
         self.window = kernel, stride, padding
+        self.empty, self.zeros, self.copy = ops.empty, ops.zeros, ops.copy
 
     def matmul_forward(self, x, w):
         """y (B, P, Q, N)."""
@@ -50,6 +52,7 @@ class Conv(Linear):
         shard = 2 + CUTS[cut].shard_axis
         super().__init__(ops, name, in_shape, out_shape, cut, shard, comm, std)
         self.product = PatchProduct(ops, name, size, kernel, stride, padding)
+        self.widths = channels  # not of patches: images travel
 
 
 class MaxPool:

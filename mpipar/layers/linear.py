@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from mpipar.layers.param import Param
-from mpipar.partition import CUTS
+from mpipar.partition import CUTS, Sizes
 
 
 class Linear:
@@ -31,10 +31,15 @@ class Linear:
         self.b = Param(f"{name}.b", out_shape, comm, bias_axis, fill=0.0, decay=False)
         self.params = [self.w, self.b]
         self.num_in = len(in_shape)
+        self.widths = math.prod(in_shape), math.prod(out_shape)  # K and N before they are cut
 
     def _matrix(self, array):
         """The weight's (or its gradient's) logical local shape as a matrix (K, N)."""
         return array.reshape(math.prod(array.shape[:self.num_in]), -1)
+
+    def _sizes(self, stash):
+        """Of the uncut product, for the cut."""
+        return Sizes(stash.batch.shape[1], *self.widths)
 
     def forward(self, x, stash):
         """y (.., N) of x (.., K), local sizes as the cut leaves them. Comm: forward of the cut."""
@@ -43,19 +48,19 @@ class Linear:
     def multiply(self, x, stash):
         """y (.., N) of x (.., K), bias not yet added. Comm: forward of the cut."""
         stash[self.name, "x"] = x
-        w, tokens = self._matrix(self.w.data), stash.batch.shape[1]
-        return self.cut.forward(self.product, x, w, self.comm, self.name, tokens)
+        w, sizes = self._matrix(self.w.data), self._sizes(stash)
+        return self.cut.forward(self.product, x, w, self.comm, self.name, sizes)
 
     def backward_input(self, dy, stash):
         """dx (.., K) of dy (.., N). Comm: backward_input of the cut."""
-        w, tokens = self._matrix(self.w.data), stash.batch.shape[1]
-        dx, dy = self.cut.backward_input(self.product, dy, w, self.comm, self.name, tokens)
+        w, sizes = self._matrix(self.w.data), self._sizes(stash)
+        dx, dy = self.cut.backward_input(self.product, dy, w, self.comm, self.name, sizes)
         stash[self.name, "dy"] = dy
         return dx
 
     def backward_weight(self, stash):
         """Accumulate the gradients of w and b. Comm: backward_weight of the cut."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
-        dw, tokens = self._matrix(self.w.grad), stash.batch.shape[1]
-        self.cut.backward_weight(self.product, x, dy, dw, self.comm, self.name, tokens)
+        dw, sizes = self._matrix(self.w.grad), self._sizes(stash)
+        self.cut.backward_weight(self.product, x, dy, dw, self.comm, self.name, sizes)
         self.ops.bias_backward_weight(dy, self.b.grad.reshape(-1))

@@ -2,7 +2,7 @@
 
 All-gather, then multiply; backward, a reduce-scatter of dx takes the place of the all-reduce. Only
 this rank's tokens of x are kept for the weight gradient, which therefore gathers them again. See
-tokens.py for the padding where q does not divide T.
+shares.py for a T that q does not divide.
 """
 
 from mpipar.partition import tokens as held
@@ -11,16 +11,16 @@ shard_axis = 1
 bias_is_cut = True
 
 
-def forward(ops, x, w, comm, name, tokens):
+def forward(ops, x, w, comm, name, sizes):
     """y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x."""
-    return ops.matmul_forward(held.gather(ops, x, tokens, comm, name), w)
+    return ops.matmul_forward(held.gather(ops, x, sizes.tokens, comm, name), w)
 
 
-def backward_input(ops, dy, w, comm, name, tokens):
+def backward_input(ops, dy, w, comm, name, sizes):
     """dx (B, T/q, K), summed over everybody's columns. Comm: one reduce_scatter of dx."""
     return held.scatter(ops, ops.matmul_backward_input(dy, w), comm, name), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, tokens):
+def backward_weight(ops, x, dy, dw, comm, name, sizes):
     """dw (K, N/q) += x^T dy over all tokens. Comm: one all_gather of x."""
-    ops.matmul_backward_weight(held.gather(ops, x, tokens, comm, name), dy, dw)
+    ops.matmul_backward_weight(held.gather(ops, x, sizes.tokens, comm, name), dy, dw)

@@ -11,17 +11,17 @@ shard_axis = None
 bias_is_cut = True
 
 
-def forward(ops, x, w, mesh, name, tokens=None):
+def forward(ops, x, w, mesh, name, sizes=None):
     """y (.., N/q) of x (.., K/q), each 1/(d q) of the rows. Comm: that of summa.forward."""
     return summa.forward(ops, x, w, mesh, name)
 
 
-def backward_input(ops, dy, w, mesh, name, tokens=None):
+def backward_input(ops, dy, w, mesh, name, sizes=None):
     """dx (.., K/q) of dy (.., N/q). Comm: that of summa.backward_input."""
     return summa.backward_input(ops, dy, w, mesh, name)
 
 
-def backward_weight(ops, x, dy, dw, mesh, name, tokens=None):
+def backward_weight(ops, x, dy, dw, mesh, name, sizes=None):
     """dw (K/q, N/q) += x^T dy. Comm: that of summa.backward_weight, one all_reduce over depth."""
     part = ops.zeros(dw.shape)
     summa.backward_weight(ops, x, dy, part, mesh, name)

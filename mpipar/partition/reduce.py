@@ -6,29 +6,23 @@ and all sum what they make: one all-reduce forward, and one all-gather backward,
 makes only its own channels of dx. Same gradients; it is here to be compared.
 """
 
-from mpipar.grid import piece
-from mpipar.partition import row
-from mpipar.partition.gather import collect
+from mpipar.partition import row, shares
 
 shard_axis = 0
 bias_is_cut = False
 
 
-def forward(ops, x, w, comm, name, tokens=None):
+def forward(ops, x, w, comm, name, sizes=None):
     """y (.., N), summed over everybody's channels of x (.., K). Comm: one all_reduce of y."""
-    return row.forward(ops, _own(x, comm), w, comm, name)
+    return row.forward(ops, shares.own(ops, x, -1, comm), w, comm, name)
 
 
-def backward_input(ops, dy, w, comm, name, tokens=None):
+def backward_input(ops, dy, w, comm, name, sizes):
     """dx (.., K) of dy (.., N). Comm: one all_gather of dx."""
-    return collect(ops.matmul_backward_input(dy, w), comm, name), dy
+    pieces = comm.all_gather(ops.matmul_backward_input(dy, w), name)  # (q, .., K/q)
+    return shares.join(ops, pieces, -1, sizes.inner), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, tokens=None):
+def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
     """dw (K/q, N) += (own channels of x)^T dy. Comm: none."""
-    ops.matmul_backward_weight(_own(x, comm), dy, dw)
-
-
-def _own(x, comm):
-    """This rank's channels of the whole x (.., K), as a view; q divides K."""
-    return x[..., piece(x.shape[-1], comm.size, comm.index)]
+    ops.matmul_backward_weight(shares.own(ops, x, -1, comm), dy, dw)

@@ -4,34 +4,33 @@ While the sum of one rank's tokens is on its way, this rank multiplies those of 
 """
 
 from mpipar.grid import piece, share
-from mpipar.partition import ring
-from mpipar.partition.tokens import pad
+from mpipar.partition import ring, shares
 
 shard_axis = 0
 bias_is_cut = False
 
 
-def forward(ops, x, w, comm, name, tokens):
+def forward(ops, x, w, comm, name, sizes):
     """y (B, T/q, N), summed over everybody's channels. Comm: one ring of y."""
     def product(place):
-        y = ops.matmul_forward(x[:, piece(tokens, comm.size, place)], w)
-        return pad(ops, y, share(tokens, comm.size))
+        y = ops.matmul_forward(x[:, piece(sizes.tokens, comm.size, place)], w)
+        return shares.pad(ops, y, 1, share(sizes.tokens, comm.size))
 
     return ring.total(ops, product, comm, name)
 
 
-def backward_input(ops, dy, w, comm, name, tokens):
+def backward_input(ops, dy, w, comm, name, sizes):
     """dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one ring of dy."""
-    dx = ops.empty((dy.shape[0], tokens, w.shape[0]))
-    whole = ops.empty((dy.shape[0], tokens, dy.shape[2]))
+    dx = ops.empty((dy.shape[0], sizes.tokens, w.shape[0]))
+    whole = ops.empty((dy.shape[0], sizes.tokens, dy.shape[2]))
     for place, block in ring.pieces(ops, dy, comm, name):
-        rows = piece(tokens, comm.size, place)
+        rows = piece(sizes.tokens, comm.size, place)
         own = whole[:, rows]
         ops.copy(own, block[:, :own.shape[1]])
         ops.copy(dx[:, rows], ops.matmul_backward_input(own, w))
     return dx, whole
 
 
-def backward_weight(ops, x, dy, dw, comm, name, tokens):
+def backward_weight(ops, x, dy, dw, comm, name, sizes):
     """dw (K/q, N) += x^T dy over all tokens. Comm: none."""
     ops.matmul_backward_weight(x, dy, dw)

@@ -1,8 +1,7 @@
 """The row cut with tokens cut between the products: y (B, T/q, N) of x (B, T, K/q).
 
 The sum over ranks is a reduce-scatter: each rank gets its own tokens of y. Backward, dy is gathered
-once, for the input gradient and the weight gradient. See tokens.py for the padding where q does not
-divide T.
+once, for the input gradient and the weight gradient. See shares.py for a T that q does not divide.
 """
 
 from mpipar.partition import tokens as held
@@ -11,17 +10,17 @@ shard_axis = 0
 bias_is_cut = False
 
 
-def forward(ops, x, w, comm, name, tokens):
+def forward(ops, x, w, comm, name, sizes):
     """y (B, T/q, N), summed over everybody's channels. Comm: one reduce_scatter of y."""
     return held.scatter(ops, ops.matmul_forward(x, w), comm, name)
 
 
-def backward_input(ops, dy, w, comm, name, tokens):
+def backward_input(ops, dy, w, comm, name, sizes):
     """dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one all_gather of dy."""
-    dy = held.gather(ops, dy, tokens, comm, name)
+    dy = held.gather(ops, dy, sizes.tokens, comm, name)
     return ops.matmul_backward_input(dy, w), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, tokens):
+def backward_weight(ops, x, dy, dw, comm, name, sizes):
     """dw (K/q, N) += x^T dy over all tokens. Comm: none."""
     ops.matmul_backward_weight(x, dy, dw)

@@ -35,7 +35,7 @@ class Mesh(NamedTuple):
     depth: Comm
 
 
-def forward(ops, x, w, mesh, name, tokens=None):
+def forward(ops, x, w, mesh, name, sizes=None):
     """y (.., N/q) of x (.., K/q). Comm: q broadcasts of x over row, q of w over column."""
     rows = x.reshape(-1, x.shape[-1])
     y = ops.zeros((rows.shape[0], w.shape[1]))
@@ -46,7 +46,7 @@ def forward(ops, x, w, mesh, name, tokens=None):
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-def backward_input(ops, dy, w, mesh, name, tokens=None):
+def backward_input(ops, dy, w, mesh, name, sizes=None):
     """dx (.., K/q) of dy (.., N/q). Comm: q broadcasts of w over column, q reduces over row."""
     dx = None
     for root, w_block in enumerate(_blocks(ops, w, mesh.column, name)):
@@ -55,7 +55,7 @@ def backward_input(ops, dy, w, mesh, name, tokens=None):
     return dx, dy
 
 
-def backward_weight(ops, x, dy, dw, mesh, name, tokens=None):
+def backward_weight(ops, x, dy, dw, mesh, name, sizes=None):
     """dw (K/q, N/q) += x^T dy. Comm: q broadcasts of x over row, q reduces over column."""
     rows = x.reshape(-1, x.shape[-1])
     for root, x_block in enumerate(_blocks(ops, rows, mesh.row, name)):

@@ -3,25 +3,20 @@ next.
 
 Whole: every rank holds all T tokens; a sum over ranks is an all-reduce. Cut (sequence parallelism):
 each rank holds T/q of them, so norms and residuals run on a share and are kept only once; the
-all-reduce becomes a reduce-scatter, and an all-gather comes before the next product. Where q does
-not divide T every piece has ceil(T/q) tokens. The last ones are padding: zeros go in, their
-gradients are zero, and every gather leaves them away. Letters: B batch, T tokens, D width, q ranks
-of the group. Source: Korthikanti et al., arXiv 2205.05198.
+all-reduce becomes a reduce-scatter, and an all-gather comes before the next product. See shares.py
+for a T that q does not divide. Letters: B batch, T tokens, D width, q ranks of the group. Source:
+Korthikanti et al., arXiv 2205.05198.
 """
 
 from __future__ import annotations
 
 from mpipar.grid import piece, share
+from mpipar.partition import shares
 
 
 def gather(ops, x, tokens, comm, name):
     """Whole x (B, T, D) of everybody's (B, ceil(T/q), D). Comm: one all_gather."""
-    parts = comm.all_gather(x, name)  # (q, B, ceil(T/q), D)
-    whole = ops.empty((x.shape[0], tokens, x.shape[2]))
-    for place in range(comm.size):
-        own = whole[:, piece(tokens, comm.size, place)]
-        ops.copy(own, parts[place, :, :own.shape[1]])
-    return whole
+    return shares.join(ops, comm.all_gather(x, name), 1, tokens)
 
 
 def scatter(ops, y, comm, name):
@@ -35,15 +30,6 @@ def scatter(ops, y, comm, name):
         own = y[:, piece(tokens, comm.size, place)]
         ops.copy(parts[place, :, :own.shape[1]], own)
     return comm.reduce_scatter(parts, name)
-
-
-def pad(ops, x, length):
-    """x (B, T, D) with zeros up to `length` tokens; x itself where none are missing."""
-    if x.shape[1] == length:
-        return x
-    y = ops.zeros((x.shape[0], length, *x.shape[2:]), label="buffers")
-    ops.copy(y[:, :x.shape[1]], x)
-    return y
 
 
 class WholeTokens:
@@ -90,10 +76,7 @@ class CutTokens(WholeTokens):
 
     def positions(self, positions):
         """Padding is at position 0: its gradient is zero."""
-        own = positions[piece(len(positions), self.comm.size, self.comm.index)]
-        y = self.ops.zeros((self.length(len(positions)),), positions.dtype, label="buffers")
-        self.ops.copy(y[:len(own)], own)
-        return y
+        return shares.own(self.ops, positions, 0, self.comm)
 
     def gather(self, x, tokens, name):
         """All tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""

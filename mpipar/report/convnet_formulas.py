@@ -3,8 +3,9 @@ the test.
 
 B images of a microbatch, S places of an image in the convolution's input or output (height times
 width: S0 before the stem's pooling, S behind it), D channels of the stream, F channels inside a
-pair, q size of the group, e bytes of a number. A pair of convolutions is a pair of products: one
-all-reduce forward, one backward, whatever the kernel.
+pair, q size of the group, e bytes of a number. Gathered, letters count with the padding of equal
+pieces. A pair of convolutions is a pair of products: one all-reduce forward, one backward,
+whatever the kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 
 from mpipar.data.rows import rows_per_microbatch
+from mpipar.grid import share
 from mpipar.models.convnet import stem_size, stream_size
 from mpipar.report.console import family
 from mpipar.trace import NAME, OPERATION
@@ -46,6 +48,8 @@ def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] |
         return None
     sizes = {"S0": math.prod(stem_size(config.model)), "S": math.prod(stream_size(config.model)),
              "D": config.model.d_model, "F": config.model.ffn}
+    if record[OPERATION] == "all_gather":
+        sizes |= {letter: share(sizes[letter], group_size) * group_size for letter in "DF"}
     return (f"B*{'*'.join(found)}*e",
             num_rows * itemsize * math.prod(sizes[letter] for letter in found))
 
@@ -59,7 +63,9 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
             * math.prod(stream_size(model)) * itemsize)
     if model.ffn_cut == "pair":
         return 2, "4(q-1)/q * B*S*D*e", 4 * once * model.d_model
-    return 4, "3(q-1)/q * B*S*(D + F)*e", 3 * once * (model.d_model + model.ffn)
+    widths = model.d_model, model.ffn
+    gathered = sum(share(width, group_size) * group_size for width in widths)
+    return 4, "3(q-1)/q * B*S*(D + F)*e", once * (2 * sum(widths) + gathered)
 
 
 def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str, int]:

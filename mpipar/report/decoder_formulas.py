@@ -2,8 +2,8 @@
 the test.
 
 B rows of a microbatch, T tokens, D model width, F ffn width, q size of the group, e bytes of a
-number. Source of the counts: two all-reduces per layer and pass of a column/row pair (arXiv
-1909.08053, 2104.04473).
+number. Gathered, letters count with the padding of equal pieces. Source of the counts: two
+all-reduces per layer and pass of a column/row pair (arXiv 1909.08053, 2104.04473).
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] |
     found = width(record, config.model.ffn_cut)
     if found is None:
         return None
-    formula, tokens = f"B*T*{found}*e", letters.T
+    formula, tokens, numbers = f"B*T*{found}*e", letters.T, getattr(letters, found)
     if config.model.sequence_parallel:
         tokens = share(letters.T, tp) * tp  # the last rank's are padded
         if record[OPERATION] in ("send", "recv"):
             formula, tokens = f"{formula}/tp", tokens // tp
-    return formula, letters.B * tokens * getattr(letters, found) * itemsize
+    elif record[OPERATION] == "all_gather":
+        numbers = share(numbers, tp) * tp  # likewise
+    return formula, letters.B * tokens * numbers * itemsize
 
 
 def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float] | None:
@@ -77,7 +79,8 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float] | No
         return 10, "10(q-1)/q * B*T*D*e", 10 * once * letters.D
     if model.ffn_cut == "pair":
         return 4, "8(q-1)/q * B*T*D*e", 8 * once * letters.D
-    return 6, "(q-1)/q * B*T*(7D + 3F)*e", once * (7 * letters.D + 3 * letters.F)
+    gathered = sum(share(width, group_size) * group_size for width in (letters.D, letters.F))
+    return 6, "(q-1)/q * B*T*(7D + 3F)*e", once * (6 * letters.D + 2 * letters.F + gathered)
 
 
 def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str, int] | None:

@@ -27,9 +27,9 @@ LAYOUTS = {  # number of ranks: (dp, pp, tp)
     4: [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)],
     8: [(2, 2, 2)],
 }
-# 6 heads of width 3, ffn 30, 5 layers, 7 tokens; 29 tokens in the vocabulary: padded for every tp >
-# 1.
-MODEL = ModelConfig(layers=5, d_model=18, heads=6, ffn=30, seq_len=7, vocab_size=29)
+# 6 heads of width 3, 5 layers, 7 tokens; ffn 31 and 29 tokens in the vocabulary: padded for every
+# tp > 1.
+MODEL = ModelConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)
 
 
 def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid) -> Config:

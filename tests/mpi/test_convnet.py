@@ -29,9 +29,9 @@ from mpipar.report import formulas
 from mpipar.trace import NAME, OPERATION, PAYLOAD, PHASE, Recorder
 from mpipar.train import Worker
 
-# Widths that 2 and 3 divide; images 7 x 9 with 2 channels, behind the stem 3 x 4; 7 classes: padded
-# over tp.
-MODEL = ModelConfig(model="convnet", layers=5, d_model=6, heads=1, ffn=12, seq_len=1, vocab_size=7,
+# Channels that neither 2 nor 3 divides; images 7 x 9 with 2 channels, behind the stem 3 x 4; 7
+# classes: all padded over tp.
+MODEL = ModelConfig(model="convnet", layers=5, d_model=5, heads=1, ffn=11, seq_len=1, vocab_size=7,
                     tied=False, image_shape=(7, 9, 2))
 CUTS = ("pair", "gather", "reduce")
 HERE = LAYOUTS[WORLD.size]
@@ -84,6 +84,14 @@ def test_rmsnorm_equals_one_rank(layout):
     assert_equal(convnet(layout, norm="rms"))
 
 
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("ffn_cut", CUTS)
+def test_fewer_channels_than_ranks_equal_one_rank(monkeypatch, ffn_cut):
+    poison_unwritten(monkeypatch)
+    config = convnet((1, 1, WORLD.size), 1, ffn_cut)
+    assert_equal(replace(config, model=replace(config.model, layers=1, d_model=3, ffn=2)))
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "dualpipe", "zb-v"])
 def test_other_schedules_equal_one_rank(schedule):
@@ -107,14 +115,15 @@ def test_records_are_those_predicted_and_follow_the_formulas(layout, ffn_cut):
             assert record[NAME].startswith(("grads.", "step.")), record
     if q == 1:
         return
-    # By hand, per microbatch: B 5 or 10 images of 3 x 4 places, 6 or 12 channels, 8 bytes.
+    # By hand, per microbatch: B 5 or 10 images of 3 x 4 places, 8 bytes; 5 or 11 channels, which
+    # are gathered in equal pieces: 3 of 2 or 2 of 3, 3 of 4 or 2 of 6.
     num_rows = config.train.batch_size // (config.grid.dp * 2)
-    narrow, wide = (8 * num_rows * 3 * 4 * channels for channels in (6, 12))
+    narrow, wide, *equal = (8 * num_rows * 3 * 4 * channels for channels in (5, 11, 6, 12))
     blocks = [one for one in real if one[NAME].startswith("block0.")]
     sums, gathers = (sorted(one[PAYLOAD] for one in blocks if one[OPERATION] == operation)
                      for operation in ("all_reduce", "all_gather"))
-    apart = sorted([narrow, wide] * 2)
-    expected = {"pair": ([narrow] * 4, []), "gather": (apart, apart), "reduce": (apart, apart)}
+    apart = ([narrow, narrow, wide, wide], sorted(equal * 2))
+    expected = {"pair": ([narrow] * 4, []), "gather": apart, "reduce": apart}
     assert (sums, gathers) == (expected[ffn_cut] if blocks else ([], []))
 
 

@@ -18,7 +18,7 @@ from small_model import (
 )
 
 from mpipar import ops as ops_module
-from mpipar.grid import Grid
+from mpipar.grid import Grid, share
 from mpipar.pipeline import schedules
 from mpipar.plan.predict import predict
 from mpipar.trace import Recorder
@@ -70,7 +70,8 @@ def test_tie_and_mirror_sums(case):
     ends.
     """
     _, layout, _ = case
-    worker, recorder = one_step(config_for(*case))
+    config = config_for(*case)
+    worker, recorder = one_step(config)
     schedule, pp = worker.schedule, layout[1]
     ends = holders(schedule, (0, schedule.num_stages - 1))
     ties = [counter for key, counter in recorder.counters.items() if key[0] == "tie"]
@@ -87,9 +88,10 @@ def test_tie_and_mirror_sums(case):
     owned = sum(param.size for stage in worker.stages.values() for param in stage.flat.params
                 if param.owner and worker.grid.dp_rank == 0)
     total = WORLD.allreduce(owned)
-    alone, _ = one_rank_worker(config_for(*case))
-    padding = (-MODEL.vocab_size % layout[2]) * MODEL.d_model
-    assert total == alone + padding
+    alone, _ = one_rank_worker(config)
+    tp, D = layout[2], MODEL.d_model
+    ffn = config.model.layers * (-MODEL.ffn % tp) * (2 * D + 1)  # up, down, bias of up
+    assert total == alone + ffn + (-MODEL.vocab_size % tp) * D
 
 
 def one_rank_worker(config):
@@ -130,7 +132,8 @@ def test_weight_gradients_are_really_postponed(case):
     mirrored = 2 if worker.schedule.placement == "mirror" else 1
     dp, _, tp = case[1]
     tokens_done = config.train.batch_size * MODEL.seq_len // dp // mirrored
-    D, F, T, V = MODEL.d_model, MODEL.ffn, MODEL.seq_len, -(-MODEL.vocab_size // tp) * tp
+    D, T = MODEL.d_model, MODEL.seq_len
+    F, V = (share(width, tp) * tp for width in (MODEL.ffn, MODEL.vocab_size))
     products = 2 * tokens_done * (4 * D * D + 2 * D * F) // tp
     scores = 4 * tokens_done * T * D // tp
     first = worker.schedule.num_stages - 1 in worker.stages

@@ -78,7 +78,8 @@ def test_layout_equals_one_rank(layout, dtype, monkeypatch):
     if layout[1] > 1:
         assert_equals_one_rank(mixed(dtype, layout, schedule="zb-h1"))
     if layout[2] > 1:
-        assert_equals_one_rank(mixed(dtype, layout, model=replace(MODEL, ffn_cut="gather")))
+        for cut in ("gather", "reduce"):
+            assert_equals_one_rank(mixed(dtype, layout, model=replace(MODEL, ffn_cut=cut)))
         assert_equals_one_rank(mixed(dtype, layout, model=cut_model()))
         assert_equals_one_rank(mixed(dtype, layout, model=cut_model("ring")))
 

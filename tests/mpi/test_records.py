@@ -9,7 +9,7 @@ from small_model import LAYOUTS, MODEL, WORLD, real_step, small_config, tokens
 
 from mpipar import ops as ops_module
 from mpipar.data.rows import Rows
-from mpipar.grid import Grid
+from mpipar.grid import Grid, share
 from mpipar.plan.predict import predict
 from mpipar.report.memory import PeakMemory
 from mpipar.trace import (
@@ -46,8 +46,13 @@ def test_shapes_only_run_predicts_every_record(layout, ffn_cut, schedule):
     assert bool(real) == (WORLD.size > 1)
 
 
+# Calls of a block forward and backward: all-reduces (one of them is attention's), all-gathers. Of
+# products that stand alone one carries F, the other D.
+PER_BLOCK = {"pair": ((2, 2), (0, 0)), "gather": ((1, 3), (2, 0)), "reduce": ((3, 1), (0, 2))}
+
+
 @pytest.mark.parametrize("layout", HERE, ids=str)
-@pytest.mark.parametrize("ffn_cut", ["pair", "gather"])
+@pytest.mark.parametrize("ffn_cut", PER_BLOCK)
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microbatches):
     config = small_config(layout, num_microbatches, model=replace(MODEL, ffn_cut=ffn_cut))
@@ -56,28 +61,24 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
     blocks = sum(len(config_blocks) for config_blocks in blocks_of(worker))
     first, last = 0 in worker.stages, worker.schedule.num_stages - 1 in worker.stages
     num_rows = config.train.batch_size // (dp * num_microbatches)
-    act = 8 * num_rows * MODEL.seq_len * MODEL.d_model  # bytes of one activation, A
-    wide = 8 * num_rows * MODEL.seq_len * MODEL.ffn
+    column = 8 * num_rows * MODEL.seq_len  # bytes of a channel
+    act, wide = column * MODEL.d_model, column * MODEL.ffn
+    apart = column * tp * (share(MODEL.d_model, tp) + share(MODEL.ffn, tp))  # in equal pieces
     totals = recorder.totals((0, 2, 3))
     per_mb = {key: [value / num_microbatches for value in counter[:2]]
               for key, counter in totals.items() if key[0] == "tp"}
     if tp == 1:
         assert not per_mb
         return
-    gather = ffn_cut == "gather"
-    # per layer: forward 2 all-reduces of A (attention, ffn); backward 2. Gathered ffn: two
-    # all-gathers take the place of the ffn's forward all-reduce, and two all-reduces (of F and D
-    # width) that of its backward one.
-    forward = blocks * (1 if gather else 2) + first
-    backward = blocks * (3 if gather else 2) + last
-    assert per_mb.get(("tp", "all_reduce", "F"), [0, 0]) == [forward, forward * act]
-    extra = blocks * (wide - act) if gather else 0
-    assert per_mb.get(("tp", "all_reduce", "I"), [0, 0]) == [
-        backward, backward * act + extra]
-    gathers = blocks * 2 * gather + last
-    stats = 3 * 8 * num_rows * MODEL.seq_len * tp
-    gathered = blocks * (wide + act) * gather + last * stats
-    assert per_mb.get(("tp", "all_gather", "F"), [0, 0]) == [gathers, gathered]
+    stats = last * 3 * column * tp  # of the loss
+    ends = {"F": (first, last, stats), "I": (last, 0, 0)}  # embedding and loss; head
+    for phase, sums, gathers in zip("FI", *PER_BLOCK[ffn_cut], strict=True):
+        end_sums, end_gathers, gathered = ends[phase]
+        calls = blocks * sums + end_sums
+        extra = blocks * (wide - act) * (sums == 3)
+        assert per_mb.get(("tp", "all_reduce", phase), [0, 0]) == [calls, calls * act + extra]
+        assert per_mb.get(("tp", "all_gather", phase), [0, 0]) == [
+            blocks * gathers + end_gathers, blocks * apart * (gathers == 2) + gathered]
     assert not [key for key in per_mb if key[2] not in "FI"]
 
 
