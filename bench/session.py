@@ -58,10 +58,11 @@ def revision(root: Path = results.ROOT) -> str:
         return ""
 
 
-def make_ops(transport: str, dtype: str):
+def make_ops(transport: str, dtype: str, host_rank: int):
     """Arrays where the transport takes them. Raises EnvironmentProblem without a usable GPU."""
     try:
-        return ops_module.make("cpu" if transport == "mpi-host" else "cuda", dtype)
+        return ops_module.make("cpu" if transport == "mpi-host" else "cuda", dtype,
+                               host_rank=host_rank)
     except EnvironmentProblem as error:  # it speaks of mpipar's flag
         text = str(error).replace("--device cuda", f"--transport {transport}")
         raise EnvironmentProblem(text.replace("--device cpu", "--transport mpi-host")) from error
@@ -73,9 +74,7 @@ class Bench:
     def __init__(self, session, dtype: str, buffers: str, footprint: int, plan: Plan,
                  transport: str = "mpi-host", window: int = 64):
         self.session, self.world = session, session.world
-        self.ops = make_ops(transport, dtype)
-        if transport != "mpi-host":
-            self.ops.select_device(session.host_ranks.index(self.world.rank))
+        self.ops = make_ops(transport, dtype, session.host_rank)
         self.transport, self.plan, self.window = transport, plan, window
         self.arena = Arena(self.ops, buffers, footprint or cache_bytes())
         self.recorder, self.progress = Recorder(), Progress()

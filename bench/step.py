@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import statistics
 import sys
 import time
@@ -70,10 +71,13 @@ def parse(argv):
                         " and no speed: NumPy widens and rounds around every function")
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
     parser.add_argument("--json", help="write the result to this file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
+        parser.error("--peak-tflops must be above 0")
+    return args
 
 
-def our_sides(args, batch, world) -> dict:
+def our_sides(args, batch, world, host_rank=0) -> dict:
     """Name -> OurSide, for every layout and set of kernels. Comm: those of their groups."""
     layouts = [{}] if world.size == 1 else [
         {axis: world.size} for axis, count in (("dp", args.batch_size), ("tp", args.heads))
@@ -84,8 +88,7 @@ def our_sides(args, batch, world) -> dict:
     for layout in layouts:
         config = configure(args, layout, world.size)
         for name in kernels:
-            ops = make(args.device, args.dtype, kernels=name)
-            ops.select_device(world.rank)
+            ops = make(args.device, args.dtype, kernels=name, host_rank=host_rank)
             shown = name if args.device == "cpu" else f"cupy {name}"
             shown += "".join(f", {axis} {count}" for axis, count in layout.items())
             sides[f"mpipar {shown}"] = OurSide(config, batch, ops, world)
@@ -205,10 +208,10 @@ def their_sides(args, batch, world) -> tuple[list[str], dict]:
                          for name, compiled in kinds.items() if world.rank == 0}
 
 
-def compare(args, world) -> int:
+def compare(args, world, host_rank) -> int:
     """Check, measure, print; returns the exit code. Comm: as `measure`, and a few sums."""
     batch = random_batch(args)
-    sides = our_sides(args, batch, world)
+    sides = our_sides(args, batch, world, host_rank)
     ours = list(sides)
     theirs, more = their_sides(args, batch, world)
     sides |= more
@@ -252,7 +255,7 @@ def main(argv, session) -> int:
     world = session.start()
     args.threads = args.threads or world.size
     with threadpool_limits(max(1, args.threads // world.size)):
-        return compare(args, world)
+        return compare(args, world, session.host_rank)
 
 
 if __name__ == "__main__":

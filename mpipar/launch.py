@@ -42,7 +42,8 @@ class AgreedError(Exception):
 class Session:
     """One process of a job.
 
-    world: COMM_WORLD after start(). host_ranks: world ranks on this host, ascending.
+    world: COMM_WORLD after start(). host_ranks: world ranks on this host, ascending;
+    host_rank: place of this process among them.
     run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
     where: called when an error is reported, says what the rank is doing, as "step 17".
     saved: set to the folder of the final weights once they are written: Ctrl-C then loses nothing.
@@ -52,7 +53,7 @@ class Session:
     def __init__(self, launcher: Launcher):
         self.launcher = launcher
         self.world = None
-        self.host_ranks = (0,)
+        self.host_ranks, self.host_rank = (0,), 0
         self.run_folder: str | None = None
         self.where: Callable[[], str] = str
         self.saved = ""
@@ -86,6 +87,7 @@ class Session:
         host.Allgather(array.array("i", [self.world.Get_rank()]), ranks)
         host.Free()
         self.host_ranks = tuple(sorted(ranks))
+        self.host_rank = self.host_ranks.index(self.world.Get_rank())
         return self.world
 
     def agree(self, function: Callable):

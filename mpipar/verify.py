@@ -48,13 +48,13 @@ def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 
 
-def step_tensors(config, part, grid, mpi_world=None):
+def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
     """Run one plain step; returns (loss, norm, gradients, weights after the update) as whole
     tensors.
 
     Comm: everything that a training step crosses, and two streams to world rank 0.
     """
-    ops = ops_module.make_for(config.run)
+    ops = ops_module.make_for(config.run, host_rank)
     worker = Worker(config, grid, ops, Recorder(), mpi_world)
     if config.run.init_from:
         checkpoint.load(worker, config.run.init_from)
@@ -90,14 +90,17 @@ def one_rank_tensors(config, part):
     return step_tensors(serial_config(config), part, Grid(0))
 
 
-def compare(config, part, mpi_world=None, expected=one_rank_tensors) -> list[Difference]:
+def compare(config, part, mpi_world=None, expected=one_rank_tensors,
+            host_rank=0) -> list[Difference]:
     """All differences between this layout and one rank, on world rank 0; empty elsewhere.
 
     config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: gives the
     tensors of one rank; a caller that compares many layouts of one model may keep them.
+    host_rank: place of this process on its host.
     """
     world_rank = mpi_world.rank if mpi_world else 0
-    parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world)
+    parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world,
+                            host_rank)
     if world_rank > 0:
         return []
     serial = expected(config, part)

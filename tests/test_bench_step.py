@@ -11,11 +11,13 @@ from helpers import run_command, run_ranks
 
 from bench import step
 from bench.step_sides import torch_side
+from mpipar.errors import UsageError
 from mpipar.ops.numpy_ops import NumpyOps
 
 SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
 WRONG_GRADIENT = """
 from bench import step
+from mpipar.errors import UsageError
 from mpipar.launch import guard
 from mpipar.ops.numpy_ops import NumpyOps
 NumpyOps.gelu_backward_input = lambda self, dy, x: dy.copy()
@@ -131,7 +133,7 @@ def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak)
     """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     monkeypatch.setitem(sys.modules, "torch", None)
-    session = types.SimpleNamespace(start=Alone)
+    session = types.SimpleNamespace(start=Alone, host_rank=0)
     path = tmp_path / "step.json"
     argv = [*SIZES.split(), "--device", "cuda", *words, "--json", str(path)]
     assert step.main(argv, session) == 0
@@ -163,3 +165,9 @@ def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
     found.pop("mpipar numba", None)
     assert list(found) == ["mpipar numpy", "mpipar cupy fused", "mpipar cupy plain"]
     assert step.disagreement(found, found["mpipar numpy"], "float32") is None
+
+
+@pytest.mark.parametrize("peak", ["0", "-1", "nan", "inf"])
+def test_a_peak_is_above_zero(peak):
+    with pytest.raises(UsageError, match="--peak-tflops must be above 0"):
+        step.parse(["--peak-tflops", peak])

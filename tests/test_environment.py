@@ -167,7 +167,7 @@ def test_gpus_that_are_shared_or_hidden_are_remarked():
 
 def test_doctor_remarks_on_the_gpus_that_cupy_shows(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    facts = [rank_facts(rank, (0, 1)) for rank in (0, 1)]
+    facts = [rank_facts(rank, rank) for rank in (0, 1)]
     assert facts[1]["device"] == "0 of 1: NVIDIA H200, PCI 0000:3B:00.0"
     assert any("ranks 0, 1 share GPU 0000:3B:00.0" in line for line in remarks(facts))
 

@@ -88,7 +88,7 @@ def test_resolved_config_reads_back(run_of, tmp_path):
     config = tomllib.loads((folder / "config.toml").read_text())
     assert (config["dp"], config["pp"], config["tp"]) == (1, 2, 2)
     assert config["num-microbatches"] == 4
-    assert config["ffn"] == 30
+    assert config["ffn"] == 31
     result = mpipar("train", "--config", folder / "config.toml", "--print-config", ranks=4)
     assert result.returncode == 0, result.tail()
     assert tomllib.loads(result.stdout) == config

@@ -3,6 +3,7 @@
 import sys
 import types
 
+import fake_cupy
 import numpy as np
 import pytest
 from helpers import assert_close
@@ -35,11 +36,23 @@ def test_cuda_without_a_gpu_says_what_to_type(monkeypatch, error):
         def __matmul__(self, other):
             raise error
 
-    found = types.SimpleNamespace(__version__="14.2.0", ones=lambda shape: Array())
-    monkeypatch.setitem(sys.modules, "cupy", found)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(fake_cupy, "ones", lambda shape: Array())
     with pytest.raises(EnvironmentProblem, match=str(error)) as caught:
         make("cuda", "float32")
     assert "--device cpu" in str(caught.value)
+
+
+def test_nothing_is_computed_on_a_gpu_that_is_another_rank_s(monkeypatch):
+    """A first use of a GPU leaves hundreds of MiB on it."""
+    done, ones = [], fake_cupy.ones
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(fake_cupy, "ones", lambda shape: done.append("compute") or ones(shape))
+    monkeypatch.setattr(fake_cupy.cuda.runtime, "getDeviceCount", lambda: 4)
+    monkeypatch.setattr(fake_cupy.cuda, "Device", lambda number=0: types.SimpleNamespace(
+        use=lambda: done.append(number), compute_capability="90"))
+    make("cuda", "bfloat16", host_rank=6)
+    assert done == [2, "compute"]
 
 
 def test_a_cupy_without_bfloat16_is_too_old(monkeypatch):

@@ -21,13 +21,13 @@ from mpipar.report.gather import gather_facts
 def run(session) -> int:
     """Print the facts of all ranks on world rank 0. Comm: one gather over the world."""
     world = session.start()
-    facts = gather_facts(world, rank_facts(world.Get_rank(), session.host_ranks))
+    facts = gather_facts(world, rank_facts(world.Get_rank(), session.host_rank))
     if facts is not None:
         print("\n".join([*job_lines(session, facts), "", *rank_table(facts), *remarks(facts)]))
     return EXIT_OK
 
 
-def rank_facts(world_rank: int, host_ranks: Sequence[int]) -> dict:
+def rank_facts(world_rank: int, host_rank: int) -> dict:
     """What one rank sees of its own host; gpu, gpus: where it has one."""
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     return {
@@ -36,12 +36,12 @@ def rank_facts(world_rank: int, host_ranks: Sequence[int]) -> dict:
         "cores": sorted(os.sched_getaffinity(0)),
         "blas": [f"{pool['internal_api']} {pool['version']}" for pool in pools],
         "threads": max((pool["num_threads"] for pool in pools), default=1),
-        **own_device(host_ranks.index(world_rank)),
+        **own_device(host_rank),
     }
 
 
-def own_device(host_index: int) -> dict:
-    """The GPU that the host_index-th rank of a host uses: they are dealt out in turn."""
+def own_device(host_rank: int) -> dict:
+    """The GPU that the host_rank-th rank of a host uses: they are dealt out in turn."""
     try:
         import cupy
     except ImportError:
@@ -53,7 +53,7 @@ def own_device(host_index: int) -> dict:
         return {"device": f"none: {error}"}
     if count == 0:
         return {"device": "none: CuPy sees no GPU"}
-    index = host_index % count
+    index = host_rank % count
     name = runtime.getDeviceProperties(index)["name"].decode()
     own = gpus.fact(cupy, index)
     return own | {"device": f"{index} of {count}: {name}, PCI {own['gpu']}"}

@@ -25,8 +25,8 @@ def run(session, reading, run_folder: str) -> int:
     Comm: see `mpipar.generate.generate`.
     """
     world = session.start()
-    config, ops, prompt = session.agree(lambda: prepare(reading, run_folder, world.size))
-    ops.select_device(session.host_ranks.index(world.rank))
+    config, ops, prompt = session.agree(
+        lambda: prepare(reading, run_folder, world.size, session.host_rank))
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     worker.recorder.phase = "eval"
@@ -55,8 +55,11 @@ def show(prompt: list[int], tokens: Iterable[int], vocab_size: int) -> Iterator[
     yield decode(seen, vocab_size)[shown:]
 
 
-def prepare(reading, run_folder: str, world_size: int):
-    """(config, ops, prompt tokens), all checked; raises one UserError. Comm: none."""
+def prepare(reading, run_folder: str, world_size: int, host_rank: int):
+    """(config, ops, prompt tokens), all checked; raises one UserError. Comm: none.
+
+    host_rank: place of this process on its host.
+    """
     folder = Path(run_folder)
     options = [folder / "weights", folder]
     weights = next((path for path in options if (path / "config.json").exists()), None)
@@ -82,4 +85,4 @@ def prepare(reading, run_folder: str, world_size: int):
 
     checks = [(prompt_problems, UsageError), (checkpoint.problems, DataError)]
     config, _ = resolve(replace(reading, config=one_row), world_size, checks)
-    return config, ops_module.make_for(config.run), found["prompt"]
+    return config, ops_module.make_for(config.run, host_rank), found["prompt"]

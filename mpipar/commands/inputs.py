@@ -27,11 +27,12 @@ class Inputs:
     prompt: list[int]
 
 
-def prepare(reading, world_size: int, checks=()) -> Inputs:
+def prepare(reading, world_size: int, host_rank: int, checks=()) -> Inputs:
     """Check everything that can be checked before anything is allocated.
 
-    checks: a command's own (problems of a config, error class). Raises one UserError with all
-    problems found: flags, layout, schedule, prompt, data and device. Comm: none.
+    host_rank: place of this process on its host. checks: a command's own (problems of a config,
+    error class). Raises one UserError with all problems found: flags, layout, schedule, prompt,
+    data and device. Comm: none.
     """
     found = {}
 
@@ -44,7 +45,7 @@ def prepare(reading, world_size: int, checks=()) -> Inputs:
 
     def device_problems(config):
         try:
-            found["ops"] = ops_module.make_for(config.run)
+            found["ops"] = ops_module.make_for(config.run, host_rank)
         except EnvironmentProblem as error:
             return error.problems
         return []

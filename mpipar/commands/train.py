@@ -198,7 +198,7 @@ def run(session, reading, machine_path: str | None = None) -> int:
     # What lies on the disk is world rank 0's to judge.
     checks = [(folder_problems, UsageError)] if world.rank == 0 else []
     checks.append(machine_problems(machine_path))
-    inputs = session.agree(lambda: prepare(reading, world.size, checks))
+    inputs = session.agree(lambda: prepare(reading, world.size, session.host_rank, checks))
     inputs = with_schedule(session, inputs, machine_path)
     folder = session.agree(lambda: make_run_folder(inputs.config) if world.rank == 0 else None)
     folder = Path(broadcast_text(world, str(folder)))
@@ -236,7 +236,6 @@ def in_folder(session, inputs, folder, log, metrics_file) -> int:
     """
     recorder = Recorder()
     fact = describe(session, inputs, recorder, log)
-    inputs.ops.select_device(session.host_ranks.index(session.world.rank))
     with MemoryLimit(inputs.config, inputs.ops, recorder):
         return described(session, inputs, recorder, fact, folder, log, metrics_file)
 

@@ -19,11 +19,11 @@ def run(session, reading) -> int:
     world rank 0.
     """
     world = session.start()
-    inputs = session.agree(
-        lambda: prepare(exact(reading), world.size, [(schedule_problems, UsageError)]))
-    inputs.ops.select_device(session.host_ranks.index(world.rank))
+    inputs = session.agree(lambda: prepare(exact(reading), world.size, session.host_rank,
+                                           [(schedule_problems, UsageError)]))
     grid = inputs.config.grid
-    found = verify.compare(inputs.config, inputs.train_part, world)
+    found = verify.compare(inputs.config, inputs.train_part, world,
+                           host_rank=session.host_rank)
     bad = [d for d in found if not d.ok]
     if world.rank == 0:
         for note in inputs.notes:

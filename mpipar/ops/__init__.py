@@ -17,7 +17,7 @@ __all__ = ["KERNELS", "make", "make_for", "problems", "shapes_for"]
 KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first: unless asked
 
 
-def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False):
+def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False, host_rank=0):
     """Return the array functions of one device: "cpu", "cuda" or "shapes".
 
     dtype: of weights and activations. Of gradients and sums too for "float32" and "float64";
@@ -25,17 +25,18 @@ def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False):
     recorder: has `phase`, under which the shapes book their FLOPs; the other two ignore it.
     kernels: what runs the elementwise chains, one of KERNELS; None chooses. "shapes" count the
     bytes of "fused" kernels if that is asked for, else those of NumPy.
-    gemm, tf32: how "cuda" multiplies, as in `CupyOps`.
+    gemm, tf32, host_rank: how "cuda" multiplies and on which GPU, as in `CupyOps`.
     Raises EnvironmentProblem when "cuda" is asked for and CuPy or a usable GPU is missing, or
     "numba" and Numba is.
     """
     if dtype in DTYPES:
-        return MixedOps(make(device, "float32", recorder, kernels, gemm, tf32), dtype)
+        return MixedOps(make(device, "float32", recorder, kernels, gemm, tf32, host_rank), dtype)
     if device == "cpu":
         return NumbaOps(dtype) if kernels == "numba" else NumpyOps(dtype)
     if device == "cuda":
-        is_fused = (kernels or _default(device, dtype)) == "fused"
-        return FusedOps(gemm, tf32) if is_fused else CupyOps(dtype, gemm, tf32)
+        if (kernels or _default(device, dtype)) == "fused":
+            return FusedOps(gemm, tf32, host_rank)
+        return CupyOps(dtype, gemm, tf32, host_rank)
     assert device == "shapes", f"device {device!r} is none of 'cpu', 'cuda', 'shapes'"
     return ShapeOps(dtype, recorder, FusedOps if kernels == "fused" else ArrayOps)
 
@@ -45,9 +46,9 @@ def _default(device, dtype):
     return "plain" if (device, dtype) == ("cuda", "float64") else KERNELS[device][0]
 
 
-def make_for(run):
+def make_for(run, host_rank=0):
     """Return the array functions that the settings of a run (a RunConfig) ask for."""
-    return make(run.device, run.dtype, kernels=run.kernels, gemm=run.gemm, tf32=run.tf32)
+    return make(run.device, run.dtype, None, run.kernels, run.gemm, run.tf32, host_rank)
 
 
 def shapes_for(run, recorder):

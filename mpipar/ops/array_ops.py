@@ -55,9 +55,6 @@ class ArrayOps(ArrayAttention, ImageOps):
     def synchronize(self):
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
-    def select_device(self, host_rank):
-        """Take a device by this process's place on its host (on the CPU: all share it)."""
-
     def fill(self, x, value):
         """Set every element of x to value."""
         x[...] = self.scalar(value)

@@ -30,8 +30,8 @@ class FusedOps(Fused, CupyOps):
     takes_16_bits = CupyOps.takes_16_bits + FUSED_16_BITS
     tiled_head_width = MOST_WIDTH
 
-    def __init__(self, gemm="blas", tf32=False):
-        CupyOps.__init__(self, "float32", gemm, tf32)
+    def __init__(self, gemm="blas", tf32=False, host_rank=0):
+        CupyOps.__init__(self, "float32", gemm, tf32, host_rank)
         loader = Loader(self.xp)
         Fused.__init__(self, self.xp, loader)
         self._tiles = (TileModelAttention(self.xp, loader, cuda_tile()) if gemm == "cuda-tile"

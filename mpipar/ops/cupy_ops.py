@@ -16,19 +16,21 @@ OLDEST_CUPY = 14  # the first that knows bfloat16
 
 
 class CupyOps(ArrayOps):
-    """The array functions of `ArrayOps` on the current CUDA device.
+    """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
     gemm: products with weights by "blas" (cuBLAS), "tile" (the kernels of ops/cuda) or "cuda-tile"
     (the one that the package of that name compiles); the last two not in float64.
     tf32: cuBLAS may round float32 operands of products to 10 bits of mantissa.
+    host_rank: this process's place on its host, and so the number of its GPU, counted round when
+    there are fewer GPUs.
     Products take operands of 16 bits as they are, whatever `dtype` is.
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
 
     takes_16_bits = ("matmul_forward", "matmul_backward_input", "matmul_backward_weight")
 
-    def __init__(self, dtype, gemm="blas", tf32=False):
-        super().__init__(_usable_cupy(), dtype, "cuda")
+    def __init__(self, dtype, gemm="blas", tf32=False, host_rank=0):
+        super().__init__(_usable_cupy(host_rank), dtype, "cuda")
         assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
         self._blas = BlasGemm(self.xp, tf32)
         if gemm == "blas":
@@ -65,10 +67,6 @@ class CupyOps(ArrayOps):
         """Return x copied to a NumPy array; waits for the device."""
         return self.xp.asnumpy(x)
 
-    def select_device(self, host_rank):
-        """Take the GPU whose number is host_rank, counted round when there are fewer GPUs."""
-        self.xp.cuda.Device(host_rank % self.xp.cuda.runtime.getDeviceCount()).use()
-
     def pinned(self, shape, dtype):
         """Return an uninitialised host array in page-locked memory, which copies run fastest on."""
         dtype = np.dtype(dtype)
@@ -99,8 +97,8 @@ def cuda_tile():
     return cuda.tile
 
 
-def _usable_cupy():
-    """Return the module cupy after one small computation on the device."""
+def _usable_cupy(host_rank):
+    """Return the module cupy after one small computation on this process's device."""
     try:
         import cupy
     except ImportError as error:
@@ -117,6 +115,7 @@ def _usable_cupy():
         # Not only a driver: a compiled kernel and a product, which a missing CUDA library or a too
         # new GPU stops. CUDA errors are RuntimeErrors; a library that cannot be loaded is one of
         # the rest.
+        cupy.cuda.Device(host_rank % cupy.cuda.runtime.getDeviceCount()).use()
         square = cupy.ones((2, 2))
         float((square @ square).sum())
     except (RuntimeError, OSError, ImportError) as error:
