@@ -22,13 +22,13 @@ LN2_HIGH = 22713 / 32768
 LN2_LOW = 1.4286068203094173e-06
 
 
-def compiled(relaxed):
-    """Return the decorator of a kernel.
+def compiled(relaxed, inline="never"):
+    """Return the decorator of a kernel, or of what is inlined into kernels ("always").
 
     Kept on disk only where `numba_ops` found a folder for that: Numba's own choice would be the
     folder of this package.
     """
-    return numba.njit(error_model="numpy", fastmath=relaxed, nogil=True,
+    return numba.njit(error_model="numpy", fastmath=relaxed, nogil=True, inline=inline,
                       cache=bool(numba.config.CACHE_DIR))
 
 
@@ -97,7 +97,7 @@ def gelu_backward_input(dy, x, dx):
 # Norms. RMSNorm is LayerNorm whose rows have the mean 0.
 
 
-@compiled(REORDER)
+@compiled(REORDER, "always")
 def _rstd(x, i, m, eps):
     """1 / sqrt(mean of (x - m)^2 + eps) of row i of x (N, D)."""
     width, one = x.dtype.type(x.shape[1]), x.dtype.type(1.0)
@@ -132,7 +132,7 @@ def layernorm_forward(x, w, b, eps, y, mean, rstd):
         mean[i], rstd[i] = m, r
 
 
-@compiled(REORDER)
+@compiled(REORDER, "always")
 def _norm_backward_row(dy, x, w, i, m, r, centered, dx):
     """Write r (g - mean(g) - xhat mean(g xhat)), g = dy w, to row i of dx (N, D).
 

@@ -206,9 +206,10 @@ class NumpyOps(ArrayOps):
         dy_rows, x_rows = as_rows(dy), as_rows(x)
         mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1)
         for tile in self._tiles(*x_rows.shape):
-            part = self._buffer("second", x_rows[tile].shape)
+            part = self._buffer("first", x_rows[tile].shape)
             np.subtract(x_rows[tile], mean[tile], out=part)
-            self.rmsnorm_backward_weight(dy_rows[tile], part, rstd[tile], dw)
+            part *= dy_rows[tile]
+            dw += rstd[tile] @ part
         self.bias_backward_weight(dy, db)
 
     # Attention: see `numpy_attention`.
