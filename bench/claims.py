@@ -202,16 +202,19 @@ def main(argv, session) -> int:
     args = parser.parse_args(argv)
     measured = {"hybrids": hybrids, "limit": too_large.too_large}
     if args.table in measured:
-        rows = measured[args.table](session.start())
+        world = session.start()
+        results.check_writable(args.json, session)
+        rows = measured[args.table](world)
     else:
+        results.check_writable(args.json)
         rows = {"barriers": barriers, "memory": memory, "convolution": convolution}[args.table]()
     if rows is None:
         return 0
+    print(results.table(rows))
     if args.json:
         facts = too_large.MODEL if args.table == "limit" else {
             "rows_per_step": 16, "microbatches": 8, **MODEL}
         results.write(args.json, f"bench.claims {args.table}", rows, **facts)
-    print(results.table(rows))
     return 0
 
 

@@ -14,7 +14,7 @@ import sys
 from math import prod
 
 from bench import nvrtc, results
-from mpipar.errors import EXIT_ENVIRONMENT
+from mpipar.errors import EXIT_ENVIRONMENT, OutputError
 from mpipar.ops.cuda import kernels, ladder
 
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -45,6 +45,11 @@ def main(argv=None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args(argv)
+    try:
+        results.check_writable(args.json)
+    except OutputError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     if (missing := nvrtc.missing()) is not None:
         print(f"{missing}: pip install '.[nvrtc]'", file=sys.stderr)
         return EXIT_ENVIRONMENT

@@ -25,7 +25,7 @@ from bench import results
 from bench.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
 from mpipar import flags
 from mpipar import ops as ops_module
-from mpipar.errors import EXIT_CHECK_FAILED
+from mpipar.errors import EXIT_CHECK_FAILED, DataError
 from mpipar.launch import guard
 from mpipar.report.gather import gather_facts
 from mpipar.trace import WIRE_BYTES, Recorder
@@ -116,12 +116,19 @@ def parse(argv):
 
 
 def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
-    """Rows of the file that were measured with the same product on other numbers of ranks."""
-    if not Path(path).exists():
+    """Rows of the file that were measured with the same product on other numbers of ranks.
+
+    Raises DataError where it holds something else, which would be lost.
+    """
+    if not Path(path).is_file():
         return []
-    found = json.loads(Path(path).read_text())
-    same = all(found["machine"].get(name) == value for name, value in sizes._asdict().items())
-    return [one for one in found["rows"] if one["ranks"] != num_ranks] if same else []
+    try:
+        found = json.loads(Path(path).read_text())
+        same = all(found["machine"].get(name) == value for name, value in sizes._asdict().items())
+        return [one for one in found["rows"] if one["ranks"] != num_ranks] if same else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"--json {path}: exists and is no file of bench.matmul --json; name "
+                        "another") from error
 
 
 def main(argv, session) -> int:
@@ -129,7 +136,10 @@ def main(argv, session) -> int:
     args = parse(argv)
     world = session.start()
     sizes = Sizes(1, args.tokens, args.inner, args.outer)
-    full, rows = whole(sizes, args.dtype), []
+    results.check_writable(args.json, session)
+    rows = session.agree(lambda: former(args.json, sizes, world.size)
+                         if args.json and world.rank == 0 else [])
+    full = whole(sizes, args.dtype)
     for case in cases(world.size):
         fact = measure(case, sizes, args.dtype, args.repeats, world, full)
         facts = gather_facts(world, fact)
@@ -143,10 +153,10 @@ def main(argv, session) -> int:
         if facts is not None:
             rows.append(row(case, world.size, facts))
     if world.rank == 0:
-        if args.json:
-            rows = sorted(former(args.json, sizes, world.size) + rows, key=lambda r: r["ranks"])
-            results.write(args.json, "bench.matmul", rows, **sizes._asdict(), dtype=args.dtype)
+        rows.sort(key=lambda one: one["ranks"])
         print(results.table(rows))
+        if args.json:
+            results.write(args.json, "bench.matmul", rows, **sizes._asdict(), dtype=args.dtype)
     return 0
 
 

@@ -84,6 +84,7 @@ def main(argv, session) -> int:
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     world = session.start()
+    results.check_writable(args.json, session)
     facts = gather_facts(world, {stop: sorted(found) for stop, found in ran_lines(world).items()})
     if facts is None:
         return 0

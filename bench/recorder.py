@@ -170,6 +170,7 @@ def main(argv, session) -> int:
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     world = session.start()
+    results.check_writable(args.json, session)
     costs = measure_calls(args.repeats) if world.rank == 0 else None
     wait_politely(world)
     records, spans, step_ns = measure_step(args.steps)

@@ -115,6 +115,7 @@ def main(argv, session) -> int:
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     world = session.start()
+    results.check_writable(args.json, session)
     ops = ops_module.make("cpu", "float32")
     rows = [one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3, args.repeats)
             for name in schedules.SCHEDULES

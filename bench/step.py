@@ -253,6 +253,7 @@ def main(argv, session) -> int:
     """Measure on all ranks; returns the exit code."""
     args = parse(argv)
     world = session.start()
+    results.check_writable(args.json, session)
     args.threads = args.threads or world.size
     with threadpool_limits(max(1, args.threads // world.size)):
         return compare(args, world, session.host_rank)

@@ -191,7 +191,10 @@ def sweep(name, chain, args, peak) -> list[dict]:
 
 
 def run(args) -> None:
-    """Sweep the tiles of the CPU, print, write. Raises ValueError at a result that is wrong."""
+    """Sweep the tiles of the CPU, print, write. Raises OutputError, and ValueError at a result that
+    is wrong.
+    """
+    results.check_writable(args.json)
     with threadpool_limits(1):
         peak = peaks(args.repeats)
         rows = [row for name, chain in chains(args).items()

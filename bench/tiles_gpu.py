@@ -106,9 +106,12 @@ def sweep_rows(gpu: Gpu, size=SWEEP_SIZE) -> list[dict]:
 def run(args) -> None:
     """Measure and print the tables, write them to the folder args.json.
 
-    Raises ValueError at a result that is wrong, EnvironmentProblem where there is no usable GPU.
+    Raises ValueError at a result that is wrong, EnvironmentProblem where there is no usable GPU,
+    OutputError.
     """
     gpu = Gpu(args.repeats)
+    if args.json:
+        results.check_writable(str(Path(args.json) / "gpu_products.json"))
     sizes = {"tokens": args.rows, "width": args.width, "seq_len": args.seq_len, "heads": args.heads}
     for name, measure, facts in (("products", product_rows, {}), ("tiles", sweep_rows, {}),
                                  ("attention", partial(tiles_attention.rows, args=args), {}),
