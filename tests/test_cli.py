@@ -10,7 +10,7 @@ import tomllib
 from contextlib import redirect_stdout
 
 import pytest
-from config_helpers import reading_of
+from config_helpers import check_refused, reading_of
 from helpers import REPOSITORY, run_command, run_ranks
 
 from mpipar import __version__, cli, errors
@@ -255,6 +255,17 @@ def test_flags_that_contradict_the_weights_are_refused(weights):
     assert "--layers 4: contradicts" in str(caught.value)
     assert "where it is 3; leave --layers out" in str(caught.value)
     assert "--seq-len 64: contradicts" in str(caught.value)
+
+
+@pytest.mark.parametrize(("words", "refused"), [
+    ("--hang-warn 5 --hang-stop 3", True), ("--hang-warn 700", True),
+    ("--hang-warn 3 --hang-stop 3", False), ("--hang-warn 5 --hang-stop 0", False),
+    ("--hang-warn 0 --hang-stop 3", False), ("--hang-stop 3", False)])
+def test_a_warning_that_can_never_come_is_refused(words, refused):
+    if refused:
+        check_refused(words, ["never comes, --hang-stop"])
+    else:
+        resolve(reading_of(*words.split()), 1)
 
 
 def test_weights_that_are_not_there_are_bad_data(tmp_path):

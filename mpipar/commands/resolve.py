@@ -1,10 +1,11 @@
 """From what the user typed to a complete Config, with the mistakes of all floors named at once."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from mpipar import formats, loss_scale, ops
-from mpipar.config import Check, Config, complete, flag, settings
+from mpipar.config import Check, Config, RunConfig, complete, flag, settings
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.flags import Reading, build
 from mpipar.pipeline import schedules
@@ -22,7 +23,7 @@ def resolve(reading: Reading, world_size: int,
     one UserError with all problems. Comm: none; every rank that calls it comes to the same Config.
     """
     config = reading.config
-    found = [*reading.problems, *foreign(reading)]
+    found = [*reading.problems, *foreign(reading), *silent_hang(reading)]
     errors: list[UserError] = [UsageError(found)] if found else []
     if config.run.init_from is not None:
         try:
@@ -67,6 +68,19 @@ def foreign(reading: Reading) -> list[str]:
     return [f"{flag(field.name)}: means nothing to a {model}; leave it out"
             for _, field, value in settings(reading.config)
             if field.name in names and field.name in reading.given and value != plain[field.name]]
+
+
+def silent_hang(reading: Reading) -> list[str]:
+    """A warning that was asked for and cannot come, because the job ends before.
+
+    The default warning may be later than the end: --hang-stop alone is enough to say so.
+    """
+    run = reading.config.run
+    if reading.bad & {"hang_warn", "hang_stop"} or run.hang_warn == RunConfig.hang_warn or not (
+            0 < run.hang_stop < run.hang_warn < math.inf):
+        return []
+    return [(f"--hang-warn {run.hang_warn:g}: never comes, --hang-stop {run.hang_stop:g} ends the"
+             " job before; give a smaller --hang-warn, 0 for none, or a larger --hang-stop")]
 
 
 def stage_problems(config: Config) -> list[str]:
