@@ -96,7 +96,7 @@ def main(argv, session) -> int:
     parser.add_argument("a", metavar="A", help="of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
     args = parser.parse_args(argv)
-    found = compare(records.rows_of([args.a]), records.rows_of([args.b]))
+    found = compare(*(records.rows_of([one], tell=True) for one in (args.a, args.b)))
     if not found:
         raise DataError(f"{args.a} and {args.b} have no operation in common: run the same cases, "
                         "sizes and ranks with the same --buffers and --sync for both")

@@ -63,7 +63,7 @@ def main(argv, session) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args(argv)
     runs = records.read(args.file)
-    lines = overheads(records.rows_of([args.file]))
+    lines = overheads(records.rows_of([args.file], tell=True))
     if not lines:
         raise DataError(f"{args.file}: nothing that was done through mpipar.comm and by mpi4py")
     print(results.table(lines))

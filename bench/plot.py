@@ -175,7 +175,7 @@ def main(argv, session) -> int:
     parser.add_argument("--out", default="plots", metavar="FOLDER", help="for the pictures (plots)")
     parser.add_argument("--machine", metavar="FILE", help="cost model whose pieces are drawn too")
     args = parser.parse_args(argv)
-    rows = records.rows_of(args.files)
+    rows = records.rows_of(args.files, tell=True)
     if not rows:
         raise DataError(f"{', '.join(args.files)}: no rows to draw")
     machine = machine_file.load(args.machine) if args.machine else None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
 
 SCHEMA = 2
-COMPLETE, INTERRUPTED = "complete", "interrupted"
+COMPLETE, INTERRUPTED, CUT_OFF = "complete", "interrupted", "cut off"
 SAMPLES = ("entered_ns", "left_ns", "late_at")  # the wide columns: tables leave them out
 COLUMNS = {  # every row has these
     "case", "via", "transport", "axis", "mode", "ranks", "link", "dtype", "buffers", "in_place",
@@ -66,10 +67,10 @@ class Writer:
 
 
 class Run:
-    """One launch as it was read: head, rows, and how it ended (`status`)."""
+    """One launch as it was read: head, rows, how it ended (`status`), refused cases."""
 
     def __init__(self, head: dict):
-        self.head, self.rows, self.status = head, [], "cut off"
+        self.head, self.rows, self.status, self.refused = head, [], CUT_OFF, []
 
 
 def parse(lines, name: str) -> list[Run]:
@@ -101,7 +102,7 @@ def parse(lines, name: str) -> list[Run]:
                 raise DataError(f"{name}:{number}: {', '.join(wrong)} must be a number")
             runs[-1].rows.append(value)
         elif kind == "end":
-            runs[-1].status = value.get("status")
+            runs[-1].status, runs[-1].refused = value.get("status"), value.get("refused", [])
         else:
             raise DataError(f"{name}:{number}: unknown kind {kind!r}")
     if not runs:
@@ -118,11 +119,26 @@ def read(path: str) -> list[Run]:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
-def rows_of(paths) -> list[dict]:
-    """The rows of all launches in some files, each with the number of its launch."""
+def remark(path: str, runs) -> str:
+    """One line about a file whose launches did not all measure everything, else ""."""
+    found = [f"{name} in {count} of {len(runs)} launch(es)" for name in (INTERRUPTED, CUT_OFF)
+             if (count := sum(run.status == name for run in runs))]
+    refused = [text for run in runs for text in run.refused]
+    found += [f"{len(refused)} case(s) refused, the first is {refused[0]}"] if refused else []
+    return f"{path}: rows may be missing: {'; '.join(found)}" if found else ""
+
+
+def rows_of(paths, tell: bool = False) -> list[dict]:
+    """The rows of all launches in some files, each with the number of its launch.
+
+    tell: say on standard error which files are not complete.
+    """
     found, launch = [], 0
     for path in paths:
-        for run in read(path):
+        runs = read(path)
+        if tell and (line := remark(path, runs)):
+            print(line, file=sys.stderr)
+        for run in runs:
             found += [row | {"launch": launch} for row in run.rows]
             launch += 1
     return found

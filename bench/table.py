@@ -145,7 +145,7 @@ def main(argv, session) -> int:
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")
     parser.add_argument("--machine", metavar="MACHINE", help="cost model of bench.calibrate")
     args = parser.parse_args(argv)
-    rows = records.rows_of(args.files)
+    rows = records.rows_of(args.files, tell=True)
     if args.machine:
         machine = machine_file.load(args.machine)
         rows = [row | beside(machine, row) for row in rows]

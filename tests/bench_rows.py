@@ -1,8 +1,8 @@
-"""Rows as bench.interconnect writes them, for the tests of what is made of them."""
+"""Rows and files as bench.interconnect writes them, for the tests of what is made of them."""
 
 import numpy as np
 
-from bench import statistics
+from bench import records, statistics
 
 COMM, BARE = "mpipar.comm", "mpi4py"
 
@@ -22,3 +22,14 @@ def row(case="all-reduce", via=COMM, size=1024, times=None, median=10.0, ranks=(
     } | changes
     summary = statistics.summary(times)
     return value | summary | statistics.bandwidths(case, len(ranks), size, summary["median_us"])
+
+
+def write_file(path, rows, status=records.COMPLETE, launches=1, refused=()):
+    path.unlink(missing_ok=True)
+    for launch in range(launches):
+        writer = records.Writer(str(path), append=True)
+        writer.head({"launch": launch})
+        for one in rows:
+            writer.row(one)
+        writer.end(status, refused=list(refused))
+    return str(path)

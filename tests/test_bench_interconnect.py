@@ -7,7 +7,7 @@ import types
 import fake_cupy
 import numpy as np
 import pytest
-from bench_rows import BARE, row
+from bench_rows import BARE, row, write_file
 
 from bench import cuda_probe, findings, groups, interconnect, records, statistics, table
 from bench.bounds import Bounds
@@ -85,17 +85,6 @@ def test_discoveries_follow_benjamini_and_hochberg():
     assert statistics.discoveries([0.01, 0.04, 0.03, 0.5]) == [True, False, False, False]
     assert statistics.discoveries([0.01, 0.02, 0.03, 0.5]) == [True, True, True, False]
     assert statistics.discoveries([]) == []
-
-
-def write_file(path, rows, status=records.COMPLETE, launches=1):
-    path.unlink(missing_ok=True)
-    for launch in range(launches):
-        writer = records.Writer(str(path), append=True)
-        writer.head({"launch": launch})
-        for one in rows:
-            writer.row(one)
-        writer.end(status)
-    return str(path)
 
 
 def test_file_gives_back_what_was_written(tmp_path):

@@ -1,9 +1,9 @@
 """What several launches of bench.interconnect say together: spread, comparison, overhead."""
 
 import pytest
-from bench_rows import BARE, COMM, row
+from bench_rows import BARE, COMM, row, write_file
 
-from bench import compare, launches, overhead
+from bench import compare, launches, overhead, table
 
 
 def shifted(rng, factor, launches):
@@ -57,3 +57,20 @@ def test_launch_is_the_same_command_without_what_starts_launches():
     assert words[:3] == ["mpiexec", "-n", "3"]
     assert words[4:] == ["-m", "bench.interconnect", "latency", "--quick", "--json", "f",
                          "--launch", "2"]
+
+
+@pytest.mark.parametrize(("status", "refused", "keep", "said"), [
+    ("interrupted", (), 0, "interrupted in 2 of 2 launch(es)"),
+    ("complete", (), -5, "cut off in 1 of 2 launch(es)"),
+    ("complete", ["ring, mpi4py: wrong"], 0, "2 case(s) refused, the first is ring, mpi4py: wrong"),
+    ("complete", (), 0, "")])
+def test_readers_say_what_a_file_lacks(tmp_path, capsys, status, refused, keep, said):
+    path = tmp_path / "a.jsonl"
+    write_file(path, [row()], status, 2, refused)
+    path.write_text(path.read_text()[:keep or None])
+    for module, words in ((table, [path]), (compare, [path, path])):
+        assert module.main(list(map(str, words)), None) == 0
+        out, err = capsys.readouterr()
+        assert "all-reduce" in out
+        lines = [line for line in err.splitlines() if "launches can show" not in line]
+        assert lines == [f"{path}: rows may be missing: {said}"] * bool(said) * len(words)
