@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench import records, results
+from bench import plans, records, results
 from bench.buffers import Arena, cache_bytes
 from bench.cases import COMM
 from bench.compute import measure_products, measure_reduction, measure_units, step_config
@@ -73,7 +73,7 @@ def parse(argv):
     parser.add_argument("--no-compute", action="store_true",
                         help="no products, no reductions, no passes")
     args = parser.parse_args(argv)
-    found = []
+    found = plans.size_problems({"--end-bytes": args.end_bytes})
     if args.rounds < 1 or args.seconds <= 0:
         found.append("--rounds must be at least 1 and --seconds above 0")
     if args.files and args.json:

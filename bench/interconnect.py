@@ -119,7 +119,10 @@ def without_effect(args, typed) -> list[str]:
 
 
 def chosen_sizes(args) -> tuple[int, ...]:
-    """Of every case. Raises UsageError."""
+    """Of every case. Raises UsageError, also for the footprint."""
+    if found := plans.size_problems({"--begin-bytes": args.begin_bytes,
+                                     "--end-bytes": args.end_bytes, "--footprint": args.footprint}):
+        raise UsageError(found)
     if args.quick:
         return QUICK_SIZES
     return plans.geometric(plans.read_bytes(args.begin_bytes), plans.read_bytes(args.end_bytes),
@@ -142,16 +145,27 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
         found.append("--bound-GBps must be above 0, in GB/s = 1e9 bytes per second")
     if not 0 <= args.stall_seconds < math.inf:
         found.append("--stall-seconds must be 0 (never) or above")
+    sizes = attempt(found, chosen_sizes, args)
+    if args.layout is not None:
+        layout = attempt(found, plans.read_layout, args.layout, world_size)
+    elif world_size > 1:
+        pair = attempt(found, chosen_pair, args, world_size)
     if found:
         raise UsageError(found)
-    sizes = chosen_sizes(args)
     if args.layout is not None:
-        layout = plans.read_layout(args.layout, world_size)
         found = plans.layout_sections(args.cases, layout, sizes, inner)
     else:
-        found = plans.world_sections(args.cases, chosen_pair(args, world_size), world_size, sizes,
-                                     inner)
+        found = plans.world_sections(args.cases, pair, world_size, sizes, inner)
     return found if args.overlap is None else plans.overlapped(found, args.overlap)
+
+
+def attempt(found: list[str], function, *arguments):
+    """function(*arguments); where it raises UsageError, its problems join `found`."""
+    try:
+        return function(*arguments)
+    except UsageError as error:
+        found += error.problems
+        return None
 
 
 def chosen_pair(args, world_size: int) -> tuple[int, int]:

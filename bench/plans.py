@@ -24,6 +24,7 @@ POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case,
                 "stage-chain")
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
 CHAIN_SCHEDULES = ("1f1b", "interleaved")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)i?B?", re.IGNORECASE)
 
 
 class Section(NamedTuple):
@@ -53,11 +54,15 @@ class Section(NamedTuple):
         return self.case.vias
 
 
+def size_problems(texts: dict[str, str]) -> list[str]:
+    """Flags whose text is no size."""
+    return [f"{flag} {text!r}: is no size; write 4096, 64K, 1.5M or 1G"
+            for flag, text in texts.items() if not SIZE.fullmatch(text.strip())]
+
+
 def read_bytes(text: str) -> int:
-    """4096, 4K, 1.5M or 1G (powers of 1024) as bytes. Raises UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)i?B?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise UsageError(f"{text!r} is no size; write 4096, 64K, 1.5M or 1G")
+    """4096, 4K, 1.5M or 1G (powers of 1024) as bytes, of a text without `size_problems`."""
+    found = SIZE.fullmatch(text.strip())
     return round(float(found[1]) * (1 << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import interconnect, plans
+from bench import calibrate, interconnect, plans
 from bench.compositions import blocks
 from mpipar.errors import UsageError
 
@@ -20,6 +20,17 @@ def test_nccl_leaves_whole_schedules_out():
     ("4096", 4096), ("4K", 4096), ("64KiB", 65536), ("1.5M", 3 << 19), ("1g", 1 << 30)])
 def test_sizes_are_read(text, expected):
     assert plans.read_bytes(text) == expected
+
+
+def test_every_size_that_is_none_is_named_with_all_other_problems():
+    words = "ring --begin-bytes 3x --end-bytes 4Q --footprint x --seconds 0 --layout dp=3".split()
+    with pytest.raises(UsageError) as caught:
+        interconnect.chosen_sections(interconnect.parse(words), 2, 2)
+    assert [text.split(":")[0].split(" is ")[0] for text in caught.value.problems] == [
+        "--window, --seconds and --target must be above 0", "--begin-bytes '3x'",
+        "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
+    with pytest.raises(UsageError, match=r"^--end-bytes 'x': is no size; .*\n--rounds must"):
+        calibrate.parse(["--end-bytes", "x", "--rounds", "0"])
 
 
 def test_sections_of_a_layout_are_its_groups_alone_and_together():
