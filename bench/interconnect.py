@@ -149,7 +149,7 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     if args.layout is not None:
         layout = attempt(found, plans.read_layout, args.layout, world_size)
     elif world_size > 1:
-        pair = attempt(found, chosen_pair, args, world_size)
+        pair = attempt(found, plans.read_pair, args.pair, world_size)
     if found:
         raise UsageError(found)
     if args.layout is not None:
@@ -166,16 +166,6 @@ def attempt(found: list[str], function, *arguments):
     except UsageError as error:
         found += error.problems
         return None
-
-
-def chosen_pair(args, world_size: int) -> tuple[int, int]:
-    """World ranks for two-rank cases. Raises UsageError."""
-    pair = args.pair.split(",") if args.pair else (0, world_size - 1)
-    if len(pair) != 2 or len(set(pair)) != 2 or not all(
-            str(one).isdecimal() and int(one) < world_size for one in pair):
-        raise UsageError(f"--pair {args.pair}: give two different world ranks below {world_size}, "
-                         "as 0,1")
-    return tuple(map(int, pair))
 
 
 def refuse_unaware(transport: str, tried: str) -> None:
@@ -268,6 +258,8 @@ def main(argv, session) -> int:
         chosen_sections(args, world.size, host_size), plans.read_bytes(args.footprint)))
     if args.transport == "nccl":
         sections = session.agree(lambda: plans.without_schedules(sections))
+    if world.rank == 0 and (line := plans.left_out(args.cases, args.layout, sections)):
+        print(line, file=sys.stderr)
     if args.quick:
         footprint = footprint or QUICK_FOOTPRINT
     session.agree(lambda: refuse_unaware(args.transport, tried))

@@ -93,6 +93,16 @@ def read_layout(text: str, world_size: int) -> dict[str, int]:
     return sizes
 
 
+def read_pair(text: str, world_size: int) -> tuple[int, int]:
+    """World ranks for two-rank cases; "": the first and the last. Raises UsageError."""
+    pair = text.split(",") if text else (0, world_size - 1)
+    if len(pair) != 2 or len(set(pair)) != 2 or not all(
+            str(one).isdecimal() and int(one) < world_size for one in pair):
+        raise UsageError(f"--pair {text}: give two different world ranks below {world_size}, "
+                         "as 0,1")
+    return tuple(map(int, pair))
+
+
 def problems(cases, layout: str | None, world_size: int) -> list[str]:
     """What is wrong with the choice of cases."""
     found = [f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
@@ -192,6 +202,13 @@ def without_schedules(sections) -> list[Section]:
         raise UsageError("--transport nccl cannot send the messages of whole schedules, and there "
                          "is nothing else to run: add a case, or take --transport staged")
     return found
+
+
+def left_out(cases, layout: str | None, sections) -> str:
+    """A line on what a layout has no groups for, beside what it has; else ""."""
+    if layout is None or "stage-chain" not in cases or any(one.axis == "pp" for one in sections):
+        return ""
+    return f"stage-chain is left out: a chain of stages needs pp=2 or more, --layout is {layout}"
 
 
 def layout_sections(cases, layout: dict[str, int], sizes, inner: int = 1) -> list[Section]:

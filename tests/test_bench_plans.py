@@ -97,6 +97,18 @@ def test_a_chain_of_one_stage_is_refused():
         plans.layout_sections(["stage-chain"], plans.read_layout("dp=2", 2), (8,))
 
 
+@pytest.mark.parametrize(("words", "ranks", "line"), [
+    ("stage-chain all-reduce --layout dp=2", 2, "needs pp=2 or more, --layout is dp=2"),
+    ("all --layout dp=2", 2, "stage-chain is left out"), ("all --layout dp=2,pp=2", 4, ""),
+    ("all-reduce --layout dp=2", 2, ""), ("all", 2, "")])
+def test_a_chain_that_is_left_out_is_said(words, ranks, line):
+    args = interconnect.parse(words.split())
+    found = plans.left_out(
+        args.cases, args.layout, interconnect.chosen_sections(args, ranks, ranks))
+    assert line in found
+    assert bool(line) == bool(found)
+
+
 @pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])
 def test_layout_that_does_not_fit_is_refused(wrong):
     with pytest.raises(UsageError, match="--layout"):
