@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import time
 
 from bench import findings, records
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from mpipar.launch import STOP_SECONDS
 from mpipar.report.console import table
 
 START = "mpiexec -n 2"  # where --start says nothing else
+LOOK_SECONDS = 0.2  # between two looks at a job that runs: seldom, it is being measured
+PATIENCE_SECONDS = STOP_SECONDS + 1  # what a job gets to end, before each signal to it
+GRACE_SECONDS = 4 * PATIENCE_SECONDS  # until then jobs have ended, whatever it took
 
 
 def alone(session, start: str) -> None:
@@ -42,6 +48,23 @@ def own_command(args, argv, launch: int) -> list[str]:
             "--launch", str(launch)]
 
 
+def run_job(session, command, **options) -> int:
+    """The exit code of a command; options: of Popen. Raises OSError where it cannot be started.
+
+    On a terminal a Ctrl-C reaches this process and the command. It must not get that signal twice,
+    launchers take the second as "at once"; so it is passed on only to one that has not ended after
+    the time which a job takes for its regular end.
+    """
+    job = subprocess.Popen(command, **options)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        left = PATIENCE_SECONDS
+        while left > 0 and job.poll() is None:
+            time.sleep(LOOK_SECONDS)
+            left -= LOOK_SECONDS * session.stop_requested
+        job.send_signal(number)  # to nobody, if it has ended
+    return job.wait()
+
+
 def run(session, args, argv) -> int:
     """Start --launches jobs, one after the other; each appends to --json.
 
@@ -54,18 +77,18 @@ def run(session, args, argv) -> int:
         raise UsageError("--launches keeps the rows of all jobs in one file: give --json FILE")
     code = EXIT_OK
     records.Writer(args.json)  # empty, and surely writable
-    with session.stop_on_request():
+    with session.stop_on_request(GRACE_SECONDS):
         for launch in range(1, args.launches + 1):
             print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
             try:
-                done = subprocess.run(own_command(args, argv, launch), check=False)
+                ended = run_job(session, own_command(args, argv, launch))
             except OSError as error:
                 raise UsageError(f"--start {args.start}: {error.strerror}") from error
-            code = code or done.returncode
-            if session.stop_requested or done.returncode == EXIT_INTERRUPTED:
+            code = code or ended
+            if session.stop_requested or ended == EXIT_INTERRUPTED:
                 return EXIT_INTERRUPTED
-            if done.returncode < 0 or done.returncode > 1:
-                return abs(done.returncode)
+            if ended < 0 or ended > 1:
+                return abs(ended)
     rows = records.rows_of([args.json])
     print(f"\n# between launches\n{spread_lines(rows)}")
     if broken := findings.guidelines(rows):

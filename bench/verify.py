@@ -28,7 +28,7 @@ from bench.cases import COMM
 from bench.compute import HELD_OUT_SIDES, measure_products, step_config, step_seconds
 from bench.curves import REDUCTION, quietest
 from bench.groups import link_of
-from bench.launches import START, alone, launcher_words
+from bench.launches import GRACE_SECONDS, START, alone, launcher_words, run_job
 from bench.needed import (
     ROUNDS,
     SECONDS,
@@ -222,26 +222,25 @@ def one_launch(session, args) -> list[dict] | None:
     return [*lines, *verify_products(world, machine), *verify_steps(world, machine)]
 
 
-def all_launches(session, args) -> list[dict] | None:
-    """The comparisons of several fresh jobs, one after the other; None when interrupted.
+def all_launches(session, args) -> list[dict]:
+    """The comparisons of several fresh jobs, one after the other.
 
     Raises UsageError: see `launches.alone`.
     """
     alone(session, args.start or START)
     prepared(args)
     lines: list[dict] = []
-    with session.stop_on_request():
+    with session.stop_on_request(GRACE_SECONDS):
         for launch in range(1, args.launches + 1):
             print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
-            found = fresh_launch(args, launch)
-            if session.stop_requested:
-                return None
-            lines += found
+            lines += fresh_launch(session, args, launch)
     return lines
 
 
-def fresh_launch(args, launch: int) -> list[dict]:
-    """The comparisons of one job. Raises UsageError and EnvironmentProblem when there are none."""
+def fresh_launch(session, args, launch: int) -> list[dict]:
+    """The comparisons of one job. Raises UsageError and EnvironmentProblem when there are none,
+    KeyboardInterrupt after a Ctrl-C.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "details.jsonl"
         command = [*launcher_words(args.start), sys.executable, "-m", "bench.verify",
@@ -249,15 +248,15 @@ def fresh_launch(args, launch: int) -> list[dict]:
                                    for name in ("sizes", "rounds", "seconds")),
                    *(["--no-steps"] if args.no_steps else [])]
         try:
-            done = subprocess.run([*command, "--details", str(path)], stdout=subprocess.DEVNULL,
-                                  check=False)
+            ended = run_job(session, [*command, "--details", str(path)],
+                            stdout=subprocess.DEVNULL)
         except OSError as error:
             raise UsageError(f"--start {args.start}: {error.strerror}") from error
-        if done.returncode == EXIT_INTERRUPTED:
+        if session.stop_requested or ended == EXIT_INTERRUPTED:
             raise KeyboardInterrupt("interrupted (SIGINT)")
         if not path.exists():
             raise EnvironmentProblem(f"launch {launch}: {shlex.join(command)} ended with code "
-                                     f"{done.returncode} and compared nothing")
+                                     f"{ended} and compared nothing")
         return [json.loads(text) for text in path.read_text().splitlines()]
 
 

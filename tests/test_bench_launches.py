@@ -1,5 +1,8 @@
 """What several launches of bench.interconnect say together: spread, comparison, overhead."""
 
+import signal
+import types
+
 import pytest
 from bench_rows import BARE, COMM, row, write_file
 
@@ -74,3 +77,20 @@ def test_readers_say_what_a_file_lacks(tmp_path, capsys, status, refused, keep, 
         assert "all-reduce" in out
         lines = [line for line in err.splitlines() if "launches can show" not in line]
         assert lines == [f"{path}: rows may be missing: {said}"] * bool(said) * len(words)
+
+
+@pytest.mark.parametrize(("script", "code"), [
+    ("exec sleep 0.1", 0), ("exec sleep 60", -signal.SIGINT),
+    ("trap '' INT; exec sleep 60", -signal.SIGTERM),
+    ("trap '' INT TERM; exec sleep 60", -signal.SIGKILL)])
+def test_job_that_did_not_hear_of_ctrl_c_is_told(monkeypatch, script, code):
+    monkeypatch.setattr(launches, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(launches, "LOOK_SECONDS", 0.02)
+    session = types.SimpleNamespace(stop_requested=True)
+    assert launches.run_job(session, ["sh", "-c", script]) == code
+
+
+def test_job_that_runs_is_left_alone(monkeypatch):
+    monkeypatch.setattr(launches, "PATIENCE_SECONDS", 0.01)
+    session = types.SimpleNamespace(stop_requested=False)
+    assert launches.run_job(session, ["sh", "-c", "sleep 0.3; exit 7"]) == 7
