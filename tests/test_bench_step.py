@@ -128,7 +128,8 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("words", "peak"), [([], 67), (["--dtype", "bfloat16"], 989)])
+@pytest.mark.parametrize(("words", "peak"), [
+    ([], 67), pytest.param(["--dtype", "bfloat16"], 989, marks=pytest.mark.slow)])
 def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak):
     """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)

@@ -124,7 +124,7 @@ def test_weights_of_a_run_start_the_next_one(run_of, one_rank, tmp_path, text_fi
     # The shape came with the weights; nobody typed it.
     config = tomllib.loads((single / "config.toml").read_text())
     assert [config[key] for key in ("layers", "d-model", "heads", "ffn", "seq-len")] == [
-        4, 18, 6, 30, 7]
+        4, 18, 6, 31, 7]
 
 
 def test_weights_are_saved_on_the_way(tmp_path, text_file):
