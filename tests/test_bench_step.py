@@ -134,7 +134,8 @@ def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak)
     """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     monkeypatch.setitem(sys.modules, "torch", None)
-    session = types.SimpleNamespace(start=Alone, host_rank=0)
+    session = types.SimpleNamespace(start=Alone, host_rank=0, world=Alone(),
+                                    agree=lambda function: function())
     path = tmp_path / "step.json"
     argv = [*SIZES.split(), "--device", "cuda", *words, "--json", str(path)]
     assert step.main(argv, session) == 0
