@@ -2,8 +2,8 @@
 the test.
 
 B rows of a microbatch, T tokens, D model width, F ffn width, q size of the group, e bytes of a
-number. Gathered, letters count with the padding of equal pieces. Source of the counts: two
-all-reduces per layer and pass of a column/row pair (arXiv 1909.08053, 2104.04473).
+number. Gathered or scattered, letters count with the padding of equal pieces. Source of the counts:
+two all-reduces per layer and pass of a column/row pair (arXiv 1909.08053, 2104.04473).
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float] | No
     sequence parallelism inputs are gathered once more, for the weight gradient.
     """
     model, letters = config.model, sizes(config, itemsize)
-    once = (group_size - 1) / group_size * letters.B * letters.T * itemsize
     if model.tp_matmul == "ring":
         return None
+    tokens = share(letters.T, group_size) * group_size if model.sequence_parallel else letters.T
+    once = (group_size - 1) / group_size * letters.B * tokens * itemsize
     if model.sequence_parallel:
         return 10, "10(q-1)/q * B*T*D*e", 10 * once * letters.D
     if model.ffn_cut == "pair":
