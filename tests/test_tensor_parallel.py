@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from program import mpipar, one_block, section
 
+from bench.cut_product import NAME, PHASES, CutProduct, Sizes, whole
+from mpipar import ops as ops_module
+from mpipar.comm import Comm
 from mpipar.config import problems
 from mpipar.grid import piece, share
+from mpipar.ops.timed_ops import TimedOps
+from mpipar.partition import CUTS
 from mpipar.report import pop, waits
 from mpipar.report.trace_file import Record
-from mpipar.trace import wire_bytes
+from mpipar.trace import Recorder, wire_bytes
+from mpipar.transport import NoTransport
 
 SMALL = """train --layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4 --num-microbatches 2
     --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split()
@@ -24,6 +30,22 @@ def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
     assert [i for place in places for i in range(place.start, place.stop)] == list(range(length))
     assert all(place.stop - place.start <= share(length, parts) for place in places)
     assert (share(length, parts) - 1) * parts < length <= share(length, parts) * parts or not length
+
+
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut not in ("2d", "2.5d")])
+def test_every_operation_of_a_cut_is_its_layer_s(cut):
+    """With --trace-ops; also what helpers of a cut copy and multiply. Last of two ranks: padded."""
+    recorder, sizes = Recorder(), Sizes(1, 3, 5, 7)
+    ops = TimedOps(ops_module.make("cpu", "float64"), recorder)
+    ops.active = True
+    comm = Comm("tp", (0, 1), 1, NoTransport(ops), recorder)
+    product = CutProduct(ops, recorder, cut, comm, sizes)
+    product.take(whole(sizes, "float64"))
+    for phase in PHASES:
+        product.run(phase)
+    assert {layer for layer, *_ in recorder.operations} == {NAME}
+    assert {"matmul_forward", "matmul_backward_input", "matmul_backward_weight"} <= {
+        function for _, function, *_ in recorder.operations}
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])

@@ -10,13 +10,26 @@ from time import perf_counter_ns
 # What makes or moves arrays belongs to no layer.
 PLUMBING = ("empty", "zeros", "asarray", "to_host", "to_pinned", "pinned", "synchronize",
             "scalar")
+PARTITION = "mpipar.partition"
+
+
+def layer_of(frame) -> str:
+    """The `name` of the function that a frame runs, else that of its `self`; "" without either.
+
+    Helpers of mpipar/partition have none: there it is that of the cut that calls them.
+    """
+    while True:
+        local = frame.f_locals
+        layer = local.get("name") or getattr(local.get("self"), "name", "")
+        if layer or not frame.f_globals["__name__"].startswith(PARTITION):
+            return layer
+        frame = frame.f_back
 
 
 class TimedOps:
     """Like the wrapped ops; while `active`, every call leaves an entry in recorder.operations.
 
-    An entry: layer, function, start and end (ns), step, stage, mb, phase. The layer is the caller's
-    `name` (the functions of mpipar/partition), else that of its `self` (the layers).
+    An entry: layer (see `layer_of`), function, start and end (ns), step, stage, mb, phase.
     """
 
     def __init__(self, ops, recorder):
@@ -40,10 +53,8 @@ class TimedOps:
             result = function(*arguments, **named)
             synchronize()  # an operation ends when the device is done
             end = perf_counter_ns()
-            local = _getframe(1).f_locals
-            layer = local.get("name") or getattr(local.get("self"), "name", "")
-            recorder.operations.append((layer, name, start, end, recorder.step, recorder.stage,
-                                        recorder.mb, recorder.phase))
+            recorder.operations.append((layer_of(_getframe(1)), name, start, end, recorder.step,
+                                        recorder.stage, recorder.mb, recorder.phase))
             return result
 
         return call
