@@ -59,10 +59,14 @@ def revision(root: Path = results.ROOT) -> str:
 
 
 def make_ops(transport: str, dtype: str, host_rank: int):
-    """Arrays where the transport takes them. Raises EnvironmentProblem without a usable GPU."""
+    """Arrays where the transport takes them. Raises EnvironmentProblem without a usable GPU.
+
+    On a GPU the plain functions: messages need no kernels, which older GPUs cannot run.
+    """
     try:
-        return ops_module.make("cpu" if transport == "mpi-host" else "cuda", dtype,
-                               host_rank=host_rank)
+        if transport == "mpi-host":
+            return ops_module.make("cpu", dtype)
+        return ops_module.make("cuda", dtype, kernels="plain", host_rank=host_rank)
     except EnvironmentProblem as error:  # it speaks of mpipar's flag
         text = str(error).replace("--device cuda", f"--transport {transport}")
         raise EnvironmentProblem(text.replace("--device cpu", "--transport mpi-host")) from error

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from bench_rows import BARE, row, write_file
 
-from bench import cuda_probe, findings, groups, interconnect, records, statistics, table
+from bench import cuda_probe, findings, groups, interconnect, records, session, statistics, table
 from bench.bounds import Bounds
 from mpipar import ops as ops_module
-from mpipar.errors import DataError, OutputError
+from mpipar.errors import DataError, EnvironmentProblem, OutputError
 
 
 def test_interval_holds_the_median_as_often_as_it_says(rng):
@@ -266,6 +266,16 @@ def test_head_says_that_ranks_share_a_gpu(monkeypatch, capsys):
     interconnect.say_head(bench, head | {"memory_copy_GBps": 9.0, "machine": {"load": 0.5},
                                          "footprint_bytes": 0, "crowded": False})
     assert "ranks 0, 1 share GPU 0000:3B:00.0" in capsys.readouterr().err
+
+
+def test_messages_need_no_gpu_that_the_kernels_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(fake_cupy.cuda, "Device", lambda number=0: types.SimpleNamespace(
+        use=lambda: None, compute_capability="70"))
+    with pytest.raises(EnvironmentProblem, match=r"7\.0"):
+        ops_module.make("cuda", "float32")
+    ops = session.make_ops("staged", "float32", 0)
+    assert ops.to_host(ops.zeros((2,))).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("program", "answer"), [
