@@ -42,27 +42,27 @@ def machine() -> dict:
     }
 
 
-def check_writable(path: str | None, session=None) -> None:
+def check_writable(path: str | None, session=None, flag: str = "--json") -> None:
     """Before measuring (None: nothing will be written). Raises OutputError where `write` could not
-    write the file; leaves no trace.
+    write the file that a flag names; leaves no trace.
 
     session: of a job, started: world rank 0 looks, and if it fails all ranks end together.
     Comm: `Session.agree`; every rank must call it.
     """
     if session is not None:
         first = session.world.rank == 0
-        session.agree(lambda: check_writable(path if first else None))
+        session.agree(lambda: check_writable(path if first else None, flag=flag))
     elif path is not None:
         place = Path(path)
         try:
             if stat.S_ISDIR(place.stat().st_mode):
-                raise OutputError(f"--json {path}: is a folder; name a file")
+                raise OutputError(f"{flag} {path}: is a folder; name a file")
         except FileNotFoundError:  # `write` makes the folders that are missing
             place = next(one for one in place.absolute().parents if one.exists())
         except OSError as error:
-            raise OutputError(f"--json {path}: {error.strerror}") from error
+            raise OutputError(f"{flag} {path}: {error.strerror}") from error
         if not os.access(place, os.W_OK):
-            raise OutputError(f"--json {path}: {place} cannot be written")
+            raise OutputError(f"{flag} {path}: {place} cannot be written")
 
 
 def write(path: str, bench: str, rows: list[dict], **facts) -> None:

@@ -189,6 +189,7 @@ def verify_steps(world, machine) -> list[dict]:
 def write_lines(path: str, lines) -> None:
     """One object on each line. Raises OutputError."""
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("".join(json.dumps(one) + "\n" for one in lines))
     except OSError as error:
         raise OutputError(f"{path}: {error.strerror}") from error
@@ -198,9 +199,9 @@ def prepared(args, world_rank: int = 0):
     """The cost model. Raises, before anything is measured, DataError where it cannot be read, and
     on world rank 0 OutputError where a file that is asked for cannot be written.
     """
-    for path in (args.json, args.details):
-        if path and world_rank == 0:
-            machine_file.check_writable(path)
+    if world_rank == 0:
+        results.check_writable(args.json)
+        results.check_writable(args.details, flag="--details")
     return machine_file.load(args.machine)
 
 

@@ -88,7 +88,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
         for kind in "fiw":
             value["units"][0]["block"][kind] *= WRONG
     path, result = folder / f"{part}.json", folder / f"verify-{part}.json"
-    details = folder / f"verify-{part}.jsonl"
+    details = folder / "made" / f"verify-{part}.jsonl"
     path.write_text(json.dumps(value))
     done = bench("verify", path, "--sizes", "2", "--rounds", "1", "--seconds", "0.002",
                  "--json", result, "--details", details)
@@ -112,7 +112,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     (["calibrate", "--no-compute", "--rows", "3"], 2, "--no-compute leaves out"),
     (["calibrate", "/missing.jsonl"], 65, "/missing.jsonl: No such file"),
     (["verify", "/missing.json"], 65, "write it with python -m bench.calibrate"),
-    (["verify", "x", "--json", "/missing/v.json"], 74, "/missing/v.json: its folder is missing"),
+    (["verify", "x", "--details", "/dev/null/v"], 74, "--details /dev/null/v: Not a directory"),
     (["verify", "machine.json", "--launches", "2"], 2, "run it without"),
     (["verify", "machine.json", "--start", "srun"], 2, "add --launches 5"),
     (["calibrate", "rows.jsonl", "--rounds", "5"], 2, "FILEs hold it already"),
