@@ -208,9 +208,10 @@ def test_sampling_follows_seed_and_temperature(folder):
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
-    """The head is zero: each token ties with each and with the padding, which must not win."""
+    """All logits are -D, exactly: padding, whose logits are 0, must not win."""
     tensors = random_tensors(tied=False)
-    tensors["lm_head.weight"][...] = 0
+    for name, value in (("ln_f.weight", 0), ("ln_f.bias", 1), ("lm_head.weight", -1)):
+        tensors[name][...] = value
     write(folder, tensors, tied=False)
     worker = worker_of(config_of(layout, tied=False))
     checkpoint.load(worker, str(folder))
