@@ -263,8 +263,8 @@ def main(argv, session) -> int:
     if args.quick:
         footprint = footprint or QUICK_FOOTPRINT
     session.agree(lambda: refuse_unaware(args.transport, tried))
-    bench = session.agree(lambda: Bench(session, args.dtype, args.buffers, footprint,
-                                        chosen_plan(args), args.transport, args.window))
+    bench = Bench(session, args.dtype, args.buffers, footprint, chosen_plan(args), args.transport,
+                  args.window)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 0))
     bounds = begin(args, argv, bench, writer, tried) if world.rank == 0 else None
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):

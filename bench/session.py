@@ -73,12 +73,15 @@ def make_ops(transport: str, dtype: str, host_rank: int):
 
 
 class Bench:
-    """One launch. world: every rank; only world rank 0 has rows, prints and writes."""
+    """One launch. world: every rank; only world rank 0 has rows, prints and writes.
+
+    Comm: every rank must make it: if the GPU of one is not usable, all leave together.
+    """
 
     def __init__(self, session, dtype: str, buffers: str, footprint: int, plan: Plan,
                  transport: str = "mpi-host", window: int = 64):
         self.session, self.world = session, session.world
-        self.ops = make_ops(transport, dtype, session.host_rank)
+        self.ops = session.agree(lambda: make_ops(transport, dtype, session.host_rank))
         self.transport, self.plan, self.window = transport, plan, window
         self.arena = Arena(self.ops, buffers, footprint or cache_bytes())
         self.recorder, self.progress = Recorder(), Progress()

@@ -11,6 +11,7 @@ from bench_rows import BARE, row, write_file
 
 from bench import cuda_probe, findings, groups, interconnect, records, session, statistics, table
 from bench.bounds import Bounds
+from bench.sampling import Plan
 from mpipar import ops as ops_module
 from mpipar.errors import DataError, EnvironmentProblem, OutputError
 
@@ -268,14 +269,14 @@ def test_head_says_that_ranks_share_a_gpu(monkeypatch, capsys):
     assert "ranks 0, 1 share GPU 0000:3B:00.0" in capsys.readouterr().err
 
 
-def test_messages_need_no_gpu_that_the_kernels_need(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setattr(fake_cupy.cuda, "Device", lambda number=0: types.SimpleNamespace(
-        use=lambda: None, compute_capability="70"))
-    with pytest.raises(EnvironmentProblem, match=r"7\.0"):
-        ops_module.make("cuda", "float32")
-    ops = session.make_ops("staged", "float32", 0)
-    assert ops.to_host(ops.zeros((2,))).tolist() == [0, 0]
+def test_ranks_agree_on_their_gpus_before_they_talk():
+    """Else the others would wait for a rank whose GPU is not usable."""
+    def agree(function):
+        raise EnvironmentProblem("somebody has none")
+
+    with pytest.raises(EnvironmentProblem, match="somebody has none"):
+        session.Bench(types.SimpleNamespace(agree=agree, world=None, host_rank=0), "float32",
+                      "reused", 0, Plan())
 
 
 @pytest.mark.parametrize(("program", "answer"), [

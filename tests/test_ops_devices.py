@@ -9,6 +9,7 @@ import pytest
 from helpers import assert_close
 from ops_cases import LARGE, call_every_op, plain
 
+from bench import session
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
 from mpipar.ops import make
 from mpipar.ops.cuda.loader import Loader
@@ -70,6 +71,16 @@ def test_a_device_that_the_kernels_are_too_new_for_is_named(capability, fits):
     else:
         with pytest.raises(EnvironmentProblem, match=r"7\.5, .* --kernels plain"):
             Loader(cupy)
+
+
+def test_messages_need_no_gpu_that_the_kernels_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(fake_cupy.cuda, "Device", lambda number=0: types.SimpleNamespace(
+        use=lambda: None, compute_capability="70"))
+    with pytest.raises(EnvironmentProblem, match=r"7\.0"):
+        make("cuda", "float32")
+    ops = session.make_ops("staged", "float32", 0)
+    assert ops.to_host(ops.zeros((2,))).tolist() == [0, 0]
 
 
 @pytest.mark.gpu
