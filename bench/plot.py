@@ -85,8 +85,9 @@ def draw_time(axes, rows, machine) -> None:
 
 
 def draw_bandwidth(axes, rows) -> None:
-    """algbw and busbw by size."""
-    for number, (via, own) in enumerate(by_via(rows).items()):
+    """algbw and busbw by size; times that computing is in have none."""
+    rated = [row for row in rows if row["algbw_GBps"]]
+    for number, (via, own) in enumerate(by_via(rated).items()):
         sizes = [row["size_bytes"] for row in own]
         axes.plot(sizes, [row["algbw_GBps"] for row in own], MARKS[0], color=f"C{number}",
                   markersize=4, label=f"{via}, algbw")

@@ -1,9 +1,11 @@
 """bench.interconnect --overlap: what hides and what does not is told apart; no MPI."""
 
+from types import SimpleNamespace
+
 import pytest
 from bench_rows import BARE, COMM, row
 
-from bench import findings, table
+from bench import findings, plot, table
 from bench.overlap import BESIDE, COMPUTING, Work, completed, percent
 from mpipar import ops as ops_module
 
@@ -116,3 +118,11 @@ def test_table_has_the_columns_of_overlap_and_findings_leave_its_rows_out():
     slow = [one | {"size_bytes": 2 * one["size_bytes"]} | dict.fromkeys(
         ("low_us", "median_us", "high_us"), 100.0) for one in rows]
     assert findings.guidelines(rows + slow) == []
+
+
+def test_picture_of_rates_has_no_point_for_times_that_computing_is_in():
+    labels = []
+    axes = SimpleNamespace(plot=lambda *_, label, **named: labels.append(label),
+                           set=lambda **named: None, set_ylim=lambda **named: None)
+    plot.draw_bandwidth(axes, rows_of_a_ring())
+    assert labels == [f"{via}, {rate}" for via in (COMM, BARE) for rate in ("algbw", "busbw")]
