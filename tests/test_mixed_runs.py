@@ -15,9 +15,11 @@ SMALL = "--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 
 TINY = """--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 8 --num-microbatches 2
     --log-interval 2""".split()
 HALF = ("bfloat16", "float16")
-# Nats between a 16-bit loss curve and float32's, while the loss falls by 2.5: on average, and the
-# largest of all steps.
-MEAN_BAND, LARGEST_BAND = 0.03, 0.15
+# Nats between a 16-bit loss curve and float32's, while the loss falls by 2: on average, and the
+# largest of all steps. At a rate that is stable: at the default one this small model's loss has
+# spikes, whose heights any rounding changes, also another order of sums in float32.
+STABLE = ("--lr", 1e-3)
+MEAN_BAND, LARGEST_BAND = 0.003, 0.02
 
 
 def train(out, *words, ranks=2):
@@ -33,7 +35,8 @@ def curves(tmp_path_factory):
     found = {}
     for dtype in ("float32", *HALF):
         folder = tmp_path_factory.mktemp("runs") / dtype
-        text = train(folder, *SMALL, "--steps", 80, "--layout", "tp=2", "--dtype", dtype)
+        text = train(folder, *SMALL, "--steps", 80, *STABLE, "--layout", "tp=2",
+                     "--dtype", dtype)
         found[dtype] = np.array([line["loss"] for line in metrics(folder)]), text
     return found
 
@@ -42,7 +45,7 @@ def curves(tmp_path_factory):
 def test_loss_curve_is_float32_s_within_the_band(curves, dtype):
     losses, reference = curves[dtype][0], curves["float32"][0]
     apart = np.abs(losses - reference)
-    assert reference[0] - reference[-1] > 2.5
+    assert reference[0] - reference[-1] > 2
     assert apart.mean() <= MEAN_BAND
     assert apart.max() <= LARGEST_BAND
     assert apart.max() > 0

@@ -13,11 +13,12 @@ import numpy as np
 from mpipar.ops.cuda.ladder import C_TYPES
 
 # Bytes of an element: kernel: width of a tile: its rows, its columns, and the blocks that a
-# processor's registers are enough for. A head that is narrower is filled up with zeros.
+# processor's registers are enough for. A head that is narrower is filled up with zeros. No block
+# wants more than 99 KiB of shared memory, which compute capabilities 8.6 and 8.9 have.
 TILES = {
     4: {"flash_forward": {32: (64, 32, 3), 64: (64, 32, 3), 128: (64, 32, 2)},
-        "flash_dq": {32: (64, 32, 2), 64: (64, 32, 2), 128: (64, 16, 2)},
-        "flash_dkv": {32: (64, 32, 2), 64: (64, 32, 2), 128: (64, 16, 2)}},
+        "flash_dq": {32: (64, 32, 2), 64: (64, 32, 2), 128: (48, 16, 2)},
+        "flash_dkv": {32: (64, 32, 2), 64: (64, 32, 2), 128: (48, 16, 2)}},
     2: {"flash_forward": {32: (128, 64, 2), 64: (128, 32, 2), 128: (128, 64, 1)},
         "flash_dq": {32: (64, 32, 2), 64: (64, 32, 2), 128: (64, 32, 2)},
         "flash_dkv": {32: (64, 32, 2), 64: (64, 32, 2), 128: (64, 16, 2)}},

@@ -12,7 +12,8 @@
 //
 // Global traffic of a step: 2 Columns Width values of c and d per 6 (dq) or 8 (dk, dv) Rows Columns
 // Width FLOPs, so 3 or 4 Rows / s FLOP/byte for values of s bytes: 48 and 64 in float32, 96 and 128
-// in bf16, with 64 rows. The next columns come while these are used, so there are two places.
+// in bf16, with 64 rows (wide heads in float32: 48 rows, more do not fit everywhere). The next
+// columns come while these are used, so there are two places.
 #include "flash.cuh"
 
 // delta (B, H, T) = sum of y dy over the width, y and dy (B, T, H, d) without gaps. Grid
