@@ -15,10 +15,10 @@ SMALL = "--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 
 TINY = """--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 8 --num-microbatches 2
     --log-interval 2""".split()
 HALF = ("bfloat16", "float16")
-# Nats between a 16-bit loss curve and float32's, while the loss falls by 2: on average, and the
+# Nats between a 16-bit loss curve and float32's, while the loss falls by 2.5: on average, and the
 # largest of all steps. At a rate that is stable: at the default one this small model's loss has
 # spikes, whose heights any rounding changes, also another order of sums in float32.
-STABLE = ("--lr", 1e-3)
+STABLE = ("--lr", 2e-3)
 MEAN_BAND, LARGEST_BAND = 0.003, 0.02
 
 
@@ -45,7 +45,7 @@ def curves(tmp_path_factory):
 def test_loss_curve_is_float32_s_within_the_band(curves, dtype):
     losses, reference = curves[dtype][0], curves["float32"][0]
     apart = np.abs(losses - reference)
-    assert reference[0] - reference[-1] > 2
+    assert reference[0] - reference[-1] > 2.5
     assert apart.mean() <= MEAN_BAND
     assert apart.max() <= LARGEST_BAND
     assert apart.max() > 0
