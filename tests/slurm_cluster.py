@@ -24,7 +24,7 @@ START_LIMIT = 60.0  # seconds for all nodes to become idle
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo")
 # SLURM's PMI2 server takes what has arrived of a request for all of it. Where a long one of
-# MPI_Init comes in two parts the job waits for ever, whatever it was to run.
+# MPI_Init comes in two parts the job waits for ever or is ended, whatever it was to run.
 CUT_REQUEST = "mpi/pmi2: invalid client request"
 MOST_STARTS = 3
 FINAL_STATES = frozenset(
@@ -105,23 +105,28 @@ class SlurmCluster:
         Past ``timeout`` seconds it is cancelled and the test fails.
         """
         for start in range(1, MOST_STARTS + 1):
-            job_id, deadline = submit(), time.monotonic() + timeout
-            fields = self.job_fields(job_id)
-            while fields["JobState"] not in FINAL_STATES:
-                cut = CUT_REQUEST in job_output(fields) and start < MOST_STARTS
-                if cut or time.monotonic() > deadline:
-                    self.run("scancel", "--signal=KILL", "--full", str(job_id))
-                if cut:
-                    break
-                assert time.monotonic() <= deadline, (
-                    f"job {job_id} is {fields['JobState']} ({fields['Reason']}) after {timeout} s\n"
-                    f"{job_output(fields)}\n{self.logs()}")
-                time.sleep(0.2)
-                fields = self.job_fields(job_id)
-            else:
+            job_id = submit()
+            fields = self.wait_for_job(job_id, timeout, last=start == MOST_STARTS)
+            if CUT_REQUEST not in job_output(fields):
                 break
         code, signal_number = (int(part) for part in fields["ExitCode"].split(":"))
         return JobResult(job_id, fields["JobState"], code, signal_number, job_output(fields))
+
+    def wait_for_job(self, job_id: int, timeout: float, last: bool) -> dict[str, str]:
+        """Return the job's fields once it has ended or, unless ``last``, was cut and cancelled."""
+        deadline = time.monotonic() + timeout
+        while (fields := self.job_fields(job_id))["JobState"] not in FINAL_STATES:
+            cut = CUT_REQUEST in job_output(fields) and not last
+            late = time.monotonic() > deadline
+            if cut or late:
+                self.run("scancel", "--signal=KILL", "--full", str(job_id))
+            if cut:
+                break
+            assert not late, (
+                f"job {job_id} is {fields['JobState']} ({fields['Reason']}) after {timeout} s\n"
+                f"{job_output(fields)}\n{self.logs()}")
+            time.sleep(0.2)
+        return fields
 
     def logs(self, lines: int = 30) -> str:
         """Return the last lines of every daemon's log, for the message of a failing test."""

@@ -45,22 +45,23 @@ def submit(cluster: SlurmCluster, folder: Path, venv: str, *flags: str):
     return cluster.finish(typed, timeout=120.0)
 
 
-def test_ranks_see_each_other_across_nodes(cluster):
+def test_ranks_see_each_other_across_nodes(cluster, tmp_path):
     program = (
         "import os; from mpi4py import MPI; w = MPI.COMM_WORLD\n"
         "nodes = w.gather(os.environ['SLURMD_NODENAME'])\n"
         "if w.rank == 0: print(w.size, *nodes)"
     )
-    result = cluster.run(
-        *"srun --mpi=pmi2 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1".split(),
-        *(sys.executable, "-c", program),
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["4", "n1", "n1", "n2", "n2"]
+    step = ["srun", "--mpi=pmi2", sys.executable, "-c", program]
+    result = cluster.finish(lambda: cluster.submit(
+        "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/job.log",
+        "--wrap", shlex.join(step), cwd=tmp_path), timeout=60.0)
+    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
+    assert result.output.split() == ["4", "n1", "n1", "n2", "n2"]
 
 
-def test_a_job_that_slurm_cut_off_is_started_again(cluster, tmp_path):
-    first = f"mkdir {tmp_path}/once && echo 'slurmstepd-n1: error: {CUT_REQUEST}' && sleep 60"
+@pytest.mark.parametrize("then", ["sleep 60", "exit 143"])
+def test_a_job_that_slurm_cut_off_is_started_again(cluster, tmp_path, then):
+    first = f"mkdir {tmp_path}/once && echo 'slurmstepd-n1: error: {CUT_REQUEST}' && {then}"
     result = cluster.finish(lambda: cluster.submit(
         f"--output={tmp_path}/job.log", "--wrap", f"{first} || echo done", cwd=tmp_path),
         timeout=30.0)
