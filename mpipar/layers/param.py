@@ -63,15 +63,18 @@ class Param:
         Normal values of deviation `std`; for biases and norms `spread`, around their constant.
 
         Row i of the whole tensor is a pure function of (seed, name, i): Philox keyed by a hash of
-        seed and name, its counter set to i. So any layout starts from the same model, and no rank
-        ever makes more than one row of a tensor it does not own.
+        seed and name, its counter set to i << 64. So any layout starts from the same model, and no
+        rank ever makes more than one row of a tensor it does not own.
         """
         key = int.from_bytes(hashlib.sha256(f"{seed}:{self.name}".encode()).digest()[:16], "little")
         start, stop = self.bounds()
         cut_rows = self.cut_axis in (None, 0)
         first, last = (start, stop) if cut_rows else (0, self.shape[0])
+        bits = np.random.Philox(key=key)
+        generator, state = np.random.Generator(bits), bits.state
         for row in range(first, last):
-            generator = np.random.Generator(np.random.Philox(key=key, counter=row << 64))
+            state["state"]["counter"][1] = row  # the counter is row << 64: rows cannot meet
+            bits.state = state
             values = np.asarray(generator.standard_normal(self.shape[1:]))
             values = values * self.std if self.fill is None else values * spread + self.fill
             if not cut_rows:
