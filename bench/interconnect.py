@@ -55,7 +55,7 @@ def parse(argv):
                         help="world ranks of two-rank cases (the first and the last)")
     parser.add_argument("--inner", type=int, metavar="N",
                         help=f"{TwoLevel.name}: consecutive world ranks of the first level (those "
-                             "of a host; all, where hosts differ)")
+                             "of a host; all, where hosts differ or cut a group unevenly)")
     parser.add_argument("--begin-bytes", default="8", metavar="SIZE", help="smallest size (8)")
     parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
     parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
@@ -91,7 +91,7 @@ def parse(argv):
     parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
     args = parser.parse_args(argv)
     if "all" in args.cases or (args.quick and not args.cases):
-        skipped = (*plans.PAIR_CASES, "pairs", "fan-in") if args.layout else ()
+        skipped = plans.WITHOUT_LAYOUT if args.layout else ()
         some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
         args.cases = [case for case in some if case not in skipped]
     if found := without_effect(args, {word.split("=")[0] for word in argv}):
@@ -131,7 +131,7 @@ def chosen_sizes(args) -> tuple[int, ...]:
 
 def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section]:
     """What to measure; host_size: ranks of a host. Raises UsageError with all problems."""
-    inner = host_size if args.inner is None else args.inner
+    inner = plans.Inner(args.inner, host_size)
     found = plans.problems(args.cases, args.layout, world_size)
     if args.overlap is not None:
         found += plans.overlap_problems(args.cases, args.layout, args.overlap)
@@ -139,8 +139,9 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
         found.append("--window, --seconds and --target must be above 0")
-    if not 1 <= inner <= world_size:
-        found.append(f"--inner {inner}: there are {world_size} ranks; give a number from 1 to that")
+    if args.inner is not None and not 1 <= args.inner <= world_size:
+        found.append(f"--inner {args.inner}: there are {world_size} ranks; give a number from 1 "
+                     "to that")
     if args.bound_GBps is not None and not 0 < args.bound_GBps < math.inf:
         found.append("--bound-GBps must be above 0, in GB/s = 1e9 bytes per second")
     if not 0 <= args.stall_seconds < math.inf:
@@ -254,12 +255,13 @@ def main(argv, session) -> int:
         cuda_probe.command())  # before MPI starts here: a child job is a job of its own
     world = session.start()
     host_size = ranks_of_a_host(world, session.host_ranks)
-    sections, footprint = session.agree(lambda: (
+    wanted, footprint = session.agree(lambda: (
         chosen_sections(args, world.size, host_size), plans.read_bytes(args.footprint)))
-    if args.transport == "nccl":
-        sections = session.agree(lambda: plans.without_schedules(sections))
-    if world.rank == 0 and (line := plans.left_out(args.cases, args.layout, sections)):
-        print(line, file=sys.stderr)
+    sections = wanted if args.transport != "nccl" else session.agree(
+        lambda: plans.without_schedules(wanted))
+    if world.rank == 0:
+        for line in plans.left_out(args.cases, args.layout, wanted, sections):
+            print(line, file=sys.stderr)
     if args.quick:
         footprint = footprint or QUICK_FOOTPRINT
     session.agree(lambda: refuse_unaware(args.transport, tried))

@@ -1,4 +1,4 @@
-"""The message cases: ping-pong, windows, rings, fan-in, and a barrier.
+"""The message cases: ping-pong, windows, rings, fans, and a barrier.
 
 Each posts the same messages through `mpipar.comm` or by bare mpi4py calls. Definitions of latency
 and windowed bandwidth are OSU's, but with as many distinct buffers as messages in flight.
@@ -169,28 +169,42 @@ class Ring(Posted, Messages):
         return [receive, send]
 
 
-class FanIn(Messages):
+class FanIn(Posted, Messages):
     """All other ranks send to the first at once; the size is that of one message."""
 
     name = "fan-in"
 
+    def peers(self) -> range:
+        """The first rank's are all others; theirs is the first."""
+        return range(1) if self.index else range(1, self.ranks)
+
     def counts(self):
-        return (0, self.ranks - 1) if self.index == 0 else (1, 0)
+        return (1, 0) if self.index else (0, self.ranks - 1)
 
     def sources(self):
-        return [(peer, 0) for peer in range(1, self.ranks)] if self.index == 0 else []
+        return [] if self.index else [(peer, 0) for peer in self.peers()]
 
-    def run(self):
-        if self.index:
-            self.send(self.xs[0], 0, TAG, *self.label)
-            return
-        for pending in [self.irecv(y, peer, TAG, *self.label)
-                        for peer, y in enumerate(self.ys, 1)]:
-            self.wait(pending)
+    def post(self):
+        pending = [self.irecv(y, peer, TAG, *self.label)
+                   for y, peer in zip(self.ys, self.peers(), strict=False)]
+        return pending + [self.isend(x, peer, TAG, *self.label)
+                          for x, peer in zip(self.xs, self.peers(), strict=False)]
 
     def volume(self):
         volume = super().volume()
         return volume | {"counted_bytes": (self.ranks - 1) * volume["size_bytes"]}
+
+
+class FanOut(FanIn):
+    """The first rank sends to all others at once, to each something else."""
+
+    name = "fan-out"
+
+    def counts(self):
+        return (0, 1) if self.index else (self.ranks - 1, 0)
+
+    def sources(self):
+        return [(0, self.index - 1)] if self.index else []
 
 
 class Barrier(Case):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bench.cases import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from bench.chain import Hops, Program, hops_of
 from bench.compositions import ReduceScatterAllGather, TwoLevel, UnevenAllToAll, blocks
-from bench.messages import Bandwidth, Barrier, Bidirectional, FanIn, Latency, Ring
+from bench.messages import Bandwidth, Barrier, Bidirectional, FanIn, FanOut, Latency, Ring
 from bench.posted import Posted, PostedAllReduce
 from mpipar.errors import UsageError, suggestion
 from mpipar.grid import AXES, Grid
@@ -18,8 +18,9 @@ from mpipar.grid import AXES, Grid
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
     Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, ReduceScatterAllGather, Broadcast,
-    AllToAll, UnevenAllToAll, Barrier)}
-CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain", "fan-in")
+    AllToAll, UnevenAllToAll, FanIn, FanOut, Barrier)}
+CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain")
+WITHOUT_LAYOUT = (*PAIR_CASES, "pairs")  # what is not for the groups of a layout
 POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
                 "stage-chain")
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
@@ -53,6 +54,17 @@ class Section(NamedTuple):
         """How it can be done: through mpipar.comm, and by bare calls."""
         return self.case.vias
 
+
+class Inner(NamedTuple):
+    """How many consecutive world ranks are the first of two levels: what the user has stated, else
+    those of a host; a group that hosts cut unevenly is one level.
+    """
+
+    stated: int | None = None
+    host: int = 1
+
+
+LONE_RANKS = Inner()  # each on a host of its own
 
 def size_problems(texts: dict[str, str]) -> list[str]:
     """Flags whose text is no size."""
@@ -112,7 +124,7 @@ def problems(cases, layout: str | None, world_size: int) -> list[str]:
                      "bench.interconnect ...")
     if layout is not None:
         found += [f"--layout has no groups for {case!r}; run it without --layout"
-                  for case in cases if case in (*PAIR_CASES, "pairs", "fan-in")]
+                  for case in cases if case in WITHOUT_LAYOUT]
     return found
 
 
@@ -141,8 +153,8 @@ def overlapped(sections, num_tests: int) -> list[Section]:
             for one in sections if issubclass(one.case, Posted)]
 
 
-def world_sections(cases, pair, world_size: int, sizes, inner: int = 1) -> list[Section]:
-    """Every chosen case on all ranks; two-rank cases on `pair`. inner: see `two_level`."""
+def world_sections(cases, pair, world_size: int, sizes, inner=LONE_RANKS) -> list[Section]:
+    """Every chosen case on all ranks; two-rank cases on `pair`."""
     everybody = (tuple(range(world_size)),)
     found = []
     for name in cases:
@@ -155,28 +167,30 @@ def world_sections(cases, pair, world_size: int, sizes, inner: int = 1) -> list[
         elif name == "stage-chain":
             found += chain_sections(world_size, sizes)
         elif name == TwoLevel.name:
-            found.append(two_level(everybody, inner, sizes))
-        elif name == "fan-in":
-            found.append(Section(name, FanIn, everybody, sizes))
+            ((title, make),) = two_level(everybody, inner).items()
+            found.append(Section(title, make, everybody, sizes))
         else:
             case = GROUP_CASES[name]
             found.append(Section(name, case, everybody, sizes if case.sized else (0,)))
     return found
 
 
-def two_level(groups, inner: int, sizes, axis="world", mode="") -> Section:
-    """The all-reduce on two levels, the first among `inner` consecutive world ranks.
+def two_level(groups, inner: Inner, axis="world") -> dict[str, object]:
+    """{title: make} of the all-reduce on two levels: ranks of the first x ranks of the second.
 
-    Its title says ranks of the first level x ranks of the second. Raises UsageError.
+    Raises UsageError where a stated number of ranks cuts the groups unevenly.
     """
-    shapes = {tuple(map(len, blocks(group, inner))) for group in groups}
-    first = next(iter(shapes))
-    if len(shapes) > 1 or len(set(first)) > 1:
-        raise UsageError(
-            f"{TwoLevel.name}: not every group ({axis}: {', '.join(map(str, groups))}) has equally "
-            f"many ranks in each {inner} consecutive ones; give another --inner")
-    return Section(f"{TwoLevel.name} {first[0]}x{len(first)}", partial(TwoLevel, count=inner),
-                   groups, sizes, axis, mode)
+    count = inner.stated or inner.host
+    shapes = {tuple(map(len, blocks(group, count))) for group in groups}
+    if len(shapes) > 1 or len(set(*shapes)) > 1:
+        if inner.stated is not None:
+            raise UsageError(
+                f"{TwoLevel.name}: not every group ({axis}: {', '.join(map(str, groups))}) has "
+                f"equally many ranks in each {count} consecutive ones; give another --inner")
+        count = 1 + max(map(max, groups))
+        shapes = {(len(group),) for group in groups}
+    (first,) = shapes
+    return {f"{TwoLevel.name} {first[0]}x{len(first)}": partial(TwoLevel, count=count)}
 
 
 def chain_sections(world_size: int, sizes) -> list[Section]:
@@ -204,17 +218,22 @@ def without_schedules(sections) -> list[Section]:
     return found
 
 
-def left_out(cases, layout: str | None, sections) -> str:
-    """A line on what a layout has no groups for, beside what it has; else ""."""
-    if layout is None or "stage-chain" not in cases or any(one.axis == "pp" for one in sections):
-        return ""
-    return f"stage-chain is left out: a chain of stages needs pp=2 or more, --layout is {layout}"
+def left_out(cases, layout: str | None, wanted, kept) -> list[str]:
+    """Lines on what a layout has no groups for, and on sections that the transport cannot do."""
+    lines = []
+    if layout is not None and "stage-chain" in cases and all(one.axis != "pp" for one in wanted):
+        lines.append("stage-chain is left out: a chain of stages needs pp=2 or more, --layout is "
+                     f"{layout}")
+    if names := sorted({one.title for one in wanted} - {one.title for one in kept}):
+        lines.append(f"left out: {', '.join(names)}: NCCL's messages have no tags, which those of "
+                     "whole schedules need")
+    return lines
 
 
-def layout_sections(cases, layout: dict[str, int], sizes, inner: int = 1) -> list[Section]:
+def layout_sections(cases, layout: dict[str, int], sizes, inner=LONE_RANKS) -> list[Section]:
     """The chosen cases on every group of every axis: one group at a time, then all at once.
 
-    inner: see `two_level`. Raises UsageError where there is nothing to run.
+    Raises UsageError where there is nothing to run.
     """
     world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
     grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
@@ -226,9 +245,8 @@ def layout_sections(cases, layout: dict[str, int], sizes, inner: int = 1) -> lis
         modes += [(groups, "together")] if len(groups) > 1 else []
         for name in cases:
             if name == TwoLevel.name:
-                found += [two_level(some, inner, sizes, axis, mode) for some, mode in modes]
-                continue
-            if name == "stage-chain":
+                makes = two_level(groups, inner, axis)
+            elif name == "stage-chain":
                 makes = {f"{name} {schedule}": partial(Program, schedule_name=schedule)
                          for schedule in CHAIN_SCHEDULES} if axis == "pp" else {}
             else:

@@ -12,6 +12,8 @@ def test_nccl_leaves_whole_schedules_out():
     kept = plans.without_schedules(everything)
     assert {one.title for one in everything} - {one.title for one in kept} == {
         "stage-chain 1f1b", "stage-chain interleaved"}
+    (line,) = plans.left_out(["stage-chain"], None, everything, kept)
+    assert line.startswith("left out: stage-chain 1f1b, stage-chain interleaved: NCCL")
     with pytest.raises(UsageError, match="nccl"):
         plans.without_schedules([one for one in everything if one not in kept])
 
@@ -46,13 +48,13 @@ def test_sections_of_a_layout_are_its_groups_alone_and_together():
 
 def test_levels_are_blocks_of_consecutive_ranks():
     layout = plans.read_layout("dp=4,tp=2", 8)
-    found = plans.layout_sections(["two-level-all-reduce"], layout, (8,), 4)
+    found = plans.layout_sections(["two-level-all-reduce"], layout, (8,), plans.Inner(4))
     assert [(one.title, one.mode, one.groups[0]) for one in found if one.groups[0][0] == 0] == [
         ("two-level-all-reduce 2x2", "alone", (0, 2, 4, 6)),
         ("two-level-all-reduce 2x2", "together", (0, 2, 4, 6)),
         ("two-level-all-reduce 2x1", "alone", (0, 1)),
         ("two-level-all-reduce 2x1", "together", (0, 1))]
-    (one,) = plans.world_sections(["two-level-all-reduce"], None, 6, (8,), 2)
+    (one,) = plans.world_sections(["two-level-all-reduce"], None, 6, (8,), plans.Inner(host=2))
     assert one.title == "two-level-all-reduce 2x3"
     assert blocks((1, 3, 4, 7), 4) == [(1, 3), (4, 7)]
 
@@ -61,7 +63,19 @@ def test_levels_are_blocks_of_consecutive_ranks():
 def test_levels_that_are_uneven_are_refused(layout):
     sizes = plans.read_layout(layout, 4)
     with pytest.raises(UsageError, match="another --inner"):
-        plans.layout_sections(["two-level-all-reduce"], sizes, (8,), 3)
+        plans.layout_sections(["two-level-all-reduce"], sizes, (8,), plans.Inner(3))
+
+
+@pytest.mark.parametrize(("layout", "host_size", "titles"), [
+    ("dp=4", 3, {"4x1"}), ("dp=3,tp=2", 3, {"3x1", "2x1"}), ("dp=3,tp=2", 2, {"1x3", "2x1"})])
+def test_an_axis_that_hosts_cut_unevenly_is_one_level(layout, host_size, titles):
+    words = ["two-level-all-reduce", "--layout", layout]
+    found = interconnect.chosen_sections(
+        interconnect.parse(words), 4 if layout == "dp=4" else 6, host_size)
+    assert {one.title.split()[1] for one in found} == titles
+    for one in found:
+        inside = {len(blocks(group, one.make.keywords["count"])) for group in one.groups}
+        assert inside == {int(one.title.split("x")[1])}
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -76,16 +90,17 @@ def test_all_that_can_be_overlapped_is_what_is_posted():
     found = interconnect.chosen_sections(interconnect.parse(["all", "--overlap", "3"]), 2, 2)
     assert {one.num_tests for one in found} == {3}
     assert {one.title.removesuffix(" overlapped K=3") for one in found} == {
-        "ring", "iall-reduce", "stage-chain hop", "stage-chain hops 1f1b",
+        "ring", "iall-reduce", "fan-in", "fan-out", "stage-chain hop", "stage-chain hops 1f1b",
         "stage-chain hops interleaved"}
     args = interconnect.parse(["all", "--overlap", "0", "--layout", "dp=2"])
     found = interconnect.chosen_sections(args, 2, 2)
-    assert {one.title for one in found} == {"ring overlapped K=0", "iall-reduce overlapped K=0"}
+    assert {one.title for one in found} == {
+        f"{name} overlapped K=0" for name in ("ring", "iall-reduce", "fan-in", "fan-out")}
 
 
 @pytest.mark.parametrize(("words", "message"), [
     ("ring all-reduce --overlap 2", "all-reduce is not posted"),
-    ("stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce are with --layout"),
+    ("stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce, fan-in, fan-out are with"),
     ("ring --overlap -1", "0 or more"), ("all --overlap 2 --inner 2", "is for two-level")])
 def test_overlap_that_cannot_be_is_refused(words, message):
     with pytest.raises(UsageError, match=message):
@@ -103,10 +118,10 @@ def test_a_chain_of_one_stage_is_refused():
     ("all-reduce --layout dp=2", 2, ""), ("all", 2, "")])
 def test_a_chain_that_is_left_out_is_said(words, ranks, line):
     args = interconnect.parse(words.split())
-    found = plans.left_out(
-        args.cases, args.layout, interconnect.chosen_sections(args, ranks, ranks))
-    assert line in found
-    assert bool(line) == bool(found)
+    wanted = interconnect.chosen_sections(args, ranks, ranks)
+    found = plans.left_out(args.cases, args.layout, wanted, wanted)
+    assert len(found) == bool(line)
+    assert line in "".join(found)
 
 
 @pytest.mark.parametrize("wrong", ["dp=2", "dp=2,xp=2", "dp=2;tp=2", "dp=0,tp=4", ""])

@@ -30,7 +30,7 @@ PLAN = Plan(budget=0.0005, warm_up=1, least=1)
 def sections():
     last = WORLD.size - 1
     cases = [case for case in plans.CASES if case != "pairs"]
-    return plans.world_sections(cases, (0, last), WORLD.size, (48,), 2)
+    return plans.world_sections(cases, (0, last), WORLD.size, (48,), plans.Inner(2))
 
 
 def outcomes(section, transport, ops, policy):
@@ -77,7 +77,7 @@ def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
 
 def test_wrong_payload_of_one_rank_is_everybodys():
     ops = ops_module.make("cpu", "float32")
-    (section,) = plans.world_sections(["all-gather"], None, WORLD.size, (48,), 2)
+    (section,) = plans.world_sections(["all-gather"], None, WORLD.size, (48,))
     make = section.make
 
     class Wrong(make):
@@ -99,7 +99,8 @@ def test_second_level_that_is_left_out_shows():
             return self.near.all_gather(self.near.reduce_scatter(self.x, ""), "")
 
     ops = ops_module.make("cpu", "float32")
-    (section,) = plans.world_sections([TwoLevel.name], None, WORLD.size, (48,), WORLD.size // 2)
+    (section,) = plans.world_sections([TwoLevel.name], None, WORLD.size, (48,),
+                                      plans.Inner(WORLD.size // 2))
     assert section.title.endswith(f" {WORLD.size // 2}x2")
     for case, good in ((TwoLevel, True), (Wrong, False)):
         changed = section._replace(make=partial(case, count=WORLD.size // 2))
