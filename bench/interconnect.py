@@ -38,6 +38,7 @@ from mpipar.errors import (
 from mpipar.launch import guard
 from mpipar.report import gpus
 from mpipar.report.gather import broadcast_text
+from mpipar.sizes import read_bytes
 
 QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
 QUICK_FOOTPRINT = 16 << 20
@@ -125,7 +126,7 @@ def chosen_sizes(args) -> tuple[int, ...]:
         raise UsageError(found)
     if args.quick:
         return QUICK_SIZES
-    return plans.geometric(plans.read_bytes(args.begin_bytes), plans.read_bytes(args.end_bytes),
+    return plans.geometric(read_bytes(args.begin_bytes), read_bytes(args.end_bytes),
                            args.factor)
 
 
@@ -256,7 +257,7 @@ def main(argv, session) -> int:
     world = session.start()
     host_size = ranks_of_a_host(world, session.host_ranks)
     wanted, footprint = session.agree(lambda: (
-        chosen_sections(args, world.size, host_size), plans.read_bytes(args.footprint)))
+        chosen_sections(args, world.size, host_size), read_bytes(args.footprint)))
     sections = wanted if args.transport != "nccl" else session.agree(
         lambda: plans.without_schedules(wanted))
     if world.rank == 0:

@@ -15,6 +15,7 @@ from bench.session import Bench
 from mpipar.errors import DataError, UsageError
 from mpipar.layout import divisors
 from mpipar.report.gather import broadcast_text
+from mpipar.sizes import read_bytes
 
 COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
 CONTENDED = ("all-reduce", "iall-reduce")
@@ -90,7 +91,7 @@ def measure_rows(session, dtype: str, args) -> tuple[list[dict], list[dict]]:
     Raises UsageError and OutputError. Comm: the cases.
     """
     sizes = session.agree(
-        lambda: plans.geometric(BEGIN_BYTES, plans.read_bytes(args.end_bytes), FACTOR))
+        lambda: plans.geometric(BEGIN_BYTES, read_bytes(args.end_bytes), FACTOR))
     bench, places = open_bench(session, dtype, args.seconds)
     world = session.world
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None))

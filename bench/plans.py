@@ -14,6 +14,7 @@ from bench.messages import Bandwidth, Barrier, Bidirectional, FanIn, FanOut, Lat
 from bench.posted import Posted, PostedAllReduce
 from mpipar.errors import UsageError, suggestion
 from mpipar.grid import AXES, Grid
+from mpipar.sizes import read_bytes
 
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
@@ -25,7 +26,6 @@ POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case,
                 "stage-chain")
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
 CHAIN_SCHEDULES = ("1f1b", "interleaved")
-SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)i?B?", re.IGNORECASE)
 
 
 class Section(NamedTuple):
@@ -66,16 +66,16 @@ class Inner(NamedTuple):
 
 LONE_RANKS = Inner()  # each on a host of its own
 
+
 def size_problems(texts: dict[str, str]) -> list[str]:
-    """Flags whose text is no size."""
-    return [f"{flag} {text!r}: is no size; write 4096, 64K, 1.5M or 1G"
-            for flag, text in texts.items() if not SIZE.fullmatch(text.strip())]
-
-
-def read_bytes(text: str) -> int:
-    """4096, 4K, 1.5M or 1G (powers of 1024) as bytes, of a text without `size_problems`."""
-    found = SIZE.fullmatch(text.strip())
-    return round(float(found[1]) * (1 << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]))
+    """What is wrong with {flag: text} of sizes."""
+    found = []
+    for flag, text in texts.items():
+        try:
+            read_bytes(text)
+        except ValueError as error:
+            found.append(f"{flag} {text!r}: {error}")
+    return found
 
 
 def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:

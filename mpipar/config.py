@@ -21,9 +21,9 @@ AXES = ("pp", "dp", "cp", "tp")
 Check = tuple[Callable[["Config"], list[str]], type[UserError]]
 
 
-def setting(default, text, *, low=None, above=None, below=None, choices=None):
-    """A field with its help text and legal values: low <= value, above < value, value < below."""
-    legal = {"low": low, "above": above, "below": below, "choices": choices}
+def setting(default, text, *, low=None, above=None, below=None, choices=None, in_bytes=False):
+    """A field: help, low <= value, above < value, value < below; in_bytes: 64K is a value too."""
+    legal = {"low": low, "above": above, "below": below, "choices": choices, "in_bytes": in_bytes}
     return dataclasses.field(default=default, metadata={"help": text, **legal})
 
 
@@ -98,7 +98,8 @@ class TrainConfig:
     eps: float = setting(1e-8, "AdamW: added to the root of the square's mean", above=0.0)
     clip: float = setting(1.0, "largest global gradient norm; 0 = no clipping", low=0.0)
     bucket_bytes: int = setting(
-        4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages", low=1)
+        4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages", low=1,
+        in_bytes=True)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class RunConfig:
     trace_ops: bool = setting(False, "with --trace, also time each operation of each layer")
     memory_limit: int | None = setting(
         None, "bytes of a rank's arrays: more is an error that names the layouts that fit, and"
-        " --schedule auto plans with it (default: no limit)", low=1, below=2**63)
+        " --schedule auto plans with it (default: no limit)", low=1, below=2**63, in_bytes=True)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
     prompt: str = setting("The ", "start of the text generated at the end")
     sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0)

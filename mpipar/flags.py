@@ -17,6 +17,7 @@ from mpipar.config import Config, flag, settings
 from mpipar.environment import read_launcher
 from mpipar.errors import UsageError, suggestion
 from mpipar.presets import OF_MODEL, PRESETS
+from mpipar.sizes import read_bytes
 
 FIELDS = {field.name: field for _, field, _ in settings(Config())}
 LAYOUT_AXES = ("dp", "pp", "cp", "tp")
@@ -112,6 +113,8 @@ def _add_flag(group, field: dataclasses.Field) -> None:
             options |= {"nargs": "+", "metavar": "PATH"}
     elif legal["choices"]:
         options["metavar"] = "{" + ",".join(legal["choices"]) + "}"
+    elif legal["in_bytes"]:
+        options["metavar"] = "SIZE"
     else:
         options["metavar"] = {int: "N", float: "X", str: "TEXT"}[base]
     if field.default not in (None, (), "") and "default" not in text:
@@ -233,6 +236,8 @@ def _expand_layout(source: dict, problems: list[str]) -> dict:
 def _value(field: dataclasses.Field, raw, is_text: bool):
     """The value of a field from a flag's text or a TOML value; ValueError says what it must be."""
     base, is_tuple = kind(field)
+    if field.metadata["in_bytes"] and isinstance(raw, str):
+        return read_bytes(raw)
     if not is_tuple:
         return _single(base, raw, is_text)
     if isinstance(raw, str):

@@ -9,7 +9,8 @@ from helpers import REPOSITORY
 PACKAGE = REPOSITORY / "mpipar"
 # From the ground up: a floor imports from the floors above it in this list, or sideways.
 FLOORS = {
-    "plain data": "__init__ errors config presets layout flags environment failure launch watchdog",
+    "plain data":
+        "__init__ errors config presets layout sizes flags environment failure launch watchdog",
     "hardware": "ops",
     "recorder": "trace",
     "wire": "grid comm connect transport narrow_transport device_transport desync",
