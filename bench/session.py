@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -129,14 +130,19 @@ class Bench:
         }
 
     def watchdog(self, seconds: float) -> Watchdog:
-        """Ends the job with a message when nothing has moved for so long (0: never)."""
+        """Ends the job with a message when nothing has moved for so long (0: never).
+
+        Comm: one broadcast over the world, of a name that no job before this one has left files in.
+        """
+        name = broadcast_text(self.world, f"mpipar-bench-{os.getuid()}-{secrets.token_hex(8)}")
+        folder = Path(tempfile.gettempdir()) / name
+
         def stop(states):
             lines = [f"no progress for {seconds:g} s"]
             lines += [f"rank {number}: {state['doing']}" for number, state in states.items()]
             self.session.fail(HangError(lines))
 
-        token = f"mpipar-bench-{os.getuid()}-{os.getppid()}"
-        return Watchdog(Path(tempfile.gettempdir()) / token, self.world.rank,
+        return Watchdog(folder, self.world.rank,
                         lambda: (self.progress.count, self.progress.doing),
                         lambda: {"doing": self.progress.doing}, lambda states: None, stop,
                         0, seconds)

@@ -49,7 +49,8 @@ def report(error: BaseException, where: str, saved: str = "") -> Report:
         what = "the program that read the output ended before all of it was written"
         return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        what = f"{error.filename or 'the output'} can't be written: {error.strerror}"
+        done = "read or written" if error.errno == errno.EIO else "written"
+        what = f"{error.filename or 'the output'} can't be {done}: {error.strerror}"
         return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
     what = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):

@@ -240,7 +240,7 @@ def test_help_under_a_launcher_is_printed_once(name):
 @pytest.mark.parametrize(("ranks", "words", "message"), [
     (1, "latency", "at least 2 ranks"), (2, "latncy", "did you mean"), (2, "", "name the cases"),
     (2, "latency --pair 0,2", "below 2"), (2, "ring --layout dp=4", "for 4 ranks"),
-    (2, "latency --layout dp=2", "no groups"), (2, "ring --begin-bytes 3x", "no size"),
+    (2, "latency --layout dp=2", "no groups"), (2, "ring --begin-bytes 3x", "be bytes"),
     (2, "ring --factor 1", "--factor above 1"), (2, "ring --launches 2 --json x", "--launches"),
     (2, "ring --seconds 0", "above 0"),
     (2, "ring --transport staged", "--transport staged needs CuPy"),

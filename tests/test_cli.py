@@ -1,6 +1,7 @@
 """The command line: what is printed, once; what is refused, with the right code; what is loaded."""
 
 import configparser
+import errno
 import io
 import json
 import re
@@ -13,7 +14,7 @@ import pytest
 from config_helpers import check_refused, reading_of
 from helpers import REPOSITORY, run_command, run_ranks
 
-from mpipar import __version__, cli, errors
+from mpipar import __version__, cli, errors, failure
 from mpipar.commands.resolve import resolve
 from mpipar.config import Config, flag, settings
 from mpipar.environment import Launcher
@@ -73,6 +74,12 @@ def test_output_to_a_full_disk_is_no_defect():
     assert done.returncode == 74, done.stderr
     assert "the output can't be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_broken_disk_is_said_without_saying_which_way():
+    broken = failure.report(OSError(errno.EIO, "Input/output error", "text.txt"), "rank 0")
+    assert broken.exit_code == 74
+    assert broken.what == ("text.txt can't be read or written: Input/output error",)
 
 
 @pytest.mark.parametrize("command", cli.FLAGS_OF)

@@ -76,7 +76,7 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         print(without_times(barriers([counters], 1, 1)))
         print("\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
               " forms\n(L blocks here, m microbatches, q ranks of the group):")
-        print(closed_forms(prediction, config, stages, schedule, split, grid))
+        print(closed_forms(prediction, config, schedule, split, grid))
     else:
         print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")
     print("\nFLOPs of products: " + ", ".join(
@@ -128,23 +128,21 @@ def without_times(text: str) -> str:
     return "\n".join(line[:end].rstrip() for line in text.splitlines())
 
 
-def closed_forms(prediction, config, stages, schedule, split, grid) -> str:
+def closed_forms(prediction, config, schedule, split, grid) -> str:
     """Counted and expected calls and bytes sent, by axis, and over tp for one block."""
-    records, calls, sent = prediction.recorder.records, {}, {}
-    if schedule.placement != "mirror":
-        calls = formulas.expected_calls(config, stages, schedule.num_stages, split, grid)
-        sent = formulas.expected_sent(records, config, calls, prediction.peak_bytes["gradients"])
+    records = prediction.recorder.records
+    expected = formulas.expected(
+        config, schedule, split, grid, prediction.peak_bytes["gradients"])
     groups = {axis: [one for one in records if one[AXIS] == axis]
               for axis in formulas.counted(records)}
     if block := formulas.one_block(records):
         groups["tp, one block"] = block
-        if known := formulas.layer(config, block[0][DTYPE].itemsize, grid.tp_size):
-            count, text, size = known
-            calls["tp, one block"], sent["tp, one block"] = ("", count), (text, size)
+        count, text, size = formulas.layer(config, block[0][DTYPE].itemsize, grid.tp_size)
+        expected["tp, one block"] = formulas.Expected("", count, text, size)
     rows = [("axis", "calls", "closed form", "", "sent", "closed form", "")]
     for axis, own in groups.items():
-        formula, count = calls.get(axis, ("", ""))
-        text, size = sent.get(axis, ("", None))
-        rows.append((axis, len(own), count, formula, nbytes(sum(one[WIRE] for one in own)),
+        formula, count, text, size = expected.get(axis, formulas.Expected())
+        rows.append((axis, len(own), "" if count is None else count, formula,
+                     nbytes(sum(one[WIRE] for one in own)),
                      "" if size is None else nbytes(size), text))
     return table(rows)

@@ -115,7 +115,8 @@ def _usable_cupy(host_rank):
         # Not only a driver: a compiled kernel and a product, which a missing CUDA library or a too
         # new GPU stops. CUDA errors are RuntimeErrors; a library that cannot be loaded is one of
         # the rest.
-        cupy.cuda.Device(host_rank % cupy.cuda.runtime.getDeviceCount()).use()
+        # Where there is none, taking the first says so.
+        cupy.cuda.Device(host_rank % max(1, cupy.cuda.runtime.getDeviceCount())).use()
         square = cupy.ones((2, 2))
         float((square @ square).sum())
     except (RuntimeError, OSError, ImportError) as error:

@@ -68,11 +68,22 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
     return 4, "3(q-1)/q * B*S*(D + F)*e", once * (2 * sum(widths) + gathered)
 
 
-def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str, int]:
-    """(formula, calls per step) over tp: L blocks here, m microbatches. The stem gathers once; the
-    head sums once, and the loss gathers once.
+def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
+    """[(calls, formula, bytes that a rank sends)] over tp for what is no block, for a microbatch:
+    the stem gathers if `first`; the head sums and the loss gathers if `last`.
     """
-    m = config.grid.num_microbatches
-    per_block, *_ = layer(config, 1, 1)
-    ends = first + 2 * last
-    return f"m * ({per_block}L + {ends})", m * (per_block * blocks + ends)
+    num_rows, channels, found = rows_per_microbatch(config), config.model.d_model, []
+    if first:
+        gathered = share(channels, group_size) * (group_size - 1)
+        found.append((1, "(q-1)/q * B*S0*D*e",
+                      num_rows * math.prod(stem_size(config.model)) * gathered * itemsize))
+    if last:
+        found.append((1, "2(q-1)/q * B*D*e",
+                      2 * (group_size - 1) / group_size * num_rows * channels * itemsize))
+        found.append((1, "(q-1) * 3*B*e", (group_size - 1) * 3 * num_rows * sum_itemsize))
+    return found
+
+
+def replicated(config, blocks: int, last: int) -> int:
+    """No gradient of a replica is partial: every rank of tp has all places."""
+    return 0

@@ -66,34 +66,48 @@ def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] |
     return formula, letters.B * tokens * numbers * itemsize
 
 
-def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float] | None:
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
     """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, forward and
-    backward; None where a ring has messages instead. Source: arXiv 2104.04473 section 3.2; with
-    sequence parallelism inputs are gathered once more, for the weight gradient.
+    backward. Source: arXiv 2104.04473 section 3.2; with sequence parallelism inputs are gathered
+    once more, for the weight gradient; a ring sends and receives each of the q - 1 other pieces.
     """
     model, letters = config.model, sizes(config, itemsize)
-    if model.tp_matmul == "ring":
-        return None
-    tokens = share(letters.T, group_size) * group_size if model.sequence_parallel else letters.T
-    once = (group_size - 1) / group_size * letters.B * tokens * itemsize
+    once = (group_size - 1) / group_size * letters.B * _tokens(config, group_size) * itemsize
     if model.sequence_parallel:
-        return 10, "10(q-1)/q * B*T*D*e", 10 * once * letters.D
+        calls = 20 * (group_size - 1) if model.tp_matmul == "ring" else 10
+        return calls, "10(q-1)/q * B*T*D*e", 10 * once * letters.D
     if model.ffn_cut == "pair":
         return 4, "8(q-1)/q * B*T*D*e", 8 * once * letters.D
     gathered = sum(share(width, group_size) * group_size for width in (letters.D, letters.F))
     return 6, "(q-1)/q * B*T*(7D + 3F)*e", once * (6 * letters.D + 2 * letters.F + gathered)
 
 
-def tensor_parallel_calls(config, blocks, first, last, num_stages) -> tuple[str, int] | None:
-    """(formula, calls per step) over tp: L blocks here, m microbatches; None where a ring has
-    messages instead.
+def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
+    """[(calls, formula, bytes that a rank sends)] over tp for what is no block, for a microbatch:
+    of the embedding if `first`, of head and loss if `last`.
     """
-    m = config.grid.num_microbatches
-    if config.model.tp_matmul == "ring":
-        return None
-    if config.model.sequence_parallel:  # replicated gradients: one sum a step and stage
-        ends = 2 * first + 3 * last
-        return f"m * (10L + {ends}) + {num_stages}", m * (10 * blocks + ends) + num_stages
-    per_layer, *_ = layer(config, 1, 1)
-    ends = first + 2 * last
-    return f"m * ({per_layer}L + {ends})", m * (per_layer * blocks + ends)
+    letters, cut = sizes(config, itemsize), config.model.sequence_parallel
+    once = (group_size - 1) / group_size * letters.B * _tokens(config, group_size) * itemsize
+    found = []
+    if first or last:
+        times = 2 * (first + last)  # an all-reduce, or a gather and a scatter
+        calls = (1 + cut) * (first + last)
+        found.append((calls, f"{times}(q-1)/q * B*T*D*e", times * once * letters.D))
+    if last:
+        statistics = 3 * letters.B * letters.T * sum_itemsize
+        found.append((1, "(q-1) * 3*B*T*e", (group_size - 1) * statistics))
+    return found
+
+
+def replicated(config, blocks: int, last: int) -> int:
+    """How many gradients of norms ranks of tp sum once a step: each has those of its tokens."""
+    if not config.model.sequence_parallel:
+        return 0
+    each = {"layer": 2, "rms": 1}[config.model.norm] * config.model.d_model
+    return (2 * blocks + last) * each
+
+
+def _tokens(config, group_size: int) -> int:
+    """Tokens of a row, where they are cut with the padding of equal pieces."""
+    tokens = config.model.seq_len
+    return share(tokens, group_size) * group_size if config.model.sequence_parallel else tokens

@@ -1,14 +1,19 @@
 """The closed forms of a step's barriers: what they carry, how often they come.
 
-What depends on the model is in a module with `payload` and `tensor_parallel_calls`. Source of the
-factors: ring algorithms, per rank.
+What depends on the model is in a module with `payload`, `layer`, `ends` and `replicated`.
+Source of the factors: ring algorithms, per rank.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
+import numpy as np
+
 from mpipar.models.stage import stage_parts
 from mpipar.report import convnet_formulas, decoder_formulas
-from mpipar.trace import AXIS, DTYPE, MB, NAME, OPERATION
+from mpipar.trace import AXIS, MB, NAME, OPERATION
 
 FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q"}
 FORMULAS = {"decoder": decoder_formulas, "convnet": convnet_formulas}
@@ -24,32 +29,70 @@ def sent(record) -> str:
     return FACTORS.get(record[OPERATION], "1" if record[OPERATION] == "send" else "0")
 
 
-def expected_calls(config, worker_stages, num_stages: int, stage_layers, grid) -> dict:
-    """{axis: (formula, calls per step)} of one rank, by the closed forms.
+class Expected(NamedTuple):
+    """Calls and bytes sent per step of one rank over one axis; None where there is no formula."""
 
-    L here is the number of blocks on this rank, m the number of microbatches. Schedules that hold a
-    stage twice (dualpipe) send each microbatch through one of the copies; those are left out.
+    calls_formula: str = ""
+    calls: int | None = None
+    sent_formula: str = ""
+    sent: float | None = None
+
+
+def expected(config, schedule, stage_layers, grid, gradient_bytes: int) -> dict[str, Expected]:
+    """{axis: Expected} of one rank. gradient_bytes: of all its gradients.
+
+    L here is the number of blocks on this rank, m of microbatches. A schedule whose ranks hold a
+    second stage for the other direction sends half of the microbatches each way.
     """
-    m = config.grid.num_microbatches
-    parts = [stage_parts(stage, stage_layers) for stage in worker_stages]
-    blocks = sum(len(part[0]) for part in parts)
-    first, last = (any(part[i] for part in parts) for i in (1, 2))
+    stages, mirror = schedule.stages_of(grid.pp_rank), schedule.placement == "mirror"
+    parts = [stage_parts(stage, stage_layers) for stage in stages]
+    m = config.grid.num_microbatches // (1 + mirror), "m/2" if mirror else "m"
     found = {}
     if grid.tp_size > 1:
-        calls = FORMULAS[config.model.model].tensor_parallel_calls
-        found["tp"] = calls(config, blocks, first, last, len(worker_stages))
-    found = {axis: calls for axis, calls in found.items() if calls}
+        found["tp"] = _tensor_parallel(config, parts, *m, grid.tp_size)
     if grid.pp_size > 1:
-        hops = 2 * len(worker_stages) - first - last  # edges of its stages to others
-        if all(abs(a - b) > 1 for a in worker_stages for b in worker_stages if a != b):
-            found["pp"] = f"m * {2 * hops} (sends and receives)", 2 * m * hops
+        # Neighbours on one rank hand over without a message; a mirror's are of two directions.
+        hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
+                   for stage in stages for other in (stage - 1, stage + 1))
+        text, size = payload({NAME: "activations", OPERATION: "send"}, config,
+                             _itemsizes(config)[0], 2)
+        found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
+                               f"{m[1]} * {hops} * {text}", m[0] * hops * size)
+    if grid.dp_size > 1:  # how often: by buckets, and by what is summed over further groups
+        found["dp"] = Expected(sent_formula="2(q-1)/q * gradients",
+                               sent=2 * (grid.dp_size - 1) / grid.dp_size * gradient_bytes)
     if grid.world_size > 1:
-        found["world"] = "1 (the norm)", 1
+        found["world"] = Expected("1 (the norm)", 1)
     return found
 
 
-def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float] | None:
-    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, or None."""
+def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int) -> Expected:
+    """Over tp: blocks, ends, and once per stage the sum of what is replicated."""
+    module, sizes = FORMULAS[config.model.model], _itemsizes(config)
+    blocks, first, last = (sum(values) for values in zip(
+        *((len(part[0]), *map(int, part[1:3])) for part in parts), strict=True))
+    calls, _, size = module.layer(config, sizes[0], group_size)
+    ends = module.ends(config, first, last, *sizes, group_size)
+    end_calls = sum(end[0] for end in ends)
+    texts = (["L * one block"] if blocks else []) + [end[1] for end in ends]
+    numbers = [module.replicated(config, len(part[0]), part[2]) for part in parts]
+    sums = sum(count > 0 for count in numbers)
+    return Expected(
+        f"{m_text} * ({calls}L + {end_calls})" + (f" + {sums}" if sums else ""),
+        m * (calls * blocks + end_calls) + sums,
+        f"{m_text} * ({' + '.join(texts)})" + (" + 2(q-1)/q * norms" if sums else ""),
+        m * (blocks * size + sum(end[2] for end in ends))
+        + 2 * (group_size - 1) / group_size * sum(numbers) * sizes[1])
+
+
+def _itemsizes(config) -> tuple[int, int]:
+    """Bytes of a number: of activations; of sums and gradients, which keep 32 bits."""
+    itemsize = np.dtype(config.run.dtype).itemsize
+    return itemsize, max(itemsize, 4)
+
+
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch."""
     return FORMULAS[config.model.model].layer(config, itemsize, group_size)
 
 
@@ -58,22 +101,6 @@ def one_block(records) -> list:
     inside = [one for one in records if one[AXIS] == "tp" and one[NAME].startswith("block")]
     first = [(one[NAME].split(".")[0], one[MB]) for one in inside[:1]]
     return [one for one in inside if [(one[NAME].split(".")[0], one[MB])] == first]
-
-
-def expected_sent(records, config, calls: dict, gradient_bytes: int) -> dict:
-    """{axis: (formula, bytes that the rank sends per step)} over pp and dp.
-
-    calls: `expected_calls`. gradient_bytes: of all gradients of this rank.
-    """
-    found, dp = {}, config.grid.dp
-    message = next((one for one in records if (one[AXIS], one[OPERATION]) == ("pp", "send")), None)
-    if message is not None and "pp" in calls:
-        text, size = payload(message, config, message[DTYPE].itemsize, config.grid.pp)
-        sends, m = calls["pp"][1] // 2, config.grid.num_microbatches
-        found["pp"] = f"m * {sends // m} * {text}", sends * size
-    if dp > 1:
-        found["dp"] = "2(q-1)/q * gradients", 2 * (dp - 1) / dp * gradient_bytes
-    return found
 
 
 def counted(records) -> dict[str, int]:
