@@ -64,7 +64,7 @@ def assert_closed_forms(config):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
         records = prediction.recorder.records
         expected = formulas.expected(
-            config, schedule, split, grid, prediction.peak_bytes["gradients"])
+            config, schedule, split, grid, prediction.peak_bytes.get("gradients", 0))
         axes = {one[AXIS] for one in records}
         assert expected.keys() == axes - {"tie", "mirror"}
         for axis, (text, calls, sent_text, sent) in expected.items():
@@ -164,6 +164,15 @@ def test_mistakes_are_said(flags, message):
     result = mpipar("explain", *flags)
     assert result.returncode == 2, result.tail()
     assert message in result.stderr
+
+
+def test_a_rank_whose_stage_has_no_weights_is_explained_too():
+    result = mpipar("explain", "--layout", "pp=3", "--layers", 3, "--stage-layers", "2,0,1",
+                    "--rank", 1)
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.startswith("rank 1 of 3: pp1 dp0 tp0; stages 1: no layers\n")
+    assert "FLOPs of products: none\nmemory at the peak: weights 0 B," in result.stdout
+    assert "m * 4 (sends and receives)" in result.stdout
 
 
 def test_one_rank_has_no_barriers_but_memory_and_flops():

@@ -79,8 +79,8 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         print(closed_forms(prediction, config, schedule, split, grid))
     else:
         print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")
-    print("\nFLOPs of products: " + ", ".join(
-        f"{phase} {number(flops)}" for phase, flops in prediction.flops.items()))
+    print("\nFLOPs of products: " + (", ".join(
+        f"{phase} {number(flops)}" for phase, flops in prediction.flops.items()) or "none"))
     print("memory at the peak: " + ", ".join(
         f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}" for label in MEMORY_LABELS)
         + f"; together {nbytes(prediction.peak_total)}")
@@ -132,7 +132,7 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
     """Counted and expected calls and bytes sent, by axis, and over tp for one block."""
     records = prediction.recorder.records
     expected = formulas.expected(
-        config, schedule, split, grid, prediction.peak_bytes["gradients"])
+        config, schedule, split, grid, prediction.peak_bytes.get("gradients", 0))
     groups = {axis: [one for one in records if one[AXIS] == axis]
               for axis in formulas.counted(records)}
     if block := formulas.one_block(records):

@@ -71,7 +71,7 @@ def describe_stage(stage: int, stage_layers, entry: str) -> str:
         parts.append(f"block {first}" if count == 1 else f"blocks {first}-{last}")
     if stage == len(stage_layers) - 1:
         parts.append("head, loss")
-    return f"{stage}: {', '.join(parts)}"
+    return f"{stage}: {', '.join(parts) or 'no layers'}"
 
 
 def holdings(facts: list[dict]) -> str:
