@@ -26,7 +26,7 @@ PARTS = {"data": 2, "forward": 10, "late": 0, "transfer": 3, "backward": 20, "sh
          "message": 4, "opt": 5}
 
 
-def run(seed, **longer):
+def run(seed, num_steps=STEPS, **longer):
     """Two ranks: data, forward, a barrier, backward, a message 0 -> 1, a barrier, the optimizer.
 
     Each part is up to 2 % longer than PARTS says, by dice, and by what `longer` says in ms.
@@ -44,7 +44,7 @@ def run(seed, **longer):
             records[place].append(blocking("all_reduce", name, axis, clock[place], done, step=step))
             clock[place] = done
 
-    for step in range(1, STEPS + 1):
+    for step in range(1, num_steps + 1):
         begin = clock[0]
         parts = {name: (ms + longer.get(name, 0)) * random.uniform(1, 1.02)
                  for name, ms in PARTS.items()}
@@ -88,10 +88,10 @@ def test_a_planted_slowdown_comes_first(part, causes, share):
     for one in first:
         assert one.verdict == "slower"
         assert one.change_ms == pytest.approx(share * PLANTED_MS, abs=0.5)
-    step, _ = comparison.step_time(before, after)
+    step, *_ = comparison.step_time(before, after)
     assert step.verdict == "slower"
     assert step.change_ms == pytest.approx(PLANTED_MS, abs=1)
-    back, _ = comparison.step_time(after, before)
+    back, *_ = comparison.step_time(after, before)
     assert back.verdict == "faster"
 
 
@@ -100,10 +100,18 @@ def test_a_step_takes_what_it_takes_untraced():
     for side, seconds in ((before, 0.05), (after, 0.06)):  # tracing took as long again
         untraced = [{"step": step, "step_seconds": seconds} for step in range(STEPS + 1, 20)]
         side.trace.metrics.extend(untraced)
-    step, known_from = comparison.step_time(before, after)
+    step, known_from, _ = comparison.step_time(before, after)
     assert (step.before_ms, step.after_ms, step.verdict) == (50, 60, "slower")
     assert known_from == "12 and 12 steps"
     assert "traced" in comparison.step_time(before, run(1))[1]
+
+
+def test_from_two_steps_nothing_is_concluded(capsys):
+    assert compare.print_step(run(1, 2), run(2, 2, late=10 * PLANTED_MS)) == ""
+    text = capsys.readouterr().out
+    assert "(medians of 2 and 2 traced steps)" in text
+    assert "so few steps show no spread" in text
+    assert "within the spread" not in text
 
 
 def test_who_was_late_and_with_what_is_named():

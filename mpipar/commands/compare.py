@@ -28,12 +28,9 @@ def run(args) -> int:
     """
     before, after = (analyse(trace_file.read(folder)) for folder in (args.run_a, args.run_b))
     print_runs(before, after)
-    step, known_from = comparison.step_time(before, after)
-    print(f"\na step takes {step.before_ms:.2f} ms in A and {step.after_ms:.2f} ms in B (medians of"
-          f" {known_from}):\nB takes {step.after_ms / max(step.before_ms, 1e-9):.2f}x as long,"
-          f" {step.verdict or 'within the spread: neither slower nor faster'}")
+    slower = print_step(before, after) == "slower"
     print_causes(before, after)
-    return EXIT_CHECK_FAILED if args.check and step.verdict == "slower" else EXIT_OK
+    return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK
 
 
 def print_runs(before: Analysis, after: Analysis) -> None:
@@ -61,6 +58,17 @@ def print_runs(before: Analysis, after: Analysis) -> None:
     if min(before.trace.num_steps, after.trace.num_steps) < comparison.LEAST_STEPS:
         print(f"   fewer than {comparison.LEAST_STEPS} traced steps: how far steps differ by"
               " themselves is unknown; trace more, as in --trace 10:14")
+
+
+def print_step(before: Analysis, after: Analysis) -> str:
+    """How long a step takes on both sides; returns the verdict."""
+    step, known_from, has_spread = comparison.step_time(before, after)
+    undecided = ("within the spread: neither slower nor faster" if has_spread
+                 else "which may be chance: so few steps show no spread")
+    print(f"\na step takes {step.before_ms:.2f} ms in A and {step.after_ms:.2f} ms in B (medians of"
+          f" {known_from}):\nB takes {step.after_ms / max(step.before_ms, 1e-9):.2f}x as long,"
+          f" {step.verdict or undecided}")
+    return step.verdict
 
 
 def print_causes(before: Analysis, after: Analysis) -> None:

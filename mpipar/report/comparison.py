@@ -58,18 +58,19 @@ def untraced_ms(trace: Trace) -> list[float]:
     return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
 
 
-def step_time(before: Analysis, after: Analysis) -> tuple[Change, str]:
-    """How long a step takes, and from which steps that is known.
+def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, bool]:
+    """How long a step takes, from which steps that is known, and whether they show a spread.
 
     From the steps of the whole run but the first and the traced ones, which --trace-ops slows down,
     where both runs have enough of them. Else from the traced ones.
     """
     whole = [untraced_ms(side.trace) for side in (before, after)]
     if min(map(len, whole)) >= LEAST_STEPS:
-        return change("step", *whole), f"{len(whole[0])} and {len(whole[1])} steps"
+        return change("step", *whole), f"{len(whole[0])} and {len(whole[1])} steps", True
     traced = [[max(rank.steps[i][2] - rank.steps[i][1] for rank in side.trace.ranks) * 1e-6
                for i in range(side.trace.num_steps)] for side in (before, after)]
-    return change("step", *traced), f"{len(traced[0])} and {len(traced[1])} traced steps"
+    return (change("step", *traced), f"{len(traced[0])} and {len(traced[1])} traced steps",
+            min(map(len, traced)) >= LEAST_STEPS)
 
 
 def item(segment: Segment, by_stage: bool) -> str:
