@@ -10,6 +10,9 @@ from one_rank import fresh
 from program import LIMIT, cells, environment, layout_flags, mpipar, one_block, section
 
 from mpipar import checkpoint
+from mpipar.config import Config, GridConfig
+from mpipar.train import make_schedule
+from mpipar.verify import serial_config
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 31 --seq-len 5 --batch-size 8
@@ -59,6 +62,17 @@ def test_says_no_and_where():
 def test_a_schedule_that_is_chosen_later_is_refused_once():
     code, block = one_block(mpipar("verify", *SMALL, "--schedule", "auto"))
     assert (code, "--schedule auto: measures first, which verify does not" in block) == (2, True)
+
+
+def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_path):
+    path = tmp_path / "order.csv"
+    made = mpipar("schedule", "1f1b", "--pp", 2, "--num-microbatches", 2, "--csv", path)
+    assert made.returncode == 0, made.tail()
+    result = mpipar("verify", *SMALL, "--pp", 2, "--schedule-csv", path, ranks=2)
+    assert result.returncode == 0, result.tail()
+    assert f"x tp 1, schedule {path}, 2 microbatches" in result.stdout
+    grid = GridConfig(schedule="interleaved", pp=2, num_microbatches=4, group_size=2)
+    assert make_schedule(serial_config(Config(grid=grid)).grid).pp_size == 1
 
 
 def test_takes_the_weights_that_it_is_given(tmp_path):

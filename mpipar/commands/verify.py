@@ -32,9 +32,9 @@ def run(session, reading) -> int:
         if asked != "float64" and "dtype" in reading.given:
             print(f"in float64 in place of {asked}: this proves the layout, whatever the dtype;"
                   " rounding would hide its mistakes")
-        print(f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"
-              f" {grid.num_microbatches} microbatches, against one rank and one microbatch;"
-              " float64\n")
+        print(f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule"
+              f" {grid.schedule_csv or grid.schedule}, {grid.num_microbatches} microbatches,"
+              " against one rank and one microbatch; float64\n")
         rows = [("tensor", "of the step", "largest difference", "at", "")]
         rows += [(d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS")
                  for d in found]

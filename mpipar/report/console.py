@@ -53,8 +53,9 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
     kernels = f", {run.kernels} kernels" if run.kernels else ""
     return (
         f"{world_size} rank{'s' * (world_size > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}:"
-        f" dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule {grid.schedule},"
-        f" {num_stages} stages, {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
+        f" dp {grid.dp} x pp {grid.pp} x tp {grid.tp},"
+        f" schedule {grid.schedule_csv or grid.schedule}, {num_stages} stages,"
+        f" {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"
         f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
         f"model {run.preset}: {models.of(model).describe(model)}; {config.train.optimizer},"
