@@ -23,12 +23,26 @@ def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path, name):
     made = mpipar("schedule", name, "--pp", 2, "--num-microbatches", 4,
                   "--csv", tmp_path / "order.csv")
     assert made.returncode == 0, made.tail()
-    runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", tmp_path / "order.csv"]}
+    path = tmp_path / "order.csv"
+    runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", path]}
     for out, flags in runs.items():
         result = mpipar("train", *SMALL, *flags, "--out", tmp_path / out, ranks=2)
         assert result.returncode == 0, result.tail()
         assert "text generated" in result.stdout
+        assert f", schedule {path if out == 'csv' else name}, " in result.stdout.splitlines()[0]
     assert losses(tmp_path / "csv") == losses(tmp_path / "name")
+
+
+def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
+    path = tmp_path / "order.csv"
+    made = mpipar("schedule", "zb-v", "--pp", 2, "--num-microbatches", 4, "--csv", path)
+    assert made.returncode == 0, made.tail()
+    result = mpipar("explain", "--pp", 2, "--schedule-csv", path, "--schedule", "auto", "--chunks",
+                    3, "--group-size", 4, "--stage-layers", "2,2")
+    assert result.returncode == 2, result.tail()
+    for text in ("--schedule auto: ", "--chunks 3: ", "--group-size 4: "):
+        assert f"{text}--schedule-csv {path} brings its own order" in result.stderr
+    assert f"names 2 stages, but --schedule-csv {path} has 4" in result.stderr
 
 
 def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mpipar import formats, loss_scale, ops
-from mpipar.config import Check, Config, RunConfig, complete, flag, settings
+from mpipar.config import Check, Config, GridConfig, RunConfig, complete, flag, settings
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.flags import Reading, build
 from mpipar.pipeline import schedules
@@ -107,8 +107,10 @@ def split_problems(grid, stages: int) -> list[str]:
     if grid.stage_layers is None or len(grid.stage_layers) == stages:
         return []
     split = ",".join(map(str, grid.stage_layers))
-    return [(f"--stage-layers {split}: names {len(grid.stage_layers)} stages, but --schedule"
-             f" {grid.schedule} with pp {grid.pp} has {stages}")]
+    named = (f"--schedule-csv {grid.schedule_csv}" if grid.schedule_csv
+             else f"--schedule {grid.schedule} with pp {grid.pp}")
+    return [(f"--stage-layers {split}: names {len(grid.stage_layers)} stages, but {named} has"
+             f" {stages}")]
 
 
 def csv_problems(grid) -> list[str]:
@@ -117,7 +119,10 @@ def csv_problems(grid) -> list[str]:
         schedule = read_csv(Path(grid.schedule_csv))
     except UserError as error:
         return [f"--schedule-csv {grid.schedule_csv}: {text}" for text in error.problems]
-    found = []
+    found = [f"{flag(name)} {getattr(grid, name)}: --schedule-csv {grid.schedule_csv} brings its"
+             " own order of work; give one of them"
+             for name in ("schedule", "chunks", "group_size")
+             if getattr(grid, name) != getattr(GridConfig, name)]
     for name, have, want in (("--pp", grid.pp, schedule.pp_size),
                              ("--num-microbatches", grid.num_microbatches,
                               schedule.num_microbatches)):
