@@ -8,6 +8,10 @@ import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 from program import PROGRAM, environment, mpipar
 
+from mpipar.commands.auto import named
+from mpipar.config import Config, GridConfig
+from mpipar.train import make_schedule
+
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8 --num-microbatches 4"
          " --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2").split()
@@ -77,6 +81,18 @@ def test_auto_measures_ranks_and_writes_down_what_it_chose(tmp_path):
     assert table.splitlines()[1].startswith(chosen)
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert config["schedule"] == chosen
+
+
+@pytest.mark.parametrize(("chosen", "stages"), [("1f1b", 2), ("zb-v", 4), ("interleaved", 6)])
+def test_chunks_reach_the_chosen_schedule_only_where_they_are_free(chosen, stages):
+    grid = GridConfig(pp=2, num_microbatches=4, schedule="auto", chunks=3)
+    assert make_schedule(named(Config(grid=grid), chosen).grid).num_stages == stages
+
+
+def test_groups_are_for_auto_to_choose():
+    result = mpipar("explain", "--pp", 2, "--schedule", "auto", "--group-size", 2)
+    assert result.returncode == 2, result.tail()
+    assert "--group-size fixes the groups, which --schedule auto chooses" in result.stderr
 
 
 def test_auto_under_a_limit_that_nothing_meets_says_what_the_smallest_needs(tmp_path):

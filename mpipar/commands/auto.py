@@ -10,6 +10,7 @@ from mpipar.commands.resolve import AUTO
 from mpipar.errors import UsageError
 from mpipar.grid import Grid
 from mpipar.pipeline.choose import choose
+from mpipar.pipeline.schedules import FAMILIES
 from mpipar.plan import machine_file
 from mpipar.plan.measure import measure_costs, stage_costs
 from mpipar.plan.step import schedule_costs
@@ -56,8 +57,10 @@ def shortest(config, costs) -> tuple[str, list[str]]:
 
 
 def named(config, schedule: str):
-    """The config with a schedule's name."""
-    return replace(config, grid=replace(config.grid, schedule=schedule))
+    """The config with a schedule's name, and --chunks only where it is free."""
+    looped = FAMILIES[schedule].placement == "looped"
+    return replace(config, grid=replace(config.grid, schedule=schedule,
+                                        chunks=config.grid.chunks if looped else None))
 
 
 def machine_problems(machine_path: str | None):

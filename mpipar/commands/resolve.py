@@ -89,8 +89,9 @@ def stage_problems(config: Config) -> list[str]:
     if grid.schedule_csv is not None:
         return csv_problems(grid)
     if grid.schedule == AUTO:  # chosen later, from measured costs, among those that take the counts
-        return [] if grid.stage_layers is None else [
-            "--stage-layers fixes the stages, which --schedule auto chooses: give one of them"]
+        return [f"{flag(name)} fixes {what}, which --schedule auto chooses: give one of them"
+                for name, what in (("stage_layers", "the stages"), ("group_size", "the groups"))
+                if getattr(grid, name) is not None]
     found = schedules.problems(
         grid.schedule, grid.pp, grid.num_microbatches, grid.chunks, grid.group_size)
     if found:
