@@ -167,7 +167,11 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
         ("1f1b --costs 0,1,1", ["--costs: 0 must be more than 0"]),
         ("1f1b --costs 1,1/0,1", ["'1/0' is not a number"]),
         ("1f1b --chunks 2", ["leave --chunks out"]),
-        ("1f1b --from-csv no.csv", ["leave NAME and --compare out"]),
+        ("1f1b --from-csv no.csv", ["leave NAME out"]),
+        ("--from-csv no.csv --compare --chunks 2", ["leave --compare and --chunks out"]),
+        ("gpipe --compare --group-size 0", ["leave NAME and --group-size out"]),
+        ("--compare --symbols --json --csv a.csv", ["leave --symbols and --json and --csv out"]),
+        ("looped-bfs --group-size 4", ["--schedule looped-bfs has no groups"]),
         ("--from-csv no.csv", ["cannot read no.csv"]),
         ("--compare --pp 0", ["--pp 0 must be at least 1"]),
     ],
@@ -178,6 +182,12 @@ def test_mistakes(words, expected, capsys):
     assert caught.value.exit_code == 2
     for text in expected:
         assert text in str(caught.value)
+
+
+def test_what_is_wrong_for_every_schedule_is_said_once(capsys):
+    with pytest.raises(UsageError) as caught:
+        run("--compare --pp 0 --chunks 0", capsys)
+    assert str(caught.value).count("--pp 0 must be at least 1") == 1
 
 
 def test_a_file_that_cannot_be_written(tmp_path, capsys):

@@ -62,10 +62,14 @@ def run(args: argparse.Namespace) -> int:
         costs = parse_costs(args.costs, args.latency)
     except UserError as error:
         problems += error.problems
-    if args.from_csv is None and not (args.compare and args.name is None):
+    if args.from_csv is not None:
+        problems += unread(args, "--from-csv brings its own schedule", "NAME", "--compare",
+                           "--chunks", "--group-size")
+    elif args.compare:
+        problems += unread(args, "--compare prints one table of all schedules", "NAME",
+                           "--group-size", "--symbols", "--svg", "--json", "--csv")
+    else:
         problems += name_problems(args)
-    elif args.from_csv is not None and (args.name is not None or args.compare):
-        problems.append("--from-csv brings its own schedule: leave NAME and --compare out")
     if problems:
         raise UsageError(problems)
     if args.compare:
@@ -79,6 +83,13 @@ def run(args: argparse.Namespace) -> int:
         )
     show(args, schedule, costs)
     return EXIT_OK
+
+
+def unread(args: argparse.Namespace, why: str, *words: str) -> list[str]:
+    """The one problem that those of `words` make that were given: nothing would come of them."""
+    values = {word: getattr(args, word.lower().lstrip("-").replace("-", "_")) for word in words}
+    given = [word for word, value in values.items() if value is not None and value is not False]
+    return [f"{why}: leave {' and '.join(given)} out"] if given else []
 
 
 def name_problems(args: argparse.Namespace) -> list[str]:
@@ -223,7 +234,7 @@ def compare(p: int, m: int, chunks: int | None, costs: Costs) -> str:
             draw.number(stash), draw.number(sum(timeline.messages)),
         ))
     if len(rows) == 1:
-        raise UsageError(notes)
+        raise UsageError(list(dict.fromkeys(notes)))  # what is wrong for all of them is said once
     head = f"{p} workers, {m} microbatches; a worker's layers take {cost_words(costs)}"
     foot = "peak stash: microbatches of a worker's layers; dualpipe holds its weights twice"
     return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])

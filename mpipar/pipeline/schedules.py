@@ -72,12 +72,13 @@ class Family(NamedTuple):
     """How a schedule is made: the compute order of one rank, and the placement it is made for.
 
     order(p, r, m), or order(p, r, m, v, g) on the looped placement, where v is free.
-    stages_per_rank: num_stages / p, the default of v.
+    stages_per_rank: num_stages / p, the default of v. grouped: g counts.
     """
 
     order: Callable[..., list[Instr]]
     placement: str = "linear"
     stages_per_rank: int = 1
+    grouped: bool = False
 
 
 FAMILIES = {
@@ -85,11 +86,11 @@ FAMILIES = {
     "gpipe": Family(gpipe),
     "1f1b": Family(one_f_one_b),
     "eager-1f1b": Family(eager_one_f_one_b),
-    "interleaved": Family(interleaved, "looped", 2),
+    "interleaved": Family(interleaved, "looped", 2, grouped=True),
     "looped-bfs": Family(looped_bfs, "looped", 2),
     "zb-h1": Family(zb_h1),
     "zb-h2": Family(zb_h2),
-    "interleaved-zb": Family(interleaved_zb, "looped", 2),
+    "interleaved-zb": Family(interleaved_zb, "looped", 2, grouped=True),
     "zb-v": Family(zb_v, "v", 2),
     "v-half": Family(v_half, "v", 2),
     "v-min": Family(v_min, "v", 2),
@@ -115,7 +116,7 @@ def make(
     found = problems(name, pp_size, num_microbatches, chunks, group_size)
     if found:
         raise UsageError(found)
-    order, placement, stages_per_rank = FAMILIES[name]
+    order, placement, stages_per_rank, _ = FAMILIES[name]
     looped = (chunks or stages_per_rank, group_size) if placement == "looped" else ()
     programs = tuple(
         with_reduce_grad(order(pp_size, pp_rank, num_microbatches, *looped))
@@ -164,17 +165,16 @@ def problems(
     ]
     if found:
         return found
-    _, placement, stages_per_rank = FAMILIES[name]
-    if placement != "looped":
-        if chunks not in (None, stages_per_rank):
-            found.append(
-                f"--schedule {name} cuts the model into {stages_per_rank} * pp stages, "
-                f"not {chunks} * pp: leave --chunks out"
-            )
-        if group_size is not None:
-            found.append(f"--schedule {name} has no groups: leave --group-size out")
-    elif group_size is not None:
+    _, placement, stages_per_rank, grouped = FAMILIES[name]
+    if placement != "looped" and chunks not in (None, stages_per_rank):
+        found.append(
+            f"--schedule {name} cuts the model into {stages_per_rank} * pp stages, "
+            f"not {chunks} * pp: leave --chunks out"
+        )
+    if group_size is not None and grouped:
         found += group_problems(name, pp_size, num_microbatches, group_size)
+    elif group_size is not None:
+        found.append(f"--schedule {name} has no groups: leave --group-size out")
     if name.startswith("dualpipe"):
         found += dualpipe_problems(name, pp_size, num_microbatches)
     return found
