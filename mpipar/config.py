@@ -215,7 +215,7 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
     if model.tp_matmul == "ring" and not model.sequence_parallel:
         found.append("--tp-matmul ring: cuts the barriers of --sequence-parallel in pieces; add "
                      "--sequence-parallel, or leave it out")
-    if model.ffn_cut != "pair" and model.sequence_parallel:
+    if model.ffn_cut != "pair" and model.sequence_parallel and "ffn_cut" not in bad:
         found.append(f"--ffn-cut {model.ffn_cut}: keeps all tokens on every rank, which "
                      "--sequence-parallel does not; give one of them")
     if not bad & {"preset", "model", "image_shape", "stem_stride"}:

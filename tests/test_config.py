@@ -190,6 +190,11 @@ def test_value_out_of_range_is_refused(name, value):
     assert found[0].startswith("--" + name.replace("_", "-")), found
 
 
+def test_a_relation_is_not_judged_by_a_value_that_is_none():
+    found = problems(changed(ffn_cut="both", sequence_parallel=True))
+    assert [text.split(":")[0] for text in found] == ["--ffn-cut 'both'"]
+
+
 def test_a_memory_limit_may_be_that_of_a_large_gpu():
     assert problems(changed(memory_limit=139 * 2**30)) == []
 
