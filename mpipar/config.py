@@ -278,7 +278,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         given = config.grid
         (dp, pp, tp), misfits = layout.choose(
             (given.dp, given.pp, given.tp), world_size, model.layers, layout.whole_heads(model),
-            model.d_model)
+            model.d_model, config.run.init_from is not None)
         config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])

@@ -47,10 +47,11 @@ def fitting(world_size: int, layers: int, heads: int) -> list[Layout]:
 
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
-           layers: int, heads: int, d_model: int) -> tuple[Layout, list[str]]:
+           layers: int, heads: int, d_model: int, fixed: bool = False) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
-    heads: see `whole_heads`; every other width may be cut over any tp. With problems, the layout
+    heads: see `whole_heads`; every other width may be cut over any tp. fixed: the shape is that of
+    weights, so that only the layout can be changed. With problems, the layout
     returned holds the given axes and 1 where nothing is known, so that a caller can go on and look
     for more problems.
     """
@@ -62,10 +63,11 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     dp, pp, tp = given
     found = _product_problems(given, world_size, options)
     if tp and heads % tp:
-        found.append(_heads_problem(tp, world_size, heads, d_model))
+        found.append(_heads_problem(tp, world_size, heads, 0 if fixed else d_model))
     if pp and pp > layers:
         found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; use --pp "
-                     f"{listing(range(max(1, layers - 5), layers + 1), pp)}, or --layers {pp}")
+                     f"{listing(range(max(1, layers - 5), layers + 1), pp)}"
+                     f"{'' if fixed else f', or --layers {pp}'}")
     if not found:
         found.append(f"no layout of {world_size} ranks fits the axes given and the model's shape; "
                      f"use one of: {_shown(options)}")
@@ -73,9 +75,9 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
 
 
 def _heads_problem(tp: int, world_size: int, heads: int, d_model: int) -> str:
-    """Heads cannot be cut over tp ranks; what can. They must also divide d_model."""
+    """Heads cannot be cut over tp ranks; what can. They must also divide d_model, 0 if fixed."""
     cuts = listing(divisors(math.gcd(heads, world_size)), tp)
-    legal = [number for number in divisors(d_model) if number % tp == 0]
+    legal = [number for number in divisors(d_model) if number % tp == 0] if d_model else []
     other = f", or --heads {listing(legal, heads, 2)}" if legal else ""
     return f"--heads {heads}: must be a multiple of tp {tp}; use --tp {cuts}{other}"
 

@@ -190,6 +190,14 @@ def test_value_out_of_range_is_refused(name, value):
     assert found[0].startswith("--" + name.replace("_", "-")), found
 
 
+def test_weights_that_fix_the_shape_leave_only_the_layout_to_change():
+    weights = {"init_from": "w", "heads": 1, "d_model": 4, "layers": 2}
+    assert usage_problems(changed(**weights, tp=2, dp=1), 2) == [
+        "--heads 1: must be a multiple of tp 2; use --tp 1"]
+    assert usage_problems(changed(**weights, pp=4, dp=1), 4) == [
+        "--pp 4: every stage needs a block, but --layers is 2; use --pp 1 or 2"]
+
+
 def test_a_relation_is_not_judged_by_a_value_that_is_none():
     found = problems(changed(ffn_cut="both", sequence_parallel=True))
     assert [text.split(":")[0] for text in found] == ["--ffn-cut 'both'"]

@@ -159,6 +159,7 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     (["--layout", "tp=2", "--rank", "2"], "--rank 2: the layout has ranks 0 to 1"),
     (["--layout", "pp=2", "--schedule", "auto"], "--schedule auto: measures first"),
     (["--layout", "tp=3"], "--heads 4"),
+    (["--schedule", "zb-v", "--layers", "1"], "use --layers 2 or another --schedule"),
 ])  # fmt: skip
 def test_mistakes_are_said(flags, message):
     result = mpipar("explain", *flags)

@@ -98,8 +98,10 @@ def stage_problems(config: Config) -> list[str]:
         return found
     stages = schedules.num_stages(grid.schedule, grid.pp, grid.chunks)
     if stages > layers >= grid.pp:
+        cures = [f"--layers {stages}"] if config.run.init_from is None else []
+        cures += ["a smaller --pp"] * (grid.pp > 1) + ["another --schedule"]
         found.append(f"--layers {layers}: --schedule {grid.schedule} cuts the model into {stages} "
-                     f"stages of at least one block; use --layers {stages} or a smaller --pp")
+                     f"stages of at least one block; use {' or '.join(cures)}")
     return found + split_problems(grid, stages)
 
 
