@@ -89,8 +89,10 @@ class MemoryLimit:
                     " each rank, more ranks (--tp, --pp) or fewer rows (--batch-size) need less")]
         predicted = fullest(self.config)
         parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
+        # What was freed while the error came here counts as left, as a stage that was already made.
+        room = "less is" if wanted is not None and left >= wanted else f"{nbytes(left)} are"
         found = [
-            (f"{text}, but {nbytes(left)} are left of --memory-limit {self.budget}"
+            (f"{text}, but {room} left of --memory-limit {self.budget}"
             f" ({nbytes(self.budget)}{self._beside()})"),
             (f"this layout is predicted to need {nbytes(predicted.peak_total)} on its fullest rank:"
             f" {parts}")]
