@@ -61,6 +61,10 @@ class Hops(Posted, Messages):
                     for x, (peer, tag) in zip(self.xs, self.sends, strict=True)]
         return pending
 
+    def volume(self):
+        volume = super().volume()
+        return volume | {"counted_bytes": volume["wire_bytes"]}
+
 
 def microbatches(pp_size: int) -> int:
     """At least 8, and a multiple of the ranks, which interleaving needs."""

@@ -69,9 +69,8 @@ class Messages(Case):
 
     def volume(self):
         size = self.elements() * self.item
-        sends, receives = self.counts()
-        return {"size_bytes": size, "bytes_in": sends * size // self.per_sample,
-                "bytes_out": receives * size // self.per_sample, "wire_bytes": size}
+        sends, receives = (count * size // self.per_sample for count in self.counts())
+        return {"size_bytes": size, "bytes_in": sends, "bytes_out": receives, "wire_bytes": sends}
 
 
 class Latency(Messages):

@@ -219,7 +219,8 @@ class Bench:
     def _row(self, section, ranks, via, facts, entered, left, late) -> dict:
         first = facts[ranks[0]]
         volumes = [facts[number]["volume"] for number in ranks]
-        size, counted = volumes[0]["size_bytes"], volumes[0].get("counted_bytes")
+        size = volumes[0]["size_bytes"]
+        counted = max(volume.get("counted_bytes", size) for volume in volumes)
         slowest, share = last_share(left)
         start = entered.min()
         row = {
@@ -241,4 +242,4 @@ class Bench:
         line = summary(times)
         return row | line | {
             "converged": half_width(times) <= self.plan.target, "skew_us": skew_us(row),
-            **bandwidths(section.title, len(ranks), counted or size, line["median_us"])}
+            **bandwidths(section.title, len(ranks), counted, line["median_us"])}

@@ -121,6 +121,28 @@ def test_hot_expert_gets_twice_as_much_as_each_other():
                       "bytes_out": received, "wire_bytes": sent_on}
 
 
+@pytest.mark.parametrize(("title", "sent"), [  # messages of the first rank, of a last one
+    ("latency", (1, 1)), ("bandwidth", (1, 0)), ("bidirectional", (1, 1)), ("ring", (1, 1)),
+    ("fan-in", (0, 1)), ("fan-out", (WORLD.size - 1, 0)), ("stage-chain hops 1f1b", (1, 1)),
+    ("stage-chain hops interleaved", (2, 2))])
+def test_bytes_on_the_wire_are_those_that_a_rank_sends(title, sent):
+    ops = ops_module.make("cpu", "float32")
+    chosen = plans.world_sections([title.split()[0]], (0, WORLD.size - 1), WORLD.size, (48,))
+    (section,) = [one for one in chosen if one.title == title]
+    group = make_group(section.groups, section.axis, "mpi-host", ops, WORLD, Recorder())
+    if group.comm is not None:
+        case = section.make(Setup(group.comm, group.mpi, Arena(ops, "reused", 1 << 12), 48), COMM)
+        if case.index in (0, case.ranks - 1):
+            wanted = 48 * sent[case.index > 0]
+        else:
+            wanted = 96 if title.startswith("stage-chain") else 48 * sent[1]
+        volume = case.volume()
+        group.close()
+        assert volume["wire_bytes"] == volume["bytes_in"] == wanted
+        if title.startswith("stage-chain"):
+            assert volume["counted_bytes"] == wanted  # the busiest rank's counts, see _row
+
+
 def test_hosts_that_differ_are_one_level():
     even = WORLD.rank // 2 * 2
     assert ranks_of_a_host(WORLD, (even, even + 1)) == 2
