@@ -48,6 +48,15 @@ def copy_rate() -> float:
     return COPY_BYTES / min(seconds) * 1e-9
 
 
+def largest(world, number: int) -> int:
+    """Of the ranks' numbers. Comm: one all-reduce over the world."""
+    from mpi4py import MPI
+
+    found = np.array([number], np.int64)
+    world.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
+    return int(found[0])
+
+
 def revision(root: Path = results.ROOT) -> str:
     """The commit of this checkout, read without starting a process; "" outside one."""
     try:
@@ -84,7 +93,7 @@ class Bench:
         self.session, self.world = session, session.world
         self.ops = session.agree(lambda: make_ops(transport, dtype, session.host_rank))
         self.transport, self.plan, self.window = transport, plan, window
-        self.arena = Arena(self.ops, buffers, footprint or cache_bytes())
+        self.arena = Arena(self.ops, buffers, largest(self.world, footprint or cache_bytes()))
         self.recorder, self.progress = Recorder(), Progress()
         self.recorder.phase = "F"
         self.places = gather_facts(self.world, place_fact(self.world.rank, self.ops))
@@ -188,11 +197,7 @@ class Bench:
         return [] if facts is None else self._rows(section, group, facts, clock)
 
     def _agree_to_stop(self) -> None:
-        from mpi4py import MPI
-
-        asked = np.array([self.session.stop_requested], np.int64)
-        self.world.Allreduce(MPI.IN_PLACE, asked, op=MPI.MAX)
-        self.stopped = bool(asked[0])
+        self.stopped = bool(largest(self.world, self.session.stop_requested))
 
     def _rows(self, section, group, facts, clock) -> list[dict]:
         rows = []

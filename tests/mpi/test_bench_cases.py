@@ -4,6 +4,7 @@ Device memory is a stand-in (fake_cupy, fake_nccl): it shows that the calls fit,
 """
 
 import sys
+import types
 from functools import partial
 
 import fake_cupy
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench import overlap, plans
+from bench import overlap, plans, session
 from bench.buffers import POLICIES, Arena
 from bench.cases import COMM, Setup
 from bench.compositions import TwoLevel, UnevenAllToAll
@@ -149,6 +150,14 @@ def test_hosts_that_differ_are_one_level():
     assert ranks_of_a_host(WORLD, (WORLD.rank, WORLD.size)) == WORLD.size  # not consecutive
     uneven = (0,) if WORLD.rank == 0 else tuple(range(1, WORLD.size))
     assert ranks_of_a_host(WORLD, uneven) == (1 if WORLD.size == 2 else WORLD.size)
+
+
+def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
+    """Else one would send more messages in a sample than the other receives."""
+    monkeypatch.setattr(session, "cache_bytes", lambda: (WORLD.rank + 1) << 16)
+    alone = types.SimpleNamespace(world=WORLD, agree=lambda function: function(), host_rank=0)
+    bench = session.Bench(alone, "float32", "rotated", 0, PLAN)
+    assert bench.arena.footprint == WORLD.size << 16
 
 
 @pytest.mark.parametrize("num_tests", [0, 3])
