@@ -268,7 +268,7 @@ def main(argv, session) -> int:
     session.agree(lambda: refuse_unaware(args.transport, tried))
     bench = Bench(session, args.dtype, args.buffers, footprint, chosen_plan(args), args.transport,
                   args.window)
-    writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 0))
+    writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
     bounds = begin(args, argv, bench, writer, tried) if world.rank == 0 else None
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):
         rows = sweep(bench, sections, args.launch, writer, bounds)

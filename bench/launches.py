@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from bench import findings, records
+from bench import findings, records, results
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from mpipar.launch import STOP_SECONDS
 from mpipar.report.console import table
@@ -76,7 +76,7 @@ def run(session, args, argv) -> int:
     if not args.json:
         raise UsageError("--launches keeps the rows of all jobs in one file: give --json FILE")
     code = EXIT_OK
-    records.Writer(args.json)  # empty, and surely writable
+    results.check_writable(args.json)  # the first launch empties it, once its flags are right
     with session.stop_on_request(GRACE_SECONDS):
         for launch in range(1, args.launches + 1):
             print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
@@ -98,17 +98,20 @@ def run(session, args, argv) -> int:
 
 
 def spread(rows) -> list[dict]:
-    """For each operation and size: spread of the launches' medians beside that inside a launch."""
+    """For each operation and size: spread of the launches' medians beside that inside a launch.
+
+    Sizes that are rounded to the same one, as a multiple of the ranks, are one value of a launch.
+    """
     found: dict = {}
     for row in rows:
         key = (row["case"], row["via"], row["mode"], tuple(row["ranks"]), row["size_bytes"])
-        found.setdefault(key, []).append(row)
+        found.setdefault(key, {}).setdefault(row["launch"], []).append(row)
     lines = []
     for (case, via, *_, size), same in sorted(found.items(), key=lambda item: str(item[0])):
-        medians = [row["median_us"] for row in same]
+        medians = [statistics.median(row["median_us"] for row in rows) for rows in same.values()]
         middle = statistics.median(medians)
         inside = statistics.median((row["high_us"] - row["low_us"]) / row["median_us"]
-                                   for row in same)
+                                   for rows in same.values() for row in rows)
         lines.append({"case": case, "via": via, "size_bytes": size, "launches": len(same),
                       "median_us": middle, "between": (max(medians) - min(medians)) / middle,
                       "inside": inside})

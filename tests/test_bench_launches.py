@@ -1,12 +1,14 @@
 """What several launches of bench.interconnect say together: spread, comparison, overhead."""
 
+import contextlib
+import pathlib
 import signal
 import types
 
 import pytest
 from bench_rows import BARE, COMM, row, write_file
 
-from bench import compare, launches, overhead, table
+from bench import compare, interconnect, launches, overhead, table
 
 
 def shifted(rng, factor, launches):
@@ -49,6 +51,24 @@ def test_spread_between_launches_stands_beside_that_inside():
     (one,) = launches.spread(rows)
     assert one["between"] == pytest.approx(2 / 11)
     assert one["inside"] == 0.0
+
+
+def test_sizes_rounded_to_the_same_one_are_no_more_launches():
+    rows = [row(median=10.0 + more) | {"launch": n} for n in (0, 1) for more in (-2 * n, 2 * n)]
+    (one,) = launches.spread(rows)
+    assert (one["launches"], one["median_us"], one["between"]) == (2, 10.0, 0.0)
+
+
+def test_a_first_launch_that_is_refused_keeps_what_the_file_had(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    text = pathlib.Path(write_file(path, [row()])).read_text()
+    monkeypatch.setattr(launches, "run_job", lambda session, command: 2)
+    session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1),
+                                    stop_on_request=lambda seconds: contextlib.nullcontext(),
+                                    stop_requested=False)
+    argv = ["latencies", "--launches", "3", "--json", str(path)]
+    assert launches.run(session, interconnect.parse(argv), argv) == 2
+    assert path.read_text() == text
 
 
 def test_launch_is_the_same_command_without_what_starts_launches():
