@@ -117,6 +117,9 @@ def read(path: str) -> list[Run]:
             return parse(file.readlines(), path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not text; is this a file of bench.interconnect --json?"
+                        ) from error
 
 
 def remark(path: str, runs) -> str:

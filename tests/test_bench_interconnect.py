@@ -110,9 +110,10 @@ def test_file_of_a_killed_run_is_read_up_to_there(tmp_path):
     ("", "empty"), ("x\n", "not a line of JSON"), ('{"kind":"head","schema":99}\n', "schema 99"),
     ('{"kind":"row"}\n', "no head"), ('{"kind":"head","schema":2}\n{"kind":"z"}\n', "'z'"),
     ("[1]\n", "no object"), ('{"kind":"head","schema":2}\n{"kind":"row","x":1}\n', "lacks"),
+    ("\x89PNG\n", "not text"),
 ])
 def test_what_is_no_such_file_is_refused(tmp_path, text, message):
-    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.jsonl").write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match=message):
         records.read(str(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match="No such file"):
