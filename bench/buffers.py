@@ -56,13 +56,13 @@ class Arena:
             slots = max(count, room // stride)
         else:
             slots = count
-        self._check_room(slots * stride * self.ops.dtype.itemsize)
+        needed = slots * stride if self.policy == "cold" else max(slots * stride, room)
+        self._check_room(needed * self.ops.dtype.itemsize)
         if self.policy == "cold":
             return Slots(None, self.ops, count, num_elements)
-        needed = slots * stride
         if role not in self.memory or self.memory[role].size < needed:
             self.memory[role] = None  # free the old one first
-            self.memory[role] = self.ops.zeros((max(needed, room),), label="buffers")
+            self.memory[role] = self.ops.zeros((needed,), label="buffers")
             self.memory[role][:] = 1  # touch every page
         base = self.memory[role]
         views = [base[k * stride:k * stride + num_elements] for k in range(slots)]

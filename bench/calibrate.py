@@ -15,6 +15,7 @@ that of the undisturbed machine. Between launches, their median counts.
 from __future__ import annotations
 
 import argparse
+import math
 
 from bench import plans, records, results
 from bench.buffers import Arena, cache_bytes
@@ -74,7 +75,7 @@ def parse(argv):
                         help="no products, no reductions, no passes")
     args = parser.parse_args(argv)
     found = plans.size_problems({"--end-bytes": args.end_bytes})
-    if args.rounds < 1 or args.seconds <= 0:
+    if args.rounds < 1 or not 0 < args.seconds < math.inf:
         found.append("--rounds must be at least 1 and --seconds above 0")
     if args.files and args.json:
         found.append("--json keeps rows that are measured here, but FILEs hold them already; give "

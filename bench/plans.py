@@ -108,8 +108,8 @@ def read_layout(text: str, world_size: int) -> dict[str, int]:
 def read_pair(text: str, world_size: int) -> tuple[int, int]:
     """World ranks for two-rank cases; "": the first and the last. Raises UsageError."""
     pair = text.split(",") if text else (0, world_size - 1)
-    if len(pair) != 2 or len(set(pair)) != 2 or not all(
-            str(one).isdecimal() and int(one) < world_size for one in pair):
+    found = {int(one) for one in map(str, pair) if one.isdecimal() and int(one) < world_size}
+    if len(pair) != 2 or len(found) != 2:
         raise UsageError(f"--pair {text}: give two different world ranks below {world_size}, "
                          "as 0,1")
     return tuple(map(int, pair))

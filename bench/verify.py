@@ -80,7 +80,8 @@ def parse(argv):
     parser.add_argument("--details", metavar="FILE",
                         help="write every comparison as a line of JSON")
     args = parser.parse_args(argv)
-    if min(args.sizes, args.rounds) < 1 or args.seconds <= 0 or args.launches < 0:
+    if (min(args.sizes, args.rounds) < 1 or not 0 < args.seconds < math.inf
+            or args.launches < 0):
         raise UsageError("--sizes and --rounds must be at least 1, --seconds above 0, --launches "
                          "not below 0")
     if args.start and not args.launches:

@@ -2,8 +2,10 @@
 
 import pytest
 
-from bench import calibrate, interconnect, plans
+from bench import calibrate, interconnect, plans, verify
+from bench.buffers import Arena
 from bench.compositions import blocks
+from mpipar import ops
 from mpipar.errors import UsageError
 
 
@@ -122,6 +124,28 @@ def test_a_chain_that_is_left_out_is_said(words, ranks, line):
 def test_layout_that_does_not_fit_is_refused(wrong):
     with pytest.raises(UsageError, match="--layout"):
         plans.read_layout(wrong, 4)
+
+
+@pytest.mark.parametrize("policy", ["rotated", "reused"])
+def test_buffers_beyond_the_memory_of_the_host_are_refused(policy):
+    arena = Arena(ops.make("cpu", "float32"), policy, 1 << 60)
+    with pytest.raises(UsageError, match="--footprint"):
+        arena.cut("send", 1, 8)
+
+
+@pytest.mark.parametrize("wrong", ["0", "nan", "inf"])
+@pytest.mark.parametrize("words", [(calibrate,), (verify, "machine.json")])
+def test_seconds_that_are_none_are_refused(words, wrong):
+    bench, *words = words
+    with pytest.raises(UsageError, match="--seconds above 0"):
+        bench.parse([*words, "--seconds", wrong])
+
+
+@pytest.mark.parametrize("wrong", ["1,1", "1,01", "0,4", "0", "0,1,2", "0,x"])
+def test_pair_that_is_none_is_refused(wrong):
+    assert plans.read_pair("3,01", 4) == (3, 1)
+    with pytest.raises(UsageError, match="two different world ranks"):
+        plans.read_pair(wrong, 4)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf"])
