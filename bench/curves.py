@@ -75,9 +75,17 @@ def duplex(rows) -> tuple[Duplex, ...]:
 
 
 def contention(rows) -> tuple[Contention, ...]:
-    """Groups of a layout together over alone, through mpipar.comm."""
-    return tuple(Contention(one["case"], one["axis"], one["size_bytes"], one["contention"])
-                 for one in findings.contention(rows) if one["via"] == COMM)
+    """Groups of a layout together over alone, through mpipar.comm: the median of the launches."""
+    launches: dict = {}
+    for row in rows:
+        if row["via"] == COMM:
+            launches.setdefault(row.get("launch"), []).append(row)
+    factors: dict = {}
+    for own in launches.values():
+        for one in findings.contention(own):
+            key = (one["case"], one["axis"], one["size_bytes"])
+            factors.setdefault(key, []).append(one["contention"])
+    return tuple(Contention(*key, statistics.median(found)) for key, found in factors.items())
 
 
 def overhead(rows) -> float | None:

@@ -114,7 +114,8 @@ def guideline_lines(found) -> str:
 def contention(rows) -> list[dict]:
     """How much longer a group takes while the others are at it too: the worst group counts.
 
-    For the hops of a pipeline, all hops together against the slowest hop alone.
+    For the hops of a pipeline, all hops together against the slowest hop alone. rows: of one
+    launch.
     """
     alone: dict = {}
     for row in rows:

@@ -162,6 +162,14 @@ def test_factors_and_overhead():
     assert (one.operation, one.axis, one.factor) == ("all-reduce", "dp", pytest.approx(1.7))
 
 
+def test_contention_is_within_a_launch():
+    """A launch that is slower as a whole has no more of it."""
+    one, = contention([row("all-reduce", 64, [slow * time], mode=mode, axis="dp", launch=launch)
+                       for launch, slow in enumerate((3.0, 1.0, 1.0))
+                       for mode, time in (("alone", 10.0), ("together", 17.0 + launch))])
+    assert one.factor == pytest.approx(1.8)
+
+
 def test_the_verdict_is_by_the_median_of_absolute_errors():
     def lines(what, errors):
         return [{"what": what, "ranks": 2, "link": "same node", "error": error}
