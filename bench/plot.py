@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import records
+from bench.predicted import holds
 from bench.statistics import times_us
 from bench.table import title
 from mpipar import flags
@@ -26,6 +27,7 @@ from mpipar.plan import machine_file
 INCHES = (7.0, 4.5)
 MOST_CURVES = 6  # sizes in one picture of distributions
 MARKS = "osD^v"
+USUAL = {"dtype": "float32", "sync": "barrier"}  # named in a picture's file name where they are not
 
 
 def pyplot():
@@ -48,6 +50,7 @@ def by_picture(rows) -> dict[str, list[dict]]:
         if not row["case"].startswith("pairs "):
             parts += [row["axis"], row["mode"], "ranks", *map(str, row["ranks"])]
         parts += [row["transport"], row["buffers"]]
+        parts += [row[name] for name, usual in USUAL.items() if row[name] != usual]
         name = re.sub(r"[^a-z0-9]+", "-", " ".join(filter(None, parts)).lower())
         found.setdefault(name, []).append(row)
     return found
@@ -61,11 +64,12 @@ def by_via(rows) -> dict[str, list[dict]]:
     return found
 
 
-def pieces_of(machine, row: dict) -> list:
-    """The fitted pieces for what a row measured; [] without a model of it."""
-    case = row["case"].removeprefix("pairs ")
-    return [piece for curve in (machine.curves if machine else ())
-            if (curve.operation, curve.link, curve.ranks) == (case, row["link"], len(row["ranks"]))
+def pieces_of(machine, rows) -> list:
+    """The fitted pieces for what rows of one operation measured; [] without a model of it."""
+    row = next((row for row in rows if machine and holds(machine, row)), None)
+    return [piece for curve in (machine.curves if row else ())
+            if (curve.operation, curve.link, curve.ranks)
+            == (row["case"], row["link"], len(row["ranks"]))
             for piece in curve.pieces if piece.to_bytes > 0]
 
 
@@ -77,7 +81,7 @@ def draw_time(axes, rows, machine) -> None:
                          [row["high_us"] - row["median_us"] for row in own]])
         axes.errorbar([row["size_bytes"] for row in own], middle, bars, fmt=mark, label=via,
                       markersize=4, capsize=2, linestyle="none")
-    for number, piece in enumerate(pieces_of(machine, rows[0])):
+    for number, piece in enumerate(pieces_of(machine, rows)):
         sizes = np.geomspace(max(1.0, piece.from_bytes), piece.to_bytes, 50)
         axes.plot(sizes, [piece.microseconds(size) for size in sizes], "k-", linewidth=1,
                   label="" if number else "fitted, mpipar.comm")

@@ -21,23 +21,28 @@ def predicted(machine: Machine, row: dict) -> Estimate:
     nbytes, ranks, link = row["size_bytes"], len(row["ranks"]), row["link"]
     if row["case"] != CHAIN:
         return machine.estimate(row["case"].removeprefix("pairs "), nbytes, ranks, link)
-    hop, busy = (machine.estimate(operation, nbytes) for operation in (HOP, BOTH_WAYS))
+    hop, busy = (machine.estimate(operation, nbytes, link=link) for operation in (HOP, BOTH_WAYS))
     schedule = schedules.make("1f1b", ranks, microbatches(ranks))
     costs = Costs(f=busy.seconds / 2, i=busy.seconds / 2, w=0,
                   latency=max(0.0, hop.seconds - busy.seconds / 2))
     return Estimate(float(simulate(schedule, costs).makespan), hop.extrapolated)
 
 
-def beside(machine: Machine, row: dict) -> dict:
-    """predicted_us and measured_over_predicted of a row, or {} where the model does not hold.
-
-    It holds for calls through mpipar.comm with the transport, type and buffers that it was fitted
-    to, one group at a time, between the sizes that were measured.
+def holds(machine: Machine, row: dict) -> bool:
+    """Whether the model is of what a row measured: a call through mpipar.comm with the transport,
+    type and buffers that it was fitted to, one group at a time.
     """
     fitted = machine.provenance
-    if (row["via"] != COMM or row["mode"] == "together" or row["sync"] == "none"
-            or row["buffers"] not in fitted.get("buffers", ())
-            or any(row[name] != fitted.get(name) for name in ("transport", "dtype"))):
+    return (row["via"] == COMM and row["mode"] != "together" and row["sync"] != "none"
+            and row["buffers"] in fitted.get("buffers", ())
+            and all(row[name] == fitted.get(name) for name in ("transport", "dtype")))
+
+
+def beside(machine: Machine, row: dict) -> dict:
+    """predicted_us and measured_over_predicted of a row, or {} where the model does not hold or the
+    row's size is not between those that were measured.
+    """
+    if not holds(machine, row):
         return {}
     try:
         estimate = predicted(machine, row)

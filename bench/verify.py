@@ -121,7 +121,8 @@ def chosen_sections(machine, places, world_size: int, count: int) -> list[Sectio
     if not found:
         raise UsageError(f"nothing in this cost model fits {world_size} ranks of these links; "
                          "it was calibrated elsewhere, or with other numbers of ranks")
-    if {HOP, BOTH_WAYS} <= {curve.operation for curve in machine.curves}:
+    link = link_of(places, range(world_size))
+    if {HOP, BOTH_WAYS} <= {one.operation for one in machine.curves if one.link == link}:
         found += [section for section in plans.chain_sections(world_size, CHAIN_BYTES)
                   if section.title == CHAIN]
     return found

@@ -97,7 +97,9 @@ def test_pictures_of_every_kind(quick, tmp_path):
     link = next(row["link"] for row in some if row["case"] == "ring")
     pieces = (Piece(64, 4096, 3, 3, 3, 0, 0, 0), Piece(4096, 1 << 20, 1, 1, 1, 1e-4, 0, 0))
     curve = Curve("ring", link, 2, (64, 1 << 20), pieces, 9)
-    machine_file.save(Machine((curve,), (), (), None, (), (), {}), str(tmp_path / "machine.json"))
+    fitted = {"transport": "mpi-host", "dtype": "float32", "buffers": ["rotated"]}
+    machine = Machine((curve,), (), (), None, (), (), fitted)
+    machine_file.save(machine, str(tmp_path / "machine.json"))
     done = run_command([sys.executable, "-m", "bench.plot", tmp_path / "some.jsonl", "--out",
                         tmp_path / "plots", "--machine", tmp_path / "machine.json"], LIMIT, ENV)
     assert done.returncode == 0, done.tail()

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from bench_rows import BARE, row
-from machine_models import machine
+from machine_models import curve, machine
 
-from bench import table
+from bench import plot, table
 from bench.predicted import beside
 
 FITTED = {"transport": "mpi-host", "dtype": "float32", "buffers": ["rotated"]}
@@ -24,6 +24,24 @@ def test_a_row_stands_beside_its_prediction():
     {"link": "same socket"}, {"size": 8 << 20}, {"size": 4}], ids=str)
 def test_what_the_model_was_not_fitted_to_has_none(change):
     assert beside(MODEL, row(**change)) == {}
+
+
+def test_a_chain_is_predicted_from_messages_on_its_own_link():
+    chain = row("stage-chain 1f1b", size=10_000)
+    near = replace(MODEL, curves=(*MODEL.curves, curve("bidirectional", "same node", 2)))
+    far = tuple(curve(operation, "between nodes", 2, 9.0)
+                for operation in ("latency", "bidirectional"))
+    both = replace(near, curves=(*near.curves, *far))
+    assert beside(both, chain) == beside(near, chain) != {}
+    assert beside(replace(near, curves=far), chain) == {}
+
+
+def test_pictures_draw_only_what_the_model_is_of():
+    assert plot.pieces_of(MODEL, [row(via=BARE), row()])
+    for rows in ([row(via=BARE)], [row(buffers="reused")], [row(mode="together")]):
+        assert plot.pieces_of(MODEL, rows) == []
+    assert plot.pieces_of(None, [row()]) == []
+    assert len(plot.by_picture([row(), row(sync="none"), row(dtype="float64")])) == 3
 
 
 def test_tables_have_the_columns_only_with_a_model():
