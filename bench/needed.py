@@ -72,14 +72,14 @@ def no_refused(refused) -> None:
         raise DataError([f"refused: {text}" for text in refused])
 
 
-def open_bench(session, dtype: str, seconds: float):
+def open_bench(session, dtype: str, seconds: float, buffers="rotated", transport="mpi-host"):
     """(Bench, places of all ranks) for short rounds. Raises UsageError on one rank."""
     def several():
         if session.world.size < 2:
             raise UsageError("messages need at least 2 ranks: start it with mpiexec -n 2")
 
     session.agree(several)
-    bench = Bench(session, dtype, "rotated", 0, Plan(seconds, warm_up=2))
+    bench = Bench(session, dtype, buffers, 0, Plan(seconds, warm_up=2), transport)
     if session.world.rank == 0 and bench.crowded():
         print("more ranks than cores on a host: shapes only, times say little", file=sys.stderr)
     return bench, json.loads(broadcast_text(session.world, json.dumps(bench.places)))

@@ -210,8 +210,10 @@ def prepared(args, world_rank: int = 0):
 def one_launch(session, args) -> list[dict] | None:
     """All comparisons of this job, on world rank 0 (others: some); None when interrupted."""
     machine = session.agree(lambda: prepared(args, session.world.rank))
-    bench, places = open_bench(session, machine.provenance.get("dtype", "float32"),
-                               args.seconds)
+    fitted = machine.provenance
+    bench, places = open_bench(session, fitted.get("dtype", "float32"), args.seconds,
+                               fitted.get("buffers", ["rotated"])[0],  # it can't hold several
+                               fitted.get("transport", "mpi-host"))
     world = session.world
     chosen = session.agree(lambda: chosen_sections(machine, places, world.size, args.sizes))
     with session.stop_on_request(), bench.watchdog(STALL_SECONDS):

@@ -1,12 +1,13 @@
 """What a cost model says of a benchmark's rows, and of which it says nothing."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from bench_rows import BARE, row
 from machine_models import curve, machine
 
-from bench import plot, table
+from bench import plot, table, verify
 from bench.predicted import beside
 
 FITTED = {"transport": "mpi-host", "dtype": "float32", "buffers": ["rotated"]}
@@ -42,6 +43,19 @@ def test_pictures_draw_only_what_the_model_is_of():
         assert plot.pieces_of(MODEL, rows) == []
     assert plot.pieces_of(None, [row()]) == []
     assert len(plot.by_picture([row(), row(sync="none"), row(dtype="float64")])) == 3
+
+
+def test_a_model_is_verified_by_messages_as_those_that_it_is_of(monkeypatch):
+    def open_bench(session, *found):
+        raise StopIteration(found)
+
+    fitted = {"transport": "staged", "dtype": "float64", "buffers": ["reused"]}
+    monkeypatch.setattr(verify, "prepared", lambda *_: replace(MODEL, provenance=fitted))
+    monkeypatch.setattr(verify, "open_bench", open_bench)
+    session = SimpleNamespace(agree=lambda function: function(), world=SimpleNamespace(rank=0))
+    with pytest.raises(StopIteration) as stopped:
+        verify.one_launch(session, verify.parse(["machine.json", "--seconds", "3"]))
+    assert stopped.value.value == ("float64", 3.0, "reused", "staged")
 
 
 def test_tables_have_the_columns_only_with_a_model():
