@@ -20,6 +20,7 @@ from mpipar.report.gather import gather_facts
 
 TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is heard
 LEAST_TURNS = 5  # so that one slow spell of the machine is never the whole of one way
+ELSEWHERE = "payload wrong on another rank"
 MOST = 2000  # iterations kept: more would not tell more, and the file keeps each
 
 
@@ -105,7 +106,7 @@ def checked(team, case) -> list[str]:
     problems = case.check()
     count = np.array([len(problems)], np.int64)
     team.Allreduce(MPI.IN_PLACE, count)
-    return problems or (["payload wrong on another rank"] if count[0] else [])
+    return problems or ([ELSEWHERE] if count[0] else [])
 
 
 def told(team, orders) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 from bench import overlap, results
 from bench.buffers import Arena, cache_bytes
 from bench.groups import link_of, make_group, place_fact
-from bench.sampling import Plan, Progress, collect, measure, on_common_clock
+from bench.sampling import ELSEWHERE, Plan, Progress, collect, measure, on_common_clock
 from bench.starts import MEANING
 from bench.statistics import (
     bandwidths,
@@ -210,7 +210,8 @@ class Bench:
                 late = sorted({one for number in group.ranks
                                for one in facts[number]["ways"][via][3]})
                 if bad:
-                    self.refused.append(f"{section.title}, {via}: {bad[0]}")
+                    where = next((one for one in bad if one != ELSEWHERE), ELSEWHERE)
+                    self.refused.append(f"{section.title}, {via}: {where}")
                 elif count and len(late) == count:
                     self.refused.append(f"{section.title}, {via}: no iteration started in time; "
                                         "take --sync barrier")
