@@ -18,7 +18,8 @@ from mpipar.comm import Comm
 from mpipar.trace import wire_bytes
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
-CYCLE = 61  # of the pattern: sums of small integers are exact in float32
+EXACT = 1 << 24  # up to here float32 holds every integer
+APART = 1_000_003  # between the patterns of neighbours; a prime, so that few patterns are the same
 NAME = "bench"  # of the barrier in the records
 
 
@@ -35,9 +36,10 @@ class Setup(NamedTuple):
     window: int = 64
 
 
-def pattern(index: int, num_elements: int, dtype):
-    """Numbers that tell the sender and the position."""
-    return ((np.arange(num_elements) + 31 * index) % CYCLE + 1).astype(dtype)
+def pattern(index: int, num_elements: int, dtype, terms: int = 1):
+    """Numbers that tell the sender and the position; sums of so many terms are exact."""
+    cycle = EXACT // terms - 1
+    return ((np.arange(num_elements) + APART * index) % cycle + 1).astype(dtype)
 
 
 def mismatch(ops, got, expected, where: str) -> list[str]:
@@ -101,7 +103,9 @@ class Case:
 
 
 class Collective(Case):
-    """One input and one output; in place where `output` is None."""
+    """One input and one output; in place where `output` is None. sums: of all ranks' numbers."""
+
+    sums = False
 
     def shape_in(self) -> tuple[int, ...]:
         """Of this rank's input."""
@@ -145,7 +149,8 @@ class Collective(Case):
         return found
 
     def pattern(self, index: int, parts: int = 1):
-        return pattern(index, self.elements(parts) // parts, self.ops.dtype)
+        return pattern(index, self.elements(parts) // parts, self.ops.dtype,
+                       self.ranks if self.sums else 1)
 
     def given(self):
         return self.pattern(self.index)
@@ -154,7 +159,7 @@ class Collective(Case):
 class AllReduce(Collective):
     """Sum in place."""
 
-    name, in_place = "all-reduce", True
+    name, in_place, sums = "all-reduce", True, True
 
     def through_comm(self):
         return self.comm.all_reduce(self.x, NAME)
@@ -218,7 +223,7 @@ class AllGather(Blocks):
 class ReduceScatter(Blocks):
     """Each rank keeps the sum of its part; MPI has a form for equal and one for any parts."""
 
-    name = "reduce-scatter"
+    name, sums = "reduce-scatter", True
     vias = (COMM, BARE, BARE_UNEVEN)
 
     def shape_in(self):

@@ -15,6 +15,7 @@ TAG, ACK_TAG = 5, 6
 SHORT_BYTES = 16 << 10
 SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock, as OSU's loop
 LATE_SECONDS = 0.01
+MOST_MESSAGES = 4096  # of a rank at once that are told apart by what is in them
 
 
 class BareNames:
@@ -56,13 +57,13 @@ class Messages(Case):
     def check(self) -> list[str]:
         self.prepare()
         for place, x in enumerate(self.xs):
-            self.put(x, pattern(self.index * 64 + place, len(x), self.ops.dtype))
+            self.put(x, pattern(self.index * MOST_MESSAGES + place, len(x), self.ops.dtype))
         for y in self.ys:
             y[:] = -1
         self.run()
         found = []
         for place, (y, (source, number)) in enumerate(zip(self.ys, self.sources(), strict=True)):
-            expected = pattern(source * 64 + number, len(y), self.ops.dtype)
+            expected = pattern(source * MOST_MESSAGES + number, len(y), self.ops.dtype)
             found += mismatch(self.ops, y, expected,
                               f"rank {self.index}, message {place} from rank {source}")
         return found
