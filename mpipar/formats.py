@@ -27,7 +27,9 @@ def model_settings(folder: str) -> dict:
             form, shown = own_format, found["model_type"]
         settings = form.settings(found)
     except OSError as error:
-        raise DataError(f"{where}: {path.name}: {error.strerror}") from None
+        inside = Path(folder) / "weights"
+        cure = f"; give {inside}" if (inside / path.name).exists() else ""
+        raise DataError(f"{where}: {path.name}: {error.strerror}{cure}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{where}: {path.name} is not a {shown} configuration: {error!r}") from None

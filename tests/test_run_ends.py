@@ -80,6 +80,7 @@ BAD = {  # words: exit code, what the block must say
     "--cp 2": (2, ["--cp 2", "not built"]),
     "--prompt=": (2, ["--prompt ''", "at least one token"]),
     "--init-from nowhere": (65, ["--init-from nowhere", "config.json"]),
+    "--init-from .": (65, ["--init-from .: config.json", "give weights"]),
     "--init-from weights": (65, ["--init-from weights", "not a GPT-2 configuration"]),
 }  # fmt: skip
 
@@ -173,10 +174,10 @@ def test_existing_folder_is_used_only_when_empty(here):
     (here / "fresh").mkdir()
     assert train(here, *SHORT, "--out", "fresh").returncode == 0
     files = {path.name: path.read_bytes() for path in (here / "fresh").rglob("*") if path.is_file()}
-    for name in (["--out", "fresh"], ["--out", "text.txt"]):
-        code, block = one_block(train(here, *SHORT, *name))
+    for name, why in (("fresh", "never overwrites"), ("text.txt", "text.txt is a file")):
+        code, block = one_block(train(here, *SHORT, "--out", name))
         assert code == 2
-        assert "never overwrites" in block
+        assert why in block
     assert files == {path.name: path.read_bytes() for path in (here / "fresh").rglob("*")
                      if path.is_file()}  # fmt: skip
 

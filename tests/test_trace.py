@@ -138,6 +138,10 @@ def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
     assert page.read_text() == (folder / "report.html").read_text()
     found = json.loads(events.read_text())["traceEvents"]
     assert f"{len(found):,} events" in result.stdout
+    once = mpipar("trace", folder, "--html", events, "--perfetto", events)
+    assert once.returncode == 2
+    assert f"--html and --perfetto both name {events}" in once.stderr
+    assert json.loads(events.read_text())["traceEvents"] == found
     check_slices(found)
     leads = [(start["pid"], end["pid"]) for start, end in check_arrows(found)
              if start["name"] == "block1.attn.proj"]
@@ -209,7 +213,7 @@ def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
 
 def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 1, "clock": {}}')
+    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 2, "clock": {}}')
     result = mpipar("trace", tmp_path)
     assert result.returncode == 65, result.tail()
     assert "meta.json: world_size, rank_order, layout, schedule" in result.stderr
@@ -227,9 +231,10 @@ def with_head(change):
     ("rank-00001.jsonl", lambda texts: texts[0], r"not of rank 1 \(pp0 dp0 tp1\) in the layout"),
     ("rank-00001.jsonl", with_head({"groups": {"tp": [1]}}), "not of rank 1"),
     ("rank-00001.jsonl", with_head({"steps": [[3, 0, 9]]}), "has other steps than rank-00000"),
-    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "trace schema 7, this mpipar reads 1"),
+    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "trace schema 7, this mpipar reads 2"),
     ("rank-00001.jsonl", lambda texts: texts[1][:-30], r"line \d+: not a trace"),
     ("rank-00001.jsonl", lambda texts: "", "line 1: not a trace"),
+    ("rank-00001.jsonl", lambda texts: texts[1].rsplit("\n", 4)[0] + "\n", r"\d+ lines of \d+"),
     ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "not a trace's: KeyError"),
     ("meta.json", lambda texts: texts[2].replace('"tp": 2', '"tp": 1'), "not a trace's: Assert"),
     ("meta.json", lambda texts: "{}", "trace schema None"),

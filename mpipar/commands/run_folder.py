@@ -28,7 +28,10 @@ def folder_problems(config) -> list[str]:
     except OSError as error:
         return [f"{folder}: {error.strerror}; give another folder"]
     other = "--run-name" if config.run.out is None else "--out"
-    return [f"{folder} exists and is not empty; a run never overwrites another: give a new {other}"]
+    found = "exists and is not empty; a run never overwrites another"
+    if not folder.is_dir():
+        found = "is a file, and a run writes several"
+    return [f"{folder} {found}: give a new {other}"]
 
 
 def make_run_folder(config) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from mpipar.errors import EXIT_OK
+from mpipar.errors import EXIT_OK, UsageError
 from mpipar.report import html, perfetto, pop, trace_file, waits
 from mpipar.report.analysis import CATEGORIES, Analysis, analyse, category_ns
 from mpipar.report.bubble import bubble_table
@@ -27,8 +27,11 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     """Print the tables of a traced run and write the files that were asked for.
 
-    Raises DataError where there is no trace, OutputError where a file can't be written. Comm: none.
+    Raises UsageError where both are one file, DataError where there is no trace, OutputError where
+    a file can't be written. Comm: none.
     """
+    if args.html is not None and args.html == args.perfetto:
+        raise UsageError(f"--html and --perfetto both name {args.html}: give two files")
     trace = trace_file.read(args.run_folder)
     analysis = analyse(trace)
     written = write_files(args, analysis)  # before the tables, of which somebody may read the head

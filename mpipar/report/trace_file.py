@@ -1,8 +1,9 @@
 """A trace on disk: one file per rank, written without MPI, and `trace/meta.json`; and reading them.
 
-A rank's file is JSON lines: a head (what the numbers mean, call sites, steps, groups), then one
-line per record ("r"), compute span ("s") and operation of a layer ("o"). Times on disk are those of
-the rank's own clock; the reader translates them to world rank 0's and starts at zero.
+A rank's file is JSON lines: a head (what the numbers mean, call sites, steps, groups, how many
+lines follow), then one line per record ("r"), compute span ("s") and operation of a layer ("o").
+Times on disk are those of the rank's own clock; the reader translates them to world rank 0's and
+starts at zero.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mpipar.report.clock import CommonClock
 from mpipar.report.hang import place
 from mpipar.trace import DONE, FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WAITED, WIRE
 
-SCHEMA = 1
+SCHEMA = 2
 META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
              "batch_size", "dtype", "clock")
 SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
@@ -142,6 +143,7 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
     head = {
         "mpipar_trace": SCHEMA, **head, "fields": FIELDS, "span_fields": SPAN_FIELDS,
         "operation_fields": OPERATION_FIELDS, "sites": [place(*site) for site in sites],
+        "lines": len(records) + len(spans) + len(operations),
     }
     path = rank_path(folder, head["world_rank"])
     path.parent.mkdir(exist_ok=True)
@@ -245,8 +247,11 @@ def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
                     trace.spans.append(Span(*common(entry, 1, 2)))
                 else:
                     trace.operations.append(LayerOperation(*common(entry, 2, 3)))
+            wanted = 1 + head["lines"]
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
         raise DataError(f"{path}, line {number}: not a trace: {error!r}") from None
+    if number != wanted:
+        raise DataError(f"{path}: {number} lines of {wanted}: only a part of it was copied?")
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != grid.world_rank or any(
