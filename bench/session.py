@@ -202,19 +202,20 @@ class Bench:
     def _rows(self, section, group, facts, clock) -> list[dict]:
         rows = []
         for ranks in group.groups:
-            new = {}
+            new, size = {}, facts[ranks[0]]["volume"]["size_bytes"]
             for via in facts[ranks[0]]["ways"]:
                 bad = [problem for number in ranks
                        for problem in facts[number]["ways"][via][2]]
                 count = len(facts[ranks[0]]["ways"][via][0])
                 late = sorted({one for number in group.ranks
                                for one in facts[number]["ways"][via][3]})
+                what = f"{section.title}, {size} bytes, {via}"
                 if bad:
                     where = next((one for one in bad if one != ELSEWHERE), ELSEWHERE)
-                    self.refused.append(f"{section.title}, {via}: {where}")
+                    self.refused.append(f"{what}: {where}")
                 elif count and len(late) == count:
-                    self.refused.append(f"{section.title}, {via}: no iteration started in time; "
-                                        "take --sync barrier")
+                    self.refused.append(f"{what}: no iteration started in time; take --sync "
+                                        "barrier")
                 elif count:
                     entered, left = on_common_clock(
                         [fact["ways"] for fact in facts], ranks, via, clock)
