@@ -12,6 +12,7 @@ from mpipar.report.console import table
 
 LEAST_FACTOR = 1.1  # below, nobody changes a program for it
 SLOW_PAIR = 2.0  # times the median pair
+SAME_SIZE = 0.02  # what sizes may differ that were rounded to a multiple of the ranks
 
 # left <= sum of right, each (case, way or None for the same way). A library that breaks one has a
 # cheaper way to do the same thing. Source: Traeff, Gropp, Thakur, Self-consistent MPI performance
@@ -77,14 +78,22 @@ def _broken(ways) -> list[Finding]:
         for via in (COMM, BARE) if left[1] is None else (left[1],):
             own = ways.get((left[0], via), {})
             others = [ways.get((case, way or via), {}) for case, way in right]
-            for size in sorted(set(own).intersection(*others)):
-                if own[size]["low_us"] > sum(other[size]["high_us"] for other in others):
+            for size in sorted(own):
+                parts = [_of_size(size, other) for other in others]
+                if None in parts:
+                    continue
+                if own[size]["low_us"] > sum(part["high_us"] for part in parts):
                     instead = " + ".join(case if way is None else f"{case} ({way})"
                                          for case, way in right)
-                    factor = own[size]["median_us"] / sum(
-                        other[size]["median_us"] for other in others)
+                    factor = own[size]["median_us"] / sum(part["median_us"] for part in parts)
                     found.append(Finding(left[0], via, size, factor, instead))
     return found
+
+
+def _of_size(size: int, rows: dict) -> dict | None:
+    """The row of this size, as far as rounding lets sizes be the same; None without one."""
+    near = min(rows, key=lambda other: abs(other - size), default=None)
+    return rows[near] if near is not None and abs(near - size) <= SAME_SIZE * size else None
 
 
 def _self_consistent(ways) -> list[Finding]:

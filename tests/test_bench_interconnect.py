@@ -230,6 +230,12 @@ def test_sizes_that_contradict_each_other_are_found():
         "twice with half the size"]
 
 
+@pytest.mark.parametrize(("size", "count"), [(1020, 1), (1032, 1), (960, 0), (1100, 0)])
+def test_sizes_that_were_rounded_to_the_ranks_are_compared(size, count):
+    rows = [row(median=30.0), row("reduce-scatter+all-gather", median=10.0, size=size)]
+    assert len(findings.guidelines(rows)) == count
+
+
 def test_guideline_must_be_broken_in_every_launch():
     bad = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
     good = [row(median=14.0), *bad[1:]]
