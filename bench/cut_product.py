@@ -6,6 +6,7 @@ Used by bench.matmul and by the tests. Letters: B batch, T tokens, K inner and N
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from mpipar.partition.summa import Mesh
 
 PHASES = ("F", "I", "W")  # forward, input gradient, weight gradient
 NAME = "product"  # of the barriers
-GRIDS = {1: [(1, 1)], 2: [(1, 2)], 3: [(1, 3)], 4: [(2, 1), (1, 4)], 8: [(2, 2)]}
 
 
 class Sizes(NamedTuple):
@@ -58,8 +58,10 @@ def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
 def cases(num_ranks: int) -> list[tuple[str, int, int]]:
     """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid."""
     found = [(cut, num_ranks, 1) for cut in CUTS if cut not in ("2d", "2.5d")]
-    for q, d in GRIDS[num_ranks]:
-        found += [("2d", q, d)] if d == 1 else [("2.5d", q, d)]
+    for q in range(math.isqrt(num_ranks), 0, -1):
+        d, rest = divmod(num_ranks, q * q)
+        if not rest:
+            found.append(("2d" if d == 1 else "2.5d", q, d))
     return found
 
 

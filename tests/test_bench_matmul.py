@@ -7,6 +7,7 @@ import pytest
 from helpers import run_ranks
 
 from bench import matmul, step, tiles
+from bench.cut_product import cases, shown
 from mpipar.errors import UsageError
 
 SIZES = "--tokens 21 --inner 10 --outer 13 --repeats 2 --dtype float64".split()
@@ -44,6 +45,13 @@ def test_every_cut_is_measured_and_rows_of_other_ranks_stay(tmp_path):
     sent = {(row["ranks"], row["cut"]): row["sent_MiB"] for row in rows_of(path)}
     assert sent[2, "column_ring"] == sent[2, "column_sp"] > 0
     assert sent[4, "row_ring"] == sent[4, "row_sp"] > 0
+
+
+def test_every_number_of_ranks_has_its_square_grids():
+    grids = {number: [shown(*case) for case in cases(number) if case[0] in ("2d", "2.5d")]
+             for number in (1, 5, 8, 9, 12)}
+    assert grids == {1: ["1 x 1"], 5: ["1 x 1 x 5"], 8: ["2 x 2 x 2", "1 x 1 x 8"],
+                     9: ["3 x 3", "1 x 1 x 9"], 12: ["2 x 2 x 3", "1 x 1 x 12"]}
 
 
 def test_a_wrong_cut_is_not_timed():
