@@ -95,7 +95,8 @@ class TrainConfig:
     weight_decay: float = setting(0.1, "decoupled, per unit of lr; matrices only", low=0.0)
     beta1: float = setting(0.9, "AdamW: decay of the gradient's mean", low=0.0, below=1.0)
     beta2: float = setting(0.95, "AdamW: decay of its square's mean", low=0.0, below=1.0)
-    eps: float = setting(1e-8, "AdamW: added to the root of the square's mean", above=0.0)
+    eps: float = setting(  # 0 in float32 would make NaN of weights that never had a gradient
+        1e-8, "AdamW: added to the root of the square's mean", low=2.0**-126)
     clip: float = setting(1.0, "largest global gradient norm; 0 = no clipping", low=0.0)
     bucket_bytes: int = setting(
         4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages", low=1,

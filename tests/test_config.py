@@ -175,6 +175,7 @@ def test_misfit_is_refused_with_legal_values(values, world_size, words):
     ("name", "value"),
     [
         ("lr", math.nan), ("lr", -1.0), ("lr", 0.0), ("lr", math.inf), ("eps", 0.0),
+        ("eps", 1e-46),  # 0 in float32
         ("beta1", 1.0), ("beta2", -0.1), ("clip", -1.0), ("weight_decay", math.nan),
         ("layers", 0), ("heads", -1), ("steps", 0), ("seed", -1), ("seed", 2**63),
         ("num_microbatches", 0), ("stage_layers", (3, 0)), ("batch_size", 0), ("vocab_size", 1),
