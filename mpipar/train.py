@@ -160,11 +160,8 @@ class Worker:
         loss, norm, stop = self.gradients(step, get_batch, stop_asked)
         scale, overflow = self.loss_scale.value, not is_finite(norm)
         if not is_finite(loss) or (overflow and not self.loss_scale.can_skip()):
-            raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update;"
-                f" try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
-                + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic
-                   else ""))
+            raise self._not_finite(
+                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update")
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         self.recorder.phase = "opt"
@@ -177,6 +174,12 @@ class Worker:
         seconds = (perf_counter_ns() - start) * 1e-9
         shown = scale if self.loss_scale.dynamic else None
         return StepResult(step, loss, norm, lr, seconds, stop, shown, overflow)
+
+    def _not_finite(self, what):
+        """The error of a run whose numbers left the range of their type."""
+        return NonFiniteError(
+            f"{what}; try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
+            + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""))
 
     def forward(self, num_microbatches: int, get_batch) -> dict:
         """Forward passes alone; returns the last stage's outputs by microbatch, where this rank has
@@ -193,6 +196,8 @@ class Worker:
     def evaluate(self, rows) -> tuple[float, int]:
         """Mean loss in nats per token over one sweep of held-out rows, and the number of tokens.
 
+        Raises NonFiniteError on every rank when the loss is not finite: after the last update no
+        step is left that would find it.
         Comm: one sweep of forward passes and one all_reduce over world.
         """
         total, count = 0.0, rows.rows_of_sweep() * self.config.model.seq_len
@@ -201,4 +206,6 @@ class Worker:
             losses = self.forward(len(batches), batches.__getitem__)
             total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
         total, = agree(self.ops, self.comms, [total], "eval.loss")
+        if not is_finite(total):
+            raise self._not_finite(f"held-out loss {total / count}: the weights are of no use")
         return total / count, count

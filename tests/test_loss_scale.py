@@ -123,6 +123,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch):
         steps(worker, 1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_weights_that_the_last_update_ruined_do_not_pass_for_trained(dtype):
+    """No further step finds them: the held-out loss must."""
+    worker = fresh(dtype=dtype, lr=1e30, warmup_steps=0, optimizer="sgd")
+    assert math.isfinite(steps(worker, 1)[0].grad_norm)
+    with np.errstate(all="ignore"), pytest.raises(NonFiniteError, match=r"held-out loss.*--lr"):
+        worker.evaluate(Rows(worker.ops, TOKENS, worker.config, 0))
+
+
 def test_masters_start_as_in_float32_and_layers_read_them_rounded():
     wide, narrow = fresh(dtype="float32"), fresh(dtype="bfloat16")
     assert (masters(wide) == masters(narrow)).all()
