@@ -37,14 +37,17 @@ class Watchdog:
         self.warn, self.stop = warn, stop
         self._ended = threading.Event()
         self._file = folder / f"rank-{world_rank:05d}.json"
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self):
         if self.warn or self.stop:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            self._thread.start()
         return self
 
     def __exit__(self, *failure):
         self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join(SETTLE)  # it may be reporting, to a console that nobody reads
 
     def _watch(self) -> None:
         limits = [limit for limit in (self.warn, self.stop) if limit]
@@ -54,8 +57,8 @@ class Watchdog:
             now = self.progress()
             if now != last:
                 last, since, warned = now, time.monotonic(), False
-                if written:  # it goes on: what was written is no longer true
-                    self._file.unlink(missing_ok=True)
+                if written:
+                    self._withdraw()
                     written = False
                 continue
             stuck = time.monotonic() - since
@@ -68,6 +71,14 @@ class Watchdog:
                 self._report(self.on_warn)
             if self.stop and stuck > self.stop + SETTLE:
                 self._report(self.on_stop)
+        if written:
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Remove this rank's state: it goes on, so what was written is no longer true."""
+        with contextlib.suppress(OSError):  # others' states may keep the folder
+            self._file.unlink(missing_ok=True)
+            self.folder.rmdir()
 
     def _write(self, stuck: float) -> None:
         """Write this rank's state; a reader sees the whole of it or the one before."""

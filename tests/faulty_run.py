@@ -9,6 +9,7 @@ import numpy as np
 
 from mpipar.comm import Comm
 from mpipar.layers.norm import LayerNorm
+from mpipar.train import Worker
 from mpipar.transport import HostTransport
 
 FAULT = sys.argv.pop(1)
@@ -38,6 +39,8 @@ if RANK == 1 and FAULT == "spin":
     at_step(6, lambda: [None for _ in iter(int, 1)])
 if RANK == 1 and FAULT == "stopped":
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+if (RANK, FAULT) == (1, "stopped-evaluating"):
+    Worker.evaluate = lambda self, rows: os.kill(os.getpid(), signal.SIGSTOP)
 if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
     plain_forward = LayerNorm.forward
     microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation behind them

@@ -2,9 +2,14 @@
 
 import re
 import sys
+import time
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
+
+from mpipar.report import hang
+from mpipar.trace import Recorder
+from mpipar.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
@@ -44,6 +49,39 @@ def test_a_stopped_process_is_missing(tmp_path):
     result = faulty("stopped", *QUICK, "--layout", "tp=2", tmp_path=tmp_path)
     assert result.returncode == 76, result.tail()
     assert "late: rank 1 has written nothing" in result.stderr
+
+
+def test_a_process_that_stops_in_the_evaluation_is_missing(tmp_path):
+    result = faulty("stopped-evaluating", "--hang-warn", "0", "--hang-stop", "1", "--layout",
+                    "tp=2", tmp_path=tmp_path)
+    assert result.returncode == 76, result.tail()
+    assert "late: rank 1 has written nothing" in result.stderr
+
+
+def test_a_rank_that_wrote_nothing_is_named_also_where_nobody_waits_in_a_barrier():
+    """As where the metrics of all ranks are collected, which is in no record."""
+    waits = {"step": 2, "phase": "opt", "stage": -1, "mb": -1, "inside": None, "stack": ["a.py:1"]}
+    lines = hang.explain({0: waits}, 2)
+    assert len(lines) == 2
+    assert lines[1].startswith("rank 1 has written nothing")
+
+
+def test_a_full_ring_of_spans_shows_progress_all_the_same():
+    recorder = Recorder(capacity=2)
+    markers = []
+    for _ in range(4):
+        recorder.span("F", 0, 0, 0)
+        markers.append(hang.marker(recorder))
+    assert len(set(markers)) == 4
+
+
+def test_a_state_that_is_no_longer_true_is_gone_at_the_end(tmp_path):
+    reported = []
+    with Watchdog(tmp_path / "hang", 0, lambda: 0, lambda: {"inside": None}, reported.append,
+                  reported.append, 0.05, 0.0):
+        time.sleep(0.3)
+        assert (tmp_path / "hang" / "rank-00000.json").exists()
+    assert not (tmp_path / "hang").exists()
 
 
 def test_a_missing_collective_ends_with_the_two_places(tmp_path):

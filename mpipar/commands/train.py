@@ -215,14 +215,15 @@ def run(session, reading, machine_path: str | None = None) -> int:
 
 def watchdog(session, worker, folder, log) -> Watchdog:
     """Reports a hang after --hang-warn seconds without progress, ends the job after --hang-stop."""
-    recorder, run = worker.recorder, worker.config.run
+    recorder, run, size = worker.recorder, worker.config.run, worker.grid.world_size
 
     def warn(states):
-        text = "\n".join([f"no progress for {run.hang_warn:g} s:", *hang.explain(states)])
+        text = "\n".join([f"no progress for {run.hang_warn:g} s:", *hang.explain(states, size)])
         print(f"mpipar: {text}", file=sys.stderr, flush=True)
 
     def stop(states):
-        session.fail(HangError([f"no progress for {run.hang_stop:g} s", *hang.explain(states)]))
+        session.fail(
+            HangError([f"no progress for {run.hang_stop:g} s", *hang.explain(states, size)]))
 
     return Watchdog(folder / "hang", worker.grid.world_rank, lambda: hang.marker(recorder),
                     lambda: hang.state_of(recorder, worker.comms), warn, stop,
@@ -260,20 +261,21 @@ def described(session, inputs, recorder, fact, folder, log, metrics_file) -> int
     metrics = Metrics(recorder, axes, worker.num_tokens, metrics_file)
     recorder.reset_counters()
     start = perf_counter()
-    with session.stop_on_request(), watchdog(session, worker, folder, log):
-        last, stopped = train(session, worker, rows, metrics, memory, tracer, log, folder)
-        seconds = perf_counter() - start
-        if tracer.finish():
-            log(f"\nthe trace of {tracer.steps_text()} is in {folder / 'trace'}; see it with:"
-                f" mpipar trace {folder}")
-        if not stopped:
-            report(session, worker, fact, memory, last, log)
-        save(worker, folder)
-    if stopped:
-        log(f"stopped on request after step {last}; the weights are in {folder / 'weights'}")
-        return EXIT_STOPPED
-    session.where, session.saved = lambda: "evaluation", str(folder / "weights")
-    FINISH[config.model.model].finish(worker, inputs, log, seconds)
+    with watchdog(session, worker, folder, log):
+        with session.stop_on_request():
+            last, stopped = train(session, worker, rows, metrics, memory, tracer, log, folder)
+            seconds = perf_counter() - start
+            if tracer.finish():
+                log(f"\nthe trace of {tracer.steps_text()} is in {folder / 'trace'}; see it with:"
+                    f" mpipar trace {folder}")
+            if not stopped:
+                report(session, worker, fact, memory, last, log)
+            save(worker, folder)
+        if stopped:
+            log(f"stopped on request after step {last}; the weights are in {folder / 'weights'}")
+            return EXIT_STOPPED
+        session.where, session.saved = lambda: "evaluation", str(folder / "weights")
+        FINISH[config.model.model].finish(worker, inputs, log, seconds)
     if tracer.written and log.speaks:
         draw_trace(folder, log)
     log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {folder}")

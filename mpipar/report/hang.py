@@ -32,12 +32,13 @@ def marker(recorder):
     """A value that changes with every operation, span and wait of this rank."""
     last = recorder.records[-1] if recorder.records else (0,) * 3
     where = recorder.step, recorder.phase, recorder.mb
-    return where, tuple(last[POSTED:DONE + 1]), len(recorder.spans)
+    span = recorder.spans[-1] if recorder.spans else None  # not their number: a full ring keeps it
+    return where, tuple(last[POSTED:DONE + 1]), span
 
 
 def waiting_record(recorder):
     """The record of the operation that this rank waits in, or None while it computes."""
-    for record in reversed(recorder.records):
+    for record in reversed(list(recorder.records)):  # a copy: the main thread may just go on
         if not record[DONE] and record[WAITED]:
             return record
     return None
@@ -85,8 +86,10 @@ def doing(state: dict | None) -> str:
             f" for {inside['seconds']} s at {inside['site']}")
 
 
-def explain(states: dict[int, dict]) -> list[str]:
-    """Lines of a report: incomplete barriers, who is missing from each, what those ranks do."""
+def explain(states: dict[int, dict], world_size: int) -> list[str]:
+    """Lines of a report: incomplete barriers, who is missing from each, what those ranks do; where
+    no rank waits in a barrier, what every rank does.
+    """
     lines, missing_ranks = [], set()
     barriers = defaultdict(list)
     for rank, state in sorted(states.items()):
@@ -113,7 +116,7 @@ def explain(states: dict[int, dict]) -> list[str]:
         lines.append("a circle of ranks that wait for each other: " + " -> ".join(map(str, circle)))
     for rank in sorted(missing_ranks & set(states)):
         lines += [f"  rank {rank}: {frame}" for frame in states[rank]["stack"][:6]]
-    return lines or [f"rank {rank} {doing(state)}" for rank, state in sorted(states.items())]
+    return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in range(world_size)]
 
 
 def names(ranks) -> str:
