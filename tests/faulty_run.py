@@ -41,6 +41,9 @@ if RANK == 1 and FAULT == "stopped":
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 if (RANK, FAULT) == (1, "stopped-evaluating"):
     Worker.evaluate = lambda self, rows: os.kill(os.getpid(), signal.SIGSTOP)
+if FAULT == "slow-disk":
+    plain_fsync = os.fsync
+    os.fsync = lambda number: (time.sleep(1), plain_fsync(number))
 if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
     plain_forward = LayerNorm.forward
     microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation behind them

@@ -8,11 +8,12 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
-from helpers import MARK, find_launcher, kill_with, wait_for_end
+from helpers import MARK, REPOSITORY, find_launcher, kill_with, wait_for_end
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
 
 QUICK = 5.0  # seconds from Ctrl-C to the end of all processes
@@ -48,10 +49,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(here, ranks, *words):
+def started(here, ranks, *words, program=PROGRAM):
     """A job that is killed with all its processes if it is still there at the end."""
     mark = f"ctrl-c-{os.getpid()}-{time.monotonic_ns()}"
-    command = [*PROGRAM, *TINY, *words]
+    command = [*program, *TINY, *words]
     if ranks > 1:
         command = [find_launcher(), "-n", str(ranks), *command]
     with open(here / "output.txt", "w") as file:
@@ -98,3 +99,15 @@ def test_after_training_the_weights_are_there_already(ranks, tmp_path):
     assert "run/weights" in text, "where the weights are has to be said"
     assert len(metrics(tmp_path / "run")) == 2
     assert all(np.isfinite(x).all() for x in weights(tmp_path / "run").values())
+
+
+@needs_mpiexec
+def test_while_one_rank_writes_no_other_says_that_the_weights_are_there(tmp_path):
+    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
+    folder = tmp_path / "run" / "weights"
+    slow_disk = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), "slow-disk"]
+    with started(tmp_path, 2, "--steps", "2", "--sample-tokens", "1", program=slow_disk) as job:
+        job.wait_until((folder / "model.safetensors.partial").exists)
+        time.sleep(0.3)
+        assert job.interrupt() in (0, 75), job.output()
+    assert [path.name for path in sorted(folder.iterdir())] == ["config.json", "model.safetensors"]

@@ -173,9 +173,13 @@ def report(session, worker, fact, memory, steps, log) -> None:
 
 
 def save(worker, folder) -> None:
-    """Write the weights. Comm: see `checkpoint.stream`."""
+    """Write the weights; they are on the disk when any rank returns.
+
+    Comm: see `checkpoint.stream`, and a barrier over the world.
+    """
     worker.recorder.phase = "save"
     checkpoint.save(worker, folder / "weights")
+    worker.comms.world.barrier("save.written")
 
 
 def draw_trace(folder, log) -> None:
