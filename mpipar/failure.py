@@ -95,6 +95,8 @@ def claim(folders: list[Path], world_rank: int, found: Report) -> tuple[int, boo
         except OSError as problem:
             if problem.errno in (errno.EPERM, errno.EOPNOTSUPP):  # no hard links here
                 return found.exit_code, True, record
+            with contextlib.suppress(OSError):  # on a full disk it is empty, or cut
+                record.unlink(missing_ok=True)
             continue
         return found.exit_code, True, record
     return found.exit_code, True, None
