@@ -146,8 +146,8 @@ class Session:
             return exit_code
         exit_code = max(self._gather_code(exit_code))
         self._private.Free()
+        self.world = None  # a Ctrl-C from here on must ask MPI nothing
         _import_mpi().Finalize()
-        self.world = None
         return exit_code
 
     def _place(self) -> str:

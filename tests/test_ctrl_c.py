@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import MARK, REPOSITORY, find_launcher, kill_with, wait_for_end
+from helpers import MARK, REPOSITORY, find_launcher, kill_with, run_command, wait_for_end
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
 
 QUICK = 5.0  # seconds from Ctrl-C to the end of all processes
@@ -111,3 +111,22 @@ def test_while_one_rank_writes_no_other_says_that_the_weights_are_there(tmp_path
         time.sleep(0.3)
         assert job.interrupt() in (0, 75), job.output()
     assert [path.name for path in sorted(folder.iterdir())] == ["config.json", "model.safetensors"]
+
+
+AT_THE_END = """
+import os, signal, time
+from mpipar import launch
+def main(argv, session):
+    session.start()
+    MPI = launch._import_mpi()
+    plain = MPI.Finalize
+    MPI.Finalize = lambda: (plain(), os.kill(os.getpid(), signal.SIGINT), time.sleep(2))
+    return 0
+launch.guard(main, [])
+"""
+
+
+def test_when_mpi_has_ended_nothing_is_asked_of_it():
+    result = run_command([sys.executable, "-c", AT_THE_END], LIMIT, environment())
+    assert result.returncode == 130, result.tail()
+    assert result.stderr.count(BLOCK) == 1, result.tail()
