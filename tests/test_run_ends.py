@@ -5,18 +5,13 @@ Interrupted runs are in test_ctrl_c.py.
 
 import os
 import re
-import resource
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from helpers import find_launcher, run_ranks
+from helpers import find_launcher, run_command, run_ranks
 from program import LIMIT, PROGRAM, environment, metrics, mpipar, one_block
-
-from mpipar import failure
-from mpipar.errors import OutputError
-from mpipar.report import output
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
@@ -228,20 +223,30 @@ def test_full_disk_is_said_with_code_74(limit, here):
     assert not list((here / "run").glob("weights/*.safetensors*"))
 
 
-@pytest.fixture
-def files_of_ten_bytes():
-    """A limit on the size of files stands for the disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+PART_OF_A_FILE = """
+import resource, sys
+from pathlib import Path
+from mpipar import errors, failure
+from mpipar.report import output
+folder, said = Path(sys.argv[1]), []
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+try:
+    output.write_text(folder / "report.html", "<html>" * 10)
+except errors.OutputError as error:
+    said.append(str(error))
+said.append(failure.claim([folder / "errors"], 0, failure.report(ValueError("no"), "")))
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+print(said)
+"""
 
 
-def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path, files_of_ten_bytes):
-    with pytest.raises(OutputError, match=r"report\.html: File too large"):
-        output.write_text(tmp_path / "report.html", "<html>" * 10)
-    assert failure.claim([tmp_path / "errors"], 0, failure.report(ValueError("no"), "")) == (
-        70, True, None)
+def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path):
+    """In a process of its own: the limit would also hold for what the tests write."""
+    done = run_command([sys.executable, "-c", PART_OF_A_FILE, str(tmp_path)], LIMIT, environment())
+    assert done.returncode == 0, done.tail()
+    assert "report.html: File too large" in done.stdout
+    assert "(70, True, None)" in done.stdout
     assert [path.name for path in tmp_path.rglob("*")] == ["errors"]
 
 
