@@ -137,7 +137,8 @@ def test_wrong_payload_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = bench(2, "wrong", "all-reduce", *SHORT, "--json", str(path), program=FAULTY)
     assert done.returncode == EXIT_CHECK_FAILED, done.tail()
-    assert "refused: all-reduce, 64 bytes, mpipar.comm: rank 1: 1 of 16 elements" in done.stderr
+    assert ("refused: all-reduce, 64 bytes, mpipar.comm: rank 1: 1 of 16 elements are wrong"
+            in done.stderr)
     assert {row["via"] for row in records.rows_of([str(path)])} == {BARE}
 
 

@@ -90,9 +90,10 @@ class MemoryLimit:
         predicted = fullest(self.config)
         parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
         # What was freed while the error came here counts as left, as a stage that was already made.
-        room = "less is" if wanted is not None and left >= wanted else f"{nbytes(left)} are"
+        freed = wanted is not None and left >= wanted
+        when = " (by now; less when it was wanted)" if freed else ""
         found = [
-            (f"{text}, but {room} left of --memory-limit {self.budget}"
+            (f"{text}, but {nbytes(left)} are left{when} of --memory-limit {self.budget}"
             f" ({nbytes(self.budget)}{self._beside()})"),
             (f"this layout is predicted to need {nbytes(predicted.peak_total)} on its fullest rank:"
             f" {parts}")]
