@@ -2,7 +2,7 @@
 
 import os
 
-from mpipar.environment import presets
+from mpipar.job.environment import presets
 
 # Before a benchmark imports NumPy: BLAS reads its number of threads once, and the ranks of a host
 # share its cores (mpipar's own commands have the guard for this, which imports NumPy later).

@@ -33,10 +33,10 @@ from bench.curves import (
 )
 from bench.fitting import LEAST_SIZES, fit
 from bench.needed import END_BYTES, ROUNDS, SECONDS, measure_rows
-from mpipar import flags
 from mpipar import ops as ops_module
+from mpipar.config import flags
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
-from mpipar.launch import guard
+from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.buffers import Arena
-from mpipar.comm import Comm
-from mpipar.trace import wire_bytes
+from mpipar.comm.group import Comm
+from mpipar.comm.record import wire_bytes
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
 EXACT = 1 << 24  # up to here float32 holds every integer

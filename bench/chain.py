@@ -10,7 +10,7 @@ from __future__ import annotations
 from bench.cases import Setup
 from bench.messages import TAG, Messages
 from bench.posted import Posted
-from mpipar.pipeline import schedules
+from mpipar.pipeline.schedules import table as schedules
 
 FORWARD, BACKWARD = 0, 1
 

@@ -17,17 +17,10 @@ import statistics
 from dataclasses import replace
 
 from bench import results, too_large
-from mpipar import flags
 from mpipar import ops as ops_module
-from mpipar.config import Config, GridConfig, resolve
-from mpipar.data.rows import Rows
-from mpipar.data.source import load_tokens
-from mpipar.grid import Grid
-from mpipar.launch import guard
-from mpipar.plan.predict import MEMORY_LABELS, predict
-from mpipar.report.bubble import bubble_rows, span_facts
-from mpipar.report.gather import gather_facts
-from mpipar.trace import (
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import (
     BYTES,
     CALLS,
     MB,
@@ -39,7 +32,15 @@ from mpipar.trace import (
     WIRE_BYTES,
     Recorder,
 )
-from mpipar.train import Worker
+from mpipar.config import flags
+from mpipar.config.fields import Config, GridConfig, resolve
+from mpipar.console.bubble import bubble_rows, span_facts
+from mpipar.data.rows import Rows
+from mpipar.data.source import load_tokens
+from mpipar.job.session import guard
+from mpipar.ops.shape_array import MEMORY_LABELS
+from mpipar.plan.predict import predict
+from mpipar.train.worker import Worker
 
 MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
 LAYOUTS = [

@@ -17,10 +17,10 @@ import numpy as np
 
 from bench import records
 from bench.statistics import discoveries, rank_sum
-from mpipar import flags
+from mpipar.config import flags
+from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, DataError
-from mpipar.launch import guard
-from mpipar.report.console import table
+from mpipar.job.session import guard
 
 FALSE_RATE = 0.05
 KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", "window",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bench.cases import BARE, COMM, NAME, AllReduce, Setup
 from bench.messages import TAG, Messages
-from mpipar.comm import Comm
-from mpipar.connect import Options
+from mpipar.comm.connect import Options
+from mpipar.comm.group import Comm
 
 BARE_ANY = "mpi4py Alltoallv"
 HOT = 2  # times as much goes to the first rank as to each other

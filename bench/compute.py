@@ -12,13 +12,13 @@ from itertools import product
 from time import perf_counter
 
 from mpipar import data
-from mpipar.config import Config, GridConfig, resolve
-from mpipar.grid import Grid
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.fields import Config, GridConfig, resolve
 from mpipar.plan.machine import Passes, Product, Units, settings_of
 from mpipar.plan.measure import measure_costs
-from mpipar.report.gather import gather_facts
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.train.worker import Worker
 
 GEMM_SIDES = (32, 128, 512)
 HELD_OUT_SIDES = (64, 256)  # between those

@@ -10,8 +10,8 @@ from bench import findings
 from bench.cases import BARE, COMM
 from bench.fitting import LEAST_SIZES, fit
 from bench.statistics import times_us
+from mpipar.console.tables import table
 from mpipar.plan.machine import Contention, Curve, Duplex, Machine, Piece
-from mpipar.report.console import table
 
 SMALL_BYTES, LARGE_BYTES = 1024, 1 << 20
 REDUCTION = "reduce-local"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipar.comm import Comms
-from mpipar.grid import Grid, piece, share
+from mpipar.comm.grid import Grid, piece, share
+from mpipar.comm.group import Comms
 from mpipar.partition import CUTS
 from mpipar.partition.summa import Mesh
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from bench.cases import BARE, BARE_UNEVEN, COMM
 from bench.compositions import BARE_ANY, ReduceScatterAllGather, TwoLevel
-from mpipar.report.console import table
+from mpipar.console.tables import table
 
 LEAST_FACTOR = 1.1  # below, nobody changes a program for it
 SLOW_PAIR = 2.0  # times the median pair

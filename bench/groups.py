@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.nccl import NcclTransport
-from mpipar.comm import Comm
-from mpipar.connect import Options
-from mpipar.device_transport import DeviceTransport, StagedTransport
-from mpipar.environment import host_name
-from mpipar.report import gpus
-from mpipar.transport import HostTransport
+from mpipar.comm.connect import Options
+from mpipar.comm.device import DeviceTransport, StagedTransport
+from mpipar.comm.group import Comm
+from mpipar.comm.transport import HostTransport
+from mpipar.job import gpus
+from mpipar.job.environment import host_name
 
 POLL_SECONDS = 0.5e-3
 WIRES = {"mpi-host": HostTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport,

@@ -26,8 +26,10 @@ from bench.records import COMPLETE, INTERRUPTED, Writer
 from bench.sampling import Plan
 from bench.session import Bench
 from bench.starts import STARTS
-from mpipar import flags
-from mpipar.connect import cuda_aware
+from mpipar.comm.connect import cuda_aware
+from mpipar.comm.facts import broadcast_text
+from mpipar.config import flags
+from mpipar.config.sizes import read_bytes
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -35,10 +37,8 @@ from mpipar.errors import (
     EnvironmentProblem,
     UsageError,
 )
-from mpipar.launch import guard
-from mpipar.report import gpus
-from mpipar.report.gather import broadcast_text
-from mpipar.sizes import read_bytes
+from mpipar.job import gpus
+from mpipar.job.session import guard
 
 QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
 QUICK_FOOTPRINT = 16 << 20

@@ -23,12 +23,12 @@ import numpy as np
 
 from bench import results
 from bench.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
-from mpipar import flags
 from mpipar import ops as ops_module
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.record import WIRE_BYTES, Recorder
+from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, DataError
-from mpipar.launch import guard
-from mpipar.report.gather import gather_facts
-from mpipar.trace import WIRE_BYTES, Recorder
+from mpipar.job.session import guard
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}  # of the largest entry
 MIB = 2**20

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.transport import Done, HostTransport
+from mpipar.comm.transport import Done, HostTransport
 
 KEY_BYTES = 128  # of NCCL's unique id
 

@@ -12,10 +12,10 @@ from bench.plans import GROUP_CASES, PAIR_CASES, Section
 from bench.records import COMPLETE, INTERRUPTED, Writer
 from bench.sampling import Plan
 from bench.session import Bench
+from mpipar.comm.facts import broadcast_text
+from mpipar.config.layout import divisors
+from mpipar.config.sizes import read_bytes
 from mpipar.errors import DataError, UsageError
-from mpipar.layout import divisors
-from mpipar.report.gather import broadcast_text
-from mpipar.sizes import read_bytes
 
 COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
 CONTENDED = ("all-reduce", "iall-reduce")

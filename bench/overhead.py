@@ -14,9 +14,9 @@ import sys
 
 from bench import records, results
 from bench.cases import BARE, COMM
-from mpipar import flags
+from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
-from mpipar.launch import guard
+from mpipar.job.session import guard
 
 RESULT = "bench/results/interconnect.json"
 LIMIT_US, SMALL_BYTES = 1.5, 8 << 10  # up to the size that OSU's benchmarks call small

@@ -12,9 +12,9 @@ from bench.chain import Hops, Program, hops_of
 from bench.compositions import ReduceScatterAllGather, TwoLevel, UnevenAllToAll, blocks
 from bench.messages import Bandwidth, Barrier, Bidirectional, FanIn, FanOut, Latency, Ring
 from bench.posted import Posted, PostedAllReduce
+from mpipar.comm.grid import AXES, Grid
+from mpipar.config.sizes import read_bytes
 from mpipar.errors import UsageError, suggestion
-from mpipar.grid import AXES, Grid
-from mpipar.sizes import read_bytes
 
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (

@@ -19,9 +19,9 @@ from bench import records
 from bench.predicted import holds
 from bench.statistics import times_us
 from bench.table import title
-from mpipar import flags
+from mpipar.config import flags
 from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError
-from mpipar.launch import guard
+from mpipar.job.session import guard
 from mpipar.plan import machine_file
 
 INCHES = (7.0, 4.5)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bench.cases import COMM
 from bench.chain import microbatches
 from mpipar.errors import UsageError
-from mpipar.pipeline import schedules
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.schedules import table as schedules
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 from mpipar.plan.machine import HOP, Estimate, Machine
 
 CHAIN, BOTH_WAYS = "stage-chain 1f1b", "bidirectional"

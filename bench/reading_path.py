@@ -13,20 +13,20 @@ import sys
 from pathlib import Path
 
 from bench import results
-from mpipar import flags
 from mpipar import ops as ops_module
-from mpipar.config import Config, resolve
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config import flags
+from mpipar.config.fields import Config, resolve
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens
-from mpipar.grid import Grid
-from mpipar.launch import guard
-from mpipar.report.gather import gather_facts
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.job.session import guard
+from mpipar.train.worker import Worker
 
 PACKAGE = results.ROOT / "mpipar"
 STOPS = {
-    "train": "a worker and its step, in execution order",
+    "train/worker": "a worker and its step, in execution order",
     "pipeline/engine": "one method per instruction",
     "pipeline/schedules": "who computes what in which order",
     "models/decoder": "the layers of a stage",
@@ -34,11 +34,10 @@ STOPS = {
     "partition": "one product cut over ranks: where the barriers are",
     "ops": "the arithmetic",
     "comm": "the wire, and the record of each call",
-    "gradsync": "sums over data-parallel copies and ties, the norm",
-    "optim": "AdamW over flat buffers",
+    "train/gradsync": "sums over data-parallel copies and ties, the norm",
+    "train/optim": "AdamW over flat buffers",
 }
-ALIAS = {"models/stage": "models/decoder", "pipeline/instructions": "pipeline/schedules",
-         "transport": "comm", "connect": "comm", "trace": "comm"}
+ALIAS = {"models/stage": "models/decoder", "pipeline/instructions": "pipeline/schedules"}
 LIMIT = 2000
 
 

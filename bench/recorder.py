@@ -20,18 +20,18 @@ import numpy as np
 from mpi4py import MPI
 
 from bench import results
-from mpipar import flags
 from mpipar import ops as ops_module
-from mpipar.comm import Comm
-from mpipar.config import Config, resolve
-from mpipar.connect import Options
+from mpipar.comm.connect import Options
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comm
+from mpipar.comm.record import Recorder
+from mpipar.comm.transport import HostTransport
+from mpipar.config import flags
+from mpipar.config.fields import Config, resolve
 from mpipar.data.rows import Rows
 from mpipar.errors import EXIT_CHECK_FAILED
-from mpipar.grid import Grid
-from mpipar.launch import guard
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-from mpipar.transport import HostTransport
+from mpipar.job.session import guard
+from mpipar.train.worker import Worker
 
 CALL_LIMIT_NS, SHARE_LIMIT = 1500, 0.02
 BATCH = 200  # calls between two looks at the clock: short enough to fall between two interruptions

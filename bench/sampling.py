@@ -16,7 +16,7 @@ import numpy as np
 from bench.groups import wait_politely
 from bench.starts import STARTS
 from bench.statistics import half_width
-from mpipar.report.gather import gather_facts
+from mpipar.comm.facts import gather_facts
 
 TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is heard
 LEAST_TURNS = 5  # so that one slow spell of the machine is never the whole of one way

@@ -15,17 +15,17 @@ import time
 import numpy as np
 
 from bench import results
-from mpipar import flags
 from mpipar import ops as ops_module
-from mpipar.comm import Comms
-from mpipar.grid import Grid
-from mpipar.launch import guard
-from mpipar.pipeline import schedules
+from mpipar.comm.facts import gather_numbers
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
+from mpipar.comm.record import Recorder
+from mpipar.config import flags
+from mpipar.job.session import guard
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.engine import Engine
+from mpipar.pipeline.schedules import table as schedules
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
-from mpipar.report.gather import gather_numbers
-from mpipar.trace import Recorder
 
 SHAPE = (4, 8)  # of an activation: small, the messages are not what is measured
 TOLERANCE = 0.05  # of the simulated makespan

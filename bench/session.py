@@ -26,12 +26,12 @@ from bench.statistics import (
     times_us,
 )
 from mpipar import ops as ops_module
+from mpipar.comm.clock import CommonClock, clock_identity, shared_clocks
+from mpipar.comm.clock import measure as measure_clock
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem, HangError
-from mpipar.report.clock import CommonClock, clock_identity, shared_clocks
-from mpipar.report.clock import measure as measure_clock
-from mpipar.report.gather import broadcast_text, gather_facts
-from mpipar.trace import Recorder
-from mpipar.watchdog import Watchdog
+from mpipar.job.watchdog import Watchdog
 
 COPY_BYTES = 64 << 20
 VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_NUM_THREADS)")

@@ -37,11 +37,11 @@ from threadpoolctl import threadpool_limits
 
 from bench import gpu, results
 from bench.step_sides import OurSide, configure, random_batch, step_flops, torch_side
-from mpipar import flags
+from mpipar.comm.facts import gather_numbers
+from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED
-from mpipar.launch import guard
+from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
-from mpipar.report.gather import gather_numbers
 
 PARTS = ("forward_backward", "update")
 CHECK_STEPS, WARM_UP_STEPS = 3, 2

@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from bench.torch_decoder import TorchDecoder
-from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig, resolve
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.fields import Config, GridConfig, ModelConfig, RunConfig, TrainConfig, resolve
 from mpipar.data.rows import Batch
-from mpipar.grid import Grid
 from mpipar.ops import make
-from mpipar.optim import learning_rate
 from mpipar.plan.predict import predict
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.train.optim import learning_rate
+from mpipar.train.worker import Worker
 
 
 def configure(args, layout: dict, num_ranks: int):

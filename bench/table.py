@@ -22,11 +22,11 @@ import sys
 
 from bench import records, results
 from bench.predicted import beside
-from mpipar import flags
+from mpipar.config import flags
+from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK
-from mpipar.launch import guard
+from mpipar.job.session import guard
 from mpipar.plan import machine_file
-from mpipar.report.console import table
 
 SKEW_SHARE = 0.1
 UNCHECKED = "unchecked"

@@ -43,8 +43,8 @@ from threadpoolctl import threadpool_limits
 
 from bench import results, tiles_gpu
 from bench.tiles_attention import HEAD_WIDTH
+from mpipar.config.flags import count
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
-from mpipar.flags import count
 from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
 

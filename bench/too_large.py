@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar import ops as ops_module
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
 from mpipar.commands.memory_limit import MemoryLimit, fullest, num_ranks
-from mpipar.config import Config, GridConfig, resolve
+from mpipar.config.fields import Config, GridConfig, resolve
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens
 from mpipar.errors import OutOfMemory
-from mpipar.grid import Grid
-from mpipar.report.gather import gather_facts
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.train.worker import Worker
 
 MODEL = {"layers": 1, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
 LIMIT_MIB = 190

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from mpipar.report.console import table
+from mpipar.console.tables import table
 
 OPERATION_TOLERANCE, STEP_TOLERANCE = 0.10, 0.15
 

@@ -42,9 +42,9 @@ from bench.plans import GROUP_CASES, PAIR_CASES, Section
 from bench.predicted import BOTH_WAYS, CHAIN, predicted
 from bench.records import Writer
 from bench.verdicts import Subject, judge, line, shown
-from mpipar import flags
 from mpipar import ops as ops_module
-from mpipar.config import Config, ModelConfig, RunConfig, TrainConfig
+from mpipar.config import flags
+from mpipar.config.fields import Config, ModelConfig, RunConfig, TrainConfig
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -53,7 +53,7 @@ from mpipar.errors import (
     OutputError,
     UsageError,
 )
-from mpipar.launch import guard
+from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP
 from mpipar.plan.step import step_estimate

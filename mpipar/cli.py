@@ -6,9 +6,10 @@ after the guard has set the number of BLAS threads.
 
 import importlib
 
-from mpipar import __version__, errors, flags
+from mpipar import __version__, errors
+from mpipar.config import flags
 from mpipar.errors import UsageError, suggestion
-from mpipar.launch import Session
+from mpipar.job.session import Session
 
 COMMANDS = {
     "train": "train a model on all ranks, over any layout dp x pp x tp",

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from mpipar import flags
 from mpipar.commands.resolve import resolve
-from mpipar.config import Config
+from mpipar.config import flags
+from mpipar.config.fields import Config
 from mpipar.errors import UsageError
 
 

@@ -124,8 +124,8 @@ def window():
 @pytest.fixture
 def opened(window, tmp_path):
     """Open the page of a trace; afterwards the console must have said nothing."""
-    from mpipar.report import html
-    from mpipar.report.analysis import analyse
+    from mpipar.trace import html
+    from mpipar.trace.analysis import analyse
 
     def load(case, **options):
         path = tmp_path / "page.html"

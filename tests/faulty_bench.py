@@ -7,8 +7,8 @@ import sys
 import time
 
 from bench import interconnect
-from mpipar.launch import guard
-from mpipar.transport import HostTransport
+from mpipar.comm.transport import HostTransport
+from mpipar.job.session import guard
 
 CALLS_BEFORE_STALL = 20
 LATE_SECONDS = 5e-3  # more than another process may hold a core for

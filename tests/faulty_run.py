@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 
-from mpipar.comm import Comm
+from mpipar.comm.group import Comm
+from mpipar.comm.transport import HostTransport
 from mpipar.layers.norm import LayerNorm
-from mpipar.train import Worker
-from mpipar.transport import HostTransport
+from mpipar.train.worker import Worker
 
 FAULT = sys.argv.pop(1)
 RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))

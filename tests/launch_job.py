@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.launch import guard
+from mpipar.job.session import guard
 
 
 def announce():

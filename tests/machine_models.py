@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
-from mpipar.config import Config, GridConfig, TrainConfig, resolve
+from mpipar.config.fields import Config, GridConfig, TrainConfig, resolve
 from mpipar.plan.machine import (
     Contention,
     Curve,

@@ -3,15 +3,15 @@
 import numpy as np
 from config_helpers import changed, reading_of
 
-from mpipar import checkpoint
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
 from mpipar.commands.resolve import resolve
-from mpipar.config import Config
-from mpipar.config import resolve as resolve_alone
+from mpipar.config.fields import Config
+from mpipar.config.fields import resolve as resolve_alone
 from mpipar.data.rows import Batch
-from mpipar.grid import Grid
 from mpipar.ops import make
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.train.worker import Worker
 
 
 def worker_for(folder, dtype="float64"):

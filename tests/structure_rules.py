@@ -7,26 +7,13 @@ import sys
 from helpers import REPOSITORY
 
 PACKAGE = REPOSITORY / "mpipar"
-# From the ground up: a floor imports from the floors above it in this list, or sideways.
-FLOORS = {
-    "plain data":
-        "__init__ errors config presets layout sizes flags environment failure launch watchdog",
-    "hardware": "ops",
-    "recorder": "trace",
-    "wire": "grid comm connect transport narrow_transport device_transport desync",
-    "partition": "partition",
-    "layers": "layers",
-    "models": "models",
-    "update": "gradsync loss_scale optim",
-    "order": "pipeline plan.costs",
-    "state": "data hf_format own_format formats checkpoint",
-    "one rank's work": "train generate classify verify",
-    "views": "report plan",
-    "commands": "commands cli __main__",
-}
-WIRE = {"comm", "connect", "transport", "narrow_transport", "device_transport", "desync"}
-IMPORT_MPI = WIRE | {"launch", "commands.doctor"}
-CALL_MPI = WIRE | {"launch", "report.gather", "report.clock"}
+# From the ground up: a folder imports from the folders named before it, and from itself.
+FLOORS = """errors ops comm data partition job config layers models pipeline checkpoint
+    console trace train plan inference commands cli __main__""".split()
+WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow",
+        "comm.transport"}
+IMPORT_MPI = WIRE | {"job.session", "commands.doctor"}
+CALL_MPI = WIRE | {"job.session", "comm.facts", "comm.clock"}
 MPI_CALLS = set(
     """Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Gatherv Iallreduce Ibarrier
     Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
@@ -40,7 +27,7 @@ SIZES = {"lines of a file": 300, "lines of a function": 60, "columns of a line":
 
 
 def module_name(path):
-    """mpipar/ops/__init__.py -> ops; mpipar/comm.py -> comm."""
+    """mpipar/ops/__init__.py -> ops; mpipar/comm/group.py -> comm."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -65,39 +52,58 @@ def imports(module, source):
 
 
 def target(name):
-    """The module of this package that an imported name lies in: mpipar.comm.Comm -> comm."""
+    """The module that an imported name lies in: mpipar.comm.group.Comm -> comm.group."""
     parts = name.split(".")[1:]
     while parts and ".".join(parts) not in SOURCES:
         parts.pop()
     return ".".join(parts) or "__init__"
 
 
-def floor(module):
-    """The number of the floor, by the longest entry that is the module or a folder of it."""
-    best = None
-    for number, entries in enumerate(FLOORS.values()):
-        for entry in entries.split():
-            is_in = module == entry or module.startswith(entry + ".")
-            if is_in and (best is None or len(entry) > len(best[0])):
-                best = entry, number
-    return None if best is None else best[1]
+def folder(module):
+    """ops.cuda.gemm -> ops; a module of the root is a floor of its own."""
+    return module.split(".")[0]
+
+
+def circle(graph):
+    """Modules or folders that import each other in a circle, or None."""
+    state = {}
+
+    def visit(module, path):
+        state[module] = "open"
+        for other in sorted(graph.get(module, ())):
+            if state.get(other) == "open":
+                return [*path[path.index(other):], other]
+            if other not in state and (found := visit(other, [*path, other])):
+                return found
+        state[module] = "done"
+        return None
+
+    return next((found for module in graph if module not in state
+                 for found in [visit(module, [module])] if found), None)
+
+
+def import_graph(sources, place=lambda module: module):
+    """What imports what inside the package; place: folder, for folders in place of modules."""
+    graph = {}
+    for module, source in sources.items():
+        to = {place(target(name)) for _, name, _ in imports(module, source)
+              if name.split(".")[0] == "mpipar"}
+        graph.setdefault(place(module), set()).update(to - {place(module), "__init__"})
+    return graph
 
 
 # --- the rules: (module, source) -> problems
 
 
 def floor_problems(module, source):
-    own, names = floor(module), list(FLOORS)
-    if own is None:
-        return [f"{module}: stands on no floor; say where in FLOORS and in the README's map"]
-    found = []
-    for line, name, _ in imports(module, source):
-        if not name.startswith("mpipar"):
-            continue
-        other = floor(target(name))
-        if other is not None and other > own:
-            found.append(f"{module}:{line}: {names[own]} imports {name} from {names[other]} above")
-    return found
+    own = folder(module)
+    if own not in [*FLOORS, "__init__"]:
+        return [f"{module}: stands on no floor; say where in FLOORS"]
+    below = FLOORS[:FLOORS.index(own) + 1] if own in FLOORS else []
+    return [f"{module}:{line}: {own} imports {name} from above"
+            for line, name, _ in imports(module, source)
+            if name.split(".")[0] == "mpipar"
+            and folder(target(name)) not in [*below, "__init__"]]
 
 
 def outside_problems(module, source):
@@ -179,9 +185,10 @@ def array_math_problems(module, source):
 def name_problems(module, source):
     """A rank says of what: world_rank, dp_rank, ...
 
-    grid.py alone has bare ones; so have launchers, and the views of a trace, which know one kind.
+    grid.py alone has bare ones; so have launchers, and views of a run, which know one kind.
     """
-    if module in ("grid", "launch", "environment") or module.startswith("report."):
+    if module in ("comm.grid", "comm.facts", "comm.clock") or folder(module) in (
+            "console", "job", "plan", "trace"):
         return []
     found = set()
     for node in ast.walk(ast.parse(source)):

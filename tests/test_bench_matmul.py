@@ -14,8 +14,8 @@ SIZES = "--tokens 21 --inner 10 --outer 13 --repeats 2 --dtype float64".split()
 WRONG = """
 import sys
 from bench import matmul
-from mpipar.comm import Comm
-from mpipar.launch import guard
+from mpipar.comm.group import Comm
+from mpipar.job.session import guard
 Comm.reduce_scatter = lambda self, x, name: x[self.index]
 guard(matmul.main)
 """

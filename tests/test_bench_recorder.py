@@ -9,7 +9,7 @@ QUICK = ["--repeats", "5", "--steps", "2"]
 STRICT = """
 import sys
 from bench import recorder
-from mpipar.launch import guard
+from mpipar.job.session import guard
 recorder.CALL_LIMIT_NS = 1
 guard(recorder.main)
 """

@@ -18,7 +18,7 @@ SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-s
 WRONG_GRADIENT = """
 from bench import step
 from mpipar.errors import UsageError
-from mpipar.launch import guard
+from mpipar.job.session import guard
 from mpipar.ops.numpy_ops import NumpyOps
 NumpyOps.gelu_backward_input = lambda self, dy, x: dy.copy()
 guard(step.main)

@@ -17,10 +17,10 @@ from one_rank import fresh, loaded, logits, worker_for
 from program import mpipar, one_block
 from safetensors.numpy import load_file, save_file
 
-from mpipar import checkpoint
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.formats import model_settings
 from mpipar.commands.resolve import resolve
 from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.formats import model_settings
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}
 HEADS = 3

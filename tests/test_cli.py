@@ -14,12 +14,13 @@ import pytest
 from config_helpers import check_refused, reading_of
 from helpers import REPOSITORY, run_command, run_ranks
 
-from mpipar import __version__, cli, errors, failure
+from mpipar import __version__, cli, errors
 from mpipar.commands.resolve import resolve
-from mpipar.config import Config, flag, settings
-from mpipar.environment import Launcher
+from mpipar.config.fields import Config, flag, settings
 from mpipar.errors import DataError, UsageError
-from mpipar.launch import Session
+from mpipar.job import failure
+from mpipar.job.environment import Launcher
+from mpipar.job.session import Session
 
 LIMIT = 60.0
 MPIPAR = [sys.executable, "-m", "mpipar"]

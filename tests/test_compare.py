@@ -15,8 +15,8 @@ from test_trace import SMALL
 from trace_cases import MS, blocking, record, span, trace
 
 from mpipar.commands import compare
-from mpipar.report import comparison
-from mpipar.report.analysis import analyse
+from mpipar.trace import comparison
+from mpipar.trace.analysis import analyse
 
 STEPS = 7
 PLANTED_MS = 6.0

@@ -8,7 +8,7 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.config import (
+from mpipar.config.fields import (
     PRESETS,
     Config,
     GridConfig,
@@ -19,8 +19,8 @@ from mpipar.config import (
     resolve,
     settings,
 )
+from mpipar.config.layout import choose, fitting
 from mpipar.errors import DataError, EnvironmentProblem, UsageError, combine
-from mpipar.layout import choose, fitting
 
 
 def usage_problems(config, world_size):

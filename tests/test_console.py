@@ -7,7 +7,7 @@ import pytest
 from helpers import find_launcher, run_command
 from program import LAYOUTS, LIMIT, PROGRAM, cells, environment, metrics, section
 
-from mpipar.report.console import step_line
+from mpipar.console.tables import step_line
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 

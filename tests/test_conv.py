@@ -9,16 +9,16 @@ import pytest
 from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
-from mpipar.comm import Comm
-from mpipar.config import Config, resolve
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comm
+from mpipar.comm.record import Recorder
+from mpipar.config.fields import Config, resolve
 from mpipar.data.images import Batch
-from mpipar.grid import Grid
 from mpipar.layers.conv import Conv, MaxPool, MeanPool
 from mpipar.layers.param import FlatParams
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.train.worker import Worker
 
 SIZE, CHANNELS = (5, 7), (3, 4)
 WINDOWS = [(3, 1, 1), (3, 2, 1), (2, 2, 0), (1, 1, 0), (3, 3, 2), (5, 1, 0)]

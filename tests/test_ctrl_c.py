@@ -115,7 +115,7 @@ def test_while_one_rank_writes_no_other_says_that_the_weights_are_there(tmp_path
 
 AT_THE_END = """
 import os, signal, time
-from mpipar import launch
+from mpipar.job import session as launch
 def main(argv, session):
     session.start()
     MPI = launch._import_mpi()

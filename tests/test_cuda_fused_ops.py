@@ -15,15 +15,15 @@ from cuda_fused import DTYPES
 from helpers import assert_all_close, assert_close
 from ops_cases import LARGE, SMALL, call_every_op, plain
 
+from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import resolve as resolve_typed
-from mpipar.config import resolve
-from mpipar.grid import Grid
+from mpipar.config.fields import resolve
+from mpipar.console.tables import headline
 from mpipar.ops import make, shapes_for
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.plan.predict import predict
-from mpipar.report.console import headline
-from mpipar.verify import step_tensors
+from mpipar.train.verify import step_tensors
 
 SHAPE = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
          "batch_size": 4, "num_microbatches": 2}

@@ -13,15 +13,15 @@ from config_helpers import changed, check_refused, reading_of
 from helpers import assert_all_close, assert_close
 from ops_cases import LARGE, SMALL, call_every_op, plain
 
+from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import resolve as resolve_typed
-from mpipar.config import resolve
-from mpipar.grid import Grid
+from mpipar.config.fields import resolve
+from mpipar.console.tables import headline
 from mpipar.ops import make
 from mpipar.ops.cuda.gemm import TileGemm
 from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.mixed_ops import MixedOps
-from mpipar.report.console import headline
-from mpipar.verify import step_tensors
+from mpipar.train.verify import step_tensors
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -9,8 +9,14 @@ import pytest
 from helpers import find_launcher, run_command
 
 from mpipar.commands.doctor import gpu_awareness, ranges, rank_facts, remarks
-from mpipar.environment import THREAD_VARIABLES, YIELD_VARIABLES, Launcher, presets, read_launcher
-from mpipar.report import gpus
+from mpipar.job import gpus
+from mpipar.job.environment import (
+    THREAD_VARIABLES,
+    YIELD_VARIABLES,
+    Launcher,
+    presets,
+    read_launcher,
+)
 
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {

@@ -10,12 +10,12 @@ from helpers import run_command
 from program import environment, mpipar
 
 from mpipar import models
-from mpipar.config import Config, GridConfig, ModelConfig, TrainConfig, resolve
-from mpipar.grid import Grid
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import AXIS, NAME, OPERATION, PAYLOAD, WIRE
+from mpipar.config.fields import Config, GridConfig, ModelConfig, TrainConfig, resolve
+from mpipar.plan import formulas
 from mpipar.plan.predict import group_of, predict
-from mpipar.report import formulas
-from mpipar.trace import AXIS, NAME, OPERATION, PAYLOAD, WIRE
-from mpipar.train import make_schedule
+from mpipar.train.worker import make_schedule
 
 CASES = [
     ((1, 1, 2), "1f1b", "pair"), ((1, 1, 4), "1f1b", "gather"), ((1, 4, 1), "gpipe", "pair"),
@@ -185,8 +185,8 @@ def test_one_rank_has_no_barriers_but_memory_and_flops():
 
 
 def test_mpi_is_never_loaded():
-    program = ("import sys; from mpipar.cli import main; from mpipar.launch import Session;"
-               " from mpipar.environment import Launcher;"
+    program = ("import sys; from mpipar.cli import main; from mpipar.job.session import Session;"
+               " from mpipar.job.environment import Launcher;"
                " main(['explain', '--layout', 'tp=2'], Session(Launcher()));"
                " assert 'mpi4py.MPI' not in sys.modules, 'loaded'")
     result = run_command([sys.executable, "-c", program], 60, environment())

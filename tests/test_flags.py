@@ -5,8 +5,8 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar import flags
-from mpipar.config import Config, resolve, settings
+from mpipar.config import flags
+from mpipar.config.fields import Config, resolve, settings
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):

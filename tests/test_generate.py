@@ -13,7 +13,7 @@ from program import layout_flags, mpipar, one_block
 
 from mpipar.commands.generate import show
 from mpipar.errors import UsageError
-from mpipar.generate import decode, encode
+from mpipar.inference.generate import decode, encode
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SHAPE = {"layers": 4, "D": 18, "F": 31, "T": 7, "tied": True}

@@ -7,9 +7,9 @@ import time
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 
-from mpipar.report import hang
-from mpipar.trace import Recorder
-from mpipar.watchdog import Watchdog
+from mpipar.comm.record import Recorder
+from mpipar.job import hang
+from mpipar.job.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"

@@ -9,10 +9,10 @@ from one_rank import fresh
 
 from mpipar.data.rows import Rows
 from mpipar.errors import NonFiniteError
-from mpipar.gradsync import GradSync
 from mpipar.layers.loss import CrossEntropy
 from mpipar.layers.param import FlatParams
-from mpipar.loss_scale import FIRST, LossScale, problems
+from mpipar.train.gradsync import GradSync
+from mpipar.train.loss_scale import FIRST, LossScale, problems
 
 TOKENS = np.random.default_rng(2).integers(0, 17, 500).astype(np.uint8)
 

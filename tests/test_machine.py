@@ -15,7 +15,7 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.plan import machine_file
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.step import costs_of, step_estimate
-from mpipar.train import make_schedule
+from mpipar.train.worker import make_schedule
 
 FLAGS = "--batch-size 16 --num-microbatches 4"  # with dp 2: microbatches of 2 rows
 

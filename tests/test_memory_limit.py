@@ -11,11 +11,11 @@ from program import mpipar, one_block
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpipar import ops as ops_module
+from mpipar.comm.record import Recorder
 from mpipar.commands import memory_limit
 from mpipar.commands.memory_limit import MemoryLimit, data_bytes, smallest_layouts, tight
-from mpipar.config import Config, GridConfig, ModelConfig, TrainConfig, resolve
+from mpipar.config.fields import Config, GridConfig, ModelConfig, TrainConfig, resolve
 from mpipar.errors import OutOfMemory
-from mpipar.trace import Recorder
 
 # One layer of 17 million parameters: 68 MB each for weights, gradients and two moments.
 WIDE = """--layers 1 --d-model 256 --heads 8 --ffn 32768 --seq-len 16 --batch-size 4

@@ -6,12 +6,12 @@ from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
 from bench.torch_decoder import TorchDecoder
-from mpipar.config import resolve
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.fields import resolve
 from mpipar.data.rows import Batch
-from mpipar.grid import Grid
 from mpipar.ops import make
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.train.worker import Worker
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")
 pytestmark = pytest.mark.peers

@@ -12,10 +12,10 @@ from one_rank import fresh, loaded
 from program import layout_flags, mpipar
 from safetensors.numpy import load_file
 
-from mpipar import checkpoint
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.formats import model_settings
 from mpipar.commands.resolve import resolve
 from mpipar.errors import DataError, UsageError
-from mpipar.formats import model_settings
 
 needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers", 2, "--d-model", 12, "--heads", 6, "--ffn", 30, "--seq-len", 5,

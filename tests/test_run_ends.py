@@ -198,7 +198,8 @@ def test_folder_that_cannot_be_made(here):
 
 FULL_DISK = """
 import resource, sys
-from mpipar import cli, launch
+from mpipar import cli
+from mpipar.job import session as launch
 plain = launch.Session.start
 def start(self):
     world = plain(self)  # MPI makes files too, in shared memory
@@ -226,8 +227,9 @@ def test_full_disk_is_said_with_code_74(limit, here):
 PART_OF_A_FILE = """
 import resource, sys
 from pathlib import Path
-from mpipar import errors, failure
-from mpipar.report import output
+from mpipar import errors
+from mpipar.job import failure
+from mpipar.console import output
 folder, said = Path(sys.argv[1]), []
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))

@@ -12,7 +12,7 @@ from schedule_cases import counts
 from mpipar.pipeline.check import check
 from mpipar.pipeline.csv_format import parse
 from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError
-from mpipar.pipeline.schedules import SCHEDULES, lower, make
+from mpipar.pipeline.schedules.table import SCHEDULES, lower, make
 
 
 def wired(schedule):

@@ -11,9 +11,9 @@ import pytest
 from mpipar.commands import schedule as command
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline import draw
-from mpipar.pipeline.schedules import SCHEDULES, make
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.schedules.table import SCHEDULES, make
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 
 
 def run(words, capsys):

@@ -9,9 +9,9 @@ from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
 from mpipar.pipeline.check import check
-from mpipar.pipeline.schedules import FAMILIES, SCHEDULES, make, problems, with_reduce_grad
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.schedules.table import FAMILIES, SCHEDULES, make, problems, with_reduce_grad
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 
 
 @pytest.mark.parametrize("p", [*range(1, 13), 17, 24, 31, 32])

@@ -12,7 +12,7 @@ from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline.check import check
 from mpipar.pipeline.csv_format import FORMATS, MIRROR_LINE, parse, read_csv, write_csv
 from mpipar.pipeline.instructions import ScheduleError
-from mpipar.pipeline.schedules import SCHEDULES, lower, make, problems
+from mpipar.pipeline.schedules.table import SCHEDULES, lower, make, problems
 
 PEERS = {  # name here: name there
     "gpipe": "GPipe",

@@ -9,7 +9,7 @@ import pytest
 
 from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import is_compute, receives, sends
-from mpipar.pipeline.schedules import make
+from mpipar.pipeline.schedules.table import make
 
 
 def waits(schedule, pp_rank, fused):

@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
-from mpipar.pipeline.schedules import FAMILIES, make, problems
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.schedules.table import FAMILIES, make, problems
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 
 
 def best_step(ranks, m, cap, limit):

@@ -12,10 +12,10 @@ from schedule_cases import compute, counts
 from mpipar.errors import UsageError
 from mpipar.pipeline.choose import FITS, choose
 from mpipar.pipeline.closed_form import closed_form
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import ScheduleError, is_compute, parts
-from mpipar.pipeline.schedules import SCHEDULES, lower, make
+from mpipar.pipeline.schedules.table import SCHEDULES, lower, make
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 
 
 def longest_paths(schedule, costs):

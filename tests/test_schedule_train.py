@@ -9,8 +9,8 @@ from helpers import REPOSITORY, find_launcher, run_ranks
 from program import PROGRAM, environment, mpipar
 
 from mpipar.commands.auto import named
-from mpipar.config import Config, GridConfig
-from mpipar.train import make_schedule
+from mpipar.config.fields import Config, GridConfig
+from mpipar.train.worker import make_schedule
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8 --num-microbatches 4"

@@ -11,10 +11,10 @@ from schedule_cases import compute, counts
 
 from mpipar.pipeline.check import check
 from mpipar.pipeline.closed_form import closed_form
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Instr, is_compute, parts, receives, sends
-from mpipar.pipeline.schedules import FAMILIES, SCHEDULES, lower, make, num_stages, problems
+from mpipar.pipeline.schedules.table import FAMILIES, SCHEDULES, lower, make, num_stages, problems
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 
 SPLIT = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from bench import plans
-from mpipar import flags
-from mpipar.sizes import read_bytes
+from mpipar.config import flags
+from mpipar.config.sizes import read_bytes
 
 
 @pytest.mark.parametrize(("text", "expected"), [

@@ -10,15 +10,15 @@ from program import mpipar, one_block, section
 
 from bench.cut_product import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
-from mpipar.comm import Comm
-from mpipar.config import problems
-from mpipar.grid import piece, share
+from mpipar.comm.grid import piece, share
+from mpipar.comm.group import Comm
+from mpipar.comm.record import Recorder, wire_bytes
+from mpipar.comm.transport import NoTransport
+from mpipar.config.fields import problems
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.partition import CUTS
-from mpipar.report import pop, waits
-from mpipar.report.trace_file import Record
-from mpipar.trace import Recorder, wire_bytes
-from mpipar.transport import NoTransport
+from mpipar.trace import pop, waits
+from mpipar.trace.trace_file import Record
 
 SMALL = """train --layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4 --num-microbatches 2
     --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split()

@@ -14,10 +14,10 @@ from test_trace_perfetto import check_arrows, check_slices
 
 from mpipar.commands.train import draw_trace
 from mpipar.errors import DataError
-from mpipar.report import pop, segments, trace_file, waits
-from mpipar.report.causes import Causes
-from mpipar.report.timeline import timeline
-from mpipar.report.tracer import Tracer
+from mpipar.trace import pop, segments, trace_file, waits
+from mpipar.trace.causes import Causes
+from mpipar.trace.timeline import timeline
+from mpipar.trace.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"

@@ -10,7 +10,7 @@ from helpers import REPOSITORY, find_launcher, run_ranks
 from program import environment
 from trace_cases import span, trace
 
-from mpipar.report import findings, segments, trace_file, waits
+from mpipar.trace import findings, segments, trace_file, waits
 
 # Big enough that a stage's time is products and not Python.
 SIZE = ("--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4 --layout pp=2"

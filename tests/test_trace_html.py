@@ -7,8 +7,8 @@ import pytest
 from trace_cases import blocking, trace
 
 from mpipar.errors import OutputError
-from mpipar.report import html
-from mpipar.report.analysis import analyse
+from mpipar.trace import html
+from mpipar.trace.analysis import analyse
 
 
 def case():

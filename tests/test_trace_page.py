@@ -7,7 +7,7 @@ import pytest
 from trace_cases import blocking, busy_trace, pipeline_trace, span, trace, with_operations
 from trace_page import COUNT, HOOK, PLACE, example, tooltip
 
-from mpipar.report.analysis import analyse, barrier_rows
+from mpipar.trace.analysis import analyse, barrier_rows
 
 pytestmark = pytest.mark.browser
 

@@ -7,7 +7,7 @@ import pytest
 from trace_cases import blocking, record, span, trace, with_operations
 
 from mpipar.errors import OutputError
-from mpipar.report import perfetto, waits
+from mpipar.trace import perfetto, waits
 
 
 def example():

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import strategies as st
 from trace_cases import MS, blocking, record, span, trace
 
-from mpipar.report import pop, segments, waits
-from mpipar.report.causes import Causes
-from mpipar.report.waits import totals
+from mpipar.trace import pop, segments, waits
+from mpipar.trace.causes import Causes
+from mpipar.trace.waits import totals
 
 
 def analyse(case):

@@ -9,10 +9,10 @@ from helpers import find_launcher, run_ranks
 from one_rank import fresh
 from program import LIMIT, cells, environment, layout_flags, mpipar, one_block, section
 
-from mpipar import checkpoint
-from mpipar.config import Config, GridConfig
-from mpipar.train import make_schedule
-from mpipar.verify import serial_config
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.config.fields import Config, GridConfig
+from mpipar.train.verify import serial_config
+from mpipar.train.worker import make_schedule
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 31 --seq-len 5 --batch-size 8
@@ -20,7 +20,9 @@ SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 31 --seq-len 5 --batch-size 8
 # One function replaced: the result of one barrier is thrown away.
 BROKEN = """
 import sys
-from mpipar import cli, comm, launch
+from mpipar import cli
+from mpipar.comm import group as comm
+from mpipar.job import session as launch
 plain = comm.Comm.all_reduce
 def all_reduce(self, x, name, op="sum"):
     return x if name == "block1.ffn.up" else plain(self, x, name, op)

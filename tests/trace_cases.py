@@ -3,12 +3,12 @@
 from pathlib import Path
 from random import Random
 
-from mpipar.pipeline import schedules
+from mpipar.comm.clock import CommonClock
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.schedules import table as schedules
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
-from mpipar.report.clock import CommonClock
-from mpipar.report.trace_file import LayerOperation, Record, Span, Trace, schedule_json
-from mpipar.report.trace_file import RankTrace as Rank
+from mpipar.trace.trace_file import LayerOperation, Record, Span, Trace, schedule_json
+from mpipar.trace.trace_file import RankTrace as Rank
 
 MS = 10**6
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpipar.comm.facts import broadcast_text
+from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import AUTO
+from mpipar.console.tables import nbytes, table
 from mpipar.errors import UsageError
-from mpipar.grid import Grid
 from mpipar.pipeline.choose import choose
-from mpipar.pipeline.schedules import FAMILIES
+from mpipar.pipeline.schedules.table import FAMILIES
 from mpipar.plan import machine_file
 from mpipar.plan.measure import measure_costs, stage_costs
 from mpipar.plan.step import schedule_costs
-from mpipar.report.console import nbytes, table
-from mpipar.report.gather import broadcast_text
 
 
 def with_schedule(session, inputs, machine_path: str | None = None):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
+from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
-from mpipar.report import comparison, trace_file
-from mpipar.report.analysis import Analysis, analyse
-from mpipar.report.console import table
+from mpipar.trace import comparison, trace_file
+from mpipar.trace.analysis import Analysis, analyse
 
 MOST = 12  # rows of a table
 WIDTH = 100  # characters of a line of text

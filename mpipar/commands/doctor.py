@@ -13,9 +13,9 @@ import numpy as np
 import threadpoolctl
 
 from mpipar import __version__
+from mpipar.comm.facts import gather_facts
 from mpipar.errors import EXIT_OK
-from mpipar.report import gpus
-from mpipar.report.gather import gather_facts
+from mpipar.job import gpus
 
 
 def run(session) -> int:

@@ -9,17 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar import models
-from mpipar.commands.auto import named, shortest
-from mpipar.commands.resolve import AUTO, resolve
-from mpipar.data.rows import rows_per_microbatch
-from mpipar.errors import EXIT_OK, UsageError
-from mpipar.grid import Grid
-from mpipar.plan import machine_file
-from mpipar.plan.predict import MEMORY_LABELS, group_of, predict
-from mpipar.plan.step import schedule_costs, step_estimate
-from mpipar.report import formulas
-from mpipar.report.console import barriers, describe_stage, nbytes, number, table
-from mpipar.trace import (
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import (
     AXIS,
     DTYPE,
     MB,
@@ -33,7 +24,16 @@ from mpipar.trace import (
     WIRE,
     place,
 )
-from mpipar.train import make_schedule
+from mpipar.commands.auto import named, shortest
+from mpipar.commands.resolve import AUTO, resolve
+from mpipar.console.tables import barriers, describe_stage, nbytes, number, table
+from mpipar.data.rows import rows_per_microbatch
+from mpipar.errors import EXIT_OK, UsageError
+from mpipar.ops.shape_array import MEMORY_LABELS
+from mpipar.plan import formulas, machine_file
+from mpipar.plan.predict import group_of, predict
+from mpipar.plan.step import schedule_costs, step_estimate
+from mpipar.train.worker import make_schedule
 
 
 def run(reading, world_rank: int, machine_path: str | None = None) -> int:

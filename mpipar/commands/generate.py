@@ -7,22 +7,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mpipar import checkpoint, formats
 from mpipar import ops as ops_module
+from mpipar.checkpoint import formats
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
 from mpipar.commands.resolve import resolve
+from mpipar.console.tables import printable
 from mpipar.errors import EXIT_OK, DataError, UsageError
-from mpipar.generate import decode, encode, generate
-from mpipar.grid import Grid
-from mpipar.report.console import printable
-from mpipar.trace import Recorder
-from mpipar.train import Worker
+from mpipar.inference.generate import decode, encode, generate
+from mpipar.train.worker import Worker
 
 
 def run(session, reading, run_folder: str) -> int:
     """Print the prompt and what follows, piece by piece; returns the exit code.
 
     run_folder: what `mpipar train` wrote, or a folder with model.safetensors and config.json.
-    Comm: see `mpipar.generate.generate`.
+    Comm: see `mpipar.inference.generate.generate`.
     """
     world = session.start()
     config, ops, prompt = session.agree(

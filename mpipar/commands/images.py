@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpipar.classify import accuracy
 from mpipar.data.images import Rows
+from mpipar.inference.classify import accuracy
 
 UNIT = "img"
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpipar import checkpoint, data
+from mpipar import data
 from mpipar import ops as ops_module
+from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
-from mpipar.config import Config, RunConfig
+from mpipar.config.fields import Config, RunConfig
 from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
-from mpipar.generate import encode
+from mpipar.inference.generate import encode
 
 
 @dataclass(frozen=True)

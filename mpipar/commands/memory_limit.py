@@ -15,13 +15,13 @@ from math import prod
 
 from threadpoolctl import threadpool_limits
 
+from mpipar.comm.grid import AXES, Grid
+from mpipar.comm.record import place
 from mpipar.commands.resolve import stage_problems
-from mpipar.config import resolve
+from mpipar.config.fields import resolve
+from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
-from mpipar.grid import AXES, Grid
 from mpipar.plan.predict import predict
-from mpipar.report.console import nbytes
-from mpipar.trace import place
 
 # What a process takes after its start for things that are no array of the model: stacks of threads,
 # Python's objects, scratch tiles.

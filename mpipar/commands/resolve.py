@@ -4,13 +4,15 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from mpipar import formats, loss_scale, ops
-from mpipar.config import Check, Config, GridConfig, RunConfig, complete, flag, settings
+from mpipar import ops
+from mpipar.checkpoint import formats
+from mpipar.config.fields import Check, Config, GridConfig, RunConfig, complete, flag, settings
+from mpipar.config.flags import Reading, build
 from mpipar.errors import UsageError, UserError, combine
-from mpipar.flags import Reading, build
-from mpipar.pipeline import schedules
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.report import tracer
+from mpipar.pipeline.schedules import table as schedules
+from mpipar.trace import tracer
+from mpipar.train import loss_scale
 
 AUTO = "auto"  # the schedule whose name is chosen after the costs have been measured
 

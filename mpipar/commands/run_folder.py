@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpipar import flags
+from mpipar.config import flags
 from mpipar.errors import OutputError
-from mpipar.failure import DISK_ERRORS
+from mpipar.job.failure import DISK_ERRORS
 
 RUNS = Path("runs")  # of the folders that --out does not name
 

@@ -6,14 +6,15 @@ from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
+from mpipar.console import output
 from mpipar.errors import EXIT_OK, UsageError, UserError
-from mpipar.pipeline import csv_format, draw, schedules
+from mpipar.pipeline import csv_format, draw
 from mpipar.pipeline.closed_form import ClosedForm, closed_form
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Schedule
+from mpipar.pipeline.schedules import table as schedules
 from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.pipeline.svg import svg
-from mpipar.plan.costs import Costs
-from mpipar.report import output
 
 EPILOG = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole

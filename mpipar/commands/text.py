@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.rows import Rows
 from mpipar.data.source import BYTE_VOCABULARY
-from mpipar.generate import decode, generate
+from mpipar.inference.generate import decode, generate
 
 UNIT = "tok"
 

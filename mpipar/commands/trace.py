@@ -5,12 +5,13 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from mpipar.comm.record import family
+from mpipar.console.bubble import bubble_table
+from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
-from mpipar.report import html, perfetto, pop, trace_file, waits
-from mpipar.report.analysis import CATEGORIES, Analysis, analyse, category_ns
-from mpipar.report.bubble import bubble_table
-from mpipar.report.console import family, nbytes, table
-from mpipar.report.timeline import median_step, timeline
+from mpipar.trace import html, perfetto, pop, trace_file, waits
+from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, category_ns
+from mpipar.trace.timeline import median_step, timeline
 
 WIDTH = 100  # characters of a line of text
 MOST = 12  # rows of a table of causes, barriers or call sites

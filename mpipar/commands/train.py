@@ -9,7 +9,11 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from mpipar import checkpoint, data, models
+from mpipar import data, models
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
 from mpipar.commands import images, text
 from mpipar.commands.auto import machine_problems, with_schedule
 from mpipar.commands.inputs import prepare
@@ -19,7 +23,10 @@ from mpipar.commands.run_folder import (
     full_disk_is_an_output_error,
     make_run_folder,
 )
-from mpipar.environment import host_name
+from mpipar.console import tables as console
+from mpipar.console.bubble import bubble_rows, bubble_table, span_facts
+from mpipar.console.memory import PeakMemory, process_peak
+from mpipar.console.metrics import Metrics
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -28,23 +35,19 @@ from mpipar.errors import (
     UsageError,
     UserError,
 )
-from mpipar.grid import Grid
+from mpipar.job import hang
+from mpipar.job.environment import host_name
+from mpipar.job.watchdog import Watchdog
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 from mpipar.plan.predict import predict
-from mpipar.report import console, hang, html, trace_file
-from mpipar.report.analysis import analyse
-from mpipar.report.bubble import bubble_rows, bubble_table, span_facts
-from mpipar.report.gather import broadcast_text, gather_facts
-from mpipar.report.memory import PeakMemory, process_peak
-from mpipar.report.metrics import Metrics
-from mpipar.report.tracer import Tracer
-from mpipar.trace import Recorder
-from mpipar.train import Worker, make_schedule
-from mpipar.watchdog import Watchdog
+from mpipar.trace import html, trace_file
+from mpipar.trace.analysis import analyse
+from mpipar.trace.tracer import Tracer
+from mpipar.train.worker import Worker, make_schedule
 
 FINISH = {"decoder": text, "convnet": images}  # what is shown when training is done
 

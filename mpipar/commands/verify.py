@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpipar import verify
 from mpipar.commands.inputs import prepare
 from mpipar.commands.resolve import AUTO
+from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
-from mpipar.report.console import table
+from mpipar.train import verify
 
 
 def run(session, reading) -> int:

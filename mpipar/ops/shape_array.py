@@ -6,6 +6,8 @@ from collections import Counter
 
 import numpy as np
 
+MEMORY_LABELS = ("weights", "gradients", "optimizer", "stash", "buffers")
+
 
 class Ledger:
     """Live bytes by label, and the breakdown at the instant of the largest sum."""

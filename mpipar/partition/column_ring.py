@@ -3,7 +3,7 @@
 While this rank multiplies the tokens of one rank, those of the next are on their way.
 """
 
-from mpipar.grid import piece, share
+from mpipar.comm.grid import piece, share
 from mpipar.partition import ring, shares
 
 shard_axis = 1

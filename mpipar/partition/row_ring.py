@@ -3,7 +3,7 @@
 While the sum of one rank's tokens is on its way, this rank multiplies those of the next.
 """
 
-from mpipar.grid import piece, share
+from mpipar.comm.grid import piece, share
 from mpipar.partition import ring, shares
 
 shard_axis = 0

@@ -7,7 +7,7 @@ put together again leaves it away.
 
 from __future__ import annotations
 
-from mpipar.grid import piece, share
+from mpipar.comm.grid import piece, share
 
 
 def own(ops, x, axis, comm):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpipar.comm import Comm
+from mpipar.comm.group import Comm
 
 shard_axis = None
 bias_is_cut = True

@@ -10,7 +10,7 @@ Korthikanti et al., arXiv 2205.05198.
 
 from __future__ import annotations
 
-from mpipar.grid import piece, share
+from mpipar.comm.grid import piece, share
 from mpipar.partition import shares
 
 

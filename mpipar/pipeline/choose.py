@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from numbers import Real
 
 from mpipar.errors import UsageError
-from mpipar.pipeline.schedules import FAMILIES, SCHEDULES, make, num_stages, problems
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.schedules.table import FAMILIES, SCHEDULES, make, num_stages, problems
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 
 FITS = "fits"
 OVER = "needs more memory than a rank has"

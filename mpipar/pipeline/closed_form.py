@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
 
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Schedule
-from mpipar.pipeline.looped import group_sizes
-from mpipar.plan.costs import Costs
+from mpipar.pipeline.schedules.looped import group_sizes
 
 
 class Counts(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
-from mpipar.pipeline.schedules import with_reduce_grad
+from mpipar.pipeline.schedules.table import with_reduce_grad
 
 FORMATS = ("compute_only", "compute_comms")
 MIRROR_LINE = "# mpipar mirror placement: no counterpart in torch.distributed.pipelining"

@@ -11,8 +11,8 @@ from numbers import Real
 from typing import NamedTuple
 
 from mpipar.pipeline.check import check
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Instr, Schedule, is_compute, is_remote, parts
-from mpipar.plan.costs import Costs
 
 
 class Span(NamedTuple):

@@ -16,13 +16,13 @@ import numpy as np
 
 from mpipar import data, models
 from mpipar import ops as ops_module
-from mpipar.comm import Comm
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.group import Comm
+from mpipar.comm.record import Recorder
+from mpipar.comm.transport import NoTransport
 from mpipar.layers.stash import Stash
-from mpipar.plan.costs import Costs
-from mpipar.report.gather import gather_facts
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-from mpipar.transport import NoTransport
+from mpipar.pipeline.costs import Costs
+from mpipar.train.worker import Worker
 
 REPEATS = 5  # after one warm-up; medians are taken
 OPTIMIZER_STATE = {"sgd": 0, "adamw": 2}  # copies of the weights

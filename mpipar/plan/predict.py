@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 from mpipar import data
 from mpipar import ops as ops_module
-from mpipar.grid import Grid
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-
-MEMORY_LABELS = ("weights", "gradients", "optimizer", "stash", "buffers")
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.train.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mpipar.grid import Grid
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import AXIS, NAME, OPERATION, PAYLOAD, PHASE
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.costs import Costs
 from mpipar.plan.machine import HOP, Machine
 from mpipar.plan.measure import unit_counts, unit_memory
 from mpipar.plan.predict import group_of, predict
-from mpipar.trace import AXIS, NAME, OPERATION, PAYLOAD, PHASE
-from mpipar.train import make_schedule
+from mpipar.train.worker import make_schedule
 
 BUCKET = "grads.bucket"  # the one sum that is posted first and waited for later
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 
-from mpipar import config as config_module
 from mpipar import ops as ops_module
-from mpipar.config import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config import fields as config_module
+from mpipar.config.fields import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
+from mpipar.config.presets import OF_MODEL
 from mpipar.data.rows import Rows
-from mpipar.grid import Grid
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.presets import OF_MODEL
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-from mpipar.verify import compare, one_rank_tensors, serial_config, step_tensors
+from mpipar.train.verify import compare, one_rank_tensors, serial_config, step_tensors
+from mpipar.train.worker import Worker
 
 WORLD = MPI.COMM_WORLD
 LAYOUTS = {  # number of ranks: (dp, pp, tp)

@@ -21,7 +21,7 @@ from bench.groups import make_group, ranks_of_a_host
 from bench.posted import PostedAllReduce
 from bench.sampling import Plan, Progress, measure
 from mpipar import ops as ops_module
-from mpipar.trace import Recorder
+from mpipar.comm.record import Recorder
 
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)

@@ -5,12 +5,12 @@ once.
 import pytest
 from small_model import assert_equals_one_rank, small_config
 
-from mpipar.comm import Comm
-from mpipar.gradsync import GradSync
+from mpipar.comm.group import Comm
 from mpipar.layers.linear import Linear
 from mpipar.partition import row
 from mpipar.pipeline.engine import Engine
-from mpipar.train import Worker
+from mpipar.train.gradsync import GradSync
+from mpipar.train.worker import Worker
 
 pytestmark = pytest.mark.ranks(2)
 DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)

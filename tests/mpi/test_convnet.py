@@ -16,18 +16,18 @@ from small_model import (
 )
 
 from mpipar import ops as ops_module
-from mpipar.classify import accuracy
-from mpipar.comm import Comm
-from mpipar.config import ModelConfig
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comm
+from mpipar.comm.record import NAME, OPERATION, PAYLOAD, PHASE, Recorder
+from mpipar.config.fields import ModelConfig
 from mpipar.data.images import ImageSet, Rows
-from mpipar.grid import Grid
+from mpipar.inference.classify import accuracy
 from mpipar.layers.conv import PatchProduct
 from mpipar.layers.linear import Linear
 from mpipar.models.convnet import Stem
+from mpipar.plan import formulas
 from mpipar.plan.predict import predict
-from mpipar.report import formulas
-from mpipar.trace import NAME, OPERATION, PAYLOAD, PHASE, Recorder
-from mpipar.train import Worker
+from mpipar.train.worker import Worker
 
 # Channels that neither 2 nor 3 divides; images 7 x 9 with 2 channels, behind the stem 3 x 4; 7
 # classes: all padded over tp.

@@ -10,11 +10,10 @@ from small_model import WORLD, poison_unwritten
 
 from bench.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
 from mpipar import ops as ops_module
-from mpipar.comm import Comm
-from mpipar.connect import Options
-from mpipar.grid import piece, share
-from mpipar.partition import ring, shares, tokens
-from mpipar.trace import (
+from mpipar.comm.connect import Options
+from mpipar.comm.grid import piece, share
+from mpipar.comm.group import Comm
+from mpipar.comm.record import (
     AXIS,
     BYTES,
     CALLS,
@@ -29,6 +28,7 @@ from mpipar.trace import (
     WIRE_BYTES,
     Recorder,
 )
+from mpipar.partition import ring, shares, tokens
 
 TOLERANCE = 1e-12
 HERE = cases(WORLD.size)

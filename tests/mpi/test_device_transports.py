@@ -14,14 +14,14 @@ from small_model import LAYOUTS, MODEL, WORLD, small_config, tokens
 
 from bench.cut_product import PHASES, CutProduct, Sizes, cases, whole
 from bench.cut_product import connect as connect_cut
-from mpipar import connect
 from mpipar import ops as ops_module
+from mpipar.comm import connect
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.comm.transport import HostTransport
 from mpipar.data.rows import Rows
-from mpipar.grid import Grid
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-from mpipar.transport import HostTransport
-from mpipar.verify import SPREAD, differences, full_tensors, serial_config, step_tensors
+from mpipar.train.verify import SPREAD, differences, full_tensors, serial_config, step_tensors
+from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 CALLS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "isend", "irecv", "send",

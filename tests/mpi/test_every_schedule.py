@@ -18,11 +18,11 @@ from small_model import (
 )
 
 from mpipar import ops as ops_module
-from mpipar.grid import Grid, share
-from mpipar.pipeline import schedules
+from mpipar.comm.grid import Grid, share
+from mpipar.comm.record import Recorder
+from mpipar.pipeline.schedules import table as schedules
 from mpipar.plan.predict import predict
-from mpipar.trace import Recorder
-from mpipar.train import Worker, holders
+from mpipar.train.worker import Worker, holders
 
 LAYOUTS = {1: [(1, 1, 1)], 2: [(1, 2, 1)], 4: [(1, 4, 1), (1, 2, 2), (2, 2, 1)], 8: [(2, 2, 2)]}
 pytestmark = pytest.mark.ranks(*LAYOUTS)
@@ -95,7 +95,7 @@ def test_tie_and_mirror_sums(case):
 
 
 def one_rank_worker(config):
-    from mpipar.verify import serial_config
+    from mpipar.train.verify import serial_config
 
     worker = Worker(serial_config(config), Grid(0), ops_module.make("cpu", "float64"), Recorder())
     return sum(stage.flat.data.size for stage in worker.stages.values()), worker

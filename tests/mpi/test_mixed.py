@@ -11,19 +11,19 @@ from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
 from test_records import WHAT
 
 from mpipar import ops as ops_module
-from mpipar import train
-from mpipar.comm import Comm
-from mpipar.connect import Options, connect
+from mpipar.comm.connect import Options, connect
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comm
+from mpipar.comm.narrow import NarrowTransport
+from mpipar.comm.record import Recorder
+from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
 from mpipar.errors import NonFiniteError
-from mpipar.gradsync import GradSync
-from mpipar.grid import Grid
-from mpipar.narrow_transport import NarrowTransport
 from mpipar.plan.predict import predict
-from mpipar.report.memory import PeakMemory
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-from mpipar.verify import compare
+from mpipar.train import worker as train
+from mpipar.train.gradsync import GradSync
+from mpipar.train.verify import compare
+from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding

@@ -8,11 +8,8 @@ import pytest
 from small_model import LAYOUTS, MODEL, WORLD, real_step, small_config, tokens
 
 from mpipar import ops as ops_module
-from mpipar.data.rows import Rows
-from mpipar.grid import Grid, share
-from mpipar.plan.predict import predict
-from mpipar.report.memory import PeakMemory
-from mpipar.trace import (
+from mpipar.comm.grid import Grid, share
+from mpipar.comm.record import (
     AXIS,
     DTYPE,
     MB,
@@ -26,7 +23,10 @@ from mpipar.trace import (
     WIRE,
     Recorder,
 )
-from mpipar.train import Worker
+from mpipar.console.memory import PeakMemory
+from mpipar.data.rows import Rows
+from mpipar.plan.predict import predict
+from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 WHAT = (OPERATION, NAME, AXIS, PEER, TAG, PAYLOAD, WIRE, DTYPE, STAGE, MB, PHASE)

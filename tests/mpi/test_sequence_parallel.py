@@ -19,16 +19,16 @@ from small_model import (
 )
 
 from mpipar import ops as ops_module
-from mpipar.comm import Comm
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comm
+from mpipar.comm.record import Recorder
 from mpipar.data.rows import Rows
-from mpipar.generate import generate
-from mpipar.grid import Grid
+from mpipar.inference.generate import generate
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition.tokens import CutTokens
 from mpipar.plan.measure import measure_costs
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-from mpipar.verify import serial_config
+from mpipar.train.verify import serial_config
+from mpipar.train.worker import Worker
 
 LAYOUT_TP4 = (1, 1, 4)
 HERE = [layout for layout in LAYOUTS[WORLD.size] if layout[2] > 1]

@@ -10,12 +10,12 @@ from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, small_confi
 from test_records import WHAT, blocks_of
 
 from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid, share
+from mpipar.comm.record import DONE, NAME, OPERATION, PHASE, POSTED, WAITED, Recorder
+from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
-from mpipar.grid import Grid, share
 from mpipar.plan.predict import predict
-from mpipar.report.memory import PeakMemory
-from mpipar.trace import DONE, NAME, OPERATION, PHASE, POSTED, WAITED, Recorder
-from mpipar.train import Worker
+from mpipar.train.worker import Worker
 
 HERE = [layout for layout in LAYOUTS[WORLD.size] if layout[2] > 1]
 MATMULS = ("plain", "ring")

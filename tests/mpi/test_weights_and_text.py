@@ -14,14 +14,14 @@ import pytest
 from helpers import assert_close
 from small_model import LAYOUTS, MODEL, WORLD, small_config
 
-from mpipar import checkpoint
 from mpipar import ops as ops_module
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
 from mpipar.data.rows import Batch
-from mpipar.generate import generate
-from mpipar.grid import Grid
-from mpipar.trace import Recorder
-from mpipar.train import Worker
-from mpipar.verify import serial_config
+from mpipar.inference.generate import generate
+from mpipar.train.verify import serial_config
+from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,

@@ -1,0 +1,242 @@
+"""Weights on disk: one file of full tensors in the model's form, whatever the layout.
+
+Written and read in row blocks, so that no rank ever holds a tensor it does not own. A row is an
+index of a parameter's first logical axis; in the file a row is a contiguous run of bytes, because
+the logical shape differs from the file's only by splitting axes: (D, 3, H, d) is stored as
+(D, 3*D).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mpipar import models
+from mpipar import ops as ops_module
+from mpipar.checkpoint import formats
+from mpipar.checkpoint.hf_gpt2 import DTYPES, FLOATS
+from mpipar.comm.group import Comm
+from mpipar.comm.record import Recorder
+from mpipar.errors import DataError, OutputError
+
+BLOCK_BYTES = 16 * 2**20  # a row block: what one message and one write carry at most
+
+
+def all_params(config, stage_layers) -> list[tuple[int, object]]:
+    """(stage, Param) of every tensor, whole and without memory: the real layers on shapes."""
+    ops = ops_module.make("shapes", "float32")
+    solo = Comm("tp", (0,), 0, None, Recorder())
+    tables, found, form = {}, [], formats.of(config)
+    for number in range(len(stage_layers)):
+        stage = models.of(config).Stage(ops, config, number, stage_layers, solo, tables)
+        found += [(number, param) for param in stage.flat.params]
+    return sorted(found, key=lambda item: form.short_name(item[1].name))
+
+
+def _blocks(shape, itemsize):
+    """[first, last) row blocks of a logical shape, each of at most BLOCK_BYTES (or one row)."""
+    rows = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * itemsize))
+    return [(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
+
+
+def _shard_part(param, index, count, first, last):
+    """Where shard `index` of `count` meets rows [first, last): (local rows, index into the block).
+
+    None when it holds none of them.
+    """
+    if param.cut_axis is None or count == 1:
+        return slice(first, last), ()
+    axis = param.cut_axis
+    width = -(-param.shape[axis] // count)
+    start = min(index * width, param.shape[axis])
+    stop = min(start + width, param.shape[axis])
+    if axis > 0:
+        return slice(first, last), (*[slice(None)] * axis, slice(start, stop))
+    low, high = max(first, start), min(last, stop)
+    if low >= high:
+        return None
+    return slice(low - start, high - start), (slice(low - first, high - first),)
+
+
+def stream(worker, array_of):
+    """Yield (name, disk shape, first row, block) of full tensors on world rank 0, nothing
+    elsewhere.
+
+    array_of(param) picks what is streamed: `param.master`, or `param.grad` for a comparison. The
+    block keeps the parameter's logical shape. Every rank must run this to the end.
+    Comm: per block and owner other than rank 0, one send over world, in the order of the file.
+    """
+    ops, grid, world = worker.ops, worker.grid, worker.comms.world
+    mine = {param.name: param for stage in worker.stages.values() for param in stage.flat.params}
+    disk_shape = formats.of(worker.config.model).disk_shape
+    for stage, param in all_params(worker.config.model, worker.stage_layers):
+        pp_rank = worker.schedule.rank_of(stage, 0)
+        shards = grid.tp_size if param.cut_axis is not None else 1
+        for first, last in _blocks(param.shape, ops.statistics.itemsize):
+            block = np.empty((last - first, *param.shape[1:]), ops.statistics)
+            for index in range(shards):
+                part = _shard_part(param, index, shards, first, last)
+                if part is None:
+                    continue
+                local, place = part
+                owner = grid.at(pp=pp_rank, dp=0, cp=0, tp=index)
+                piece = None
+                if grid.world_rank == owner:
+                    own = mine[param.name]
+                    inside = [slice(None)] * len(param.shape)
+                    if own.cut_axis:  # padding of the cut axis stays out of the file
+                        inside[own.cut_axis] = slice(0, own.bounds()[1] - own.bounds()[0])
+                    piece = array_of(own)[(local, *inside[1:])]
+                if owner != 0:
+                    shape = block[place].shape
+                    piece = _move(worker, world, piece, shape, owner, f"save.{param.name}")
+                if grid.world_rank == 0:
+                    block[place] = ops.to_host(piece)
+            if grid.world_rank == 0:
+                yield param.name, disk_shape(param), first, block
+
+
+def _move(worker, world, piece, shape, owner, name):
+    """One piece from its owner to world rank 0. Comm: one send over world."""
+    if worker.grid.world_rank == owner:
+        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
+        worker.ops.copy(buffer, piece)
+        world.send(buffer, 0, 0, name)
+    elif worker.grid.world_rank == 0:
+        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
+        return world.recv(buffer, owner, 0, name)
+    return None
+
+
+def save(worker, folder: Path) -> None:
+    """Write folder/model.safetensors and config.json; a crash leaves the former ones as they were.
+
+    Raises OutputError on rank 0 when the disk refuses. Comm: see `stream`.
+    """
+    params = all_params(worker.config.model, worker.stage_layers)
+    form, dtype = formats.of(worker.config.model), worker.ops.statistics
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for _, param in params:
+        nbytes = math.prod(param.shape) * dtype.itemsize
+        name = form.file_name(param.name)
+        header[name] = {"dtype": DTYPES[dtype.name],
+                        "shape": form.disk_shape(param),
+                        "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    blocks = (block for _, _, _, block in stream(worker, lambda param: param.master))
+    if worker.grid.world_rank > 0:
+        for _ in blocks:
+            pass
+        return
+    config = json.dumps(form.to_json(worker.config, dtype.name), indent=2) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / "config.json", [config.encode()])
+        _replace(folder / "model.safetensors",
+                 itertools.chain([len(text).to_bytes(8, "little"), text], blocks))
+    except OSError as error:
+        raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
+
+
+def _replace(path: Path, pieces) -> None:
+    """Write a file under another name and rename it: readers see it whole, or the former one."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            file.writelines(
+                np.ascontiguousarray(piece) if isinstance(piece, np.ndarray) else piece
+                for piece in pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def problems(config) -> list[str]:
+    """What is wrong with the tensors that a run starts from; their names and shapes alone are read.
+
+    A config.json that can't be used was told where the model's shape was read from it.
+    """
+    folder = config.run.init_from
+    if folder is None:
+        return []
+    try:
+        model = replace(config.model, **formats.model_settings(folder))
+    except DataError:
+        return []
+    try:
+        with _open(folder) as file:
+            return _find(file, model, folder)[1]
+    except DataError as error:
+        return error.problems
+
+
+def load(worker, folder: str) -> None:
+    """Read this rank's shards of every tensor, row block by row block.
+
+    Raises DataError with all tensors that are missing or have another shape. Comm: none.
+    """
+    with _open(folder) as file:
+        found, wrong = _find(file, worker.config.model, folder)
+        if wrong:
+            raise DataError(wrong)
+        for stage in worker.stages.values():
+            for param in stage.flat.params:
+                tensor = file.get_slice(found[param.name])
+                _load_param(worker.ops, param, tensor)
+            stage.flat.publish()
+
+
+def _open(folder: str):
+    path = Path(folder) / "model.safetensors"
+    try:
+        return safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"--init-from {folder}: {path.name}: {error}") from None
+
+
+def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
+    """Parameter name -> tensor name in the file, and what is missing or does not fit."""
+    names, found, wrong, form = set(file.keys()), {}, [], formats.of(model)
+    for _, param in all_params(model, (model.layers,)):
+        options = [form.file_name(param.name), form.short_name(param.name)]
+        name = next((option for option in options if option in names), None)
+        if name is None:
+            wrong.append(f"--init-from {folder}: tensor {options[1]} is missing")
+            continue
+        found[param.name], tensor = name, file.get_slice(name)
+        dtype, shape, needed = tensor.get_dtype(), tensor.get_shape(), [*form.disk_shape(param)]
+        where = f"--init-from {folder}: tensor {name} is"
+        if dtype not in FLOATS:
+            wrong.append(f"{where} {dtype}, not one of {', '.join(FLOATS)}")
+        elif shape != needed:
+            wrong.append(f"{where} {shape} in the file, {needed} in the model")
+    return found, wrong
+
+
+def _load_param(ops, param, tensor):
+    """Fill one shard from a tensor of the file; padding stays zero."""
+    per_row = tensor.get_shape()[0] // param.shape[0]  # file rows in a logical row
+    start, stop = param.bounds()
+    for first, last in _blocks(param.shape, 4):
+        part = _shard_part(param, param.cut_index, param.cut_count, first, last)
+        if part is None:
+            continue
+        local, place = part
+        block = tensor[first * per_row:last * per_row].reshape(last - first, *param.shape[1:])
+        values = np.ascontiguousarray(block[place], dtype=ops.statistics)
+        inside = [slice(None)] * len(param.shape)
+        if param.cut_axis:
+            inside[param.cut_axis] = slice(0, stop - start)
+        ops.copy(param.master[(local, *inside[1:])], ops.asarray(values))

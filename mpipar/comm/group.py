@@ -1,0 +1,200 @@
+"""The wire: the only module that moves data between ranks.
+
+One `Comm` per group. Each call has a `name=` (the barrier that a reader finds in tables and
+traces), appends one record, and is a no-op in a group of one: no layer ever asks how many ranks
+there are. Reductions work in place on the array they are given. How bytes travel is the transport's
+business (`mpipar/comm/connect.py`).
+
+Who must make the same call: every member of the group, in the same order; for send and recv, the
+peer with the same tag. What breaks otherwise: a hang, or a wrong sum on some ranks without any
+error.
+"""
+
+from __future__ import annotations
+
+from mpipar.comm.connect import Options, connect, shares_cores
+from mpipar.comm.grid import AXES
+from mpipar.comm.record import WAITED, perf_counter_ns
+
+
+class Pending:
+    """A posted operation; `array` must not be touched before `wait` or a true `test`."""
+
+    def __init__(self, request, record, recorder, array):
+        self.request = request
+        self.record = record
+        self.recorder = recorder
+        self.array = array
+        if record is not None:
+            record[WAITED] = 0  # posted, and nobody waits for it yet
+
+    def test(self) -> bool:
+        """Let the operation progress; true when it is done (it is then recorded as done)."""
+        record = self.record
+        if record is None:
+            return True
+        if not self.request.Test():
+            return False
+        record[WAITED] = perf_counter_ns()  # nobody had to wait for it
+        self.recorder.close(record)
+        self.record = self.request = None
+        return True
+
+    def wait(self):
+        """Block until done and return the array."""
+        record = self.record
+        if record is not None:
+            record[WAITED] = perf_counter_ns()
+            self.request.Wait()
+            self.recorder.close(record)
+            self.record = self.request = None
+        return self.array
+
+
+class Comm:
+    """One group of ranks along `axis`: their world ranks, and this rank's place `index`."""
+
+    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire, recorder):
+        self.axis = axis
+        self.ranks = ranks
+        self.index = index
+        self.size = len(ranks)
+        self.wire = wire
+        self.recorder = recorder
+        self.seq = 0
+
+    def all_reduce(self, x, name: str, op: str = "sum"):
+        """Reduce x over the group in place (op: sum or max) and return it."""
+        if self.size > 1:
+            record = self.recorder.open("all_reduce", name, self, x.nbytes, x.dtype)
+            self.wire.all_reduce(x, op)
+            self.recorder.close(record)
+        return x
+
+    def iall_reduce(self, x, name: str) -> Pending:
+        """Post an in-place sum of x over the group; x is done after `wait`."""
+        if self.size == 1:
+            return Pending(None, None, None, x)
+        record = self.recorder.open("all_reduce", name, self, x.nbytes, x.dtype)
+        return Pending(self.wire.iall_reduce(x), record, self.recorder, x)
+
+    def all_gather(self, x, name: str):
+        """Everybody's x, stacked in group order: (...) -> (size, ...)."""
+        if self.size == 1:
+            return x.reshape(1, *x.shape)
+        record = self.recorder.open("all_gather", name, self, x.nbytes * self.size, x.dtype)
+        y = self.wire.all_gather(x, self.size)
+        self.recorder.close(record)
+        return y
+
+    def reduce_scatter(self, x, name: str):
+        """Sum x (size, ...) over the group and keep this rank's part: -> (...)."""
+        assert x.shape[0] == self.size, (x.shape, self.size)
+        if self.size == 1:
+            return x.reshape(x.shape[1:])
+        record = self.recorder.open("reduce_scatter", name, self, x.nbytes, x.dtype)
+        y = self.wire.reduce_scatter(x)
+        self.recorder.close(record)
+        return y
+
+    def all_to_all(self, x, name: str):
+        """Part j of x (size, ...) goes to rank j; returns what the others sent here, same shape."""
+        assert x.shape[0] == self.size, (x.shape, self.size)
+        if self.size == 1:
+            return x
+        record = self.recorder.open("all_to_all", name, self, x.nbytes, x.dtype)
+        y = self.wire.all_to_all(x)
+        self.recorder.close(record)
+        return y
+
+    def broadcast(self, x, root: int, name: str):
+        """Overwrite x with the root's x (root: place in the group) and return it."""
+        if self.size > 1:
+            record = self.recorder.open("broadcast", name, self, x.nbytes, x.dtype, peer=root)
+            self.wire.broadcast(x, root)
+            self.recorder.close(record)
+        return x
+
+    def reduce(self, x, root: int, name: str):
+        """Sum x over the group on `root` (place in the group), in place; None elsewhere."""
+        if self.size > 1:
+            record = self.recorder.open("reduce", name, self, x.nbytes, x.dtype, peer=root)
+            self.wire.reduce(x, root)
+            self.recorder.close(record)
+        return x if self.index == root else None
+
+    def barrier(self, name: str) -> None:
+        """Return when every member has called."""
+        if self.size > 1:
+            record = self.recorder.open("barrier", name, self, 0, "")
+            self.wire.barrier()
+            self.recorder.close(record)
+
+    def isend(self, x, peer: int, tag: int, name: str) -> Pending:
+        """Post a send of x to `peer` (place in the group); x must not be written until done."""
+        record = self.recorder.open("send", name, self, x.nbytes, x.dtype, peer, tag)
+        return Pending(self.wire.isend(x, peer, tag), record, self.recorder, x)
+
+    def irecv(self, x, peer: int, tag: int, name: str) -> Pending:
+        """Post a receive into x from `peer`; x is valid after `wait`."""
+        record = self.recorder.open("recv", name, self, x.nbytes, x.dtype, peer, tag)
+        return Pending(self.wire.irecv(x, peer, tag), record, self.recorder, x)
+
+    def send(self, x, peer: int, tag: int, name: str) -> None:
+        """Send x and wait until it is on its way."""
+        record = self.recorder.open("send", name, self, x.nbytes, x.dtype, peer, tag)
+        self.wire.send(x, peer, tag)
+        self.recorder.close(record)
+
+    def recv(self, x, peer: int, tag: int, name: str):
+        """Receive into x and return it."""
+        record = self.recorder.open("recv", name, self, x.nbytes, x.dtype, peer, tag)
+        self.wire.recv(x, peer, tag)
+        self.recorder.close(record)
+        return x
+
+    def neighbor(self, steps: int) -> int:
+        """The place `steps` further round the ring of the group's members."""
+        return (self.index + steps) % self.size
+
+    def max_tag(self) -> int:
+        """The largest message tag that this group's transport can carry."""
+        return self.wire.max_tag()
+
+
+class Comms:
+    """All groups of one rank: `world`, one per axis, and subgroups of the pipeline by name.
+
+    `subgroups` maps a name (e.g. "tie", "mirror") to the pipeline ranks of *every* such group: all
+    ranks take part in making them, whether they are members or not.
+    Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
+    """
+
+    def __init__(self, grid, ops, recorder, mpi_world=None, options=None, subgroups=None):
+        self.grid = grid
+        self.recorder = recorder
+        options = options or Options()
+        options = options._replace(patient=shares_cores(mpi_world))
+
+        def make(axis, ranks, alone=False):
+            """My group's Comm; alone: no group on this axis has several ranks, so no split."""
+            wire = None if alone else connect(ops, mpi_world, ranks, options, recorder)
+            return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder)
+
+        self.world = make("world", tuple(range(grid.world_size)), grid.world_size == 1)
+        self.by_axis = {
+            axis: make(axis, grid.group(axis), grid.axis_size(axis) == 1) for axis in AXES}
+        self.pp, self.dp, self.cp, self.tp = (self.by_axis[axis] for axis in AXES)
+        for name, groups in (subgroups or {}).items():
+            mine = next((group for group in groups if grid.pp_rank in group), (grid.pp_rank,))
+            alone = all(len(group) == 1 for group in groups)
+            self.by_axis[name] = make(name, grid.pp_subgroup(mine), alone)
+
+    def close(self) -> None:
+        """Free the communicators: MPI has only some two thousand.
+
+        Comm: every rank, in the same order.
+        """
+        for comm in (self.world, *self.by_axis.values()):
+            if comm.wire is not None:
+                comm.wire.close()

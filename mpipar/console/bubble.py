@@ -1,0 +1,90 @@
+"""Busy share and bubble of each pipeline rank, measured beside simulated.
+
+Measured: the compute spans of the steps that are still in the ring, against the time from the start
+to the end of the pipeline. All ranks start a step together (the norm of the step before has just
+been agreed on), so the slowest rank's duration is the step's and no clock has to be compared.
+Simulated: the same schedule with the measured mean cost of each stage's passes and instant
+messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from mpipar.console.tables import table
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.simulate import simulate
+
+PASSES = ("F", "B", "I", "W")
+
+
+def span_facts(recorder) -> dict:
+    """This rank's mean seconds per pass, by kind and stage, and per step busy and pipeline seconds.
+
+    Only steps that are whole in the ring count: the oldest may have lost its first spans.
+    """
+    spans = list(recorder.spans)
+    whole = {span[3] for span in spans if span[0] == "pipeline"}
+    if len(whole) > 1:
+        whole.discard(min(whole))
+    passes, busy, pipeline = defaultdict(list), defaultdict(float), defaultdict(float)
+    for kind, start, end, step, stage, _ in spans:
+        if step not in whole:
+            continue
+        seconds = (end - start) * 1e-9
+        if kind in PASSES:
+            passes[f"{kind}{stage}"].append(seconds)
+            busy[step] += seconds
+        elif kind == "pipeline":
+            pipeline[step] += seconds
+    return {
+        "passes": {key: sum(values) / len(values) for key, values in passes.items()},
+        "busy": {step: busy[step] for step in whole}, "pipeline": dict(pipeline),
+    }
+
+
+def measured_costs(facts: list[dict], num_stages: int) -> Costs:
+    """f, i, w of every stage, means over the ranks that ran it; a full backward is halved into i
+    and w.
+    """
+    sums = defaultdict(list)
+    for fact in facts:
+        for key, seconds in fact["passes"].items():
+            sums[key].append(seconds)
+    mean = {key: sum(values) / len(values) for key, values in sums.items()}
+    forward, inputs, weights = [], [], []
+    for stage in range(num_stages):
+        full = mean.get(f"B{stage}")
+        forward.append(mean[f"F{stage}"])
+        inputs.append(full / 2 if full is not None else mean[f"I{stage}"])
+        weights.append(full / 2 if full is not None else mean[f"W{stage}"])
+    return Costs(f=tuple(forward), i=tuple(inputs), w=tuple(weights))
+
+
+def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:
+    """(pp_rank, measured busy share, measured bubble s, simulated busy share, simulated bubble s),
+    by rank.
+
+    facts: `span_facts` of every world rank; pp_ranks: their pipeline ranks.
+    """
+    timeline = simulate(schedule, measured_costs(facts, schedule.num_stages))
+    steps = set.intersection(*(set(fact["busy"]) for fact in facts))
+    durations = {step: max(fact["pipeline"][step] for fact in facts) for step in steps}
+    total = sum(durations.values())
+    rows = []
+    for pp_rank in range(schedule.pp_size):
+        members = [fact for fact, place in zip(facts, pp_ranks, strict=True) if place == pp_rank]
+        busy = sum(fact["busy"][step] for fact in members for step in steps) / len(members)
+        rows.append((
+            pp_rank, busy / total, (total - busy) / len(steps),
+            timeline.busy_share[pp_rank], float(timeline.global_bubble[pp_rank])))
+    return rows
+
+
+def bubble_table(rows: list[tuple]) -> str:
+    """The rows as text."""
+    lines = [("pipeline rank", "busy measured", "simulated", "bubble measured", "simulated")]
+    for pp_rank, busy, bubble, busy_sim, bubble_sim in rows:
+        lines.append((pp_rank, f"{busy:.1%}", f"{busy_sim:.1%}",
+                      f"{bubble * 1e3:.1f} ms", f"{bubble_sim * 1e3:.1f} ms"))
+    return table(lines)

@@ -1,0 +1,84 @@
+"""metrics.jsonl: one object per step, with what every rank spent inside communication, per axis.
+
+Ranks keep their own numbers and meet only when lines are due, so that measuring adds no barrier to
+a step.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from mpipar.comm.facts import gather_numbers
+from mpipar.comm.record import BYTES, CALLS, NANOSECONDS
+
+
+class Metrics:
+    """Collects steps; `flush` brings them to world rank 0, which writes the lines to `file`.
+
+    axes: names of the groups that exist. file: open text file on world rank 0, None elsewhere.
+    """
+
+    def __init__(self, recorder, axes, tokens_per_step, file=None):
+        self.recorder, self.axes, self.file = recorder, list(axes), file
+        self.tokens_per_step = tokens_per_step
+        self.before = self._totals()
+        self.steps, self.numbers = [], []
+
+    def _totals(self) -> np.ndarray:
+        """(axes, 3): calls, payload bytes, seconds since the run began."""
+        totals = self.recorder.totals((0,))
+        rows = [totals.get((axis,), (0, 0, 0, 0)) for axis in self.axes]
+        return np.array([[row[CALLS], row[BYTES], row[NANOSECONDS] * 1e-9] for row in rows])
+
+    def skip(self) -> None:
+        """Leave out what was communicated since the last step (evaluation, saving)."""
+        self.before = self._totals()
+
+    def add(self, result) -> None:
+        """Take in a StepResult and what happened on the wires since the step before."""
+        now = self._totals()
+        self.steps.append(result)
+        self.numbers.append(np.append((now - self.before).ravel(), result.step_seconds))
+        self.before = now
+
+    def flush(self, mpi_world) -> list[dict] | None:
+        """Write the collected steps; returns their objects on world rank 0.
+
+        Comm: one Gather over the world, outside the records; every rank must call it at the same
+        step.
+        """
+        if not self.steps:
+            return [] if self.file else None
+        stacked = gather_numbers(mpi_world, np.array(self.numbers))  # (ranks, steps, numbers)
+        objects = None
+        if stacked is not None:
+            objects = [self._object(step, stacked[:, i]) for i, step in enumerate(self.steps)]
+            if self.file is not None:
+                self.file.writelines(json.dumps(line) + "\n" for line in objects)
+                self.file.flush()
+        self.steps, self.numbers = [], []
+        return objects
+
+    def _object(self, result, numbers: np.ndarray) -> dict:
+        """One line; numbers (ranks, axes * 3 + 1). A step takes as long as on the slowest rank."""
+        seconds = float(numbers[:, -1].max())
+        per_axis = numbers[:, :-1].reshape(len(numbers), len(self.axes), 3)
+        inside = per_axis[:, :, 2].sum(1) / numbers[:, -1]
+        return {
+            "step": result.step, "loss": result.loss,
+            "grad_norm": None if result.skipped else result.grad_norm,
+            **({} if result.loss_scale is None else
+               {"loss_scale": result.loss_scale, "skipped": result.skipped}),
+            "lr": result.lr, "step_seconds": seconds,
+            "tokens_per_second": self.tokens_per_step / seconds,
+            "comm_share_mean": float(inside.mean()), "comm_share_max": float(inside.max()),
+            "comm": {
+                axis: {
+                    "calls": int(per_axis[:, i, 0].sum()), "bytes": int(per_axis[:, i, 1].sum()),
+                    "seconds_mean": float(per_axis[:, i, 2].mean()),
+                    "seconds_max": float(per_axis[:, i, 2].max()),
+                } for i, axis in enumerate(self.axes) if per_axis[:, i, 0].any()
+            },
+        }

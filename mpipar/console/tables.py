@@ -1,0 +1,169 @@
+"""What a training run prints: plain text, built from plain values."""
+
+from __future__ import annotations
+
+import sys
+
+from mpipar import models
+from mpipar.comm.record import BYTES, CALLS, NANOSECONDS, family
+from mpipar.ops.shape_array import MEMORY_LABELS
+
+
+def table(rows: list[tuple], left: int = 1) -> str:
+    """Rows of cells as columns; the first `left` columns are left-aligned, the others
+    right-aligned.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        parts = [cell.ljust(width) if i < left else cell.rjust(width)
+                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text with what standard output's encoding lacks replaced by question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def nbytes(count: float) -> str:
+    """Bytes in KiB, MiB or GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def number(count: float) -> str:
+    """A count as 1.2k or 3.4M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return f"{count:.0f}"
+
+
+def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
+    """Layout, schedule and model in two lines."""
+    grid, model, run = config.grid, config.model, config.run
+    kernels = f", {run.kernels} kernels" if run.kernels else ""
+    return (
+        f"{world_size} rank{'s' * (world_size > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}:"
+        f" dp {grid.dp} x pp {grid.pp} x tp {grid.tp},"
+        f" schedule {grid.schedule_csv or grid.schedule}, {num_stages} stages,"
+        f" {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
+        f"{kernels}{', products in TF32' if run.tf32 else ''}"
+        f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
+        f"model {run.preset}: {models.of(model).describe(model)}; {config.train.optimizer},"
+        f" {config.train.batch_size} rows per step"
+    )
+
+
+def describe_stage(stage: int, stage_layers, entry: str) -> str:
+    """The layers of a stage, as '0: embedding, blocks 0-1'; entry: what lies below the blocks."""
+    first, count = sum(stage_layers[:stage]), stage_layers[stage]
+    parts = [entry] if stage == 0 else []
+    if count:
+        last = first + count - 1
+        parts.append(f"block {first}" if count == 1 else f"blocks {first}-{last}")
+    if stage == len(stage_layers) - 1:
+        parts.append("head, loss")
+    return f"{stage}: {', '.join(parts) or 'no layers'}"
+
+
+def holdings(facts: list[dict]) -> str:
+    """Who holds what: one row per rank."""
+    rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
+    rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
+              number(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
+    return table(rows, left=5)
+
+
+def memory_breakdown(facts: list[dict]) -> str:
+    """Predicted bytes at the peak of a step, by what they are for."""
+    rows = [("rank", *MEMORY_LABELS, "predicted peak")]
+    for fact in facts:
+        memory = fact["memory"]
+        rows.append((fact["rank"], *(nbytes(memory.get(label, 0)) for label in MEMORY_LABELS),
+                     nbytes(sum(memory.values()))))
+    return table(rows)
+
+
+def measured_memory(facts: list[dict]) -> str:
+    """Predicted beside measured bytes, per rank."""
+    rows = [("rank", "predicted peak", "measured peak", "ratio", "whole process")]
+    for fact in facts:
+        predicted = sum(fact["memory"].values())
+        rows.append((fact["rank"], nbytes(predicted), nbytes(fact["measured"]),
+                     f"{fact['measured'] / predicted:.2f}", nbytes(fact["process"])))
+    return table(rows)
+
+
+def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
+    """One line per log interval, fixed order: greppable; speed is that of seconds_per_step."""
+    left = round((steps - line["step"]) * seconds_per_step)
+    per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
+    norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
+    scale = f" | scale {line['loss_scale']:g}" if "loss_scale" in line else ""
+    return (
+        f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}"
+        f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
+        f" | {seconds_per_step * 1e3:.0f} ms | {number(per_second)} {unit}/s"
+        f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
+        f" | eta {left // 60}:{left % 60:02d}"
+    )
+
+
+def skipped_steps(lines: list[dict]) -> list[str]:
+    """What is said of each of these steps whose gradients overflowed."""
+    return [f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
+            f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
+            for line in lines if line.get("skipped")]
+
+
+def barriers(facts: list[list], steps: int, world_size: int) -> str:
+    """The barriers of a step by name, summed over blocks and microbatches.
+
+    facts: for each rank a list of [axis, name, operation, phase, dtype, calls, bytes, wire bytes,
+    ns].
+    Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over
+    ranks.
+    """
+    sums: dict = {}
+    for world_rank, counters in enumerate(facts):
+        for axis, name, operation, phase, dtype, *counter in counters:
+            key = (axis, family(name), operation, phase, dtype)
+            entry = sums.setdefault(key, [0, 0, [0.0] * world_size])
+            entry[0] += counter[CALLS]
+            entry[1] += counter[BYTES]
+            entry[2][world_rank] += counter[NANOSECONDS] * 1e-6
+    if not sums:
+        return "none: one rank waits for nobody"
+    rows = [("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step",
+             "ms mean", "ms max")]
+    for key, (calls, size, times) in sorted(sums.items()):
+        rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps),
+                     f"{sum(times) / world_size / steps:.2f}", f"{max(times) / steps:.2f}"))
+    return table(rows, left=5)
+
+
+def overlap(facts: list[dict]) -> str:
+    """Share of the gradient all-reduces' flight time that passed beside computing."""
+    flight = sum(fact["flight_ns"] for fact in facts)
+    if not flight:
+        return "gradient all-reduce: none (dp 1)"
+    hidden = sum(fact["overlapped_ns"] for fact in facts) / flight
+    return f"gradient all-reduce: {hidden:.0%} of its flight time overlapped with other work"
+
+
+def ring_overlap(facts: list[dict]) -> str | None:
+    """Share of the flight of --tp-matmul ring's messages that passed beside computing; None without
+    messages.
+    """
+    flight, hidden = (sum(fact["ring_ns"][i] for fact in facts) for i in (0, 1))
+    if not flight:
+        return None
+    return f"tp messages: {hidden / flight:.0%} of their flight time overlapped with products"

@@ -1,0 +1,1 @@
+"""What a trained model does: text, and the class of an image."""

@@ -1,0 +1,27 @@
+"""The share of images that a model of classes gets right, through the same pipeline that trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpipar.inference.generate import best_ids
+from mpipar.train.gradsync import agree
+
+
+def accuracy(worker, rows) -> tuple[float, int]:
+    """Share of right classes over one sweep of held-out images, and the number of images.
+
+    Comm: one sweep of forward passes, one all_gather over tp per microbatch, and one all_reduce
+    over world.
+    """
+    right, count = 0.0, rows.rows_of_sweep()
+    for number in range(rows.num_sweeps()):
+        batches = rows.sweep(number)
+        outputs = worker.forward(
+            len(batches), lambda mb, batches=batches: replace(batches[mb], targets=None))
+        for mb, logits in sorted(outputs.items()):
+            ids = best_ids(worker, logits, None)
+            found = worker.ops.to_host(batches[mb].targets) == ids
+            right += float(found.sum()) if worker.comms.tp.index == 0 else 0.0
+    right, = agree(worker.ops, worker.comms, [right], "eval.accuracy")
+    return right / count, count

@@ -1,0 +1,1 @@
+"""The process: session, guard, signals, watchdog, environment, and what a failure leaves behind."""

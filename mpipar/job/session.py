@@ -1,0 +1,300 @@
+"""How a process of a job starts, stops and fails: nothing may hang, and every end has one meaning.
+
+A plain exception in one rank leaves the others waiting for it for ever. guard() wraps the whole
+command, so that whatever goes wrong on any rank, in any thread, ends every rank with one error
+block and one exit code:
+
+    guard -> Session.start (MPI) -> command -> Session.finish (all ranks together)
+                 any failure -> Session.fail -> claim -> block -> Abort
+
+No state outside the Session object, which the command gets as an argument.
+"""
+
+import array
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mpipar import errors
+from mpipar.errors import EnvironmentProblem, UsageError, UserError
+from mpipar.job import failure
+from mpipar.job.environment import Launcher, check_alone, check_library, presets, read_launcher
+
+STOP_SECONDS = 3.5  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
+FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
+ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
+
+
+class AgreedError(Exception):
+    """All ranks leave with this code, and one of them has printed why; only guard() catches it."""
+
+    def __init__(self, exit_code: int):
+        self.exit_code = exit_code
+        super().__init__(f"all ranks leave with exit code {exit_code}")
+
+
+class Session:
+    """One process of a job.
+
+    world: COMM_WORLD after start(). host_ranks: world ranks on this host, ascending;
+    host_rank: place of this process among them.
+    run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
+    where: called when an error is reported, says what the rank is doing, as "step 17".
+    saved: set to the folder of the final weights once they are written: Ctrl-C then loses nothing.
+    stop_requested, grace: see stop_on_request().
+    """
+
+    def __init__(self, launcher: Launcher):
+        self.launcher = launcher
+        self.world = None
+        self.host_ranks, self.host_rank = (0,), 0
+        self.run_folder: str | None = None
+        self.where: Callable[[], str] = str
+        self.saved = ""
+        self.stop_requested = False
+        self.grace: float | None = None
+        self._private = None
+        self._token = ""
+        self._failing = threading.Lock()
+
+    def start(self):
+        """Start MPI and return COMM_WORLD; raises EnvironmentProblem if the ranks are not one job.
+
+        Comm: a broadcast and an all-gather over the ranks of a host.
+        """
+        MPI = _import_mpi()
+        check_library(self.launcher, MPI.Get_library_version())
+        if not MPI.Is_initialized():
+            with warnings.catch_warnings():
+                # mpi4py's own warning about a foreign launcher: check_alone says it with the cure
+                warnings.simplefilter("ignore", RuntimeWarning)
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        check_alone(self.launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
+        self.world = MPI.COMM_WORLD
+        # own communicator: agree() and finish() must never match a message of the command
+        self._private = self.world.Dup()
+        token = bytearray(os.urandom(8))
+        self._private.Bcast(token, root=0)
+        self._token = token.hex()
+        host = self._private.Split_type(MPI.COMM_TYPE_SHARED)
+        ranks = array.array("i", [0] * host.Get_size())
+        host.Allgather(array.array("i", [self.world.Get_rank()]), ranks)
+        host.Free()
+        self.host_ranks = tuple(sorted(ranks))
+        self.host_rank = self.host_ranks.index(self.world.Get_rank())
+        return self.world
+
+    def agree(self, function: Callable):
+        """Run function() on every rank and return its result, or leave together if it fails.
+
+        The lowest rank on which it raised UserError prints it; every rank then ends with its code,
+        without an abort. Comm: one all-gather of a byte per rank; every rank must call it.
+        """
+        result = error = None
+        try:
+            result = function()
+        except UserError as raised:
+            error = raised
+        codes = self._gather_code(error.exit_code if error else errors.EXIT_OK)
+        failing = [rank for rank, code in enumerate(codes) if code]
+        if not failing:
+            return result
+        if self.world.Get_rank() == failing[0]:
+            everywhere = len(failing) == len(codes)
+            failure.show(failure.report(error, "" if everywhere else self._place()))
+        raise AgreedError(codes[failing[0]])
+
+    def _gather_code(self, code: int) -> bytearray:
+        codes = bytearray(self._private.Get_size())
+        self._private.Allgather(bytes([code]), codes)
+        return codes
+
+    @contextlib.contextmanager
+    def stop_on_request(self, grace: float = 0.0):
+        """Inside, the first Ctrl-C only sets stop_requested: the loop ends at a step boundary.
+
+        The ranks must agree on it there: a signal may reach one rank, or each at another step.
+        A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once with
+        code 130; so does a second Ctrl-C. A loop with longer steps may raise self.grace.
+        """
+        self.grace = max(STOP_SECONDS, grace)
+        try:
+            yield self
+        finally:
+            self.grace = None
+
+    def interrupt(self) -> None:
+        """What one SIGINT does; runs in the signal thread, also while the rank waits in MPI."""
+        if self.grace is None or self.stop_requested:
+            self.fail(KeyboardInterrupt("interrupted (SIGINT)"))
+        self.stop_requested = True
+        late = KeyboardInterrupt(f"interrupted (SIGINT), and not done {self.grace:g} s later")
+        _later(self.grace, self.fail, late)
+
+    def finish(self, exit_code: int) -> int:
+        """The regular end, reached by all ranks together; returns the highest of their codes.
+
+        Comm: one all-gather of a byte per rank, then MPI_Finalize.
+        """
+        if self.world is None:
+            return exit_code
+        exit_code = max(self._gather_code(exit_code))
+        self._private.Free()
+        self.world = None  # a Ctrl-C from here on must ask MPI nothing
+        _import_mpi().Finalize()
+        return exit_code
+
+    def _place(self) -> str:
+        here = f"host {os.uname().nodename} (pid {os.getpid()})"
+        if self.world is not None:
+            here = f"rank {self.world.Get_rank()} of {self.world.Get_size()} on {here}"
+        return ", ".join(filter(None, (here, self.where())))
+
+    def fail(self, error: BaseException, thread: str = ""):
+        """End the whole job because of `error`: one block on the console, one exit code. No return.
+
+        Any thread may call it. Ranks that fail at the same time race for one file: the first
+        prints its block and aborts with its code; the others are silent and take over that code.
+        (Before the run folder is known, on several hosts, it is one for each host.)
+        """
+        self._failing.acquire()  # never released: a second failing thread of this rank stops here
+        code = errors.EXIT_INTERNAL
+        try:
+            if self._others_may_wait_in_init(error):
+                self.start()
+            code = self._tell(error, thread)
+        finally:  # telling may fail too, and even then no rank may be left waiting
+            self._abort(code)
+
+    def _tell(self, error: BaseException, thread: str) -> int:
+        """Let one rank print the block of this failure; returns the job's exit code."""
+        alone = self.world is None
+        # before MPI, a mistake is the same on every rank (a flag) or on a host (its installation)
+        place = "" if alone and isinstance(error, UsageError) else self._place()
+        found = failure.report(error, place + (f", thread {thread}" if thread else ""), self.saved)
+        if alone:
+            per_host = isinstance(error, EnvironmentProblem | KeyboardInterrupt)
+            code, record = found.exit_code, None
+            speaks = (self.launcher.local_rank if per_host else self.launcher.rank) == 0
+        else:
+            code, speaks, record = failure.claim(
+                self._error_folders(), self.world.Get_rank(), found)
+        if speaks:
+            # a console that nobody reads must not keep the job alive
+            _later(ABORT_SECONDS, self._abort, code)
+            failure.show(found, record)
+        else:  # the speaker's end takes this process along; if not, it follows
+            time.sleep(ABORT_SECONDS / 4 if alone else ABORT_SECONDS)
+        return code
+
+    def _others_may_wait_in_init(self, error: BaseException) -> bool:
+        """A defect before MPI on one rank: launchers let the others wait in MPI_Init for it.
+
+        So the rank starts MPI and aborts from within. Mistakes of the user come alike to all.
+        """
+        return (self.world is None and self.launcher.size > 1
+                and not isinstance(error, UserError | KeyboardInterrupt)
+                and threading.current_thread() is threading.main_thread())
+
+    def _error_folders(self) -> list[Path]:
+        own = [Path(self.run_folder) / "errors"] if self.run_folder else []
+        return [*own, Path(tempfile.gettempdir()) / f"mpipar-errors-{self._token}"]
+
+    def _abort(self, code: int):
+        """Kill every rank; where MPI cannot, at least this process."""
+        leave_code(os.environ, code)
+        _later(ABORT_SECONDS, os._exit, code)
+        time.sleep(FORWARD_SECONDS)
+        if self.world is not None and (self.launcher.name or self.world.Get_size() > 1):
+            self.world.Abort(code)
+        os._exit(code)
+
+
+def leave_code(environ: Mapping[str, str], code: int) -> None:
+    """Write the job's exit code to the file that MPIPAR_EXIT_FILE names; the first rank wins.
+
+    srun answers with the highest code of all ranks, 128 + signal for those that it killed itself:
+    slurm/train.sbatch reads the file to end with the code of the failure instead.
+    """
+    if path := environ.get("MPIPAR_EXIT_FILE"):
+        with contextlib.suppress(OSError), open(path, "x") as file:
+            file.write(f"{code}\n")
+
+
+def _later(seconds: float, function: Callable, *arguments) -> None:
+    timer = threading.Timer(seconds, function, arguments)
+    timer.daemon = True
+    timer.start()
+
+
+def _import_mpi():
+    """mpi4py.MPI, not yet initialized: the library is checked against the launcher first."""
+    try:
+        import mpi4py
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem(f"MPI cannot be loaded ({reason}); install one with "
+                                 "pip install '.[mpich]', or load your cluster's MPI") from error
+    return MPI
+
+
+def _listen(session: Session) -> None:
+    """Take SIGINT in a thread: a Python handler would wait until the MPI call returns."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def watch():
+        while True:
+            for number in os.read(read_end, 64):
+                if number == signal.SIGINT:
+                    session.interrupt()
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def _run(main: Callable, argv: list[str], session: Session) -> int:
+    try:
+        exit_code = main(argv, session)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if session.world is not None:
+            raise
+        os._exit(errors.EXIT_OUTPUT)  # mpipar schedule ... | head: nobody wants to hear more
+    except AgreedError as agreed:
+        exit_code = agreed.exit_code
+    except SystemExit as leaving:
+        if session.world is not None:
+            raise
+        exit_code = leaving.code or errors.EXIT_OK
+    return session.finish(exit_code)
+
+
+def guard(main: Callable, argv: list[str] | None = None):
+    """Run main(argv, session) -> exit code as this process's whole life; does not return.
+
+    Call it before NumPy is imported: it sets the number of BLAS threads.
+    """
+    os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
+    threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
+    session = Session(read_launcher(os.environ))
+    threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
+    _listen(session)
+    try:
+        exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
+        session.fail(error)
+    if exit_code:
+        leave_code(os.environ, exit_code)
+    sys.exit(exit_code)

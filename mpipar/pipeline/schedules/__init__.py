@@ -1,0 +1,1 @@
+"""Pipeline schedules as pure data, one file per family; `table` names them all."""

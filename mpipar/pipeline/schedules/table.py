@@ -1,0 +1,210 @@
+"""Pipeline schedules by name: who computes what in which order. Pure data, no clock, no messages.
+
+Letters: p = pp_size, r = pp_rank, m = num_microbatches, v = chunks (stages per rank), g = group
+size. The simple schedules stand here; each other family has a file of its own.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpipar.errors import UsageError, suggestion
+from mpipar.pipeline.instructions import Instr, Schedule, lower
+from mpipar.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
+from mpipar.pipeline.schedules.looped import interleaved, interleaved_zb, looped_bfs
+from mpipar.pipeline.schedules.v_shape import v_half, v_min, zb_v
+from mpipar.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+
+__all__ = ["SCHEDULES", "Instr", "Schedule", "lower", "make", "num_stages", "problems"]
+
+
+def naive(_p: int, r: int, m: int) -> list[Instr]:
+    """One microbatch at a time goes down the ranks and back up; all ranks but one wait.
+
+    p = 2, m = 2
+    rank 0  F0 .. .. B0 F1 .. .. B1
+    rank 1  .. F0 B0 .. .. F1 B1 ..
+    """
+    return [Instr(kind, r, mb) for mb in range(m) for kind in "FB"]
+
+
+def gpipe(_p: int, r: int, m: int) -> list[Instr]:
+    """All forwards, then all backwards; all microbatches are stashed at once (arXiv 1811.06965).
+
+    p = 2, m = 3
+    rank 0  F0 F1 F2 .. .. B0 B1 B2
+    rank 1  .. F0 F1 F2 B0 B1 B2 ..
+    """
+    return [Instr(kind, r, mb) for kind in "FB" for mb in range(m)]
+
+
+def one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
+    """p-1-r warm-up forwards, then a forward and a backward in turn (arXiv 2006.09503).
+
+    As long a step as GPipe's with at most p microbatches stashed.
+    p = 2, m = 3
+    rank 0  F0 F1 .. B0 F2 B1 .. B2
+    rank 1  .. F0 B0 F1 B1 F2 B2 ..
+    """
+    return warmed_up(r, m, p - 1 - r)
+
+
+def eager_one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
+    """1F1B with twice the warm-up: a message may take a pass to arrive before a rank waits for it.
+
+    p = 2, m = 3
+    rank 0  F0 F1 F2 B0 .. B1 .. B2
+    rank 1  .. F0 B0 F1 B1 F2 B2 ..
+    """
+    return warmed_up(r, m, 2 * (p - 1 - r))
+
+
+def warmed_up(stage: int, m: int, warmup: int) -> list[Instr]:
+    """The order F x warmup, then F, B in turn while there are forwards, then the remaining B."""
+    forwards = [Instr("F", stage, mb) for mb in range(m)]
+    program = forwards[:warmup]
+    for mb in range(m):
+        program += forwards[warmup + mb : warmup + mb + 1]
+        program.append(Instr("B", stage, mb))
+    return program
+
+
+class Family(NamedTuple):
+    """How a schedule is made: the compute order of one rank, and the placement it is made for.
+
+    order(p, r, m), or order(p, r, m, v, g) on the looped placement, where v is free.
+    stages_per_rank: num_stages / p, the default of v. grouped: g counts.
+    """
+
+    order: Callable[..., list[Instr]]
+    placement: str = "linear"
+    stages_per_rank: int = 1
+    grouped: bool = False
+
+
+FAMILIES = {
+    "naive": Family(naive),
+    "gpipe": Family(gpipe),
+    "1f1b": Family(one_f_one_b),
+    "eager-1f1b": Family(eager_one_f_one_b),
+    "interleaved": Family(interleaved, "looped", 2, grouped=True),
+    "looped-bfs": Family(looped_bfs, "looped", 2),
+    "zb-h1": Family(zb_h1),
+    "zb-h2": Family(zb_h2),
+    "interleaved-zb": Family(interleaved_zb, "looped", 2, grouped=True),
+    "zb-v": Family(zb_v, "v", 2),
+    "v-half": Family(v_half, "v", 2),
+    "v-min": Family(v_min, "v", 2),
+    "dualpipe": Family(dualpipe, "mirror", 1),
+    "dualpipe-v": Family(dualpipe_v, "v", 2),
+}
+SCHEDULES = tuple(FAMILIES)
+
+
+def num_stages(name: str, pp_size: int, chunks: int | None = None) -> int:
+    """Number of stages the model is cut into; chunks counts on the looped placement only."""
+    return pp_size * (chunks or FAMILIES[name].stages_per_rank)
+
+
+def make(
+    name: str,
+    pp_size: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+    group_size: int | None = None,
+) -> Schedule:
+    """The schedule of that name; raises UsageError with every problem of these counts at once."""
+    found = problems(name, pp_size, num_microbatches, chunks, group_size)
+    if found:
+        raise UsageError(found)
+    order, placement, stages_per_rank, _ = FAMILIES[name]
+    looped = (chunks or stages_per_rank, group_size) if placement == "looped" else ()
+    programs = tuple(
+        with_reduce_grad(order(pp_size, pp_rank, num_microbatches, *looped))
+        for pp_rank in range(pp_size)
+    )
+    stages = num_stages(name, pp_size, chunks)
+    return Schedule(name, pp_size, stages, num_microbatches, placement, programs)
+
+
+def with_reduce_grad(program: list[Instr]) -> tuple[Instr, ...]:
+    """The program with REDUCE_GRAD(stage) right behind the last backward (B or W) of each stage.
+
+    That is the earliest moment at which a stage's gradients are complete on this rank.
+    """
+    tail, missing = [], {stage for _, stage, *_ in program}
+    position = len(program)
+    while missing and position > 0:
+        position -= 1
+        kind, stage, _, stage_b, _ = program[position]
+        if kind == "OVERLAP_F_B":
+            kind, stage = "B", stage_b
+        if kind in ("B", "W") and stage in missing:
+            missing.remove(stage)
+            tail.append(Instr("REDUCE_GRAD", stage))
+        tail.append(program[position])
+    return (*program[:position], *reversed(tail))
+
+
+def problems(
+    name: str,
+    pp_size: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+    group_size: int | None = None,
+) -> list[str]:
+    """Everything wrong with these counts for this schedule: the rule, and the next valid values."""
+    if name not in FAMILIES:
+        close = suggestion(name, SCHEDULES)
+        return [f"--schedule {name} does not exist{close}; use one of {', '.join(SCHEDULES)}"]
+    counts = {"--pp": pp_size, "--num-microbatches": num_microbatches}
+    counts |= {"--chunks": chunks, "--group-size": group_size}
+    found = [
+        f"{flag} {count} must be at least 1"
+        for flag, count in counts.items()
+        if count is not None and count < 1
+    ]
+    if found:
+        return found
+    _, placement, stages_per_rank, grouped = FAMILIES[name]
+    if placement != "looped" and chunks not in (None, stages_per_rank):
+        found.append(
+            f"--schedule {name} cuts the model into {stages_per_rank} * pp stages, "
+            f"not {chunks} * pp: leave --chunks out"
+        )
+    if group_size is not None and grouped:
+        found += group_problems(name, pp_size, num_microbatches, group_size)
+    elif group_size is not None:
+        found.append(f"--schedule {name} has no groups: leave --group-size out")
+    if name.startswith("dualpipe"):
+        found += dualpipe_problems(name, pp_size, num_microbatches)
+    return found
+
+
+def group_problems(name: str, p: int, m: int, g: int) -> list[str]:
+    """A group shorter than p leaves a rank waiting for a forward that it holds back itself."""
+    if g >= m or (g >= p and (m % g == 0 or m % g >= p)):
+        return []
+    valid = [str(size) for size in range(p, m) if m % size == 0 or m % size >= p][:3]
+    problem = (
+        f"--schedule {name} needs groups of at least --pp {p} microbatches, the last one too; "
+        f"--group-size {g} cuts {m} otherwise: use {', '.join([*valid, f'{m} or more'])}, "
+        "or leave --group-size out"
+    )
+    return [problem]
+
+
+def dualpipe_problems(name: str, p: int, m: int) -> list[str]:
+    """The step list of DualPipe needs two full streams, and for the mirrored form two halves."""
+    found = []
+    even = 2 if name == "dualpipe" else 1
+    if p % even:
+        valid = f"{p - 1} or {p + 1}" if p > 1 else "2"
+        found.append(f"--schedule {name} pairs the ranks up, --pp {p} is odd: use {valid}")
+    if m < 2 * p or m % even:
+        first = max(2 * p, m + m % even)
+        rule = "an even number, " if even == 2 else ""
+        found.append(
+            f"--schedule {name} needs {rule}at least 2 * pp = {2 * p} microbatches, not {m}: "
+            f"use --num-microbatches {first} or {first + even}"
+        )
+    return found

@@ -1,0 +1,88 @@
+"""What each barrier of a convnet's step must carry, as formulas: text for the reader, numbers for
+the test.
+
+B images of a microbatch, S places of an image in the convolution's input or output (height times
+width: S0 before the stem's pooling, S behind it), D channels of the stream, F channels inside a
+pair, q size of the group, e bytes of a number. Gathered, letters count with the padding of equal
+pieces. A pair of convolutions is a pair of products: one all-reduce forward, one backward,
+whatever the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mpipar.comm.grid import share
+from mpipar.comm.record import NAME, OPERATION, family
+from mpipar.data.rows import rows_per_microbatch
+from mpipar.models.convnet import stem_size, stream_size
+
+CARRIED = {  # (name, operation): letters of what travels, besides B*e; up and down: see `letters`
+    ("stem", "all_gather"): ("S0", "D"), ("head", "all_reduce"): ("D",),
+    ("activations", "send"): ("S", "D"), ("activations", "recv"): ("S", "D"),
+    ("gradients", "send"): ("S", "D"), ("gradients", "recv"): ("S", "D"),
+}
+# With convolutions that stand alone, the one to F channels carries F forward, the one from F
+# backward: the operation says which pass.
+FORWARD = {"gather": "all_gather", "reduce": "all_reduce"}
+
+
+def letters(record, ffn_cut: str) -> tuple[str, ...] | None:
+    """Letters of a record's payload; None where it is no activation."""
+    name, operation = family(record[NAME]).removeprefix("block*."), record[OPERATION]
+    if name in ("up", "down"):
+        forward = operation == FORWARD.get(ffn_cut)
+        wide = ffn_cut != "pair" and (name == "up") == forward
+        return ("S", "F") if wide else ("S", "D")
+    return CARRIED.get((name, operation))
+
+
+def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
+    """(formula, bytes) of a record's payload, None where there is no formula."""
+    num_rows = rows_per_microbatch(config)
+    if record[NAME] == "loss" and record[OPERATION] == "all_gather":
+        return "q * 3*B*e", group_size * 3 * num_rows * itemsize
+    found = letters(record, config.model.ffn_cut)
+    if found is None:
+        return None
+    sizes = {"S0": math.prod(stem_size(config.model)), "S": math.prod(stream_size(config.model)),
+             "D": config.model.d_model, "F": config.model.ffn}
+    if record[OPERATION] == "all_gather":
+        sizes |= {letter: share(sizes[letter], group_size) * group_size for letter in "DF"}
+    return (f"B*{'*'.join(found)}*e",
+            num_rows * itemsize * math.prod(sizes[letter] for letter in found))
+
+
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, forward and
+    backward.
+    """
+    model = config.model
+    once = ((group_size - 1) / group_size * rows_per_microbatch(config)
+            * math.prod(stream_size(model)) * itemsize)
+    if model.ffn_cut == "pair":
+        return 2, "4(q-1)/q * B*S*D*e", 4 * once * model.d_model
+    widths = model.d_model, model.ffn
+    gathered = sum(share(width, group_size) * group_size for width in widths)
+    return 4, "3(q-1)/q * B*S*(D + F)*e", once * (2 * sum(widths) + gathered)
+
+
+def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
+    """[(calls, formula, bytes that a rank sends)] over tp for what is no block, for a microbatch:
+    the stem gathers if `first`; the head sums and the loss gathers if `last`.
+    """
+    num_rows, channels, found = rows_per_microbatch(config), config.model.d_model, []
+    if first:
+        gathered = share(channels, group_size) * (group_size - 1)
+        found.append((1, "(q-1)/q * B*S0*D*e",
+                      num_rows * math.prod(stem_size(config.model)) * gathered * itemsize))
+    if last:
+        found.append((1, "2(q-1)/q * B*D*e",
+                      2 * (group_size - 1) / group_size * num_rows * channels * itemsize))
+        found.append((1, "(q-1) * 3*B*e", (group_size - 1) * 3 * num_rows * sum_itemsize))
+    return found
+
+
+def replicated(config, blocks: int, last: int) -> int:
+    """No gradient of a replica is partial: every rank of tp has all places."""
+    return 0

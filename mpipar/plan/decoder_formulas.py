@@ -1,0 +1,112 @@
+"""What each barrier of a decoder's step must carry, as formulas: text for the reader, numbers for
+the test.
+
+B rows of a microbatch, T tokens, D model width, F ffn width, q size of the group, e bytes of a
+number. Gathered or scattered, letters count with the padding of equal pieces. Source of the counts:
+two all-reduces per layer and pass of a column/row pair (arXiv 1909.08053, 2104.04473).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpipar.comm.grid import share
+from mpipar.comm.record import NAME, OPERATION, family
+from mpipar.data.rows import rows_per_microbatch
+
+OF_THE_STREAM = {  # barriers and messages that carry D numbers for each token
+    "embedding", "attn.qkv", "attn.proj", "ffn.up", "ffn.down", "head", "activations", "gradients"}
+
+
+class Sizes(NamedTuple):
+    """The letters of the formulas for a resolved config."""
+
+    B: int
+    T: int
+    D: int
+    F: int
+    e: int
+
+
+def sizes(config, itemsize: int) -> Sizes:
+    """B, T, D, F, e of a resolved config."""
+    model, rows = config.model, rows_per_microbatch(config)
+    return Sizes(rows, model.seq_len, model.d_model, model.ffn, itemsize)
+
+
+def width(record, ffn_cut: str) -> str | None:
+    """Width of what the record carries per token: D, F, or None where it is no activation."""
+    name = family(record[NAME]).removeprefix("block*.")
+    if name in ("ffn.up", "ffn.down") and ffn_cut != "pair":
+        # Of products that stand alone, the first makes F forward, the second takes F backward.
+        forward = record[OPERATION] == {"gather": "all_gather", "reduce": "all_reduce"}[ffn_cut]
+        return "F" if (name == "ffn.up") == forward else "D"
+    return "D" if name in OF_THE_STREAM else None
+
+
+def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
+    """(formula, bytes) of a record's payload, None where there is no formula.
+
+    With sequence parallelism messages carry a tp rank's tokens, collectives those of all.
+    """
+    letters, tp = sizes(config, itemsize), config.grid.tp
+    if record[NAME] == "loss" and record[OPERATION] == "all_gather":
+        return "q * 3*B*T*e", group_size * 3 * letters.B * letters.T * itemsize
+    found = width(record, config.model.ffn_cut)
+    if found is None:
+        return None
+    formula, tokens, numbers = f"B*T*{found}*e", letters.T, getattr(letters, found)
+    if config.model.sequence_parallel:
+        tokens = share(letters.T, tp) * tp  # the last rank's are padded
+        if record[OPERATION] in ("send", "recv"):
+            formula, tokens = f"{formula}/tp", tokens // tp
+    elif record[OPERATION] == "all_gather":
+        numbers = share(numbers, tp) * tp  # likewise
+    return formula, letters.B * tokens * numbers * itemsize
+
+
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, forward and
+    backward. Source: arXiv 2104.04473 section 3.2; with sequence parallelism inputs are gathered
+    once more, for the weight gradient; a ring sends and receives each of the q - 1 other pieces.
+    """
+    model, letters = config.model, sizes(config, itemsize)
+    once = (group_size - 1) / group_size * letters.B * _tokens(config, group_size) * itemsize
+    if model.sequence_parallel:
+        calls = 20 * (group_size - 1) if model.tp_matmul == "ring" else 10
+        return calls, "10(q-1)/q * B*T*D*e", 10 * once * letters.D
+    if model.ffn_cut == "pair":
+        return 4, "8(q-1)/q * B*T*D*e", 8 * once * letters.D
+    gathered = sum(share(width, group_size) * group_size for width in (letters.D, letters.F))
+    return 6, "(q-1)/q * B*T*(7D + 3F)*e", once * (6 * letters.D + 2 * letters.F + gathered)
+
+
+def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
+    """[(calls, formula, bytes that a rank sends)] over tp for what is no block, for a microbatch:
+    of the embedding if `first`, of head and loss if `last`.
+    """
+    letters, cut = sizes(config, itemsize), config.model.sequence_parallel
+    once = (group_size - 1) / group_size * letters.B * _tokens(config, group_size) * itemsize
+    found = []
+    if first or last:
+        times = 2 * (first + last)  # an all-reduce, or a gather and a scatter
+        calls = (1 + cut) * (first + last)
+        found.append((calls, f"{times}(q-1)/q * B*T*D*e", times * once * letters.D))
+    if last:
+        statistics = 3 * letters.B * letters.T * sum_itemsize
+        found.append((1, "(q-1) * 3*B*T*e", (group_size - 1) * statistics))
+    return found
+
+
+def replicated(config, blocks: int, last: int) -> int:
+    """How many gradients of norms ranks of tp sum once a step: each has those of its tokens."""
+    if not config.model.sequence_parallel:
+        return 0
+    each = {"layer": 2, "rms": 1}[config.model.norm] * config.model.d_model
+    return (2 * blocks + last) * each
+
+
+def _tokens(config, group_size: int) -> int:
+    """Tokens of a row, where they are cut with the padding of equal pieces."""
+    tokens = config.model.seq_len
+    return share(tokens, group_size) * group_size if config.model.sequence_parallel else tokens

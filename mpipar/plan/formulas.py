@@ -1,0 +1,111 @@
+"""The closed forms of a step's barriers: what they carry, how often they come.
+
+What depends on the model is in a module with `payload`, `layer`, `ends` and `replicated`.
+Source of the factors: ring algorithms, per rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
+import numpy as np
+
+from mpipar.comm.record import AXIS, MB, NAME, OPERATION
+from mpipar.models.stage import stage_parts
+from mpipar.plan import convnet_formulas, decoder_formulas
+
+FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q"}
+FORMULAS = {"decoder": decoder_formulas, "convnet": convnet_formulas}
+
+
+def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
+    """(formula, bytes) of a record's payload, None where there is no formula."""
+    return FORMULAS[config.model.model].payload(record, config, itemsize, group_size)
+
+
+def sent(record) -> str:
+    """The factor from payload to bytes sent, as text."""
+    return FACTORS.get(record[OPERATION], "1" if record[OPERATION] == "send" else "0")
+
+
+class Expected(NamedTuple):
+    """Calls and bytes sent per step of one rank over one axis; None where there is no formula."""
+
+    calls_formula: str = ""
+    calls: int | None = None
+    sent_formula: str = ""
+    sent: float | None = None
+
+
+def expected(config, schedule, stage_layers, grid, gradient_bytes: int) -> dict[str, Expected]:
+    """{axis: Expected} of one rank. gradient_bytes: of all its gradients.
+
+    L here is the number of blocks on this rank, m of microbatches. A schedule whose ranks hold a
+    second stage for the other direction sends half of the microbatches each way.
+    """
+    stages, mirror = schedule.stages_of(grid.pp_rank), schedule.placement == "mirror"
+    parts = [stage_parts(stage, stage_layers) for stage in stages]
+    m = config.grid.num_microbatches // (1 + mirror), "m/2" if mirror else "m"
+    found = {}
+    if grid.tp_size > 1:
+        found["tp"] = _tensor_parallel(config, parts, *m, grid.tp_size)
+    if grid.pp_size > 1:
+        # Neighbours on one rank hand over without a message; a mirror's are of two directions.
+        hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
+                   for stage in stages for other in (stage - 1, stage + 1))
+        text, size = payload({NAME: "activations", OPERATION: "send"}, config,
+                             _itemsizes(config)[0], 2)
+        found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
+                               f"{m[1]} * {hops} * {text}", m[0] * hops * size)
+    if grid.dp_size > 1:  # how often: by buckets, and by what is summed over further groups
+        found["dp"] = Expected(sent_formula="2(q-1)/q * gradients",
+                               sent=2 * (grid.dp_size - 1) / grid.dp_size * gradient_bytes)
+    if grid.world_size > 1:
+        found["world"] = Expected("1 (the norm)", 1)
+    return found
+
+
+def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int) -> Expected:
+    """Over tp: blocks, ends, and once per stage the sum of what is replicated."""
+    module, sizes = FORMULAS[config.model.model], _itemsizes(config)
+    blocks, first, last = (sum(values) for values in zip(
+        *((len(part[0]), *map(int, part[1:3])) for part in parts), strict=True))
+    calls, _, size = module.layer(config, sizes[0], group_size)
+    ends = module.ends(config, first, last, *sizes, group_size)
+    end_calls = sum(end[0] for end in ends)
+    texts = (["L * one block"] if blocks else []) + [end[1] for end in ends]
+    numbers = [module.replicated(config, len(part[0]), part[2]) for part in parts]
+    sums = sum(count > 0 for count in numbers)
+    return Expected(
+        f"{m_text} * ({calls}L + {end_calls})" + (f" + {sums}" if sums else ""),
+        m * (calls * blocks + end_calls) + sums,
+        f"{m_text} * ({' + '.join(texts)})" + (" + 2(q-1)/q * norms" if sums else ""),
+        m * (blocks * size + sum(end[2] for end in ends))
+        + 2 * (group_size - 1) / group_size * sum(numbers) * sizes[1])
+
+
+def _itemsizes(config) -> tuple[int, int]:
+    """Bytes of a number: of activations; of sums and gradients, which keep 32 bits."""
+    itemsize = np.dtype(config.run.dtype).itemsize
+    return itemsize, max(itemsize, 4)
+
+
+def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch."""
+    return FORMULAS[config.model.model].layer(config, itemsize, group_size)
+
+
+def one_block(records) -> list:
+    """The records over tp of the first block and microbatch among them."""
+    inside = [one for one in records if one[AXIS] == "tp" and one[NAME].startswith("block")]
+    first = [(one[NAME].split(".")[0], one[MB]) for one in inside[:1]]
+    return [one for one in inside if [(one[NAME].split(".")[0], one[MB])] == first]
+
+
+def counted(records) -> dict[str, int]:
+    """{axis: calls} of a step's records."""
+    counts: dict[str, int] = {}
+    for record in records:
+        counts[record[AXIS]] = counts.get(record[AXIS], 0) + 1
+    return counts

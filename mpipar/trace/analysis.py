@@ -1,0 +1,82 @@
+"""Everything that is concluded from a trace, worked out once for all views."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from mpipar.comm.record import family
+from mpipar.trace import findings, pop, segments, waits
+from mpipar.trace.causes import Cause, Causes, Cost
+from mpipar.trace.trace_file import Trace
+
+# The categories that a rank's time is divided into, in the order in which they are shown.
+CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
+CATEGORY_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward",
+               "opt": "optimizer", "data": "data", "transfer": "transfer", "other": "other"}
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A trace with its wait states, segments, causes, efficiencies and findings."""
+
+    trace: Trace
+    waits: waits.Waits
+    segments: list[list[segments.Segment]]
+    efficiency: pop.Efficiency
+    costs: dict[Cause, Cost]
+    findings: list[findings.Finding]
+
+
+def analyse(trace: Trace) -> Analysis:
+    """Work out a trace. Comm: none."""
+    found = waits.find(trace)
+    pieces = segments.of_trace(trace, found)
+    return Analysis(trace, found, pieces, pop.efficiency(trace, found, pieces),
+                    Causes(trace, found, pieces).costs(), findings.find(trace, found, pieces))
+
+
+def category(segment: segments.Segment) -> str:
+    """Waiting for a message of the pipeline is its bubble; for a collective it is waiting."""
+    if segment.kind == "wait":
+        return "bubble" if segment.call.record.axis == "pp" else "waiting"
+    return CATEGORY_OF[segment.kind]
+
+
+def category_ns(own: list[segments.Segment], start: int, end: int) -> Counter:
+    """Nanoseconds of each category between start and end; together they are end - start."""
+    sums: Counter = Counter()
+    for segment in own:
+        length = min(end, segment.end) - max(start, segment.start)
+        if length > 0:
+            sums[category(segment)] += length
+    return sums
+
+
+def barrier_rows(analysis: Analysis) -> list[dict]:
+    """One row per axis, barrier (without its block's number) and operation, the costliest first.
+
+    Numbers are per step, summed over ranks; last: the rank that was waited for most, and how often.
+    """
+    def key(call):
+        record = call.record
+        return record.axis, family(record.name), record.operation
+
+    sites: dict = {}
+    for own in analysis.waits.calls:
+        for call in own:
+            sites.setdefault(key(call), Counter())[call.record.site] += 1
+    steps, rows = analysis.trace.num_steps, []
+    for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
+        last, times = entry.last.most_common(1)[0] if entry.last else (-1, 0)
+        rows.append({
+            "axis": axis, "name": name, "operation": operation, "calls": entry.calls / steps,
+            "bytes": entry.payload / steps, "sent": entry.wire / steps,
+            "wait_ms": entry.wait_ns * 1e-6 / steps,
+            "transfer_ms": entry.transfer_ns * 1e-6 / steps,
+            "longest_ms": entry.longest_wait_ns * 1e-6, "last": last, "times": times,
+            "events": sum(entry.last.values()),
+            "site": re.sub(r"^mpipar/", "", sites[axis, name, operation].most_common(1)[0][0]),
+        })
+    return rows

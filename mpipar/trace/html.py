@@ -1,0 +1,203 @@
+"""A trace as one HTML page that needs nothing else: no network, no files beside it.
+
+The page's parts lie in the folder page/ and are put together with the trace's numbers; what can be
+seen there is drawn by timeline.js (the trace) and page.js (all else).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from mpipar import models
+from mpipar.config.fields import ModelConfig
+from mpipar.console import output
+from mpipar.trace import pop
+from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
+from mpipar.trace.segments import COMPUTE, PASSES
+
+MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has some thousand
+SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")
+
+
+def write(analysis: Analysis, path: Path, most_slices: int = MOST_SLICES) -> str | None:
+    """Write the page; returns what was left out of a big trace, or None. Raises OutputError."""
+    data = page_data(analysis, most_slices)
+    output.write_text(path, build(data))
+    return data["thinned"]
+
+
+def build(data: dict) -> str:
+    """The page of these data."""
+    folder = files("mpipar.trace") / "page"
+
+    def part(name):
+        return (folder / name).read_text(encoding="utf-8")
+
+    # "</" would end the script element that holds the data.
+    numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    page = part("page.html")
+    for mark, text in (("TITLE", escape(data["title"])), ("STYLE", part("page.css")),
+                       ("SCRIPT", "\n".join(map(part, SCRIPTS))), ("DATA", numbers)):
+        page = page.replace(f"[[{mark}]]", text, 1)
+    return page
+
+
+def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
+    """All that the page shows, as JSON-able values. Times: microseconds."""
+    trace = analysis.trace
+    meta = trace.meta
+    slices, thinned = timeline_data(analysis, most_slices)
+    model = ModelConfig(**meta["model"])
+    return {
+        "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
+        "model": f"{models.of(model).describe(model)};"
+                 f" {meta['batch_size']} rows per step,"
+                 f" {meta['schedule']['num_microbatches']} microbatches, {meta['dtype']}",
+        "clock": trace.clock.describe(), "thinned": thinned,
+        "remarks": trace.remarks(),
+        "step_ms": (trace.end - trace.start) * 1e-6 / trace.num_steps,
+        "efficiency": analysis.efficiency.rows(),
+        "findings": [{"kind": one.kind, "lost_ms": one.lost_ms, "text": one.text}
+                     for one in analysis.findings],
+        "causes": cause_rows(analysis), "barriers": barrier_rows(analysis),
+        "categories": CATEGORIES, "ranks": rank_rows(analysis), "timeline": slices,
+        "order": meta["rank_order"], "sizes": meta["layout"],
+        "loss": [[line["step"], line["loss"]] for line in trace.metrics],
+        "pipeline": pipeline_data(analysis),
+    }
+
+
+def rank_rows(analysis: Analysis) -> list[dict]:
+    """Place, stages and milliseconds per step by category of each rank."""
+    trace, rows = analysis.trace, []
+    for rank, own in zip(trace.ranks, analysis.segments, strict=True):
+        sums = category_ns(own, rank.start, rank.end)
+        rows.append({
+            "rank": rank.world_rank, "host": rank.host, "place": trace.place(rank),
+            "coordinates": rank.place,
+            "stages": [trace.meta["stages"][stage] for stage in rank.stages],
+            "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES]})
+    return rows
+
+
+def cause_rows(analysis: Analysis, most: int = 10) -> list[dict]:
+    """The causes of waiting: milliseconds per step, share, who mostly waited and where."""
+    total = sum(cost.wait_ns for cost in analysis.costs.values())
+    rows = []
+    for cause, cost in list(analysis.costs.items())[:most]:
+        axis, name = cost.by_barrier.most_common(1)[0][0]
+        rows.append({
+            "text": cause.text(), "ms": cost.wait_ns * 1e-6 / analysis.trace.num_steps,
+            "share": cost.wait_ns / total, "rank": cost.by_rank.most_common(1)[0][0],
+            "barrier": f"{axis} {name}"})
+    return rows
+
+
+def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | None]:
+    """Spans, operations of layers and calls by rank, with tables of their names; and what was left
+    out.
+    """
+    trace = analysis.trace
+    kept_steps, shortest, thinned = thin(analysis, most_slices)
+    tables: dict[str, dict] = {name: {} for name in (
+        "names", "sites", "axes", "collectives", "layers", "functions", "phases")}
+
+    def index(table, value):
+        return tables[table].setdefault(value, len(tables[table]))
+
+    numbers = {id(event): i for i, event in enumerate(analysis.waits.events)}
+    ranks = []
+    for rank, own in zip(trace.ranks, analysis.waits.calls, strict=True):
+        spans = [[_us(one.start_ns), _us(one.end_ns - one.start_ns), COMPUTE.index(one.kind),
+                  one.stage, one.mb, one.step]
+                 for one in rank.spans if one.kind in COMPUTE and one.step in kept_steps
+                 and one.end_ns - one.start_ns >= shortest]
+        calls = []
+        for call in own:
+            record = call.record
+            if record.step not in kept_steps or call.blocked_ns < max(shortest, 1):
+                continue
+            calls.append([
+                _us(record.waited_ns), _us(call.wait_ns), _us(call.transfer_ns),
+                index("names", record.name), index("axes", record.axis),
+                index("collectives", record.operation), record.payload_bytes, record.wire_bytes,
+                index("sites", record.site), call.late, record.stage, record.mb, record.step,
+                numbers.get(id(call.event), -1), record.phase])
+        operations = [[_us(one.start_ns), _us(one.end_ns - one.start_ns),
+                       index("phases", one.phase), one.stage, one.mb, one.step,
+                       index("layers", one.layer), index("functions", one.function)]
+                      for one in rank.operations if one.step in kept_steps
+                      and one.end_ns - one.start_ns >= shortest]
+        ranks.append({"spans": sorted(spans), "operations": sorted(operations),
+                      "calls": sorted(calls, key=lambda row: row[0])})
+    steps = {step: [min(rank.steps[i][1] for rank in trace.ranks),
+                    max(rank.steps[i][2] for rank in trace.ranks)]
+             for i, (step, _, _) in enumerate(trace.ranks[0].steps) if step in kept_steps}
+    return {
+        "kinds": COMPUTE, "ranks": ranks,
+        "steps": [[step, _us(start), _us(end)] for step, (start, end) in steps.items()],
+    } | {name: list(table) for name, table in tables.items()}, thinned
+
+
+def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
+    """(steps to show, length in ns of the shortest slice to show, words for the reader).
+
+    Whole steps go first; if a single one is too much, the shortest slices of it.
+    """
+    lengths: dict[int, list[int]] = {}
+    for rank, own in zip(analysis.trace.ranks, analysis.waits.calls, strict=True):
+        spans = [one for one in rank.spans if one.kind in COMPUTE]
+        for one in [*spans, *rank.operations]:
+            lengths.setdefault(one.step, []).append(one.end_ns - one.start_ns)
+        for call in own:
+            lengths.setdefault(call.record.step, []).append(call.blocked_ns)
+    total, kept, count = sum(map(len, lengths.values())), set(), 0
+    for step in sorted(lengths):
+        if not kept or count + len(lengths[step]) <= most:
+            kept.add(step)
+            count += len(lengths[step])
+        else:
+            break
+    if count == total <= most:
+        return kept, 0, None
+    shortest = 0
+    if count > most:
+        shortest = sorted(lengths[min(kept)])[-most] + 1
+        count = sum(length >= shortest for length in lengths[min(kept)])
+    shown = f"step {min(kept)}" if len(kept) == 1 else f"steps {min(kept)} to {max(kept)}"
+    text = f"thinned: {count:,} of {total:,} slices are shown; {shown} of {len(lengths)} steps"
+    if shortest:
+        text += f", slices from {shortest * 1e-3:.1f} us on"
+    return kept, shortest, text
+
+
+def pipeline_data(analysis: Analysis) -> dict | None:
+    """One pipeline's passes in its median step, measured and simulated; None for a single rank."""
+    trace = analysis.trace
+    pipeline = [rank for rank in trace.ranks
+                if all(rank.place[axis] == 0 for axis in rank.place if axis != "pp")]
+    if len(pipeline) < 2:
+        return None
+    pipeline.sort(key=lambda rank: rank.place["pp"])
+    lasting = Counter({step: end - start for step, start, end in pipeline[0].steps})
+    chosen = sorted(lasting, key=lasting.get)[len(lasting) // 2]
+    passes = [[one for one in rank.spans if one.step == chosen and one.kind in PASSES]
+              for rank in pipeline]
+    start = min(one.start_ns for own in passes for one in own)
+    measured = [[[_us(one.start_ns - start), _us(one.end_ns - start), one.kind, one.stage, one.mb]
+                 for one in own] for own in passes]
+    timeline = pop.simulated(trace)
+    simulated = [[[float(one.start) * 1e6, float(one.end) * 1e6, one.instr.kind, one.instr.stage,
+                   one.instr.mb] for one in own if one.end > one.start] for own in timeline.spans]
+    rows = [{"busy": busy, "bubble_ms": bubble * 1e3, "busy_simulated": busy_sim,
+             "bubble_simulated_ms": bubble_sim * 1e3}
+            for _, busy, bubble, busy_sim, bubble_sim in pop.pipeline_bubble(trace)]
+    return {"step": chosen, "measured": measured, "simulated": simulated, "rows": rows}
+
+
+def _us(nanoseconds: int) -> float:
+    return round(nanoseconds / 1000, 1)

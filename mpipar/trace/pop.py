@@ -1,0 +1,164 @@
+"""Efficiencies of a parallel run, as the POP project defines them, and what the pipeline loses.
+
+    load balance             = mean useful / max useful
+    communication efficiency = max useful / T           = serialization * transfer
+    parallel efficiency      = load balance * communication efficiency
+    transfer efficiency      = T(ideal network) / T
+    serialization efficiency = max useful / T(ideal network)
+
+Useful is all time outside of blocking communication. T(ideal network) is a replay of the trace:
+what a rank does between its operations keeps its length, and every operation ends when its last
+participant has arrived. Source: https://co-design.pop-coe.eu/metrics/index.html
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from mpipar.console import bubble
+from mpipar.pipeline.simulate import Timeline, simulate
+from mpipar.trace.segments import IDLE, PASSES, Segment
+from mpipar.trace.trace_file import Trace
+from mpipar.trace.waits import Call, Waits
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """useful_ns by rank; runtime_ns: first start to last end; ideal_ns: that of the replay."""
+
+    useful_ns: tuple[int, ...]
+    runtime_ns: int
+    ideal_ns: int
+
+    @property
+    def load_balance(self) -> float:
+        return sum(self.useful_ns) / len(self.useful_ns) / max(self.useful_ns)
+
+    @property
+    def communication(self) -> float:
+        return max(self.useful_ns) / self.runtime_ns
+
+    @property
+    def parallel(self) -> float:
+        return self.load_balance * self.communication
+
+    @property
+    def transfer(self) -> float:
+        return self.ideal_ns / self.runtime_ns
+
+    @property
+    def serialization(self) -> float:
+        return max(self.useful_ns) / self.ideal_ns
+
+    def rows(self) -> list[tuple[str, float, str]]:
+        """(name, value, what it says) from the whole to its factors."""
+        return [
+            ("parallel efficiency", self.parallel, "share of all ranks' time that is not blocked"),
+            ("load balance", self.load_balance, "mean work / most work of a rank"),
+            ("communication", self.communication, "most work of a rank / time"),
+            ("serialization", self.serialization, "would be left with an ideal network"),
+            ("transfer", self.transfer, "time with an ideal network / time"),
+        ]
+
+
+def efficiency(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> Efficiency:
+    """The efficiencies of the traced steps."""
+    useful = tuple(sum(segment.length for segment in own if segment.kind not in IDLE)
+                   for own in segments)
+    ends = replay(trace, waits)
+    ideal = max(ends) - min(rank.start for rank in trace.ranks)
+    return Efficiency(useful, trace.end - trace.start, ideal)
+
+
+def replay(trace: Trace, waits: Waits) -> list[int]:
+    """When each rank would end on an ideal network; starts are those of the trace.
+
+    Each rank runs through its own posts and waits; it stops at a wait until all participants have
+    posted. The trace has run, so some rank can always go on.
+    """
+    programs = [_program(rank.start, calls)
+                for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
+    posted: dict[int, int] = {}  # id of a call: when it was posted in the replay
+    waiting: dict[int, list[int]] = defaultdict(list)  # id of a call: ranks that wait for its post
+    position, clock = [0] * len(programs), [rank.start for rank in trace.ranks]
+    runnable = list(range(len(programs)))
+    while runnable:
+        rank = runnable.pop()
+        while position[rank] < len(programs[rank]):
+            gap, call, is_wait = programs[rank][position[rank]]
+            if is_wait:
+                partners = _partners(call)
+                missing = [one for one in partners if id(one) not in posted]
+                if missing:
+                    waiting[id(missing[0])].append(rank)
+                    break
+                clock[rank] = max([clock[rank] + gap, *(posted[id(one)] for one in partners)])
+            else:
+                clock[rank] += gap
+                posted[id(call)] = clock[rank]
+                runnable += waiting.pop(id(call), [])
+            position[rank] += 1
+    assert not waiting, "the replay stands still"
+    tails = [rank.end - max([rank.start, *(call.record.done_ns for call in calls)])
+             for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
+    return [max(now, 0) + tail for now, tail in zip(clock, tails, strict=True)]
+
+
+def _program(start: int, calls: list[Call]) -> list[tuple[int, Call, bool]]:
+    """(local nanoseconds before it, call, whether it is the wait): a rank's operations in order."""
+    events = [(call.record.posted_ns, 0, call, False) for call in calls]
+    events += [(call.record.waited_ns, 1, call, True) for call in calls if call.blocked_ns > 0]
+    events.sort(key=lambda event: event[:2])
+    program, last = [], start
+    for time, _, call, is_wait in events:
+        program.append((max(0, time - last), call, is_wait))
+        last = max(last, call.record.done_ns if is_wait else time)
+    return program
+
+
+def _partners(call: Call) -> list[Call]:
+    """The calls that must have been posted before this one can end."""
+    event, record = call.event, call.record
+    if event is None:
+        return []
+    if record.operation == "send":
+        receive = event.calls[1]
+        return [] if record.done_ns < receive.record.posted_ns else [receive]
+    if record.operation == "recv":
+        return [event.calls[0]]
+    if record.operation == "broadcast":
+        return [one for one in event.calls if one.rank == event.last]
+    if record.operation == "reduce":  # only the root needs the others
+        is_root = event.ranks[record.peer] == call.rank
+        return event.calls if is_root else []
+    return event.calls
+
+
+def pass_facts(trace: Trace) -> list[dict]:
+    """What `bubble.span_facts` says of a live recorder, for every rank of a trace."""
+    facts = []
+    for rank in trace.ranks:
+        passes, busy, pipeline = defaultdict(list), defaultdict(float), {}
+        for span in rank.spans:
+            seconds = (span.end_ns - span.start_ns) * 1e-9
+            if span.kind in PASSES:
+                passes[f"{span.kind}{span.stage}"].append(seconds)
+                busy[span.step] += seconds
+            elif span.kind == "pipeline":
+                pipeline[span.step] = seconds
+        facts.append({"busy": dict(busy), "pipeline": pipeline, "passes": {
+            key: sum(values) / len(values) for key, values in passes.items()}})
+    return facts
+
+
+def pipeline_bubble(trace: Trace) -> list[tuple]:
+    """`bubble.bubble_rows` of the trace: measured and simulated, by pipeline rank."""
+    pp_ranks = [rank.place["pp"] for rank in trace.ranks]
+    return bubble.bubble_rows(pass_facts(trace), pp_ranks, trace.schedule())
+
+
+def simulated(trace: Trace) -> Timeline:
+    """The trace's schedule with its own mean pass times and instant messages, in seconds."""
+    schedule = trace.schedule()
+    return simulate(schedule, bubble.measured_costs(pass_facts(trace), schedule.num_stages))

@@ -1,0 +1,84 @@
+"""A rank's time without gaps: what it was doing at every instant of the traced steps.
+
+Kinds: the compute spans F B I W opt data, wait and transfer of every blocking call, and "other":
+outside of all of them (Python, posting messages, logging between steps). Blocked time inside a span
+counts as wait and transfer, so what is left of a span is computing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from mpipar.trace.trace_file import RankTrace, Span, Trace
+from mpipar.trace.waits import Call, Waits
+
+COMPUTE = ("F", "B", "I", "W", "opt", "data")
+PASSES = ("F", "B", "I", "W")
+IDLE = ("wait", "transfer")
+
+
+class Segment(NamedTuple):
+    """[start, end) of one rank. span: the compute span around it, call: for wait and transfer."""
+
+    start: int
+    end: int
+    kind: str
+    span: Span | None = None
+    call: Call | None = None
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+def of_rank(rank: RankTrace, calls: list[Call]) -> list[Segment]:
+    """The rank's segments from its first step's start to its last step's end, without gaps."""
+    pieces = [(span.start_ns, -span.end_ns, span.kind, span, None)
+              for span in rank.spans if span.kind in COMPUTE]
+    for call in calls:
+        start, end = call.record.waited_ns, call.record.done_ns
+        split = start + call.wait_ns
+        if split > start:
+            pieces.append((start, -split, "wait", None, call))
+        if end > split:
+            pieces.append((split, -end, "transfer", None, call))
+    # One thread: pieces nest or follow each other. The innermost one counts.
+    pieces.sort(key=lambda piece: piece[:2])
+    found: list[Segment] = []
+    stack = [(rank.end, "other", None, None)]
+    now = rank.start
+
+    def advance(until):
+        nonlocal now
+        if until > now:
+            _, kind, span, call = stack[-1]
+            found.append(Segment(now, until, kind, span, call))
+            now = until
+
+    for start, minus_end, kind, span, call in pieces:
+        while stack[-1][0] <= start and len(stack) > 1:
+            advance(stack[-1][0])
+            stack.pop()
+        advance(start)
+        stack.append((min(-minus_end, stack[-1][0]), kind, span or stack[-1][2], call))
+    while stack:
+        advance(stack[-1][0])
+        stack.pop()
+    return found
+
+
+def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
+    """Segments by rank."""
+    return [of_rank(rank, calls) for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
+
+
+def by_kind(segments: list[Segment], start: int | None = None, end: int | None = None) -> Counter:
+    """Nanoseconds of each kind, of the part between start and end."""
+    sums: Counter = Counter()
+    for segment in segments:
+        low = segment.start if start is None else max(segment.start, start)
+        high = segment.end if end is None else min(segment.end, end)
+        if high > low:
+            sums[segment.kind] += high - low
+    return sums

@@ -1,0 +1,50 @@
+"""A trace as text: one row per rank, one letter per slice of time."""
+
+from __future__ import annotations
+
+from mpipar.trace.segments import Segment, by_kind
+from mpipar.trace.trace_file import Trace
+
+LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W", "opt": "o", "data": "d", "wait": ".",
+           "transfer": "-", "other": " "}
+LEGEND = "F B I W passes, o optimizer, d data, . waits for a late rank, - transfer, blank: the rest"
+
+
+def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,
+             window: tuple[int, int] | None = None) -> str:
+    """Every slice shows what the rank did for most of it. Lines of at most `width` characters.
+
+    window: start and end in ns, default the whole trace.
+    """
+    start, end = window or (trace.start, trace.end)
+    heads = [f"rank {rank.world_rank} " for rank in trace.ranks]
+    margin = max(map(len, heads))
+    columns = width - margin
+    length = (end - start) / columns
+    first_ms, last_ms = f"{start * 1e-6:.1f}", f"{end * 1e-6:.1f}"
+    lines = [f"{'ms':<{margin}}{first_ms}{last_ms:>{columns - len(first_ms)}}"]
+    for head, own in zip(heads, segments, strict=True):
+        row, first = "", 0
+        for column in range(columns):
+            low = start + column * length
+            high = low + length
+            while first < len(own) and own[first].end <= low:
+                first += 1
+            inside = []
+            for segment in own[first:]:
+                if segment.start >= high:
+                    break
+                inside.append(segment)
+            sums = by_kind(inside, int(low), int(high))
+            row += LETTERS[max(sums, key=sums.get)] if sums else " "
+        lines.append((head.ljust(margin) + row).rstrip())
+    return "\n".join([*lines, LEGEND])
+
+
+def median_step(trace: Trace) -> tuple[int, tuple[int, int]]:
+    """(step, (start, end) over all ranks) of the step of median length."""
+    windows = [(min(rank.steps[i][1] for rank in trace.ranks),
+                max(rank.steps[i][2] for rank in trace.ranks)) for i in range(trace.num_steps)]
+    order = sorted(range(trace.num_steps), key=lambda i: windows[i][1] - windows[i][0])
+    chosen = order[len(order) // 2]
+    return trace.ranks[0].steps[chosen][0], windows[chosen]

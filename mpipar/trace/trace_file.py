@@ -1,0 +1,290 @@
+"""A trace on disk: one file per rank, written without MPI, and `trace/meta.json`; and reading them.
+
+A rank's file is JSON lines: a head (what the numbers mean, call sites, steps, groups, how many
+lines follow), then one line per record ("r"), compute span ("s") and operation of a layer ("o").
+Times on disk are those of the rank's own clock; the reader translates them to world rank 0's and
+starts at zero.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpipar.comm.clock import CommonClock
+from mpipar.comm.grid import AXES, Grid
+from mpipar.comm.record import DONE, FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WAITED, WIRE
+from mpipar.errors import DataError
+from mpipar.job.hang import place
+from mpipar.pipeline.csv_format import parse
+from mpipar.pipeline.instructions import Schedule
+
+SCHEMA = 2
+META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
+             "batch_size", "dtype", "clock")
+SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
+
+Record = namedtuple("Record", FIELDS)
+Span = namedtuple("Span", SPAN_FIELDS)
+LayerOperation = namedtuple("LayerOperation", OPERATION_FIELDS)
+MIXED = "the files of trace/ must be of one run"
+HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
+
+
+@dataclass
+class RankTrace:
+    """What one rank did. Times: nanoseconds of the common clock since the trace began.
+
+    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores:
+    those of its host that it may run on. complete: false if it failed in the last step.
+    """
+
+    world_rank: int
+    host: str
+    place: dict[str, int]
+    stages: tuple[int, ...]
+    groups: dict[str, tuple[int, ...]]
+    steps: list[tuple[int, int, int]]
+    records: list[Record] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    operations: list[LayerOperation] = field(default_factory=list)
+    complete: bool = True
+    cores: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> int:
+        return self.steps[0][1]
+
+    @property
+    def end(self) -> int:
+        return self.steps[-1][2]
+
+
+@dataclass
+class Trace:
+    """All ranks of a run for a few steps. meta: trace/meta.json; metrics: the lines of the run."""
+
+    folder: Path
+    meta: dict
+    ranks: list[RankTrace]
+    clock: CommonClock
+    metrics: list[dict]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.ranks[0].steps)
+
+    @property
+    def start(self) -> int:
+        return min(rank.start for rank in self.ranks)
+
+    @property
+    def end(self) -> int:
+        return max(rank.end for rank in self.ranks)
+
+    def layout(self) -> str:
+        """As in `pp 2 x tp 2`."""
+        sizes = self.meta["layout"].items()
+        return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
+
+    def size(self) -> str:
+        """As in `4 ranks (pp 2 x tp 2)`."""
+        count = len(self.ranks)
+        return f"{count} ranks ({self.layout()})" if count > 1 else self.layout()
+
+    def place(self, rank: RankTrace) -> str:
+        """As in `pp1 tp0`: the rank's place on the axes that have several."""
+        axes = [axis for axis in self.meta["rank_order"] if self.meta["layout"][axis] > 1]
+        return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
+
+    def remarks(self) -> list[str]:
+        """What a reader must know before believing the numbers."""
+        found = []
+        for host in sorted({rank.host for rank in self.ranks}):
+            here = [rank for rank in self.ranks if rank.host == host]
+            cores = set().union(*(rank.cores for rank in here))
+            if cores and len(here) > len(cores):
+                found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s), so ranks also"
+                             " wait for each other's core: the times show the order of the work,"
+                             " not the speed of a machine with a core for each rank")
+        if not all(rank.complete for rank in self.ranks):
+            found.append("the run failed in the last step that is shown")
+        return found
+
+    def schedule(self) -> Schedule:
+        """The schedule that was run."""
+        value = self.meta["schedule"]
+        programs = tuple(tuple(map(parse, program)) for program in value["programs"])
+        return Schedule(**value | {"programs": programs})
+
+
+def schedule_json(schedule: Schedule) -> dict:
+    """A Schedule as JSON-able values; `Trace.schedule` is the inverse."""
+    programs = [[str(instr) for instr in program] for program in schedule.programs]
+    return {name: getattr(schedule, name) for name in SCHEDULE_FIELDS} | {"programs": programs}
+
+
+def rank_path(folder: Path, world_rank: int) -> Path:
+    """The file of one rank in a run folder."""
+    return folder / "trace" / f"rank-{world_rank:05d}.jsonl"
+
+
+def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
+    """Write a rank's file, whole or not at all. head: world_rank, host, place, stages, groups,
+    steps, complete, cores.
+
+    Raises OSError. Comm: none.
+    """
+    sites = {site: i for i, site in enumerate(dict.fromkeys(record[SITE] for record in records))}
+    head = {
+        "mpipar_trace": SCHEMA, **head, "fields": FIELDS, "span_fields": SPAN_FIELDS,
+        "operation_fields": OPERATION_FIELDS, "sites": [place(*site) for site in sites],
+        "lines": len(records) + len(spans) + len(operations),
+    }
+    path = rank_path(folder, head["world_rank"])
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(head) + "\n")
+        for record in records:
+            values = [*record[:WIRE + 1], str(record[WIRE + 1]), *record[STEP:SITE]]
+            file.write(json.dumps(["r", *values, sites[record[SITE]]]) + "\n")
+        for letter, entries in (("s", spans), ("o", operations)):
+            file.writelines(json.dumps([letter, *entry]) + "\n" for entry in entries)
+    os.replace(partial, path)
+
+
+def write_meta(folder: Path, meta: dict) -> None:
+    """Write trace/meta.json; world rank 0 alone calls it. Raises OSError."""
+    path = folder / "trace" / "meta.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"mpipar_trace": SCHEMA, **meta}, indent=1) + "\n",
+                    encoding="utf-8")
+
+
+def read(folder: str | Path) -> Trace:
+    """The trace in a run folder; raises DataError when there is none, or a part is missing or of
+    another run.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such run folder; {HOW_TO}")
+    if not (folder / "trace").is_dir():
+        raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
+    meta, clock, grids = _load(folder / "trace" / "meta.json")
+    paths = [rank_path(folder, rank) for rank in range(len(grids))]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise DataError(f"{folder / 'trace'}: {', '.join(missing)} missing of {len(paths)} ranks; a"
+                        " rank writes its file after the last traced step: is the run still going,"
+                        " or is the folder on a disk that not all hosts share?")
+    ranks = [_read_rank(path, clock, grid) for path, grid in zip(paths, grids, strict=True)]
+    for path, rank in zip(paths, ranks, strict=True):
+        if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
+            raise DataError(f"{path}: has other steps than {paths[0].name}: {MIXED}")
+    return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder / "metrics.jsonl"))
+
+
+def _load(path: Path) -> tuple[dict, CommonClock, list[Grid]]:
+    """What meta.json says, and of it the common clock and the place of each rank."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing; {HOW_TO}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: can't be read: {error}") from None
+    missing = [key for key in META_KEYS if key not in _checked(path, value)]
+    if missing:
+        raise DataError(f"{path}: {', '.join(missing)} missing; {HOW_TO}")
+    try:
+        sizes = {f"{axis}_size": value["layout"][axis] for axis in AXES}
+        grids = [Grid(rank, **sizes, order=tuple(value["rank_order"]))
+                 for rank in range(value["world_size"])]
+        return value, CommonClock.from_json(value["clock"]), grids
+    except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
+        raise DataError(f"{path}: not a trace's: {error!r}") from None
+
+
+def _checked(path: Path, head) -> dict:
+    if not isinstance(head, dict) or head.get("mpipar_trace") != SCHEMA:
+        found = head.get("mpipar_trace") if isinstance(head, dict) else None
+        raise DataError(f"{path}: trace schema {found}, this mpipar reads {SCHEMA}")
+    return head
+
+
+def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
+    """The file of the rank at this place, its times translated to the common clock."""
+    number = 1
+    try:
+        with open(path, encoding="utf-8") as file:
+            head = _checked(path, json.loads(file.readline()))
+            rank = head["world_rank"]
+
+            def common(entry, *positions):
+                for i in positions:
+                    entry[i] = clock.common_ns(rank, entry[i])
+                return entry
+
+            trace = RankTrace(
+                rank, head["host"], head["place"], tuple(head["stages"]),
+                {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
+                [tuple(common(step, 1, 2)) for step in head["steps"]], complete=head["complete"],
+                cores=tuple(head["cores"]))
+            end = head["steps"][-1][2] if head["steps"] else 0
+            for line in file:
+                number += 1
+                letter, *entry = json.loads(line)
+                if letter == "r":
+                    entry[SITE] = head["sites"][entry[SITE]]
+                    if not entry[DONE]:  # the rank failed in it, or before it waited for it
+                        entry[WAITED], entry[DONE] = entry[WAITED] or end, end
+                    trace.records.append(Record(*common(entry, 0, 1, 2)))
+                elif letter == "s":
+                    trace.spans.append(Span(*common(entry, 1, 2)))
+                else:
+                    trace.operations.append(LayerOperation(*common(entry, 2, 3)))
+            wanted = 1 + head["lines"]
+    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise DataError(f"{path}, line {number}: not a trace: {error!r}") from None
+    if number != wanted:
+        raise DataError(f"{path}: {number} lines of {wanted}: only a part of it was copied?")
+    if not trace.steps:
+        raise DataError(f"{path}: no step was traced; {HOW_TO}")
+    if trace.world_rank != grid.world_rank or any(
+            (trace.place.get(axis), trace.groups.get(axis))
+            != (grid.axis_rank(axis), grid.group(axis))
+            for axis in AXES):
+        raise DataError(f"{path}: not of rank {grid.world_rank} ({grid.describe()}) in the layout"
+                        f" of meta.json: {MIXED}")
+    return trace
+
+
+def _from_zero(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """The same with the first start at zero."""
+    origin = min(rank.start for rank in ranks)
+    for rank in ranks:
+        rank.steps = [(step, start - origin, end - origin) for step, start, end in rank.steps]
+        rank.records = [record._replace(posted_ns=record.posted_ns - origin,
+                                        waited_ns=record.waited_ns - origin,
+                                        done_ns=record.done_ns - origin)
+                        for record in rank.records]
+        rank.spans, rank.operations = (
+            [entry._replace(start_ns=entry.start_ns - origin, end_ns=entry.end_ns - origin)
+             for entry in entries] for entries in (rank.spans, rank.operations))
+    return list(ranks)
+
+
+def _read_metrics(path: Path) -> list[dict]:
+    """The whole lines of metrics.jsonl; a run that still goes may be writing the last one."""
+    found = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+    return found

@@ -1,0 +1,141 @@
+"""The trace of a running job: keeps everything of the chosen steps and writes it (`--trace`)."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import contextmanager
+from dataclasses import asdict
+from time import perf_counter_ns
+
+from mpipar import models
+from mpipar.comm.clock import CommonClock, clock_identity, measure, shared_clocks
+from mpipar.comm.grid import AXES
+from mpipar.comm.record import SPAN_FIELDS, STEP
+from mpipar.console.tables import describe_stage
+from mpipar.trace import trace_file
+
+SPAN_STEP = SPAN_FIELDS.index("step")
+
+
+def trace_steps(text: str | None) -> tuple[int, int] | None:
+    """(first, last) of --trace FIRST:LAST or --trace STEP; None where that is not what it is."""
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text or "")
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    return (first, last) if 1 <= first <= last else None
+
+
+def problems(config) -> list[str]:
+    """What is wrong with --trace and --trace-ops."""
+    text, steps = config.run.trace, config.train.steps
+    if text is None:
+        return (["--trace-ops: times the steps of --trace; add for example --trace 10:12"]
+                if config.run.trace_ops else [])
+    chosen = trace_steps(text)
+    if chosen is None:
+        return [f"--trace {text}: must be FIRST:LAST, two step numbers from 1 on, as in 10:12"]
+    if chosen[1] > steps:
+        return [f"--trace {text}: the run has --steps {steps}; use for example --trace {steps}"]
+    return []
+
+
+class Tracer:
+    """Traces steps FIRST to LAST of one rank; does nothing when config.run.trace is None.
+
+    The loop runs every step inside `step` and calls `finish` at its end. timed_ops: the wrapper
+    that notes each operation of a layer, or None.
+    """
+
+    def __init__(self, worker, mpi_world, folder, timed_ops=None):
+        self.worker, self.world, self.folder = worker, mpi_world, folder
+        self.timed_ops = timed_ops
+        self.first, self.last = trace_steps(worker.config.run.trace) or (0, -1)
+        self.steps: list[tuple[int, int, int]] = []
+        self.capacity = None
+        self.owners: list[int] = []
+        self.before: dict = {}
+        self.written = False
+
+    @contextmanager
+    def step(self, number: int):
+        """Around one training step.
+
+        Comm: the clock measurement before FIRST and after LAST, see `clock.measure`. A rank that
+        fails in a traced step writes what it has, without MPI.
+        """
+        if not self.first <= number <= self.last:
+            yield
+            return
+        if number == self.first:
+            self._begin()
+        start = perf_counter_ns()
+        try:
+            yield
+        except BaseException:
+            self.steps.append((number, start, perf_counter_ns()))
+            self._write(complete=False)
+            raise
+        self.steps.append((number, start, perf_counter_ns()))
+        if number == self.last:
+            self.finish()
+
+    def _begin(self) -> None:
+        recorder = self.worker.recorder
+        self.capacity = recorder.records.maxlen
+        recorder.resize(None)  # until LAST nothing may be lost
+        self.owners = shared_clocks(self.world, clock_identity())
+        self.before = measure(self.world, self.owners)
+        if self.timed_ops is not None:
+            self.timed_ops.active = True
+
+    def finish(self) -> bool:
+        """Write the trace if one was begun and is not written yet; returns whether there is one.
+
+        Comm: the clock measurement, see `clock.measure`; every rank calls it after the same step.
+        """
+        if not self.steps or self.written:
+            return self.written
+        after = measure(self.world, self.owners)
+        self._write(complete=True, after=after)
+        if self.timed_ops is not None:
+            self.timed_ops.active = False
+        self.worker.recorder.resize(self.capacity)
+        return True
+
+    def steps_text(self) -> str:
+        """Which steps the trace holds, as in `steps 10 to 12`: fewer where the run was stopped."""
+        first, last = self.steps[0][0], self.steps[-1][0]
+        return f"step {first}" if first == last else f"steps {first} to {last}"
+
+    def _write(self, complete: bool, after: dict | None = None) -> None:
+        """Write this rank's file, and on world rank 0 meta.json. Comm: none."""
+        self.written = True
+        worker, recorder = self.worker, self.worker.recorder
+        numbers = {step for step, *_ in self.steps}
+        groups = {axis: comm.ranks for axis, comm in worker.comms.by_axis.items()}
+        head = {
+            "world_rank": worker.grid.world_rank, "host": os.uname().nodename, "pid": os.getpid(),
+            "place": {axis: worker.grid.axis_rank(axis) for axis in AXES},
+            "stages": sorted(worker.stages), "groups": groups | {"world": worker.comms.world.ranks},
+            "steps": self.steps, "complete": complete, "cores": sorted(os.sched_getaffinity(0)),
+        }
+        trace_file.write_rank(
+            self.folder, head, [r for r in recorder.records if r[STEP] in numbers],
+            [s for s in recorder.spans if s[SPAN_STEP] in numbers], recorder.operations)
+        if worker.grid.world_rank == 0:
+            clock = CommonClock(tuple(self.owners), self.before, after or {})
+            trace_file.write_meta(self.folder, self._meta(clock))
+
+    def _meta(self, clock: CommonClock) -> dict:
+        worker, config = self.worker, self.worker.config
+        return {
+            "world_size": worker.grid.world_size, "rank_order": worker.grid.order,
+            "layout": {axis: worker.grid.axis_size(axis) for axis in AXES},
+            "schedule": trace_file.schedule_json(worker.schedule),
+            "stage_layers": list(worker.stage_layers),
+            "stages": [describe_stage(stage, worker.stage_layers, models.of(config.model).ENTRY)
+                       for stage in range(worker.schedule.num_stages)],
+            "model": asdict(config.model), "batch_size": config.train.batch_size,
+            "dtype": config.run.dtype, "device": config.run.device,
+            "per_operation": self.timed_ops is not None, "clock": clock.to_json(),
+        }

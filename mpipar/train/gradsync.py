@@ -1,0 +1,117 @@
+"""Gradient synchronization: sums over the groups that hold partial gradients, the norm, and
+clipping.
+
+Gradients lie in one flat buffer per stage. Most are partial over dp only: they are cut into buckets
+whose all-reduces start as soon as the stage has finished its last backward, while other stages
+still compute. A tied table that lies on two pipeline ranks is first summed over those two (group
+"tie"), then over dp, when everything else is done: a sum that starts earlier would make one end
+wait for the other's backward.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mpipar.comm.record import DONE, POSTED, WAITED
+
+
+class GradSync:
+    """Owns the pending all-reduces of one step. comms: the groups of this rank; stages: {stage:
+    Stage}.
+    """
+
+    def __init__(self, ops, stages, comms, recorder, bucket_bytes):
+        self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
+        self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
+        self.pending = []
+        self.overlapped_ns = self.flight_ns = 0
+
+    def start(self, stage: int) -> None:
+        """Post the buckets of a stage's finished gradients.
+
+        Comm: one all_reduce per bucket over dp.
+        """
+        if self.comms.dp.size == 1:
+            return
+        flat = self.stages[stage].flat
+        for groups, run in flat.runs(lambda param: param.grad_groups):
+            if groups:
+                continue
+            for first in range(run.start, run.stop, self.bucket):
+                piece = flat.grad[first:min(first + self.bucket, run.stop)]
+                self.pending.append(self.comms.dp.iall_reduce(piece, "grads.bucket"))
+
+    def finish(self) -> None:
+        """Return when every gradient is the sum over all its groups.
+
+        Comm: waits for the buckets; then, per run of parameters with further groups, one all_reduce
+        over each of those groups and one over dp.
+        """
+        for pending in self.pending:
+            record = pending.record
+            pending.wait()
+            if record is not None:
+                self.flight_ns += record[DONE] - record[POSTED]
+                self.overlapped_ns += record[WAITED] - record[POSTED]
+        self.pending = []
+        for stage in sorted(self.stages):
+            flat = self.stages[stage].flat
+            for groups, run in flat.runs(lambda param: param.grad_groups):
+                for group in groups:
+                    self.comms.by_axis[group].all_reduce(flat.grad[run], f"grads.{group}")
+                if groups:
+                    self.comms.dp.all_reduce(flat.grad[run], "grads.late")
+
+    def test(self) -> None:
+        """Let pending all-reduces progress (MPI does nothing while nobody asks)."""
+        for pending in self.pending:
+            pending.test()
+
+    def zero(self) -> None:
+        """Set all gradients to zero, before the first backward of a step."""
+        for stage in self.stages.values():
+            self.ops.fill(stage.flat.grad, 0)
+
+    def square_sum(self) -> float:
+        """This rank's share of the squared gradient norm: owned parameters, first dp replica."""
+        if self.comms.dp.index > 0:
+            return 0.0
+        total = 0.0
+        for stage in self.stages.values():
+            for owner, run in stage.flat.runs(lambda param: param.owner):
+                if owner:
+                    total += self.ops.square_sum(stage.flat.grad[run])
+        return total
+
+    def unscale(self, loss_scale: float) -> None:
+        """Divide all gradients by the factor that the loss was multiplied by."""
+        if loss_scale != 1:
+            for stage in self.stages.values():
+                self.ops.scale(stage.flat.grad, 1 / loss_scale)
+
+    def overflows(self) -> int:
+        """How many of this rank's stages, copies included, hold a gradient that is not finite."""
+        return sum(not is_finite(self.ops.square_sum(stage.flat.grad))
+                   for stage in self.stages.values())
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale all gradients so that their global norm is at most `limit` (0: no limit)."""
+        if limit and norm > limit:
+            for stage in self.stages.values():
+                self.ops.scale(stage.flat.grad, limit / (norm + 1e-6))
+
+
+def agree(ops, comms, values: list[float], name: str) -> list[float]:
+    """Sum a few numbers over all ranks: the one scalar barrier of a step.
+
+    Comm: one all_reduce over world.
+    """
+    import numpy as np
+
+    x = ops.asarray(np.array(values, dtype=np.float64))
+    return [float(value) for value in ops.to_host(comms.world.all_reduce(x, name))]
+
+
+def is_finite(*values: float) -> bool:
+    """Whether none of the values is NaN or infinite."""
+    return all(math.isfinite(value) for value in values)

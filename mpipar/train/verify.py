@@ -1,0 +1,111 @@
+"""The proof any user can run: one float64 step in this layout and on one rank, compared parameter
+by parameter.
+
+Same seed, same rows; the one-rank step runs the whole batch as one microbatch, so it shares no
+schedule, no message and no reduction with the layout under test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpipar import data
+from mpipar import ops as ops_module
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.weights import stream
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.train.worker import Worker
+
+SPREAD = 0.02  # of biases and norms: a bias of zero that is counted twice is still zero
+TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ by less
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one tensor, as a share of its scale, and where it is."""
+
+    name: str
+    kind: str
+    error: float
+    where: tuple[int, ...]
+    ok: bool
+
+
+def serial_config(config):
+    """The same model and rows on one rank, as one microbatch."""
+    grid = replace(config.grid, dp=1, pp=1, cp=1, tp=1, schedule="naive", schedule_csv=None,
+                   chunks=None, group_size=None, stage_layers=None, num_microbatches=1)
+    return replace(config, grid=grid)
+
+
+def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
+    """Whole tensors by name on world rank 0, nothing elsewhere. Comm: see `checkpoint.stream`."""
+    blocks: dict[str, list] = {}
+    for name, _, _, block in stream(worker, array_of):
+        blocks.setdefault(name, []).append(block)
+    return {name: np.concatenate(parts) for name, parts in blocks.items()}
+
+
+def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
+    """Run one plain step; returns (loss, norm, gradients, weights after the update) as whole
+    tensors.
+
+    Comm: everything that a training step crosses, and two streams to world rank 0.
+    """
+    ops = ops_module.make_for(config.run, host_rank)
+    worker = Worker(config, grid, ops, Recorder(), mpi_world)
+    if config.run.init_from:
+        checkpoint.load(worker, config.run.init_from)
+    else:
+        worker.initialize(SPREAD)
+    rows = data.of(config.model).Rows(ops, part, config, grid.dp_rank)
+    loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
+    gradients = full_tensors(worker, lambda param: param.grad)
+    worker.optimizer.step(config.train.lr, 1)
+    weights = full_tensors(worker, lambda param: param.master)
+    worker.close()
+    return loss, norm, gradients, weights
+
+
+def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
+    """Largest difference of every tensor: |a-b| <= tolerance * max(max|b|, 1e-3 * g), g the largest
+    |b|.
+    """
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
+    largest = max(float(np.abs(x).max()) for x in expected.values())
+    found = []
+    for name, right in expected.items():
+        difference = np.abs(actual[name] - right)
+        where = np.unravel_index(int(np.argmax(difference)), difference.shape)
+        scale = max(float(np.abs(right).max()), 1e-3 * largest)
+        error = float(difference[where]) / scale
+        found.append(Difference(name, kind, error, tuple(map(int, where)), error <= TOLERANCE))
+    return found
+
+
+def one_rank_tensors(config, part):
+    """`step_tensors` of one rank: what every layout has to give."""
+    return step_tensors(serial_config(config), part, Grid(0))
+
+
+def compare(config, part, mpi_world=None, expected=one_rank_tensors,
+            host_rank=0) -> list[Difference]:
+    """All differences between this layout and one rank, on world rank 0; empty elsewhere.
+
+    config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: gives the
+    tensors of one rank; a caller that compares many layouts of one model may keep them.
+    host_rank: place of this process on its host.
+    """
+    world_rank = mpi_world.rank if mpi_world else 0
+    parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world,
+                            host_rank)
+    if world_rank > 0:
+        return []
+    serial = expected(config, part)
+    found = differences("value", {"loss and gradient norm": np.array(parallel[:2])},
+                        {"loss and gradient norm": np.array(serial[:2])})
+    found += differences("gradient", parallel[2], serial[2])
+    return found + differences("weight", parallel[3], serial[3])

@@ -1,0 +1,211 @@
+"""One rank's part of a training run: what it holds, and a training step in execution order.
+
+The same Worker runs under MPI on numbers, alone on one rank, and without MPI on shapes (the cost
+model): they differ in the `ops` and the transport that they are given, not in a line of code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+
+from mpipar import models
+from mpipar.comm.connect import Options
+from mpipar.comm.group import Comms
+from mpipar.errors import NonFiniteError
+from mpipar.pipeline.csv_format import read_csv
+from mpipar.pipeline.engine import Engine, forward_only
+from mpipar.pipeline.schedules import table as schedules
+from mpipar.train.gradsync import GradSync, agree, is_finite
+from mpipar.train.loss_scale import LossScale
+from mpipar.train.optim import OPTIMIZERS, learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after a step: mean loss in nats per token, norm of the whole gradient.
+
+    loss_scale: of this step's backward pass, None where nothing is scaled. skipped: the gradients
+    overflowed, on some rank, and no weight has changed.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_seconds: float
+    stop: bool
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+def make_schedule(grid_config):
+    """The schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
+
+    Raises UsageError for counts that the schedule can't take, or a file that can't be read or can't
+    run.
+    """
+    if grid_config.schedule_csv is not None:
+        return read_csv(Path(grid_config.schedule_csv))
+    return schedules.make(grid_config.schedule, grid_config.pp, grid_config.num_microbatches,
+                          grid_config.chunks, grid_config.group_size)
+
+
+def holders(schedule, stages) -> tuple[int, ...]:
+    """Pipeline ranks that hold a copy of any of the stages, ascending."""
+    mbs = range(schedule.num_microbatches)
+    return tuple(sorted({schedule.rank_of(stage, mb) for stage in stages for mb in mbs}))
+
+
+class Worker:
+    """Stages, groups, engine, gradient synchronization and optimizer of one rank.
+
+    config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None for no
+    MPI. Comm: makes the groups, one split over the world each; every rank must build its Worker.
+    """
+
+    def __init__(self, config, grid, ops, recorder, mpi_world=None):
+        self.config, self.grid, self.ops, self.recorder = config, grid, ops, recorder
+        self.schedule = make_schedule(config.grid)
+        self.program = schedules.lower(self.schedule, grid.pp_rank)
+        model = models.of(config.model)
+        self.stage_layers = config.grid.stage_layers or model.balanced_layers(
+            config.model, self.schedule.num_stages)
+        # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and
+        # stages that a bidirectional schedule holds twice ("mirror"). Their gradients are summed
+        # over these groups.
+        last = self.schedule.num_stages - 1
+        mirrors = {holders(self.schedule, (stage,)) for stage in range(last + 1)}
+        subgroups = {"tie": [holders(self.schedule, (0, last))], "mirror": sorted(mirrors)}
+        options = Options(config.run.sync_sends, config.run.check_comm)
+        self.comms = Comms(grid, ops, recorder, mpi_world, options, subgroups)
+        tables: dict = {}
+        self.stages = {
+            stage: model.Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,
+                               self._copies(stage))
+            for stage in self.schedule.stages_of(grid.pp_rank)
+        }
+        self.gradsync = GradSync(
+            ops, self.stages, self.comms, recorder, config.train.bucket_bytes)
+        self.engine = Engine(
+            ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync)
+        self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.stages, config.train)
+        self.loss_scale = LossScale(config.run)
+        self.num_tokens = config.train.batch_size * config.model.seq_len  # of the global batch
+
+    def _copies(self, stage):
+        """Groups that hold copies of the stage's parameters and of its tied table; and who owns
+        them.
+
+        Each tensor has one owner: the rank that runs its first stage on microbatch 0.
+        """
+        mirrored = len(holders(self.schedule, (stage,))) > 1
+        return {
+            "groups": ("mirror",) if mirrored else (),
+            "tied_groups": ("tie",) if self.schedule.num_stages > 1 else (),
+            "owner": self.schedule.rank_of(stage, 0) == self.grid.pp_rank,
+            "table_owner": self.schedule.rank_of(0, 0) == self.grid.pp_rank,
+        }
+
+    def close(self) -> None:
+        """Free the groups, when nothing more will be sent. Comm: every rank must call it."""
+        self.comms.close()
+
+    def initialize(self, spread: float = 0.0) -> None:
+        """Give every parameter its initial values, the same model on every layout. Comm: none.
+
+        spread: see `FlatParams.initialize`.
+        """
+        for stage in self.stages.values():
+            stage.flat.initialize(self.config.run.seed, spread)
+
+    def gradients(self, step: int, get_batch, stop_asked=False) -> tuple[float, float, bool]:
+        """Run forward and backward of one step; returns (mean loss, gradient norm, whether to
+        stop).
+
+        get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
+        mean loss over the global batch, on every rank that holds the parameter; where one is not
+        finite on any rank, the norm is not finite on all of them.
+        Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums,
+        and one all_reduce of three numbers over world.
+        """
+        self.recorder.step = step
+        self.gradsync.zero()
+        for stage in self.stages.values():
+            stage.set_loss_scale(self.loss_scale.value / self.num_tokens)
+        start = perf_counter_ns()
+        losses = self.engine.run(self.program, get_batch)
+        self.recorder.phase, self.recorder.stage, self.recorder.mb = "sync", -1, -1
+        self.recorder.span("pipeline", start)
+        self.gradsync.finish()
+        self.gradsync.unscale(self.loss_scale.value)
+        # tp ranks know the same loss: one of them reports it.
+        loss = sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+        squares = self.gradsync.square_sum()
+        if self.loss_scale.dynamic and self.gradsync.overflows():
+            squares = math.inf  # also in a copy that the norm does not count: all ranks must skip
+        loss, squares, stop = agree(
+            self.ops, self.comms, [loss, squares, float(stop_asked)], "step.norm")
+        return loss / self.num_tokens, math.sqrt(squares), stop > 0
+
+    def train_step(self, step: int, get_batch, stop_asked=False) -> StepResult:
+        """One optimizer update, or none where float16 gradients overflowed; step counts from 1.
+
+        Raises NonFiniteError on every rank, before any weight changes, when the loss is not finite,
+        or a gradient for which no smaller loss scale is left.
+        """
+        start = perf_counter_ns()
+        loss, norm, stop = self.gradients(step, get_batch, stop_asked)
+        scale, overflow = self.loss_scale.value, not is_finite(norm)
+        if not is_finite(loss) or (overflow and not self.loss_scale.can_skip()):
+            raise self._not_finite(
+                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update")
+        self.loss_scale.update(overflow)
+        lr = learning_rate(self.config.train, step)
+        self.recorder.phase = "opt"
+        opt_start = perf_counter_ns()
+        if not overflow:
+            self.gradsync.clip(norm, self.config.train.clip)
+            self.optimizer.step(lr, step - self.loss_scale.skipped)
+        self.ops.synchronize()
+        self.recorder.span("opt", opt_start)
+        seconds = (perf_counter_ns() - start) * 1e-9
+        shown = scale if self.loss_scale.dynamic else None
+        return StepResult(step, loss, norm, lr, seconds, stop, shown, overflow)
+
+    def _not_finite(self, what):
+        """The error of a run whose numbers left the range of their type."""
+        return NonFiniteError(
+            f"{what}; try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
+            + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""))
+
+    def forward(self, num_microbatches: int, get_batch) -> dict:
+        """Forward passes alone; returns the last stage's outputs by microbatch, where this rank has
+        it.
+
+        Outputs are sums of token losses, or logits (N, V/tp) for batches without targets.
+        Comm: the sends and receives of the forward passes, and the layers' forward barriers.
+        """
+        self.recorder.phase = "eval"
+        program = schedules.lower(
+            forward_only(self.schedule, num_microbatches), self.grid.pp_rank)
+        return self.engine.run(program, get_batch, training=False)
+
+    def evaluate(self, rows) -> tuple[float, int]:
+        """Mean loss in nats per token over one sweep of held-out rows, and the number of tokens.
+
+        Raises NonFiniteError on every rank when the loss is not finite: after the last update no
+        step is left that would find it.
+        Comm: one sweep of forward passes and one all_reduce over world.
+        """
+        total, count = 0.0, rows.rows_of_sweep() * self.config.model.seq_len
+        for number in range(rows.num_sweeps()):
+            batches = rows.sweep(number)
+            losses = self.forward(len(batches), batches.__getitem__)
+            total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+        total, = agree(self.ops, self.comms, [total], "eval.loss")
+        if not is_finite(total):
+            raise self._not_finite(f"held-out loss {total / count}: the weights are of no use")
+        return total / count, count
