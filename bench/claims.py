@@ -67,12 +67,16 @@ def named(layout: dict) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
+def with_sequence_parallel() -> list[tuple]:
+    """(layout, what its name goes on with, settings of the model) of each row of a table."""
+    return [(layout, "", {}) for layout in LAYOUTS] + [
+        ({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True}) for size in (2, 4, 8)]
+
+
 def barriers() -> list[dict]:
     """Barriers (collectives) and messages per step and rank, and bytes sent, by layout."""
     rows = []
-    cases = [(layout, "", {}) for layout in LAYOUTS]
-    cases += [({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True})
-              for size in (2, 4, 8)]
+    cases = with_sequence_parallel()
     cases += [({"tp": size}, " (ffn-cut gather)", {"ffn_cut": "gather"}) for size in (2, 4, 8)]
     for layout, variant, model in cases:
         config = configure(layout, **model)
@@ -101,12 +105,12 @@ def barriers() -> list[dict]:
 def memory() -> list[dict]:
     """Predicted peak bytes of the fullest rank, by what they are for."""
     rows = []
-    for layout in LAYOUTS:
-        config = configure(layout)
+    for layout, variant, model in with_sequence_parallel():
+        config = configure(layout, **model)
         world_size = config.grid.dp * config.grid.pp * config.grid.tp
         fullest = max((predict(config, rank) for rank in range(world_size)),
                       key=lambda prediction: prediction.peak_total)
-        rows.append({"layout": named(layout)} | {
+        rows.append({"layout": named(layout) + variant} | {
             f"{label}_MiB": fullest.peak_bytes.get(label, 0) / 2**20 for label in MEMORY_LABELS
         } | {"peak_MiB": fullest.peak_total / 2**20})
     return rows

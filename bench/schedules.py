@@ -5,6 +5,9 @@ measured and simulated.
 
 The real engine runs the real programs and sends real messages, but a pass sleeps for its cost
 instead of computing. So four workers on two cores measure the order of the work and not the cores.
+
+Every schedule gets the same model. `--cell-ms` is the time of a forward pass through all layers of
+a worker; a schedule that cuts them into chunks has that many shorter passes.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ TOLERANCE = 0.05  # of the simulated makespan
 
 
 class Sleeper:
-    """Stands in for a Stage: every pass takes `cell` seconds, a full backward two of them."""
+    """Stands in for a Stage: F, I and W take `seconds` each, a full backward I and W."""
 
-    def __init__(self, ops, cell: float, is_last: bool):
-        self.ops, self.cell, self.is_last = ops, cell, is_last
+    def __init__(self, ops, seconds: float, is_last: bool):
+        self.ops, self.seconds, self.is_last = ops, seconds, is_last
 
     def in_shape(self, batch):
         return SHAPE
@@ -45,17 +48,17 @@ class Sleeper:
         return self.ops.zeros(SHAPE)
 
     def forward(self, x, stash):
-        y = self._pass(self.cell)
+        y = self._pass(self.seconds)
         return 0.0 if self.is_last else y
 
     def backward(self, dy, stash, recorder):
-        return self._pass(2 * self.cell)
+        return self._pass(2 * self.seconds)
 
     def backward_input(self, dy, stash):
-        return self._pass(self.cell)
+        return self._pass(self.seconds)
 
     def backward_weight(self, stash):
-        self._pass(self.cell)
+        self._pass(self.seconds)
 
 
 class NoSync:
@@ -77,7 +80,8 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     schedule = schedules.make(name, world.size, num_microbatches)
     comms = Comms(grid, ops, recorder, world)
     last = schedule.num_stages - 1
-    stages = {stage: Sleeper(ops, cell, stage == last)
+    pass_seconds = cell * world.size / schedule.num_stages  # a chunk is that part of the layers
+    stages = {stage: Sleeper(ops, pass_seconds, stage == last)
               for stage in schedule.stages_of(grid.pp_rank)}
     engine = Engine(ops, stages, schedule, comms.pp, recorder, NoSync())
     program = schedules.lower(schedule, grid.pp_rank)
@@ -95,9 +99,9 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
         return None
     makespans = everybody[:, 0].max(0)
     median = statistics.median(makespans)
-    timeline = simulate(schedule, Costs(f=cell, i=cell, w=cell))
+    timeline = simulate(schedule, Costs(f=pass_seconds, i=pass_seconds, w=pass_seconds))
     return {
-        "schedule": name, "simulated_ms": timeline.makespan * 1e3, "measured_ms": median * 1e3,
+        "schedule": name, "step_ms": median * 1e3, "simulated_ms": timeline.makespan * 1e3,
         "measured_over_simulated": median / timeline.makespan,
         "busy_simulated": statistics.mean(timeline.busy_share),
         "busy_measured": float((everybody[:, 1] / makespans).mean()),
@@ -110,7 +114,7 @@ def main(argv, session) -> int:
     """
     parser = flags.Parser(prog="python -m bench.schedules", description=__doc__)
     parser.add_argument("--num-microbatches", type=int, default=8)
-    parser.add_argument("--cell-ms", type=float, default=25.0, help="duration of a pass (25)")
+    parser.add_argument("--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts (3)")
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
@@ -122,9 +126,9 @@ def main(argv, session) -> int:
             if not schedules.problems(name, world.size, args.num_microbatches)]
     if world.rank > 0:
         return 0
-    # A chunk of a schedule with two per rank is half the work: recovered compares the time per unit
-    # of work.
-    idle = 1 - rows[0]["busy_measured"]
+    naive = next(row for row in rows if row["schedule"] == "naive")
+    idle = 1 - naive["busy_measured"]
+    rows.sort(key=lambda row: row["step_ms"])
     for row in rows:
         row["idle_recovered"] = 1 - (1 - row["busy_measured"]) / idle
         print("  ".join(f"{key} {results.text(value)}" for key, value in row.items()))

@@ -1,4 +1,8 @@
-"""A layer that is too large for one device: which layouts train under the same --memory-limit."""
+"""Layers that are too large for one device: which layouts train under the same --memory-limit.
+
+Each of the two blocks is too large for one device alone. A pipeline gives each stage a whole block,
+so it is a legal layout that does not help; only cutting the layers themselves does.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from mpipar.data.source import load_tokens
 from mpipar.errors import OutOfMemory
 from mpipar.train.worker import Worker
 
-MODEL = {"layers": 1, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
+MODEL = {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
 LIMIT_MIB = 190
-LAYOUTS = [{}, {"dp": 2}, {"tp": 2}, {"tp": 4}]
+LAYOUTS = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}]
 STEPS = 2
 
 

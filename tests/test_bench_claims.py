@@ -45,6 +45,7 @@ def test_memory_is_pooled_by_tp_and_pp_and_not_by_dp():
     assert rows["tp 4"]["weights_MiB"] < 0.27 * whole["weights_MiB"]
     assert rows["pp 4"]["weights_MiB"] < 0.27 * whole["weights_MiB"]
     assert rows["dp 4"]["weights_MiB"] == whole["weights_MiB"]
+    assert rows["tp 4 (sequence-parallel)"]["stash_MiB"] < 0.7 * rows["tp 4"]["stash_MiB"]
     # The first of four stages keeps four microbatches of a quarter of the layers: all of it.
     assert rows["pp 4"]["stash_MiB"] == pytest.approx(whole["stash_MiB"], rel=0.02)
 
