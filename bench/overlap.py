@@ -37,7 +37,7 @@ class Work:
     def compute(self, count: int) -> None:
         """So many products; the same numbers each time."""
         for _ in range(count):
-            self.ops.matmul_forward(self.x, self.x)
+            self.ops.matmul(self.x, self.x)
 
     def calibrate(self, seconds: float) -> None:
         """Make all slices together take about so long on this rank, one product at least."""

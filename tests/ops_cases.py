@@ -69,11 +69,10 @@ def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
 
 def _basics(ops, make, sizes):
     x, y = make.real(sizes.batch, sizes.width), make.real(sizes.batch, sizes.width)
-    copied, filled = ops.zeros(x.shape), ops.empty((sizes.inner,), label="buffers")
-    grad = make.sums(sizes.batch, sizes.width)
-    out = {"sum": ops.sum(grad), "square_sum": ops.square_sum(grad), "add": ops.add(x, y)}
-    out["add_broadcast"] = ops.add(make.real(3, *x.shape), y)
-    ops.copy(copied, x)
+    grad, larger = make.sums(sizes.batch, sizes.width), make.real(3, *x.shape)
+    copied, filled = ops.zeros(larger.shape), ops.empty((sizes.inner,), label="buffers")
+    out = {"sum": ops.sum(grad), "square_sum": ops.square_sum(grad)}
+    ops.copy(copied, larger)
     ops.fill(filled, 2.5)
     ops.synchronize()
     out |= {"copy": copied, "fill": filled, "accumulate": ops.accumulate(x, y)}
@@ -88,18 +87,18 @@ def _products(ops, make, sizes):
     table, dtable = make.real(sizes.inner, sizes.width), make.sums(sizes.inner, sizes.width)
     b, db = make.real(sizes.inner), make.sums(sizes.inner)
     out = {
-        "matmul_forward": ops.matmul_forward(x, w),
-        "matmul_forward_tied": ops.matmul_forward(x, table.T),
-        "matmul_backward_input": ops.matmul_backward_input(dy, w),
-        "matmul_backward_input_tied": ops.matmul_backward_input(dy, table.T),
+        "matmul": ops.matmul(x, w),
+        "matmul_tied": ops.matmul(x, table.T),
+        "matmul_nt": ops.matmul_nt(dy, w),
+        "matmul_nt_tied": ops.matmul_nt(dy, table.T),
         "gelu_forward": ops.gelu_forward(x),
         "gelu_backward_input": ops.gelu_backward_input(make.real(*x.shape), x),
         "bias_gelu_forward": ops.bias_gelu_forward(make.real(*dy.shape), b),
     }
-    ops.matmul_backward_weight(x, dy, dw)
-    ops.matmul_backward_weight(x, dy, dtable.T)
+    ops.matmul_tn_add(x, dy, dw)
+    ops.matmul_tn_add(x, dy, dtable.T)
     ops.bias_backward_weight(dy, db)
-    out |= {"matmul_backward_weight": dw, "matmul_backward_weight_tied": dtable}
+    out |= {"matmul_tn_add": dw, "matmul_tn_add_tied": dtable}
     return out | {"bias_backward_weight": db, "bias_forward": ops.bias_forward(dy, b)}
 
 

@@ -36,9 +36,9 @@ def test_16_bits_are_multiplied_as_they_are(rng, cupy, monkeypatch, gemm, dtype)
     x, w = (ops.asarray(rng.standard_normal(shape).astype(DTYPES[dtype]))
             for shape in ((9, 24), (24, 17)))
     monkeypatch.setattr(MixedOps, "_wide", None)  # what would widen
-    y = ops.matmul_forward(x, w)
+    y = ops.matmul(x, w)
     dw = ops.zeros((24, 17), ops.statistics)
-    ops.matmul_backward_weight(x, y, dw)
+    ops.matmul_tn_add(x, y, dw)
     assert (y.dtype, dw.dtype) == (DTYPES[dtype], np.float32)
     x, y = (ops.to_host(value).astype(np.float64) for value in (x, y))
     assert relative(y, x @ ops.to_host(w).astype(np.float64)) < BOUNDS[dtype]
@@ -59,8 +59,8 @@ def test_a_piece_without_rows_is_a_product_too(cupy, gemm):
     """What a rank of the ring has where there are fewer tokens than ranks."""
     ops = make("cuda", "float32", gemm=gemm)
     none, w, dw = cupy.zeros((0, 8), np.float32), *(cupy.ones((8, 6), np.float32) for _ in "wd")
-    assert ops.matmul_forward(none, w).shape == (0, 6)
-    ops.matmul_backward_weight(none, ops.matmul_forward(none, w), dw)
+    assert ops.matmul(none, w).shape == (0, 6)
+    ops.matmul_tn_add(none, ops.matmul(none, w), dw)
     assert ops.to_host(dw).tolist() == np.ones((8, 6)).tolist()
 
 
@@ -82,14 +82,14 @@ def test_products_of_every_type(rng, cupy, gemm, dtype):
     x, w, table, dy = map(cupy.asarray, host)
     wide_x, wide_w, wide_table, wide_dy = (one.astype(np.float64) for one in host)
     dw, dtable = cupy.ones((33, 70), np.float32), cupy.ones((70, 33), np.float32)
-    ops.matmul_backward_weight(x, dy, dw)
-    ops.matmul_backward_weight(x, dy, dtable.T)
+    ops.matmul_tn_add(x, dy, dw)
+    ops.matmul_tn_add(x, dy, dtable.T)
     product = 1.0 + wide_x.reshape(-1, 33).T @ wide_dy.reshape(-1, 70)
     for got, expected in (
-            (ops.matmul_forward(x, w), wide_x @ wide_w),
-            (ops.matmul_forward(x, table.T), wide_x @ wide_table.T),
-            (ops.matmul_backward_input(dy, w), wide_dy @ wide_w.T),
-            (ops.matmul_backward_input(dy, table.T), wide_dy @ wide_table)):
+            (ops.matmul(x, w), wide_x @ wide_w),
+            (ops.matmul(x, table.T), wide_x @ wide_table.T),
+            (ops.matmul_nt(dy, w), wide_dy @ wide_w.T),
+            (ops.matmul_nt(dy, table.T), wide_dy @ wide_table)):
         assert got.dtype == DTYPES[dtype]
         assert relative(ops.to_host(got), expected) <= BOUNDS[dtype]
     for got, expected in ((dw, product), (dtable, product.T)):
@@ -122,7 +122,7 @@ def relative(on_host, expected):
 def test_tf32_only_when_asked_for(rng, cupy):
     x, w = (cupy.asarray(rng.standard_normal((64, 64)).astype(np.float32)) for _ in range(2))
     exact = cupy.asnumpy(x).astype(np.float64) @ cupy.asnumpy(w).astype(np.float64)
-    errors = [relative(cupy.asnumpy(make("cuda", "float32", tf32=tf32).matmul_forward(x, w)), exact)
+    errors = [relative(cupy.asnumpy(make("cuda", "float32", tf32=tf32).matmul(x, w)), exact)
               for tf32 in (False, True)]
     assert errors[0] < 1e-6
     assert 1e-5 < errors[1] < 1e-3

@@ -122,7 +122,7 @@ def test_rule_catches(case):
 
 
 def test_rules_let_a_clean_layer_pass():
-    source = LAYER.format(line="x = self.ops.add(x, x)")
+    source = LAYER.format(line="x = self.ops.accumulate(x, x)")
     assert [problem for rule in RULES for problem in rule("layers.made_up", source)] == []
 
 

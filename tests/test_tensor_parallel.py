@@ -44,7 +44,7 @@ def test_every_operation_of_a_cut_is_its_layer_s(cut):
     for phase in PHASES:
         product.run(phase)
     assert {layer for layer, *_ in recorder.operations} == {NAME}
-    assert {"matmul_forward", "matmul_backward_input", "matmul_backward_weight"} <= {
+    assert {"matmul", "matmul_nt", "matmul_tn_add"} <= {
         function for _, function, *_ in recorder.operations}
 
 

@@ -61,7 +61,7 @@ def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
         return [box.x + timeline.x(20000), box.y + top + height / 2];
     """)
     page.move(x, y)
-    assert tooltip(page) == ["matmul_forward", {
+    assert tooltip(page) == ["matmul", {
         "layer": "block1.ffn.down", "rank": "1, tp1",
         "step": "1, forward, stage 0, microbatch 2", "lasts": "14.00 ms"}]
     shade = page.run(f"""

@@ -120,7 +120,7 @@ def test_operations_of_layers_lie_inside_their_passes():
     (start, end, name), *operations = slices(found)[1, 0]
     assert name == "1F0"
     assert [name for *_, name in operations] == [
-        f"block{part}.ffn.down matmul_forward" for part in range(3)]
+        f"block{part}.ffn.down matmul" for part in range(3)]
     assert (operations[0][0], operations[-1][1]) == (start, end) == (2_000, 44_000)
     operation = next(event for event in found if event["name"].startswith("block2."))
     assert operation["args"] == {"phase": "F", "step": 1, "stage": 0, "mb": 0}

@@ -82,7 +82,7 @@ def with_operations(made):
             third = (one.end_ns - one.start_ns) // 3
             phase = "I" if one.kind == "B" else one.kind
             rank.operations += [
-                LayerOperation(f"block{part}.ffn.down", "matmul_forward",
+                LayerOperation(f"block{part}.ffn.down", "matmul",
                                one.start_ns + part * third, one.start_ns + (part + 1) * third,
                                one.step, one.stage, one.mb, phase) for part in range(3)]
     return made

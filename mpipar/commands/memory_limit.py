@@ -48,7 +48,7 @@ class MemoryLimit:
         elif self.budget is not None:
             # The first product makes BLAS allocate its own buffers: before, not from the budget.
             warm = self.ops.zeros((512, 512), label="buffers")
-            self.ops.matmul_forward(warm, warm)
+            self.ops.matmul(warm, warm)
             # With more threads OpenBLAS allocates for each product, and where it cannot it ends the
             # process without a word that says why.
             self.blas = threadpool_limits(1, "blas")

@@ -25,20 +25,20 @@ class PatchProduct:
         self.window = kernel, stride, padding
         self.empty, self.zeros, self.copy = ops.empty, ops.zeros, ops.copy
 
-    def matmul_forward(self, x, w):
+    def matmul(self, x, w):
         """y (B, P, Q, N)."""
-        return self.ops.matmul_forward(self.ops.unfold_forward(x, *self.window), w)
+        return self.ops.matmul(self.ops.unfold_forward(x, *self.window), w)
 
-    def matmul_backward_input(self, dy, w):
+    def matmul_nt(self, dy, w):
         """dx (B, H, W, C) of dy (B, P, Q, N)."""
-        dpatches = self.ops.matmul_backward_input(dy, w)
+        dpatches = self.ops.matmul_nt(dy, w)
         kernel = self.window[0]
         shape = (dy.shape[0], *self.size, w.shape[0] // kernel**2)
         return self.ops.unfold_backward_input(dpatches, shape, *self.window)
 
-    def matmul_backward_weight(self, x, dy, dw):
+    def matmul_tn_add(self, x, dy, dw):
         """dw (k*k*C, N) += patches^T dy; the patches are made again, k*k times what x takes."""
-        self.ops.matmul_backward_weight(self.ops.unfold_forward(x, *self.window), dy, dw)
+        self.ops.matmul_tn_add(self.ops.unfold_forward(x, *self.window), dy, dw)
 
 
 class Conv(Linear):

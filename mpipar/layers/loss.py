@@ -28,7 +28,7 @@ class Head:
         """
         x = self.held.gather(x, stash.batch.shape[1], self.name)
         stash[self.name, "x"] = x
-        return self.ops.matmul_backward_input(x.reshape(-1, x.shape[-1]), self.table.data)
+        return self.ops.matmul_nt(x.reshape(-1, x.shape[-1]), self.table.data)
 
     def backward_input(self, dy, stash):
         """dx (B, T, D) of the tokens held, of dlogits (N, V/tp).
@@ -36,13 +36,13 @@ class Head:
         Comm: held.scatter over tp (each rank knows its rows of the table only).
         """
         stash[self.name, "dy"] = dy
-        dx = self.ops.matmul_forward(dy, self.table.data)
+        dx = self.ops.matmul(dy, self.table.data)
         return self.held.scatter(dx.reshape(stash[self.name, "x"].shape), self.name)
 
     def backward_weight(self, stash):
         """Accumulate the table's gradient. Comm: none."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
-        self.ops.matmul_backward_weight(dy, x.reshape(-1, x.shape[-1]), self.table.grad)
+        self.ops.matmul_tn_add(dy, x.reshape(-1, x.shape[-1]), self.table.grad)
 
 
 class CrossEntropy:

@@ -2,7 +2,8 @@
 
 This is the readable version: the oracle of the tests and what runs on CuPy. `name_forward`
 computes, `name_backward_input` gives the gradient of the input, `name_backward_weight` ADDS the
-gradient of a parameter to the array it is given. Results are new C-contiguous arrays or say so.
+gradient of a parameter to the array it is given. Products have BLAS's letters: `n` an operand as it
+is, `t` its transpose. Results are new C-contiguous arrays or say so.
 B batch, T tokens, D model width, H heads, d = D/H, V vocabulary (here the columns of one shard),
 N tokens of a microbatch (B*T), K and M the inner and outer width of a product.
 """
@@ -75,11 +76,6 @@ class ArrayOps(ArrayAttention, ImageOps):
         x += y
         return x
 
-    def add(self, x, y):
-        """Return x + y; y may lack leading dimensions of x."""
-        assert x.shape[x.ndim - y.ndim :] == y.shape, (x.shape, y.shape)
-        return x + y
-
     def sum(self, x):
         """Return the sum of x as a host float, accumulated in float64."""
         return float(x.sum(dtype=np.float64))
@@ -88,20 +84,20 @@ class ArrayOps(ArrayAttention, ImageOps):
         """Return the sum of squares of x as a host float, accumulated in float64."""
         return float(self.xp.square(x.astype(np.float64)).sum())
 
-    # Products.
+    # Products. Of y = x w, dx = dy w^T is `matmul_nt` and dw += x^T dy is `matmul_tn_add`.
 
-    def matmul_forward(self, x, w):
+    def matmul(self, x, w):
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         return (as_rows(x) @ w).reshape(*x.shape[:-1], w.shape[1])
 
-    def matmul_backward_input(self, dy, w):
-        """Return dx = dy w^T: (..., M) and (K, M) give (..., K)."""
-        return (as_rows(dy) @ w.T).reshape(*dy.shape[:-1], w.shape[0])
+    def matmul_nt(self, x, w):
+        """Return x w^T: (..., M) and (K, M) give (..., K)."""
+        return (as_rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
 
-    def matmul_backward_weight(self, x, dy, dw):
-        """Add x^T dy to dw: (..., K) and (..., M) give (K, M); dw may be a transposed view."""
-        assert dw.shape == (x.shape[-1], dy.shape[-1]), (dw.shape, x.shape, dy.shape)
-        dw += as_rows(x).T @ as_rows(dy)
+    def matmul_tn_add(self, x, y, out):
+        """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
+        assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
+        out += as_rows(x).T @ as_rows(y)
 
     def bias_forward(self, y, b):
         """Add b (M,) to the freshly made y (..., M) in place and return y."""

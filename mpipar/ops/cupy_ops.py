@@ -27,7 +27,7 @@ class CupyOps(ArrayOps):
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
 
-    takes_16_bits = ("matmul_forward", "matmul_backward_input", "matmul_backward_weight")
+    takes_16_bits = ("matmul", "matmul_nt", "matmul_tn_add")
 
     def __init__(self, dtype, gemm="blas", tf32=False, host_rank=0):
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")
@@ -41,19 +41,19 @@ class CupyOps(ArrayOps):
             assert gemm == "cuda-tile", gemm
             self._gemm = TileModelGemm(self.xp, cuda_tile())
 
-    def matmul_forward(self, x, w):
+    def matmul(self, x, w):
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
         self._gemm(as_rows(x), w, as_rows(y))
         return y
 
-    def matmul_backward_input(self, dy, w):
-        """Return dx = dy w^T: (..., M) and (K, M) give (..., K)."""
-        return self.matmul_forward(dy, w.T)
+    def matmul_nt(self, x, w):
+        """Return x w^T: (..., M) and (K, M) give (..., K)."""
+        return self.matmul(x, w.T)
 
-    def matmul_backward_weight(self, x, dy, dw):
-        """Add x^T dy to dw: (..., K) and (..., M) give (K, M); dw may be a transposed view."""
-        self._gemm(as_rows(x).T, as_rows(dy), dw, accumulate=True)
+    def matmul_tn_add(self, x, y, out):
+        """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
+        self._gemm(as_rows(x).T, as_rows(y), out, accumulate=True)
 
     def stacked_products(self, a, b, out=None):
         """Return a b for every leading index, by cuBLAS: a call per row of the batch, no copies."""

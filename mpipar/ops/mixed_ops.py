@@ -14,14 +14,14 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float
 
 # Function: which of its results are activations. The others stay float32.
 ACTIVATIONS = {
-    "matmul_forward": (0,), "matmul_backward_input": (0,), "gelu_forward": (0,),
+    "matmul": (0,), "matmul_nt": (0,), "gelu_forward": (0,),
     "gelu_backward_input": (0,), "layernorm_forward": (0,), "layernorm_backward_input": (0,),
     "rmsnorm_forward": (0,), "rmsnorm_backward_input": (0,),
     "attention_forward": (0, 1), "attention_backward_input": (0,), "position_forward": (0,),
-    "add": (0,), "unfold_forward": (0,), "unfold_backward_input": (0,), "maxpool_forward": (0,),
+    "unfold_forward": (0,), "unfold_backward_input": (0,), "maxpool_forward": (0,),
     "maxpool_backward_input": (0,), "meanpool_forward": (0,), "meanpool_backward_input": (0,),
     # Added to float32 gradients, or float32 results.
-    "matmul_backward_weight": (), "bias_backward_weight": (), "layernorm_backward_weight": (),
+    "matmul_tn_add": (), "bias_backward_weight": (), "layernorm_backward_weight": (),
     "rmsnorm_backward_weight": (),
     "embedding_backward_weight": (), "position_backward_weight": (), "cross_entropy_forward": (),
     "argmax_forward": (),

@@ -17,7 +17,7 @@ from mpipar.ops.shape_image_ops import ShapeImageOps
 class ShapeOps(ShapeImageOps):
     """The array functions on `ShapeArray`.
 
-    flops: phase -> FLOPs of products (2 M K N each); flops_by_op: (phase, function) -> the same.
+    flops: phase -> FLOPs of products (2 M K N each).
     live: label -> bytes alive now; peak: label -> bytes alive when their sum was largest.
     like: the class of array functions of which the bytes are to be counted.
     """
@@ -29,7 +29,6 @@ class ShapeOps(ShapeImageOps):
         self.device = "shapes"
         self.recorder = recorder
         self.flops = Counter()
-        self.flops_by_op = Counter()
         self._ledger = Ledger()
 
     @property
@@ -46,10 +45,9 @@ class ShapeOps(ShapeImageOps):
         """Look for the largest sum anew, from what is alive now."""
         self._ledger.reset_peak()
 
-    def _count(self, op, flops):
+    def _count(self, flops):
         phase = "" if self.recorder is None else self.recorder.phase
         self.flops[phase] += flops
-        self.flops_by_op[phase, op] += flops
 
     # Memory.
 
@@ -92,11 +90,6 @@ class ShapeOps(ShapeImageOps):
         assert x.shape == y.shape, (x.shape, y.shape)
         return x
 
-    def add(self, x, y):
-        """Return a new array shaped like x."""
-        assert x.shape[x.ndim - y.ndim :] == y.shape, (x.shape, y.shape)
-        return self.empty(x.shape)
-
     def sum(self, x):
         """Return 0.0."""
         return 0.0
@@ -107,23 +100,23 @@ class ShapeOps(ShapeImageOps):
 
     # Products.
 
-    def matmul_forward(self, x, w):
+    def matmul(self, x, w):
         """(..., K) times (K, M) gives (..., M)."""
         assert x.shape[-1] == w.shape[0], (x.shape, w.shape)
-        self._count("matmul_forward", 2 * x.size * w.shape[1])
+        self._count(2 * x.size * w.shape[1])
         return self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
 
-    def matmul_backward_input(self, dy, w):
+    def matmul_nt(self, x, w):
         """(..., M) and (K, M) give (..., K)."""
-        assert dy.shape[-1] == w.shape[1], (dy.shape, w.shape)
-        self._count("matmul_backward_input", 2 * dy.size * w.shape[0])
-        return self.empty((*dy.shape[:-1], w.shape[0]), dy.dtype)
+        assert x.shape[-1] == w.shape[1], (x.shape, w.shape)
+        self._count(2 * x.size * w.shape[0])
+        return self.empty((*x.shape[:-1], w.shape[0]), x.dtype)
 
-    def matmul_backward_weight(self, x, dy, dw):
+    def matmul_tn_add(self, x, y, out):
         """(..., K) and (..., M) are added to (K, M)."""
-        assert x.shape[:-1] == dy.shape[:-1], (x.shape, dy.shape)
-        assert dw.shape == (x.shape[-1], dy.shape[-1]), (dw.shape, x.shape, dy.shape)
-        self._count("matmul_backward_weight", 2 * x.size * dy.shape[-1])
+        assert x.shape[:-1] == y.shape[:-1], (x.shape, y.shape)
+        assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
+        self._count(2 * x.size * y.shape[-1])
 
     def bias_forward(self, y, b):
         """Return y itself."""
@@ -186,7 +179,7 @@ class ShapeOps(ShapeImageOps):
     def attention_forward(self, qkv, positions):
         """Return (y (B, T, H, d), probs (B, H, T, T) or, in tiles, (y, lse)); two products."""
         batch, tokens, heads, width = _heads(qkv, positions)
-        self._count("attention_forward", 4 * batch * heads * tokens * tokens * width)
+        self._count(4 * batch * heads * tokens * tokens * width)
         y = self.empty((batch, tokens, heads, width), qkv.dtype)
         if width <= self.tiled_head_width:
             return y, (y, self.empty((batch, heads, tokens)))
@@ -198,7 +191,7 @@ class ShapeOps(ShapeImageOps):
         assert dy.shape == (batch, tokens, heads, width), (dy.shape, qkv.shape)
         if width > self.tiled_head_width:
             assert saved.shape == (batch, heads, tokens, tokens), (saved.shape, qkv.shape)
-        self._count("attention_backward_input", 8 * batch * heads * tokens * tokens * width)
+        self._count(8 * batch * heads * tokens * tokens * width)
         return self.empty(qkv.shape, qkv.dtype)
 
     # Embeddings.

@@ -10,14 +10,14 @@ bias_is_cut = True
 
 def forward(ops, x, w, comm, name, sizes=None):
     """y (.., N/q) of x (.., K). Comm: none."""
-    return ops.matmul_forward(x, w)
+    return ops.matmul(x, w)
 
 
 def backward_input(ops, dy, w, comm, name, sizes=None):
     """dx (.., K), summed over everybody's columns. Comm: one all_reduce of dx."""
-    return comm.all_reduce(ops.matmul_backward_input(dy, w), name), dy
+    return comm.all_reduce(ops.matmul_nt(dy, w), name), dy
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
     """dw (K, N/q) += x^T dy. Comm: none."""
-    ops.matmul_backward_weight(x, dy, dw)
+    ops.matmul_tn_add(x, dy, dw)

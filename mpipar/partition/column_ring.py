@@ -15,14 +15,14 @@ def forward(ops, x, w, comm, name, sizes):
     y = ops.empty((x.shape[0], sizes.tokens, w.shape[1]))
     for place, block in ring.pieces(ops, x, comm, name):
         own = y[:, piece(sizes.tokens, comm.size, place)]
-        ops.copy(own, ops.matmul_forward(block[:, :own.shape[1]], w))
+        ops.copy(own, ops.matmul(block[:, :own.shape[1]], w))
     return y
 
 
 def backward_input(ops, dy, w, comm, name, sizes):
     """dx (B, T/q, K), summed over everybody's columns. Comm: one ring of dx."""
     def product(place):
-        dx = ops.matmul_backward_input(dy[:, piece(sizes.tokens, comm.size, place)], w)
+        dx = ops.matmul_nt(dy[:, piece(sizes.tokens, comm.size, place)], w)
         return shares.pad(ops, dx, 1, share(sizes.tokens, comm.size))
 
     return ring.total(ops, product, comm, name), dy
@@ -32,4 +32,4 @@ def backward_weight(ops, x, dy, dw, comm, name, sizes):
     """dw (K, N/q) += x^T dy over all tokens. Comm: one ring of x."""
     for place, block in ring.pieces(ops, x, comm, name):
         own = dy[:, piece(sizes.tokens, comm.size, place)]
-        ops.matmul_backward_weight(block[:, :own.shape[1]], own, dw)
+        ops.matmul_tn_add(block[:, :own.shape[1]], own, dw)

@@ -13,14 +13,14 @@ bias_is_cut = True
 
 def forward(ops, x, w, comm, name, sizes):
     """y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x."""
-    return ops.matmul_forward(held.gather(ops, x, sizes.tokens, comm, name), w)
+    return ops.matmul(held.gather(ops, x, sizes.tokens, comm, name), w)
 
 
 def backward_input(ops, dy, w, comm, name, sizes):
     """dx (B, T/q, K), summed over everybody's columns. Comm: one reduce_scatter of dx."""
-    return held.scatter(ops, ops.matmul_backward_input(dy, w), comm, name), dy
+    return held.scatter(ops, ops.matmul_nt(dy, w), comm, name), dy
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes):
     """dw (K, N/q) += x^T dy over all tokens. Comm: one all_gather of x."""
-    ops.matmul_backward_weight(held.gather(ops, x, sizes.tokens, comm, name), dy, dw)
+    ops.matmul_tn_add(held.gather(ops, x, sizes.tokens, comm, name), dy, dw)

@@ -14,16 +14,16 @@ bias_is_cut = False
 
 def forward(ops, x, w, comm, name, sizes):
     """y (.., N) of x (.., K). Comm: one all_gather of y."""
-    pieces = comm.all_gather(ops.matmul_forward(x, w), name)  # (q, .., N/q)
+    pieces = comm.all_gather(ops.matmul(x, w), name)  # (q, .., N/q)
     return shares.join(ops, pieces, -1, sizes.outer)
 
 
 def backward_input(ops, dy, w, comm, name, sizes=None):
     """dx (.., K), summed over everybody's columns of dy (.., N). Comm: one all_reduce of dx."""
-    dx = ops.matmul_backward_input(shares.own(ops, dy, -1, comm), w)
+    dx = ops.matmul_nt(shares.own(ops, dy, -1, comm), w)
     return comm.all_reduce(dx, name), dy
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
     """dw (K, N/q) += x^T (own columns of dy (.., N)). Comm: none."""
-    ops.matmul_backward_weight(x, shares.own(ops, dy, -1, comm), dw)
+    ops.matmul_tn_add(x, shares.own(ops, dy, -1, comm), dw)

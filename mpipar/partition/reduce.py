@@ -19,10 +19,10 @@ def forward(ops, x, w, comm, name, sizes=None):
 
 def backward_input(ops, dy, w, comm, name, sizes):
     """dx (.., K) of dy (.., N). Comm: one all_gather of dx."""
-    pieces = comm.all_gather(ops.matmul_backward_input(dy, w), name)  # (q, .., K/q)
+    pieces = comm.all_gather(ops.matmul_nt(dy, w), name)  # (q, .., K/q)
     return shares.join(ops, pieces, -1, sizes.inner), dy
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
     """dw (K/q, N) += (own channels of x)^T dy. Comm: none."""
-    ops.matmul_backward_weight(shares.own(ops, x, -1, comm), dy, dw)
+    ops.matmul_tn_add(shares.own(ops, x, -1, comm), dy, dw)

@@ -10,14 +10,14 @@ bias_is_cut = False
 
 def forward(ops, x, w, comm, name, sizes=None):
     """y (.., N), summed over everybody's channels. Comm: one all_reduce of y."""
-    return comm.all_reduce(ops.matmul_forward(x, w), name)
+    return comm.all_reduce(ops.matmul(x, w), name)
 
 
 def backward_input(ops, dy, w, comm, name, sizes=None):
     """dx (.., K/q) of dy (.., N). Comm: none."""
-    return ops.matmul_backward_input(dy, w), dy
+    return ops.matmul_nt(dy, w), dy
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
     """dw (K/q, N) += x^T dy. Comm: none."""
-    ops.matmul_backward_weight(x, dy, dw)
+    ops.matmul_tn_add(x, dy, dw)

@@ -13,7 +13,7 @@ bias_is_cut = False
 def forward(ops, x, w, comm, name, sizes):
     """y (B, T/q, N), summed over everybody's channels. Comm: one ring of y."""
     def product(place):
-        y = ops.matmul_forward(x[:, piece(sizes.tokens, comm.size, place)], w)
+        y = ops.matmul(x[:, piece(sizes.tokens, comm.size, place)], w)
         return shares.pad(ops, y, 1, share(sizes.tokens, comm.size))
 
     return ring.total(ops, product, comm, name)
@@ -27,10 +27,10 @@ def backward_input(ops, dy, w, comm, name, sizes):
         rows = piece(sizes.tokens, comm.size, place)
         own = whole[:, rows]
         ops.copy(own, block[:, :own.shape[1]])
-        ops.copy(dx[:, rows], ops.matmul_backward_input(own, w))
+        ops.copy(dx[:, rows], ops.matmul_nt(own, w))
     return dx, whole
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes):
     """dw (K/q, N) += x^T dy over all tokens. Comm: none."""
-    ops.matmul_backward_weight(x, dy, dw)
+    ops.matmul_tn_add(x, dy, dw)

@@ -12,15 +12,15 @@ bias_is_cut = False
 
 def forward(ops, x, w, comm, name, sizes):
     """y (B, T/q, N), summed over everybody's channels. Comm: one reduce_scatter of y."""
-    return held.scatter(ops, ops.matmul_forward(x, w), comm, name)
+    return held.scatter(ops, ops.matmul(x, w), comm, name)
 
 
 def backward_input(ops, dy, w, comm, name, sizes):
     """dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one all_gather of dy."""
     dy = held.gather(ops, dy, sizes.tokens, comm, name)
-    return ops.matmul_backward_input(dy, w), dy
+    return ops.matmul_nt(dy, w), dy
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes):
     """dw (K/q, N) += x^T dy over all tokens. Comm: none."""
-    ops.matmul_backward_weight(x, dy, dw)
+    ops.matmul_tn_add(x, dy, dw)

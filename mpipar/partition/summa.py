@@ -41,8 +41,8 @@ def forward(ops, x, w, mesh, name, sizes=None):
     y = ops.zeros((rows.shape[0], w.shape[1]))
     x_blocks, w_blocks = _blocks(ops, rows, mesh.row, name), _blocks(ops, w, mesh.column, name)
     for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
-        # y += x w is what a weight gradient does with x^T in the place of x.
-        ops.matmul_backward_weight(x_block.T, w_block, y)
+        # y += x w, where x is the transpose of x^T.
+        ops.matmul_tn_add(x_block.T, w_block, y)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -50,7 +50,7 @@ def backward_input(ops, dy, w, mesh, name, sizes=None):
     """dx (.., K/q) of dy (.., N/q). Comm: q broadcasts of w over column, q reduces over row."""
     dx = None
     for root, w_block in enumerate(_blocks(ops, w, mesh.column, name)):
-        part = mesh.row.reduce(ops.matmul_backward_input(dy, w_block), root, name)
+        part = mesh.row.reduce(ops.matmul_nt(dy, w_block), root, name)
         dx = part if mesh.row.index == root else dx
     return dx, dy
 
@@ -60,7 +60,7 @@ def backward_weight(ops, x, dy, dw, mesh, name, sizes=None):
     rows = x.reshape(-1, x.shape[-1])
     for root, x_block in enumerate(_blocks(ops, rows, mesh.row, name)):
         part = ops.zeros(dw.shape)
-        ops.matmul_backward_weight(x_block, dy.reshape(-1, dy.shape[-1]), part)
+        ops.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
         part = mesh.column.reduce(part, root, name)
         if mesh.column.index == root:
             ops.accumulate(dw, part)

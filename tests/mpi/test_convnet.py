@@ -194,7 +194,7 @@ def test_a_skipped_weight_gradient_is_caught(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_window_that_slides_wrongly_on_one_rank_is_caught(monkeypatch):
-    plain = PatchProduct.matmul_backward_input
+    plain = PatchProduct.matmul_nt
 
     def backward_input(self, dy, w):
         dx = plain(self, dy, w)
@@ -202,7 +202,7 @@ def test_a_window_that_slides_wrongly_on_one_rank_is_caught(monkeypatch):
             dx[:, 0] = 0
         return dx
 
-    monkeypatch.setattr(PatchProduct, "matmul_backward_input", backward_input)
+    monkeypatch.setattr(PatchProduct, "matmul_nt", backward_input)
     assert_caught(convnet((1, 2, 1)))
 
 
