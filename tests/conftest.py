@@ -98,7 +98,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave tests/mpi to the sessions that test_mpi_sessions.py starts under mpiexec."""
-    if collection_path == MPI_FOLDER and not config.getoption("--with-mpi"):
+    if collection_path == MPI_FOLDER and not config.getoption("--with-mpi", False):
         return True
     return None
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, run_command
 
 TOOLS = REPOSITORY / ".ci"
 
@@ -56,6 +56,13 @@ def test_readme_command():
     assert readme_command(text, "test") == "z"
     with pytest.raises(LookupError, match="command: other"):
         readme_command(text, "other")
+
+
+def test_bare_pytest_finds_what_the_tests_import():
+    command = [Path(sys.executable).with_name("pytest"), "--collect-only", "-q"]
+    result = run_command([*command, "tests/test_bench_step.py", "tests/test_verify.py"], 60)
+    assert result.returncode == 0, result.tail()
+    assert "test_takes_the_weights_that_it_is_given" in result.stdout
 
 
 def summary(folder: Path, *argv: str) -> subprocess.CompletedProcess:
