@@ -35,6 +35,7 @@ from bench.fitting import LEAST_SIZES, fit
 from bench.needed import END_BYTES, ROUNDS, SECONDS, measure_rows
 from mpipar import ops as ops_module
 from mpipar.config import flags
+from mpipar.config.reading import read
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
 from mpipar.job.session import guard
 from mpipar.plan import machine_file
@@ -127,7 +128,7 @@ def provenance(heads, paths) -> dict:
 def main(argv, session) -> int:
     """Measure, fit, write. Every rank must run it: they compute together."""
     args = parse(argv)
-    reading = flags.read(argparse.Namespace(config=args.config))
+    reading = read(argparse.Namespace(config=args.config))
     if reading.problems:
         raise UsageError(reading.problems)
     config = reading.config

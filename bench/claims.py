@@ -33,7 +33,9 @@ from mpipar.comm.record import (
     Recorder,
 )
 from mpipar.config import flags
-from mpipar.config.fields import Config, GridConfig, resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
 from mpipar.console.bubble import bubble_rows, span_facts
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens

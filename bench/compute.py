@@ -15,7 +15,9 @@ from mpipar import data
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config.fields import Config, GridConfig, resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
 from mpipar.plan.machine import Passes, Product, Units, settings_of
 from mpipar.plan.measure import measure_costs
 from mpipar.train.worker import Worker

@@ -12,7 +12,7 @@ import time
 from bench import findings, records, results
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from mpipar.job.session import STOP_SECONDS
+from mpipar.job.signals import STOP_SECONDS
 
 START = "mpiexec -n 2"  # where --start says nothing else
 LOOK_SECONDS = 0.2  # between two looks at a job that runs: seldom, it is being measured

@@ -18,7 +18,8 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
-from mpipar.config.fields import Config, resolve
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens
 from mpipar.job.session import guard

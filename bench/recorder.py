@@ -27,7 +27,8 @@ from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import HostTransport
 from mpipar.config import flags
-from mpipar.config.fields import Config, resolve
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.job.session import guard

@@ -11,7 +11,12 @@ import numpy as np
 from bench.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config.fields import Config, GridConfig, ModelConfig, RunConfig, TrainConfig, resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.model import ModelConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.run import RunConfig
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
 from mpipar.data.rows import Batch
 from mpipar.ops import make
 from mpipar.plan.predict import predict

@@ -13,7 +13,9 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.memory_limit import MemoryLimit, fullest, num_ranks
-from mpipar.config.fields import Config, GridConfig, resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens
 from mpipar.errors import OutOfMemory

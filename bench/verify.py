@@ -44,7 +44,10 @@ from bench.records import Writer
 from bench.verdicts import Subject, judge, line, shown
 from mpipar import ops as ops_module
 from mpipar.config import flags
-from mpipar.config.fields import Config, ModelConfig, RunConfig, TrainConfig
+from mpipar.config.model import ModelConfig
+from mpipar.config.run import RunConfig
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,

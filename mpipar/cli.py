@@ -8,6 +8,8 @@ import importlib
 
 from mpipar import __version__, errors
 from mpipar.config import flags
+from mpipar.config.reading import Reading, read, to_toml
+from mpipar.config.sections import FIELDS
 from mpipar.errors import UsageError, suggestion
 from mpipar.job.session import Session
 
@@ -39,11 +41,11 @@ WHOLE_RUN = {  # what matters only to many steps, their update and their run fol
     "run_name", "save_interval", "log_interval", "hang_warn", "hang_stop", "trace", "trace_ops",
     "memory", "prompt", "sample_tokens", "temperature"}
 FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
-    "train": set(flags.FIELDS),
+    "train": set(FIELDS),
     "generate": {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
                  "rank_order", "device", "dtype", "gemm", "tf32"},
-    "verify": set(flags.FIELDS) - WHOLE_RUN - {"clip", "memory_limit"},
-    "explain": set(flags.FIELDS) - WHOLE_RUN - {
+    "verify": set(FIELDS) - WHOLE_RUN - {"clip", "memory_limit"},
+    "explain": set(FIELDS) - WHOLE_RUN - {
         "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale", "loss_scale_interval"},
 }
 
@@ -100,7 +102,7 @@ def main(argv: list[str], session: Session) -> int:
     parser = command_parser(name)
     args, extras = parser.parse_known_args(flags.join_negative(parser, argv[1:]))
     unknown = flags.unknown_flags(parser, extras)
-    reading = flags.read(args, unknown)
+    reading = read(args, unknown)
     if getattr(args, "print_config", False):
         return _print_config(reading, session)
     if name in WITHOUT_MPI and session.launcher.rank > 0:
@@ -119,11 +121,11 @@ def main(argv: list[str], session: Session) -> int:
     return module.run(session, reading)
 
 
-def _print_config(reading: flags.Reading, session: Session) -> int:
+def _print_config(reading: Reading, session: Session) -> int:
     """The complete configuration for the ranks that the launcher has started; MPI stays off."""
     resolve = importlib.import_module("mpipar.commands.resolve").resolve
     config, notes = resolve(reading, session.launcher.size)
-    _print_once(session, "".join(f"# {note}\n" for note in notes) + flags.to_toml(config).rstrip())
+    _print_once(session, "".join(f"# {note}\n" for note in notes) + to_toml(config).rstrip())
     return errors.EXIT_OK
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from mpipar.commands.resolve import resolve
 from mpipar.config import flags
-from mpipar.config.fields import Config
+from mpipar.config.reading import read
+from mpipar.config.sections import Config
 from mpipar.errors import UsageError
 
 
@@ -28,7 +29,7 @@ def reading_of(*argv):
     parser = flags.Parser(prog="mpipar train")
     flags.add_flags(parser)
     args, extras = parser.parse_known_args(flags.join_negative(parser, list(argv)))
-    return flags.read(args, flags.unknown_flags(parser, extras))
+    return read(args, flags.unknown_flags(parser, extras))
 
 
 def check_refused(words, messages):

@@ -3,7 +3,10 @@
 from dataclasses import replace
 from itertools import product
 
-from mpipar.config.fields import Config, GridConfig, TrainConfig, resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
 from mpipar.plan.machine import (
     Contention,
     Curve,

@@ -7,8 +7,8 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.resolve import resolve
-from mpipar.config.fields import Config
-from mpipar.config.fields import resolve as resolve_alone
+from mpipar.config.resolve import resolve as resolve_alone
+from mpipar.config.sections import Config
 from mpipar.data.rows import Batch
 from mpipar.ops import make
 from mpipar.train.worker import Worker

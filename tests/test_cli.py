@@ -16,7 +16,8 @@ from helpers import REPOSITORY, run_command, run_ranks
 
 from mpipar import __version__, cli, errors
 from mpipar.commands.resolve import resolve
-from mpipar.config.fields import Config, flag, settings
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError
 from mpipar.job import failure
 from mpipar.job.environment import Launcher

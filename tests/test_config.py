@@ -8,18 +8,14 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.config.fields import (
-    PRESETS,
-    Config,
-    GridConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-    problems,
-    resolve,
-    settings,
-)
+from mpipar.config.grid import GridConfig
 from mpipar.config.layout import choose, fitting
+from mpipar.config.model import ModelConfig
+from mpipar.config.presets import PRESETS
+from mpipar.config.resolve import config_problems, resolve
+from mpipar.config.run import RunConfig
+from mpipar.config.sections import Config, settings
+from mpipar.config.train import TrainConfig
 from mpipar.errors import DataError, EnvironmentProblem, UsageError, combine
 
 
@@ -186,7 +182,7 @@ def test_misfit_is_refused_with_legal_values(values, world_size, words):
     ],
 )  # fmt: skip
 def test_value_out_of_range_is_refused(name, value):
-    found = problems(changed(**{name: value}))
+    found = config_problems(changed(**{name: value}))
     assert len(found) == 1, found
     assert found[0].startswith("--" + name.replace("_", "-")), found
 
@@ -200,12 +196,12 @@ def test_weights_that_fix_the_shape_leave_only_the_layout_to_change():
 
 
 def test_a_relation_is_not_judged_by_a_value_that_is_none():
-    found = problems(changed(ffn_cut="both", sequence_parallel=True))
+    found = config_problems(changed(ffn_cut="both", sequence_parallel=True))
     assert [text.split(":")[0] for text in found] == ["--ffn-cut 'both'"]
 
 
 def test_a_memory_limit_may_be_that_of_a_large_gpu():
-    assert problems(changed(memory_limit=139 * 2**30)) == []
+    assert config_problems(changed(memory_limit=139 * 2**30)) == []
 
 
 def test_odd_sizes_are_fine():

@@ -12,7 +12,8 @@ from helpers import assert_all_close, assert_close
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
-from mpipar.config.fields import Config, resolve
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
 from mpipar.data.images import Batch
 from mpipar.layers.conv import Conv, MaxPool, MeanPool
 from mpipar.layers.param import FlatParams

@@ -9,7 +9,7 @@ import pytest
 from helpers import REPOSITORY, find_launcher
 from program import layout_flags, metrics, mpipar, one_block, weights
 
-from mpipar.config.fields import Config
+from mpipar.config.sections import Config
 from mpipar.data import images
 from mpipar.errors import DataError
 

@@ -15,7 +15,7 @@ from ops_cases import LARGE, SMALL, call_every_op, plain
 
 from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import resolve as resolve_typed
-from mpipar.config.fields import resolve
+from mpipar.config.resolve import resolve
 from mpipar.console.tables import headline
 from mpipar.ops import make
 from mpipar.ops.cuda.gemm import TileGemm

@@ -12,7 +12,7 @@ from config_helpers import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpipar.config.fields import resolve
+from mpipar.config.resolve import resolve
 from mpipar.data.bigram import PSEUDO_COUNTS, bigram_loss
 from mpipar.data.rows import Rows, split
 from mpipar.data.source import LLMC_HEADER, load_tokens

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mpipar.config.fields import ModelConfig
+from mpipar.config.model import ModelConfig
 from mpipar.models.decoder import balanced_layers, stage_parts
 
 

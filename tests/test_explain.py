@@ -12,7 +12,11 @@ from program import environment, mpipar
 from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import AXIS, NAME, OPERATION, PAYLOAD, WIRE
-from mpipar.config.fields import Config, GridConfig, ModelConfig, TrainConfig, resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.model import ModelConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
 from mpipar.plan import formulas
 from mpipar.plan.predict import group_of, predict
 from mpipar.train.worker import make_schedule

@@ -5,8 +5,10 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.config import flags
-from mpipar.config.fields import Config, resolve, settings
+from mpipar.config.reading import to_toml
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import kind
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -22,7 +24,7 @@ def test_every_field_is_read_from_flag_and_file(tmp_path):
     """Whatever a field holds, its flag and its TOML key set it to the same value."""
     samples = {int: 3, float: 0.25, bool: True, str: "tiny"}
     for _, field, value in settings(Config()):
-        base, is_tuple = flags.kind(field)
+        base, is_tuple = kind(field)
         want = field.metadata["choices"][-1] if field.metadata["choices"] else samples[base]
         want = not value if base is bool else (want, want) if is_tuple else want
         name = "--" + field.name.replace("_", "-")
@@ -38,7 +40,7 @@ def test_every_field_is_read_from_flag_and_file(tmp_path):
         assert read[field.name] == want
         assert type(read[field.name]) is type(want)
         file = tmp_path / f"{field.name}.toml"
-        file.write_text(flags.to_toml(from_flag.config))
+        file.write_text(to_toml(from_flag.config))
         assert reading_of("--config", str(file)).config == from_flag.config
 
 
@@ -51,7 +53,7 @@ def test_every_field_is_read_from_flag_and_file(tmp_path):
 def test_toml_there_and_back(tmp_path_factory, prompt, lr, seed, data):
     config = changed(prompt=prompt, lr=lr, seed=seed, data=tuple(data))
     file = tmp_path_factory.mktemp("toml") / "config.toml"
-    file.write_text(flags.to_toml(config), encoding="utf-8")
+    file.write_text(to_toml(config), encoding="utf-8")
     reading = reading_of("--config", str(file))
     assert reading.problems == ()
     assert reading.config == config
@@ -60,7 +62,7 @@ def test_toml_there_and_back(tmp_path_factory, prompt, lr, seed, data):
 def test_resolved_config_there_and_back(tmp_path):
     config, _ = resolve(reading_of("--preset", "gpt2", "--stage-layers", "7,5").config, 4)
     file = tmp_path / "config.toml"
-    file.write_text(flags.to_toml(config))
+    file.write_text(to_toml(config))
     assert resolve(reading_of("--config", str(file)).config, 4) == (config, [])
 
 

@@ -14,7 +14,11 @@ from mpipar import ops as ops_module
 from mpipar.comm.record import Recorder
 from mpipar.commands import memory_limit
 from mpipar.commands.memory_limit import MemoryLimit, data_bytes, smallest_layouts, tight
-from mpipar.config.fields import Config, GridConfig, ModelConfig, TrainConfig, resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.model import ModelConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
 from mpipar.errors import OutOfMemory
 
 # One layer of 17 million parameters: 68 MB each for weights, gradients and two moments.

@@ -6,7 +6,7 @@ from config_helpers import changed
 from helpers import find_launcher
 from program import cells, metrics, mpipar, one_block, section, weights
 
-from mpipar.config.fields import resolve
+from mpipar.config.resolve import resolve
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 

@@ -9,7 +9,8 @@ from helpers import REPOSITORY, find_launcher, run_ranks
 from program import PROGRAM, environment, mpipar
 
 from mpipar.commands.auto import named
-from mpipar.config.fields import Config, GridConfig
+from mpipar.config.grid import GridConfig
+from mpipar.config.sections import Config
 from mpipar.train.worker import make_schedule
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")

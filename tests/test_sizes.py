@@ -3,7 +3,7 @@
 import pytest
 
 from bench import plans
-from mpipar.config import flags
+from mpipar.config import flags, reading
 from mpipar.config.sizes import read_bytes
 
 
@@ -28,7 +28,7 @@ def read(folder, text):
     parser = flags.Parser()
     flags.add_flags(parser)
     (folder / "sizes.toml").write_text(f'memory-limit = "{text}"\n')
-    return flags.read(parser.parse_args(
+    return reading.read(parser.parse_args(
         ["--config", str(folder / "sizes.toml"), "--bucket-bytes", text]))
 
 
@@ -36,6 +36,6 @@ def test_flags_and_keys_take_sizes(tmp_path):
     found = read(tmp_path, "1.5M")
     assert found.problems == ()
     assert (found.config.train.bucket_bytes, found.config.run.memory_limit) == (3 << 19, 3 << 19)
-    assert "memory-limit = 1572864\n" in flags.to_toml(found.config)
+    assert "memory-limit = 1572864\n" in reading.to_toml(found.config)
     assert [one.split(":")[0] for one in read(tmp_path, "1.5").problems] == [
         f"--memory-limit = '1.5' in {tmp_path}/sizes.toml", "--bucket-bytes 1.5"]

@@ -14,7 +14,7 @@ from mpipar.comm.grid import piece, share
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder, wire_bytes
 from mpipar.comm.transport import NoTransport
-from mpipar.config.fields import problems
+from mpipar.config.resolve import config_problems
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.partition import CUTS
 from mpipar.trace import pop, waits
@@ -62,10 +62,10 @@ def test_a_chain_is_booked_with_its_mean(operation):
     ],
 )
 def test_flags_that_exclude_each_other(values, flags):
-    found = problems(changed(**values))
+    found = config_problems(changed(**values))
     assert len(found) == 1
     assert all(flag in found[0] for flag in flags)
-    assert problems(changed(sequence_parallel=True, tp_matmul="ring")) == []
+    assert config_problems(changed(sequence_parallel=True, tp_matmul="ring")) == []
 
 
 def test_ring_without_cut_tokens_is_refused_with_exit_code_2():

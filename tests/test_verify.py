@@ -10,7 +10,8 @@ from one_rank import fresh
 from program import LIMIT, cells, environment, layout_flags, mpipar, one_block, section
 
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.config.fields import Config, GridConfig
+from mpipar.config.grid import GridConfig
+from mpipar.config.sections import Config
 from mpipar.train.verify import serial_config
 from mpipar.train.worker import make_schedule
 

@@ -10,7 +10,8 @@ from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
-from mpipar.config.fields import Config, RunConfig
+from mpipar.config.run import RunConfig
+from mpipar.config.sections import Config
 from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.inference.generate import encode

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import place
 from mpipar.commands.resolve import stage_problems
-from mpipar.config.fields import resolve
+from mpipar.config.resolve import resolve
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
 from mpipar.plan.predict import predict

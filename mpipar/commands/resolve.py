@@ -6,8 +6,12 @@ from pathlib import Path
 
 from mpipar import ops
 from mpipar.checkpoint import formats
-from mpipar.config.fields import Check, Config, GridConfig, RunConfig, complete, flag, settings
-from mpipar.config.flags import Reading, build
+from mpipar.config.grid import GridConfig
+from mpipar.config.reading import Reading
+from mpipar.config.resolve import Check, complete
+from mpipar.config.run import RunConfig
+from mpipar.config.sections import Config, build, settings
+from mpipar.config.setting import flag
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.schedules import table as schedules

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpipar.config import flags
+from mpipar.config.reading import to_toml
 from mpipar.errors import OutputError
 from mpipar.job.failure import DISK_ERRORS
 
@@ -43,7 +43,7 @@ def make_run_folder(config) -> Path:
         if folder is None:
             folder = _make_numbered_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(flags.to_toml(config), encoding="utf-8")
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         raise OutputError(
             f"{folder or RUNS}: the run folder can't be made: {error.strerror}") from None

@@ -22,23 +22,6 @@ def listing(values: Iterable[int], near: int, count: int = 6) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def whole_heads(model) -> int:
-    """Attention heads of a ModelConfig, which tp must divide; 0 for a convnet, which has none."""
-    return model.heads if model.model == "decoder" else 0
-
-
-def image_problems(model) -> list[str]:
-    """What is wrong with the images of a ModelConfig's convnet; the pooling needs 2 x 2 places."""
-    shape = ",".join(map(str, model.image_shape))
-    if len(model.image_shape) != 3:
-        return [f"--image-shape {shape}: must be height,width,channels, as in 8,8,1"]
-    least = model.stem_stride + 1
-    if min(model.image_shape[:2]) < least:
-        return [(f"--image-shape {shape}: with --stem-stride {model.stem_stride} height and width"
-                 f" must be at least {least}, for the pooling after it")]
-    return []
-
-
 def fitting(world_size: int, layers: int, heads: int) -> list[Layout]:
     """Every (dp, pp, tp) that uses all ranks: tp divides the heads, a block for each stage."""
     return [(world_size // (tp * pp), pp, tp)
@@ -50,10 +33,10 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
            layers: int, heads: int, d_model: int, fixed: bool = False) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
-    heads: see `whole_heads`; every other width may be cut over any tp. fixed: the shape is that of
-    weights, so that only the layout can be changed. With problems, the layout
-    returned holds the given axes and 1 where nothing is known, so that a caller can go on and look
-    for more problems.
+    heads: see `whole_heads` of model.py; every other width may be cut over any tp. fixed: the shape
+    is that of weights, so that only the layout can be changed. With problems, the layout returned
+    holds the given axes and 1 where nothing is known, so that a caller can go on and look for more
+    problems.
     """
     options = fitting(world_size, layers, heads)
     matching = [one for one in options

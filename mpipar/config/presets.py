@@ -1,4 +1,4 @@
-"""Named starting points: field -> value, where it is not the default of config.py."""
+"""Named starting points: field -> value, where it is not the default."""
 
 
 def _gpt2(layers, d_model, heads):
@@ -22,7 +22,7 @@ PRESETS = {
 OF_MODEL = {"decoder": "tiny", "convnet": "digits"}  # where --preset is not given
 
 
-def problems(preset: str, model: str) -> list[str]:
+def preset_problems(preset: str, model: str) -> list[str]:
     """What is wrong with a preset for a model; both are known names."""
     made_for = PRESETS[preset].get("model", "decoder")
     if made_for == model:

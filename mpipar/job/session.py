@@ -13,7 +13,6 @@ No state outside the Session object, which the command gets as an argument.
 import array
 import contextlib
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -26,8 +25,8 @@ from mpipar import errors
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.job import failure
 from mpipar.job.environment import Launcher, check_alone, check_library, presets, read_launcher
+from mpipar.job.signals import Interruptible, later, listen
 
-STOP_SECONDS = 3.5  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
 FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
 
@@ -40,7 +39,7 @@ class AgreedError(Exception):
         super().__init__(f"all ranks leave with exit code {exit_code}")
 
 
-class Session:
+class Session(Interruptible):
     """One process of a job.
 
     world: COMM_WORLD after start(). host_ranks: world ranks on this host, ascending;
@@ -48,18 +47,16 @@ class Session:
     run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
     where: called when an error is reported, says what the rank is doing, as "step 17".
     saved: set to the folder of the final weights once they are written: Ctrl-C then loses nothing.
-    stop_requested, grace: see stop_on_request().
     """
 
     def __init__(self, launcher: Launcher):
+        super().__init__()
         self.launcher = launcher
         self.world = None
         self.host_ranks, self.host_rank = (0,), 0
         self.run_folder: str | None = None
         self.where: Callable[[], str] = str
         self.saved = ""
-        self.stop_requested = False
-        self.grace: float | None = None
         self._private = None
         self._token = ""
         self._failing = threading.Lock()
@@ -116,28 +113,6 @@ class Session:
         self._private.Allgather(bytes([code]), codes)
         return codes
 
-    @contextlib.contextmanager
-    def stop_on_request(self, grace: float = 0.0):
-        """Inside, the first Ctrl-C only sets stop_requested: the loop ends at a step boundary.
-
-        The ranks must agree on it there: a signal may reach one rank, or each at another step.
-        A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once with
-        code 130; so does a second Ctrl-C. A loop with longer steps may raise self.grace.
-        """
-        self.grace = max(STOP_SECONDS, grace)
-        try:
-            yield self
-        finally:
-            self.grace = None
-
-    def interrupt(self) -> None:
-        """What one SIGINT does; runs in the signal thread, also while the rank waits in MPI."""
-        if self.grace is None or self.stop_requested:
-            self.fail(KeyboardInterrupt("interrupted (SIGINT)"))
-        self.stop_requested = True
-        late = KeyboardInterrupt(f"interrupted (SIGINT), and not done {self.grace:g} s later")
-        _later(self.grace, self.fail, late)
-
     def finish(self, exit_code: int) -> int:
         """The regular end, reached by all ranks together; returns the highest of their codes.
 
@@ -188,7 +163,7 @@ class Session:
                 self._error_folders(), self.world.Get_rank(), found)
         if speaks:
             # a console that nobody reads must not keep the job alive
-            _later(ABORT_SECONDS, self._abort, code)
+            later(ABORT_SECONDS, self._abort, code)
             failure.show(found, record)
         else:  # the speaker's end takes this process along; if not, it follows
             time.sleep(ABORT_SECONDS / 4 if alone else ABORT_SECONDS)
@@ -210,7 +185,7 @@ class Session:
     def _abort(self, code: int):
         """Kill every rank; where MPI cannot, at least this process."""
         leave_code(os.environ, code)
-        _later(ABORT_SECONDS, os._exit, code)
+        later(ABORT_SECONDS, os._exit, code)
         time.sleep(FORWARD_SECONDS)
         if self.world is not None and (self.launcher.name or self.world.Get_size() > 1):
             self.world.Abort(code)
@@ -228,12 +203,6 @@ def leave_code(environ: Mapping[str, str], code: int) -> None:
             file.write(f"{code}\n")
 
 
-def _later(seconds: float, function: Callable, *arguments) -> None:
-    timer = threading.Timer(seconds, function, arguments)
-    timer.daemon = True
-    timer.start()
-
-
 def _import_mpi():
     """mpi4py.MPI, not yet initialized: the library is checked against the launcher first."""
     try:
@@ -246,22 +215,6 @@ def _import_mpi():
         raise EnvironmentProblem(f"MPI cannot be loaded ({reason}); install one with "
                                  "pip install '.[mpich]', or load your cluster's MPI") from error
     return MPI
-
-
-def _listen(session: Session) -> None:
-    """Take SIGINT in a thread: a Python handler would wait until the MPI call returns."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.signal(signal.SIGINT, lambda number, frame: None)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-    def watch():
-        while True:
-            for number in os.read(read_end, 64):
-                if number == signal.SIGINT:
-                    session.interrupt()
-
-    threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 def _run(main: Callable, argv: list[str], session: Session) -> int:
@@ -290,7 +243,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     session = Session(read_launcher(os.environ))
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
-    _listen(session)
+    listen(session.interrupt)
     try:
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting

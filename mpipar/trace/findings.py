@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from mpipar import models
-from mpipar.config.fields import ModelConfig
+from mpipar.config.model import ModelConfig
 from mpipar.trace.segments import COMPUTE, PASSES, Segment, by_kind
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import POINT_TO_POINT, Waits

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mpipar import models
-from mpipar.config.fields import ModelConfig
+from mpipar.config.model import ModelConfig
 from mpipar.console import output
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns

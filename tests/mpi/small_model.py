@@ -11,9 +11,13 @@ from mpi4py import MPI
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config import fields as config_module
-from mpipar.config.fields import Config, GridConfig, ModelConfig, RunConfig, TrainConfig
+from mpipar.config.grid import GridConfig
+from mpipar.config.model import ModelConfig
 from mpipar.config.presets import OF_MODEL
+from mpipar.config.resolve import resolve
+from mpipar.config.run import RunConfig
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
 from mpipar.data.rows import Rows
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.train.verify import compare, one_rank_tensors, serial_config, step_tensors
@@ -42,7 +46,7 @@ def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid)
             batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
         run=RunConfig(preset=OF_MODEL[model.model], dtype="float64", seed=3, check_comm=True),
     )
-    return config_module.resolve(config, dp * pp * tp)[0]
+    return resolve(config, dp * pp * tp)[0]
 
 
 @functools.cache

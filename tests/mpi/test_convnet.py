@@ -19,7 +19,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import NAME, OPERATION, PAYLOAD, PHASE, Recorder
-from mpipar.config.fields import ModelConfig
+from mpipar.config.model import ModelConfig
 from mpipar.data.images import ImageSet, Rows
 from mpipar.inference.classify import accuracy
 from mpipar.layers.conv import PatchProduct

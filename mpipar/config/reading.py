@@ -1,0 +1,152 @@
+"""From flags and a TOML file to a Config, and from a Config to config.toml.
+
+Precedence: preset < config file < flags. Every mistake is collected; a field whose text could not
+be read keeps its default and is named in `bad`, so that the checks that follow do not judge it.
+"""
+
+import argparse
+import dataclasses
+import json
+import tomllib
+from dataclasses import dataclass
+
+from mpipar.comm.grid import AXES
+from mpipar.config.sections import FIELDS, Config, build, settings
+from mpipar.config.setting import flag, kind
+from mpipar.config.sizes import read_bytes
+from mpipar.config.words import EXAMPLES, hint
+
+KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What flags and file say: an unresolved Config and all problems of reading it.
+
+    given: fields that the user named. bad: those of them whose text could not be read.
+    """
+
+    config: Config
+    problems: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()
+    bad: frozenset[str] = frozenset()
+
+
+def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Reading:
+    """The unresolved Config that --config and the flags make up; nothing is raised.
+
+    `problems`: found before (unknown flags); they stand first.
+    """
+    problems, bad = list(problems or []), set()
+    from_file = {}
+    if getattr(namespace, "config", None):
+        from_file = _read_file(namespace.config, problems)
+    given = {name: value for name, value in vars(namespace).items()
+             if name in FIELDS or name == "layout"}
+    values = {}
+    for source, is_text in ((from_file, False), (given, True)):
+        for name, raw in _expand_layout(source, problems).items():
+            try:
+                values[name] = _value(FIELDS[name], raw, is_text)
+            except ValueError as error:
+                shown = raw if is_text else f"= {raw!r} in {namespace.config}"
+                problems.append(f"{flag(name)} {shown}: {error}")
+                bad.add(name)
+    return Reading(build(values), tuple(problems), frozenset(values), frozenset(bad))
+
+
+def _read_file(path: str, problems: list[str]) -> dict:
+    """The known keys of a TOML file, spelled as fields."""
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        problems.append(f"--config {path}: {error.strerror}")
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(f"--config {path}: not a TOML file: {error}")
+        return {}
+    found = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
+            cure = ("; keys stand at the top level, without tables" if isinstance(value, dict)
+                    else hint(key, [*FIELDS, "layout"]))
+            problems.append(f"--config {path}: {key}: unknown key{cure}")
+        elif name in found:
+            problems.append(f"--config {path}: {key}: given twice, with a hyphen and an underscore")
+        else:
+            found[name] = value
+    return found
+
+
+def _expand_layout(source: dict, problems: list[str]) -> dict:
+    """Replace layout="dp=2,pp=2" by the single axes; both are fine if they agree."""
+    layer = dict(source)
+    text = layer.pop("layout", None)
+    if text is None:
+        return layer
+    seen = set()
+    for part in str(text).split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in AXES or not value.isdecimal() or name in seen:
+            problems.append(f"--layout {text}: {part.strip()!r} is not understood; each of "
+                            f"{', '.join(AXES)} at most once, as in dp=2,pp=2,tp=2")
+        elif name in layer and str(layer[name]) != value:
+            problems.append(f"--layout {text}: contradicts {flag(name)} {layer[name]}; give one")
+        else:
+            layer.setdefault(name, int(value))
+        seen.add(name)
+    return layer
+
+
+def _value(field: dataclasses.Field, raw, is_text: bool):
+    """The value of a field from a flag's text or a TOML value; ValueError says what it must be."""
+    base, is_tuple = kind(field)
+    if field.metadata["in_bytes"] and isinstance(raw, str):
+        return read_bytes(raw)
+    if not is_tuple:
+        return _single(base, raw, is_text)
+    if isinstance(raw, str):
+        raw = [raw] if base is str else raw.split(",") if is_text else raw
+    if not isinstance(raw, list):
+        raise ValueError(f"must be a list, as in [{EXAMPLES[field.name]}]")
+    try:
+        return tuple(_single(base, one, is_text) for one in raw)
+    except ValueError as error:
+        raise ValueError(f"each of them {error}, as in {EXAMPLES[field.name]}") from None
+
+
+def _single(base: type, raw, is_text: bool):
+    try:
+        if is_text and base in (int, float) and isinstance(raw, str):
+            return base(raw)
+        if base is float and type(raw) is int:
+            return float(raw)
+    except (ValueError, OverflowError):
+        raise ValueError(f"must be {KIND_NAMES[base]}") from None
+    if type(raw) is not base:
+        raise ValueError(f"must be {KIND_NAMES[base]}")
+    return raw
+
+
+def to_toml(config: Config) -> str:
+    """The config as TOML; --config reads it back to an equal Config. None is an absent key."""
+    lines, last = [], None
+    for section, field, value in settings(config):
+        if section != last:
+            lines += ["", f"# {section}"] if lines else [f"# {section}"]
+            last = section
+        if value is not None:
+            lines.append(f"{flag(field.name)[2:]} = {_literal(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_literal(one) for one in value) + "]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML forbids bare
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,108 @@
+"""From a Config to a complete one for a number of ranks, with all its problems named at once."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from mpipar.config import layout
+from mpipar.config.grid import GridConfig, grid_problems
+from mpipar.config.layout import divisors, listing
+from mpipar.config.model import ModelConfig, model_problems, whole_heads
+from mpipar.config.presets import PRESETS, preset_problems
+from mpipar.config.run import run_problems
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import value_problem
+from mpipar.errors import UsageError, UserError, combine
+
+Check = tuple[Callable[[Config], list[str]], type[UserError]]
+
+
+def _value_problems(config: Config) -> dict[str, str]:
+    """Field name -> what is wrong with its value, each field on its own."""
+    found = {}
+    for _, field, value in settings(config):
+        if value is None or isinstance(value, bool):
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            problem = value_problem(field.name, field.metadata, one)
+            if problem:
+                found[field.name] = problem
+    if config.grid.cp > 1:
+        found["cp"] = f"--cp {config.grid.cp}: context parallelism is not built yet; use --cp 1"
+    return found
+
+
+def _relation_problems(config: Config, bad: set[str]) -> list[str]:
+    """What is wrong between fields; a relation with a field in `bad` is not judged."""
+    found = [] if bad & {"preset", "model"} else preset_problems(
+        config.run.preset, config.model.model)
+    return [*model_problems(config.model, bad),
+            *grid_problems(config.grid, config.model.layers, bad), *found,
+            *run_problems(config.run)]
+
+
+def config_problems(config: Config) -> list[str]:
+    """Everything wrong with the values themselves, whatever the number of ranks."""
+    found = _value_problems(config)
+    return [*found.values(), *_relation_problems(config, set(found))]
+
+
+def _choose_batch(config: Config) -> tuple[Config, list[str], list[str]]:
+    """The config with batch size and microbatches filled in, problems, notes."""
+    preset, dp, rows = PRESETS[config.run.preset], config.grid.dp, config.train.batch_size
+    num_mb = config.grid.num_microbatches or preset["num_microbatches"]
+    unit, found, notes = dp * num_mb, [], []
+    up = -(-(rows or preset["batch_size"]) // unit) * unit
+    if rows is None and up != preset["batch_size"]:
+        notes.append(f"batch size {preset['batch_size']} of preset {config.run.preset} rounded up "
+                     f"to {up}, a multiple of dp {dp} * {num_mb} microbatches")
+    elif rows is not None and up != rows:
+        down = f"{up - unit} or " if up > unit else ""
+        cure = (f", or --num-microbatches {listing(divisors(rows // dp), num_mb)}"
+                if rows % dp == 0 else "")
+        found.append(f"--batch-size {rows}: must be a multiple of dp {dp} * {num_mb} "
+                     f"microbatches = {unit}; use --batch-size {down}{up}{cure}")
+    return replace(config, grid=replace(config.grid, num_microbatches=num_mb),
+                   train=replace(config.train, batch_size=up)), found, notes
+
+
+# While one of these is wrong no other floor is asked: it could not compute with the value.
+FIRST = {"batch_size", "preset", "dtype", "device", "loss_scale", "loss_scale_interval", *(
+    field.name for part in (ModelConfig, GridConfig) for field in dataclasses.fields(part))}
+
+
+def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
+             bad: Iterable[str] = ()) -> tuple[Config, list[str], list[UserError]]:
+    """Fill in every None; return the config, notes for the user, and all problems as errors.
+
+    `checks` are the other floors' problems(config), each with the error it stands for; they get the
+    completed config. `bad` names fields whose text could not even be read: they hold defaults, so
+    nothing is concluded from them.
+    """
+    found = _value_problems(config)
+    bad = set(found) | set(bad)
+    usage, notes, errors = [*found.values(), *_relation_problems(config, bad)], [], []
+    if not bad & FIRST:
+        model = replace(config.model, ffn=config.model.ffn or 4 * config.model.d_model)
+        given = config.grid
+        (dp, pp, tp), misfits = layout.choose(
+            (given.dp, given.pp, given.tp), world_size, model.layers, whole_heads(model),
+            model.d_model, config.run.init_from is not None)
+        config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
+        config, batch_problems, notes = _choose_batch(config)
+        usage += misfits + (batch_problems if given.dp or not misfits else [])
+        for check, error in checks:
+            texts = check(config)
+            errors += [error(texts)] if texts else []
+    if usage:
+        errors.insert(0, UsageError(usage))
+    return config, notes, errors
+
+
+def resolve(config: Config, world_size: int,
+            checks: Iterable[Check] = ()) -> tuple[Config, list[str]]:
+    """The complete Config for this number of ranks, and notes; all problems in one error."""
+    config, notes, errors = complete(config, world_size, checks)
+    if errors:
+        raise combine(errors)
+    return config, notes

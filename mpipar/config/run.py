@@ -1,0 +1,59 @@
+"""Input, output and the machine."""
+
+from dataclasses import dataclass
+
+from mpipar.config.presets import PRESETS
+from mpipar.config.setting import setting
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Input, output and the machine."""
+
+    preset: str = setting("tiny", "start from these values", choices=tuple(PRESETS))
+    data: tuple[str, ...] = setting((), "text or token files or folders (default: Python's docs)")
+    out: str | None = setting(None, "run folder; must be new (default: runs/NUMBER, the next one)")
+    run_name: str | None = setting(None, "name of the run folder in runs/, in place of --out")
+    device: str = setting("cpu", "where arrays live", choices=("cpu", "cuda"))
+    dtype: str = setting("float32", "of weights and activations; with 16 bits sums stay float32",
+                         choices=("float32", "float64", "bfloat16", "float16"))
+    loss_scale: float | None = setting(None, "float16: at first (65536)", above=0, below=2.0**127)
+    loss_scale_interval: int | None = setting(
+        None, "float16: good steps until the factor doubles (default 2000)", low=1)
+    kernels: str | None = setting(None, "between products (default: numpy; on a GPU: fused)",
+                                  choices=("numpy", "numba", "fused", "plain"))
+    gemm: str = setting("blas", "GPU: who multiplies", choices=("blas", "tile", "cuda-tile"))
+    tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
+    seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
+    init_from: str | None = setting(None, "folder with weights to start from; fixes the shape")
+    save_interval: int = setting(0, "steps between two writes of weights; 0 = at the end", low=0)
+    log_interval: int = setting(20, "steps per line on the console", low=1)
+    sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
+    check_comm: bool = setting(
+        False, "before each collective, check that all ranks of the group make the same call")
+    hang_warn: float = setting(
+        60.0, "seconds without progress until it is reported who waits for whom; 0 = never",
+        low=0.0)
+    hang_stop: float = setting(
+        600.0, "seconds without progress until the job ends with exit code 76; 0 = never", low=0.0)
+    trace: str | None = setting(
+        None, "write every record of the steps FIRST:LAST to the run folder, for mpipar trace")
+    trace_ops: bool = setting(False, "with --trace, also time each operation of each layer")
+    memory_limit: int | None = setting(
+        None, "bytes of a rank's arrays: more is an error that names the layouts that fit, and"
+        " --schedule auto plans with it (default: no limit)", low=1, below=2**63, in_bytes=True)
+    memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
+    prompt: str = setting("The ", "start of the text generated at the end")
+    sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0)
+    temperature: float = setting(0.8, "of that text; 0 = always the likeliest token", low=0.0)
+
+
+def run_problems(run: RunConfig) -> list[str]:
+    """What is wrong with the name of the run folder."""
+    found = []
+    if run.run_name is not None and (run.run_name in ("", ".", "..") or "/" in run.run_name):
+        found.append(f"--run-name {run.run_name!r}: must be a plain name; it goes into runs/, "
+                     "and --out takes any other folder")
+    if run.run_name is not None and run.out is not None:
+        found.append(f"--run-name {run.run_name} and --out {run.out}: give one of them")
+    return found
