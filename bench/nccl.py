@@ -7,11 +7,9 @@ then all that are posted go in one group.
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpipar.comm.transport import Done, HostTransport
 
-KEY_BYTES = 128  # of NCCL's unique id
+KEY_BYTES = 128  # of NCCL's unique id, which is bytes since CuPy 14
 
 
 class Posted:
@@ -34,12 +32,11 @@ class NcclTransport(HostTransport):
     def __init__(self, ops, mpi_comm, options):
         super().__init__(ops, mpi_comm, options)
         self.nccl, self.posted = ops.xp.cuda.nccl, []
-        key = np.zeros(KEY_BYTES, np.int64)
+        key = bytearray(KEY_BYTES)
         if mpi_comm.rank == 0:
             key[:] = self.nccl.get_unique_id()
         mpi_comm.Bcast(key)
-        self.group = self.nccl.NcclCommunicator(
-            mpi_comm.size, tuple(key.tolist()), mpi_comm.rank)
+        self.group = self.nccl.NcclCommunicator(mpi_comm.size, bytes(key), mpi_comm.rank)
         self.kind = {"float32": self.nccl.NCCL_FLOAT32, "float64": self.nccl.NCCL_FLOAT64}[
             str(ops.dtype)]
         self.sums = {"sum": self.nccl.NCCL_SUM, "max": self.nccl.NCCL_MAX}

@@ -77,6 +77,11 @@ def missing_numba() -> str | None:
     return None if importlib.util.find_spec("numba") else "Numba is not installed"
 
 
+def missing_cupy() -> str | None:
+    """Return why the tests marked cupy cannot run here, or None."""
+    return None if importlib.util.find_spec("cupy") else "CuPy is not installed"
+
+
 def missing_compiler() -> str | None:
     """Return why the tests marked shim cannot run here, or None."""
     return None if shutil.which("g++") else "g++ is not installed"
@@ -84,7 +89,7 @@ def missing_compiler() -> str | None:
 
 NEEDS = {
     "gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm, "browser": missing_browser,
-    "numba": missing_numba,
+    "numba": missing_numba, "cupy": missing_cupy,
     "shim": missing_compiler, "nvrtc": nvrtc.missing,
 }
 

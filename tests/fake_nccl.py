@@ -16,7 +16,7 @@ posted = []
 
 
 def get_unique_id():
-    return tuple(range(128))
+    return bytes(range(128))
 
 
 def groupStart():
