@@ -16,7 +16,8 @@ scale all the time.
 
 Columns: medians over the repetitions; of several ranks the slowest counts, from a barrier to its
 last update. over_torch: step_ms over that of PyTorch eager; best_over_torch: of the best
-repetitions. in_communication: share of the step inside barriers or waiting for messages.
+repetitions. blas: the library that multiplies, and the processor that it chose its loops for.
+in_communication: share of the step inside barriers or waiting for messages.
 tflops: operations of the products, 6 B T P + 12 L B T^2 D (P: elements of the matrices of blocks
 and head), per second. mfu: tflops over the peak of the devices of the ranks that computed, one
 each: --peak-tflops, else what the maker's data sheet says for --dtype (bench/gpu.py; dense, and
@@ -35,7 +36,7 @@ import time
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import gpu, results
+from bench import blas, gpu, results
 from bench.step_sides import OurSide, configure, random_batch, step_flops, torch_side
 from mpipar.comm.facts import gather_numbers
 from mpipar.config import flags
@@ -168,8 +169,16 @@ def device_facts(args) -> dict:
     return found | ({"peak_tflops": args.peak_tflops} if args.peak_tflops else {})
 
 
+def libraries(args, names) -> dict[str, str]:
+    """Name of a side -> the library that its products run in."""
+    if args.device == "cuda":
+        return dict.fromkeys(names, "cuBLAS")
+    return {name: blas.torch_blas() if name == "torch" else blas.numpy_blas() for name in names}
+
+
 def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
     """The result as rows, of all ranks' seconds (ranks, names, repetitions, three)."""
+    products = libraries(args, names)
     parts = seconds.max(axis=0)
     steps = seconds[..., :2].sum(axis=-1).max(axis=0)
     theirs = steps[names.index("torch")] if "torch" in names else None
@@ -181,6 +190,7 @@ def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
         busy = seconds[:, number, :, :2].sum(axis=-1)
         found.append({
             "side": name,
+            "blas": products[name],
             **{f"{part}_ms": statistics.median(parts[number, :, i]) * 1e3
                for i, part in enumerate(PARTS)},
             "step_ms": step_s * 1e3,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import run_command, run_ranks
 
-from bench import step
+from bench import blas, step
 from bench.step_sides import torch_side
 from mpipar.errors import UsageError
 from mpipar.ops.numpy_ops import NumpyOps
@@ -48,6 +48,8 @@ def rows_of(path, sides):
     for row in rows.values():
         assert 0 < row["update_ms"] < row["step_ms"]
         assert row["tokens_per_s"] == pytest.approx(40e3 / row["step_ms"])
+    assert rows["torch"]["blas"] == blas.torch_blas()
+    assert rows[sides[0]]["blas"] == blas.numpy_blas() != "unknown"
     return rows
 
 

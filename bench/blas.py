@@ -1,0 +1,44 @@
+"""Which library multiplies matrices on each side of a comparison, and for which processor.
+
+A library chooses its loops by the processor it finds. Two sides whose libraries choose differently
+compare those libraries as much as anything else, so a table of speeds names both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from threadpoolctl import threadpool_info
+
+# The first line of MKL's own log, which a first product makes it print.
+MKL_LINE = re.compile(r"^MKL_VERBOSE oneMKL (\d+\.\d+)\D.*?architecture (.*?),? Lnx", re.MULTILINE)
+MKL_SET = re.compile(r"(?:AVX|SSE)[\w.-]*")  # "... Vector Extensions 512 (Intel(R) AVX-512) ..."
+OTHERS = ("/torch/", "/scipy.libs/")  # packages that bring a BLAS of their own
+FIRST_PRODUCT = "import torch; a = torch.ones(300, 300); a @ a"
+
+
+def numpy_blas() -> str:
+    """NumPy's library with its version and the processor it is tuned for."""
+    for library in threadpool_info():
+        own = not any(part in library["filepath"] for part in OTHERS)
+        if library["user_api"] == "blas" and own:
+            version = ".".join(str(library["version"]).split(".")[:3])
+            return f"{library['internal_api']} {version} {library.get('architecture', '')}".strip()
+    return "unknown"
+
+
+def torch_blas() -> str:
+    """PyTorch's library: what MKL says of itself, "unknown" where PyTorch has another one.
+
+    MKL is linked into PyTorch and cannot be asked, so a process of its own multiplies once.
+    """
+    done = subprocess.run([sys.executable, "-c", FIRST_PRODUCT], capture_output=True, text=True,
+                          env=os.environ | {"MKL_VERBOSE": "1"}, timeout=120, check=False)
+    found = MKL_LINE.search(done.stdout)
+    if not found:
+        return "unknown"
+    sets = MKL_SET.search(found[2])
+    return f"mkl {found[1]} {sets[0] if sets else found[2]}"
