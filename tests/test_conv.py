@@ -10,7 +10,7 @@ from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comm
+from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
@@ -31,7 +31,7 @@ SHAPES = {"odd": {"image_shape": (7, 9, 2)}, "strided": {"image_shape": (9, 6, 1
 
 
 def one_rank():
-    return Comm("tp", (0,), 0, None, Recorder())
+    return Comms.solo(make("cpu", "float64")).tp
 
 
 def conv_of(window, rng):

@@ -18,7 +18,7 @@ from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.plan import formulas
-from mpipar.plan.predict import group_of, predict
+from mpipar.plan.predict import predict
 from mpipar.train.worker import make_schedule
 
 CASES = [
@@ -47,9 +47,9 @@ def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
         config.model, sequence_parallel=True, tp_matmul=tp_matmul))
     explained = set()
     for world_rank in range(math.prod(layout)):
-        grid = Grid.of(config.grid, world_rank)
-        for record in predict(config, world_rank).recorder.records:
-            formula = formulas.payload(record, config, 4, len(group_of(grid, record[AXIS])))
+        prediction = predict(config, world_rank)
+        for record in prediction.recorder.records:
+            formula = formulas.payload(record, config, 4, len(prediction.groups[record[AXIS]]))
             if formula is not None:
                 assert formula[1] == record[PAYLOAD], (formula[0], record[NAME], record[OPERATION])
                 explained.add((record[AXIS], record[OPERATION]))
@@ -122,12 +122,10 @@ def test_formulas_give_what_the_step_on_shapes_counts(case):
     dp, pp, tp = case[0]
     explained = 0
     for world_rank in range(dp * pp * tp):
-        grid = Grid.of(config.grid, world_rank)
-        recorder = predict(config, world_rank).recorder
-        for record in recorder.records:
-            group = group_of(grid, record[AXIS])
+        prediction = predict(config, world_rank)
+        for record in prediction.recorder.records:
             formula = formulas.payload(record, config, np.dtype(config.run.dtype).itemsize,
-                                       len(group))
+                                       len(prediction.groups[record[AXIS]]))
             if formula is not None:
                 assert formula[1] == record[PAYLOAD], (record[NAME], record[OPERATION])
                 explained += 1
@@ -174,7 +172,7 @@ def test_a_rank_whose_stage_has_no_weights_is_explained_too():
     result = mpipar("explain", "--layout", "pp=3", "--layers", 3, "--stage-layers", "2,0,1",
                     "--rank", 1)
     assert result.returncode == 0, result.tail()
-    assert result.stdout.startswith("rank 1 of 3: pp1 dp0 tp0; stages 1: no layers\n")
+    assert result.stdout.startswith("rank 1 of 3: pp1; stages 1: no layers\n")
     assert "FLOPs of products: none\nmemory at the peak: weights 0 B," in result.stdout
     assert "m * 4 (sends and receives)" in result.stdout
 

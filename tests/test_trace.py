@@ -228,7 +228,7 @@ def with_head(change):
 
 
 @pytest.mark.parametrize(("name", "edit", "message"), [
-    ("rank-00001.jsonl", lambda texts: texts[0], r"not of rank 1 \(pp0 dp0 tp1\) in the layout"),
+    ("rank-00001.jsonl", lambda texts: texts[0], r"not of rank 1 \(tp1\) in the layout"),
     ("rank-00001.jsonl", with_head({"groups": {"tp": [1]}}), "not of rank 1"),
     ("rank-00001.jsonl", with_head({"steps": [[3, 0, 9]]}), "has other steps than rank-00000"),
     ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "trace schema 7, this mpipar reads 2"),

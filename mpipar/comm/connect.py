@@ -49,7 +49,7 @@ def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options, recorder):
     """
     if mpi_world is None:
         return narrow(NoTransport(ops), ops, len(ranks))
-    mpi_comm = mpi_world.Split(color=min(ranks), key=mpi_world.rank)
+    mpi_comm = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
     assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     if ops.device == "cpu":
         kind = HostTransport

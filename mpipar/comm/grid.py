@@ -9,6 +9,7 @@ every rank of every layout can be asked.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -87,13 +88,26 @@ class Grid:
             world_rank = world_rank * self.axis_size(axis) + coordinate
         return world_rank
 
-    def group(self, axis: str) -> tuple[int, ...]:
-        """World ranks of this rank's group along `axis`, in the order of that coordinate."""
-        return tuple(self.at(**{axis: i}) for i in range(self.axis_size(axis)))
+    def places(self, axes) -> list[dict[str, int]]:
+        """Every {axis: coordinate} on the given axes, the first axis outermost."""
+        ranges = [range(self.axis_size(axis)) for axis in axes]
+        return [dict(zip(axes, place, strict=True)) for place in product(*ranges)]
 
-    def pp_subgroup(self, pp_ranks) -> tuple[int, ...]:
-        """World ranks of the given pipeline ranks in this rank's (dp, cp, tp) coordinate."""
-        return tuple(self.at(pp=pp_rank) for pp_rank in sorted(pp_ranks))
+    def group(self, *axes: str) -> tuple[int, ...]:
+        """World ranks of the places that differ from this one in `axes` alone, as `places` orders
+        them.
+        """
+        return tuple(self.at(**place) for place in self.places(axes))
+
+    def partition(self, axis: str, groups) -> list[tuple[int, ...]]:
+        """World ranks of groups of coordinates along `axis`: each group at every place on the other
+        axes.
+        """
+        others = self.places([other for other in AXES if other != axis])
+        return [tuple(self.at(**place, **{axis: i}) for i in sorted(group))
+                for group in groups for place in others]
 
     def describe(self) -> str:
-        return f"pp{self.pp_rank} dp{self.dp_rank} tp{self.tp_rank}"
+        """As in `pp1 tp0`: the place on the axes that have several ranks."""
+        return " ".join(f"{axis}{self.axis_rank(axis)}" for axis in AXES
+                        if self.axis_size(axis) > 1) or "one rank"

@@ -13,8 +13,8 @@ error.
 from __future__ import annotations
 
 from mpipar.comm.connect import Options, connect, shares_cores
-from mpipar.comm.grid import AXES
-from mpipar.comm.record import WAITED, perf_counter_ns
+from mpipar.comm.grid import AXES, Grid
+from mpipar.comm.record import WAITED, Recorder, perf_counter_ns
 
 
 class Pending:
@@ -163,14 +163,14 @@ class Comm:
 
 
 class Comms:
-    """All groups of one rank: `world`, one per axis, and subgroups of the pipeline by name.
+    """All groups of one rank: `world`, one per axis, and further ones by name.
 
-    `subgroups` maps a name (e.g. "tie", "mirror") to the pipeline ranks of *every* such group: all
-    ranks take part in making them, whether they are members or not.
+    `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group. All
+    ranks take part in making them; a rank that is in none of them is alone.
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
-    def __init__(self, grid, ops, recorder, mpi_world=None, options=None, subgroups=None):
+    def __init__(self, grid, ops, recorder, mpi_world=None, options=None, partitions=None):
         self.grid = grid
         self.recorder = recorder
         options = options or Options()
@@ -185,16 +185,25 @@ class Comms:
         self.by_axis = {
             axis: make(axis, grid.group(axis), grid.axis_size(axis) == 1) for axis in AXES}
         self.pp, self.dp, self.cp, self.tp = (self.by_axis[axis] for axis in AXES)
-        for name, groups in (subgroups or {}).items():
-            mine = next((group for group in groups if grid.pp_rank in group), (grid.pp_rank,))
-            alone = all(len(group) == 1 for group in groups)
-            self.by_axis[name] = make(name, grid.pp_subgroup(mine), alone)
+        for name, groups in (partitions or {}).items():
+            mine = next((ranks for ranks in groups if grid.world_rank in ranks),
+                        (grid.world_rank,))
+            self.by_axis[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
+        self.groups = {"world": self.world, **self.by_axis}
+
+    @classmethod
+    def solo(cls, ops, grid=None, recorder=None) -> Comms:
+        """The groups of one rank of `grid` (default: of one rank) without MPI: nothing is sent.
+
+        Comm: none.
+        """
+        return cls(grid or Grid(0), ops, recorder or Recorder())
 
     def close(self) -> None:
         """Free the communicators: MPI has only some two thousand.
 
         Comm: every rank, in the same order.
         """
-        for comm in (self.world, *self.by_axis.values()):
+        for comm in self.groups.values():
             if comm.wire is not None:
                 comm.wire.close()

@@ -6,10 +6,11 @@ stand the closed forms.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from mpipar import models
-from mpipar.comm.grid import Grid
+from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import (
     AXIS,
     DTYPE,
@@ -31,7 +32,7 @@ from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan import formulas, machine_file
-from mpipar.plan.predict import group_of, predict
+from mpipar.plan.predict import predict
 from mpipar.plan.step import schedule_costs, step_estimate
 from mpipar.train.worker import make_schedule
 
@@ -43,9 +44,9 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     """
     machine = machine_file.load(machine_path) if machine_path else None
     given = reading.config.grid
-    axes = {axis: getattr(given, axis) or 1 for axis in ("dp", "pp", "tp")}
+    axes = {axis: getattr(given, axis) or 1 for axis in AXES}
     reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
-    world_size = axes["dp"] * axes["pp"] * axes["tp"]
+    world_size = math.prod(axes.values())
     config, _ = resolve(reading, world_size)
     problems = []
     if not 0 <= world_rank < world_size:
@@ -70,7 +71,7 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     print(f"one step of {schedule.name}, {config.grid.num_microbatches} microbatches of "
           f"{rows_per_microbatch(config)} rows, {config.run.dtype}\n")
     if prediction.recorder.records:
-        print(in_order(prediction.recorder, config, grid))
+        print(in_order(prediction, config))
         print("\nby name, per step:")
         counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
         print(without_times(barriers([counters], 1, 1)))
@@ -102,12 +103,12 @@ def step_time(estimate) -> str:
     return text
 
 
-def in_order(recorder, config, grid) -> str:
+def in_order(prediction, config) -> str:
     """One row per barrier or message, as the rank comes to them."""
     rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "dtype", "payload",
              "formula", "sent", "factor", "source")]
-    for i, record in enumerate(recorder.records, 1):
-        ranks = group_of(grid, record[AXIS])
+    for i, record in enumerate(prediction.recorder.records, 1):
+        ranks = prediction.groups[record[AXIS]]
         dtype = record[DTYPE]
         formula = formulas.payload(record, config, dtype.itemsize, len(ranks))
         if record[PEER] >= 0:

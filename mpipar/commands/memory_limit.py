@@ -169,7 +169,7 @@ def tensor(error: Exception) -> str:
 
 def num_ranks(grid) -> int:
     """Ranks of a layout."""
-    return grid.dp * grid.pp * grid.cp * grid.tp
+    return prod(getattr(grid, axis) for axis in AXES)
 
 
 def fullest(config):

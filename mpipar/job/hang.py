@@ -49,7 +49,6 @@ def state_of(recorder, comms) -> dict:
 
     Comm: none.
     """
-    groups = {"world": comms.world, **comms.by_axis}
     main = sys._current_frames().get(threading.main_thread().ident)
     stack = []
     while main is not None and len(stack) < 12:
@@ -58,7 +57,7 @@ def state_of(recorder, comms) -> dict:
     record = waiting_record(recorder)
     inside = None
     if record is not None:
-        comm = groups[record[AXIS]]
+        comm = comms.groups[record[AXIS]]
         peer = record[PEER]
         inside = {
             "operation": record[OPERATION], "name": record[NAME], "axis": record[AXIS],

@@ -17,9 +17,9 @@ import numpy as np
 from mpipar import data, models
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
-from mpipar.comm.group import Comm
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import NoTransport
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.costs import Costs
 from mpipar.train.worker import Worker
@@ -144,9 +144,9 @@ def unit_memory(config) -> dict:
     """
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
-    comm = Comm("tp", tuple(range(config.grid.tp)), 0, NoTransport(ops), recorder)
+    comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
     stage = models.of(config.model).Stage(
-        ops, config.model, 0, (config.model.layers,), comm, {})
+        ops, config.model, 0, (config.model.layers,), comms.tp, {})
     num_units = config.model.layers + 2
     kept: dict = {"f": {}, "i": {}, "w": {}}
 

@@ -22,14 +22,14 @@ class Prediction:
     """One rank, one training step.
 
     peak_bytes: label -> bytes at the instant of the largest sum. flops: phase -> FLOPs of products.
-    recorder: the records and counters of the step. spans per step and records per step size the
-    rings.
+    recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     """
 
     world_rank: int
     peak_bytes: dict
     flops: dict
     recorder: Recorder
+    groups: dict
     num_params: int
 
     @property
@@ -45,15 +45,5 @@ def predict(config, world_rank: int) -> Prediction:
     blank_batch = data.of(config.model).blank_batch
     worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
+                      {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
                       sum(stage.flat.data.size for stage in worker.stages.values()))
-
-
-def group_of(grid, axis: str) -> tuple[int, ...]:
-    """World ranks of a rank's group on an axis, ties and mirrors included."""
-    if axis == "world":
-        return tuple(range(grid.world_size))
-    if axis == "tie":
-        return grid.pp_subgroup((0, grid.pp_size - 1))
-    if axis == "mirror":
-        return grid.pp_subgroup({grid.pp_rank, grid.pp_size - 1 - grid.pp_rank})
-    return grid.group(axis)

@@ -15,7 +15,7 @@ from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import HOP, Machine
 from mpipar.plan.measure import unit_counts, unit_memory
-from mpipar.plan.predict import group_of, predict
+from mpipar.plan.predict import Prediction, predict
 from mpipar.train.worker import make_schedule
 
 BUCKET = "grads.bucket"  # the one sum that is posted first and waited for later
@@ -96,27 +96,26 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     schedule = make_schedule(config.grid)
     stages = costs_of(machine, config, message).merged(unit_counts(config, schedule.num_stages))
     pipeline = float(simulate(schedule, stages).makespan)
-    barriers = max(behind_the_pipeline(machine, config, grid, step.recorder.records, outside)
-                   for grid, step in zip(grids, steps, strict=True))
+    barriers = max(behind_the_pipeline(machine, step, outside) for step in steps)
     update = max(step.num_params for step in steps) * units.update_seconds_per_parameter
     return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)))
 
 
-def behind_the_pipeline(machine: Machine, config, grid, records, outside: set) -> float:
+def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:
     """Seconds of one rank's sums over replicas and over the world; adds to `outside`.
 
     Groups that are not the whole world run all at once: their contention counts.
     """
     seconds = 0.0
-    for record in records:
+    for record in step.recorder.records:
         if record[NAME] != BUCKET and record[PHASE] not in ("sync", "opt"):
             continue
-        ranks = len(group_of(grid, record[AXIS]))
+        ranks = len(step.groups[record[AXIS]])
         operation = "iall-reduce" if record[NAME] == BUCKET else (
             record[OPERATION].replace("_", "-"))
         found = machine.estimate(operation, record[PAYLOAD], ranks)
         if found.extrapolated:
             outside.add(f"{operation} of {record[PAYLOAD]} bytes")
-        together = 1 < ranks < grid.world_size
+        together = 1 < ranks < len(step.groups["world"])
         seconds += found.seconds * (machine.contention_factor(operation) if together else 1)
     return seconds

@@ -112,11 +112,11 @@ class Tracer:
         self.written = True
         worker, recorder = self.worker, self.worker.recorder
         numbers = {step for step, *_ in self.steps}
-        groups = {axis: comm.ranks for axis, comm in worker.comms.by_axis.items()}
+        groups = {axis: comm.ranks for axis, comm in worker.comms.groups.items()}
         head = {
             "world_rank": worker.grid.world_rank, "host": os.uname().nodename, "pid": os.getpid(),
             "place": {axis: worker.grid.axis_rank(axis) for axis in AXES},
-            "stages": sorted(worker.stages), "groups": groups | {"world": worker.comms.world.ranks},
+            "stages": sorted(worker.stages), "groups": groups,
             "steps": self.steps, "complete": complete, "cores": sorted(os.sched_getaffinity(0)),
         }
         trace_file.write_rank(

@@ -78,9 +78,10 @@ class Worker:
         # over these groups.
         last = self.schedule.num_stages - 1
         mirrors = {holders(self.schedule, (stage,)) for stage in range(last + 1)}
-        subgroups = {"tie": [holders(self.schedule, (0, last))], "mirror": sorted(mirrors)}
+        partitions = {"tie": grid.partition("pp", [holders(self.schedule, (0, last))]),
+                      "mirror": grid.partition("pp", sorted(mirrors))}
         options = Options(config.run.sync_sends, config.run.check_comm)
-        self.comms = Comms(grid, ops, recorder, mpi_world, options, subgroups)
+        self.comms = Comms(grid, ops, recorder, mpi_world, options, partitions)
         tables: dict = {}
         self.stages = {
             stage: model.Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,
