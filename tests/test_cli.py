@@ -2,17 +2,16 @@
 
 import configparser
 import errno
-import io
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from contextlib import redirect_stdout
 
 import pytest
 from config_helpers import check_refused, reading_of
 from helpers import REPOSITORY, run_command, run_ranks
+from in_process import printed, refusal
 
 from mpipar import __version__, cli, errors
 from mpipar.commands.resolve import resolve
@@ -20,8 +19,6 @@ from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError
 from mpipar.job import failure
-from mpipar.job.environment import Launcher
-from mpipar.job.session import Session
 
 LIMIT = 60.0
 MPIPAR = [sys.executable, "-m", "mpipar"]
@@ -31,24 +28,11 @@ SHAPE = {
 }  # fmt: skip
 
 
-def printed(*argv, world_rank=0, world_size=1):
-    """What the command prints on this rank, without starting it under a launcher."""
-    session = Session(Launcher("a launcher", world_rank, world_size, world_rank, world_size))
-    text = io.StringIO()
-    with redirect_stdout(text):
-        try:
-            code = cli.main(list(argv), session)
-        except SystemExit as leaving:  # argparse, after --help
-            code = leaving.code
-    assert code == 0
-    assert session.world is None, "MPI was started for something that needs none"
-    return text.getvalue()
-
-
-def refused(*argv, world_size=1):
-    with pytest.raises(UsageError) as caught:
-        printed(*argv, world_size=world_size)
-    return caught.value.problems
+def refused(*words, ranks=1):
+    """The problems that a wrong command line has."""
+    found = refusal(*words, ranks=ranks)
+    assert isinstance(found, UsageError), found
+    return found.problems
 
 
 # --- help
@@ -65,8 +49,8 @@ def test_overview_names_commands_and_exit_codes(words):
 
 @pytest.mark.parametrize("words", [["explain"], ["schedule", "gpipe", "--pp", "2"]])
 def test_a_command_without_mpi_speaks_once_under_a_launcher(words):
-    assert printed(*words, world_size=2)
-    assert printed(*words, world_rank=1, world_size=2) == ""
+    assert printed(*words, ranks=2)
+    assert printed(*words, rank=1, ranks=2) == ""
 
 
 def test_output_to_a_full_disk_is_no_defect():
@@ -125,8 +109,8 @@ def test_a_file_with_the_keys_of_a_run_is_taken_by_every_command(tmp_path):
 
 def test_only_one_rank_prints():
     for words in (["--help"], ["--version"], ["train", "--print-config"]):
-        assert printed(*words, world_rank=0, world_size=2)
-        assert printed(*words, world_rank=1, world_size=2) == ""
+        assert printed(*words, rank=0, ranks=2)
+        assert printed(*words, rank=1, ranks=2) == ""
 
 
 def test_version_is_that_of_the_package():
@@ -153,7 +137,7 @@ def test_nothing_heavy_is_loaded_before_the_guard_has_set_the_threads():
 
 def test_print_config_is_toml_for_the_ranks_that_were_started():
     for world_size, axes in ((1, (1, 1, 1)), (4, (1, 2, 2)), (3, (3, 1, 1))):
-        found = tomllib.loads(printed("train", "--print-config", world_size=world_size))
+        found = tomllib.loads(printed("train", "--print-config", ranks=world_size))
         assert (found["dp"], found["pp"], found["tp"]) == axes
         assert found["batch-size"] % (found["dp"] * found["num-microbatches"]) == 0
 
@@ -161,13 +145,13 @@ def test_print_config_is_toml_for_the_ranks_that_were_started():
 def test_print_config_can_be_given_back(tmp_path):
     words = ["--preset", "gpt2", "--layers", "5", "--no-tied", "--stage-layers", "3,2"]
     file = tmp_path / "config.toml"
-    file.write_text(printed("train", *words, "--print-config", world_size=2))
-    again = printed("train", "--config", str(file), "--print-config", world_size=2)
+    file.write_text(printed("train", *words, "--print-config", ranks=2))
+    again = printed("train", "--config", str(file), "--print-config", ranks=2)
     assert tomllib.loads(again) == tomllib.loads(file.read_text())
 
 
 def test_rounded_batch_is_said_in_a_comment():
-    first = printed("train", "--print-config", world_size=3).splitlines()[0]
+    first = printed("train", "--print-config", ranks=3).splitlines()[0]
     assert first.startswith("# batch size 16")
     assert "24" in first
 
@@ -190,7 +174,7 @@ def test_rounded_batch_is_said_in_a_comment():
 )
 def test_mistake_is_refused(words, parts):
     more = ["--print-config"] if words[0] == "train" else []
-    found = refused(*words, *more, world_size=2)
+    found = refused(*words, *more, ranks=2)
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found
 

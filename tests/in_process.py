@@ -1,0 +1,62 @@
+"""Commands in this process: what one prints, and what it refuses. MPI is not started.
+
+That an exit code reaches the shell, with one block for all ranks, is tested by starting programs:
+in test_cli.py, test_launch.py and test_refusals.py.
+"""
+
+import contextlib
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from mpipar import cli
+from mpipar.errors import UserError
+from mpipar.job.environment import Launcher
+from mpipar.job.session import Session
+
+
+class StandIn(Session):
+    """The session of one of several ranks, as far as a refusal comes: its MPI is a number."""
+
+    def __init__(self, ranks=1, rank=0):
+        super().__init__(Launcher("a launcher", rank, ranks, rank, ranks))
+
+    def start(self):
+        self.world = SimpleNamespace(rank=self.launcher.rank, size=self.launcher.size)
+        self.host_rank = self.launcher.local_rank
+        return self.world
+
+    def agree(self, function):
+        return function()
+
+
+def printed(*words, ranks=1, rank=0):
+    """What a command prints on this rank; it succeeds without MPI."""
+    session, text = StandIn(ranks, rank), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        try:
+            code = cli.main([str(word) for word in words], session)
+        except SystemExit as leaving:  # argparse, after --help
+            code = leaving.code
+    assert code == 0
+    assert session.world is None, "MPI was started for something that needs none"
+    return text.getvalue()
+
+
+def refusal(*words, ranks=1, folder="."):
+    """The error that ends this command, started in a folder, before it has printed anything."""
+    text = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(text), \
+            pytest.raises(UserError) as caught:
+        cli.main([str(word) for word in words], StandIn(ranks))
+    assert text.getvalue() == ""
+    return caught.value
+
+
+def assert_refused(code, parts, *words, ranks=1, folder="."):
+    """Assert that a command is refused with this exit code and says all these parts."""
+    found = refusal(*words, ranks=ranks, folder=folder)
+    assert found.exit_code == code, found
+    missing = [part for part in parts if part not in str(found)]
+    assert not missing, f"{missing} in\n{found}"
