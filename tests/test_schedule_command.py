@@ -1,6 +1,7 @@
 """`mpipar schedule`: grid, symbols, figures beside closed forms, files, mistakes."""
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -131,17 +132,66 @@ def test_compare(capsys):
     assert "looped-bfs 9" in " ".join(text.split())
 
 
-def test_svg(tmp_path, capsys):
-    path = tmp_path / "picture.svg"
-    assert f"wrote {path}" in run(f"zb-v --pp 3 --num-microbatches 5 --svg {path}", capsys)
-    elements = ET.parse(path).iter()  # noqa: S314 - written two lines above
-    tips = [each.text for each in elements if each.tag.endswith("title")]
+@pytest.mark.parametrize(("words", "named", "not_named"), [
+    ("naive --pp 3 --num-microbatches 1", ["F_k", "B_k", "B_l"], ["I_k", "F_k^s"]),
+    ("zb-v --pp 2 --num-microbatches 2", ["F_k", "I_k", "W_k", "F_k^s", "B_l"], ["B_k"]),
+    ("dualpipe --pp 2 --num-microbatches 4", ["F_k", "B_k", "F_k^s"], [])])
+def test_symbols_are_explained_beside_the_textbooks(words, named, not_named, capsys):
+    text = run(f"{words} --symbols", capsys)
+    assert all(symbol in text for symbol in named)
+    assert not any(symbol in text for symbol in not_named)
+    assert "F_k" not in run(words, capsys)
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(words, path, capsys):
+    """(the picture's elements, its width) of `mpipar schedule WORDS --svg`."""
+    assert f"wrote {path}" in run(f"{words} --svg {path}", capsys)
+    root = ET.parse(path).getroot()  # noqa: S314 - written one line above
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert root.get("role") == "img"
+    assert path.read_text().isascii()
+    return list(root.iter()), float(root.get("width"))
+
+
+def test_svg_has_every_pass_with_its_times(tmp_path, capsys):
+    elements, _ = drawn("zb-v --pp 3 --num-microbatches 5", tmp_path / "picture.svg", capsys)
+    title, *tips = [each.text for each in elements if each.tag == f"{SVG}title"]
+    assert title == "zb-v: 3 workers, 6 stages, 5 microbatches"
     timeline = simulate(make("zb-v", 3, 5), Costs())
     assert sorted(tips) == sorted(
         f"{draw.label(timeline, span.instr)}: {span.start} to {span.end}"
         for spans in draw.compute_spans(timeline) for span in spans
     )
-    assert path.read_text().isascii()
+
+
+@pytest.mark.parametrize("words", [
+    "zb-v --pp 4 --num-microbatches 16", "naive --pp 12 --num-microbatches 1",
+    "interleaved --pp 4 --num-microbatches 8 --costs 1.3,0.7,0.9",
+    "1f1b --pp 2 --num-microbatches 1 --costs 0.001,0.0015,0.002"])
+def test_svg_ticks_are_round_and_labels_do_not_touch(words, tmp_path, capsys):
+    elements, width = drawn(words, tmp_path / "picture.svg", capsys)
+    texts = [each for each in elements if each.tag == f"{SVG}text"]
+    ticks = [(float(each.get("x")), each.text) for each in texts
+             if each.get("text-anchor") == "middle"]
+    assert len(ticks) >= 3
+    assert all(len(text.rstrip("0").replace(".", "").strip("0")) <= 2 for _, text in ticks)
+    for (x, text), (after, _) in itertools.pairwise(ticks):
+        assert after - x >= 6 * (len(text) + 1)
+    assert all(float(each.get("x")) <= width for each in texts)
+    named = sum(each.get("class") == "pass-text" for each in texts)
+    assert named == sum(each.tag == f"{SVG}title" for each in elements) - 1  # one is the picture's
+
+
+def test_svg_legend_has_both_shades_only_where_both_are_drawn(tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    drawn("zb-v --pp 2 --num-microbatches 2", path, capsys)
+    assert "darker: later stages of a worker" in path.read_text()
+    drawn("1f1b --pp 2 --num-microbatches 2", path, capsys)
+    assert "darker" not in path.read_text()
+    assert "prefers-color-scheme: dark" in path.read_text()
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])

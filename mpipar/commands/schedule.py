@@ -137,7 +137,9 @@ def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
     if args.json:
         print(json.dumps(as_dict(timeline, form), indent=1))
         return
-    picture = draw.symbols(timeline) if args.symbols else draw.grid(timeline)
+    picture = draw.grid(timeline)
+    if args.symbols:
+        picture = f"{draw.symbols(timeline)}\n\n{draw.notation(schedule)}"
     blocks = [headline(schedule, costs), picture, summary(timeline, form), workers(timeline)]
     print("\n\n".join(blocks))
     for path in (args.svg, args.csv):

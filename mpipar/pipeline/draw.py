@@ -8,7 +8,7 @@ from bisect import bisect_right
 from math import ceil, floor, log10
 from numbers import Real
 
-from mpipar.pipeline.instructions import Instr, is_compute, parts
+from mpipar.pipeline.instructions import Instr, Schedule, is_compute, parts
 from mpipar.pipeline.simulate import Span, Timeline
 
 WIDTH = 100  # characters of a line
@@ -134,6 +134,22 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
             if any(texts)
         ))
     return "\n\n".join(blocks)
+
+
+def notation(schedule: Schedule) -> str:
+    """What the symbols mean, beside the notation of textbooks that number the blocks."""
+    kinds = {instr.kind for program in schedule.programs for instr in program}
+    words = {"F": "F_k is the forward pass of microbatch k", "B": "B_k its backward pass",
+             "I": "I_k its input gradient", "W": "W_k its weight gradient"}
+    meanings = ", ".join(text for kind, text in words.items()
+                         if kind in kinds or (kind in "FB" and "OVERLAP_F_B" in kinds))
+    lines = [f"{meanings}. The column says on which worker."]
+    if schedule.placement != "linear":
+        lines.append("F_k^s is that of stage s, where a worker holds several stages.")
+    lines.append("Some textbooks write B_l for block l, with an arrow up or down for the direction.\n"
+                 "Their B_l up is F here, in the column of the worker that holds block l.\n"
+                 "Their B_l down is the backward pass there: B, or I and W.")
+    return "\n".join(lines)
 
 
 def symbol(timeline: Timeline, instr: Instr) -> str:

@@ -1,19 +1,19 @@
-"""A timeline as a picture: one self-contained SVG, a row for each worker, a box for each pass."""
+"""A timeline as a picture: one self-contained SVG, a row for each worker, a box for each pass.
 
+The picture is as wide as its passes need, follows a light or dark page, and scales with the page.
+"""
+
+from math import ceil
+from numbers import Real
 from xml.sax.saxutils import escape
 
-from mpipar.pipeline.draw import compute_spans, label, number
+from mpipar.pipeline.draw import compute_spans, label, number, tick_step
 from mpipar.pipeline.simulate import Span, Timeline
 
-ROW, LEFT, TOP, WIDTH = 26, 74, 46, 1400  # pixels
-# Fill of a pass by kind; the second half of a rank's stages is drawn in the darker shade.
-FILLS = {
-    "F": ("#9ecae1", "#4292c6"),
-    "B": ("#a1d99b", "#41ab5d"),
-    "I": ("#c7e9c0", "#74c476"),
-    "W": ("#fdd0a2", "#fd8d3c"),
-    "OVERLAP_F_B": ("#dadaeb", "#9e9ac8"),
-}
+ROW, LEFT, RIGHT, TOP, BOTTOM = 26, 74, 24, 46, 24  # pixels
+CHARACTER, LETTER = 6.2, 8.5  # width of a character in words and in a label such as 5W0, at 11 px
+NARROWEST, WIDEST = 360, 4000  # of the part with the passes
+LEGEND, TICK = 24, 56  # space behind a legend's text; least distance of two ticks
 WORDS = {
     "F": "F forward",
     "B": "B backward",
@@ -21,53 +21,98 @@ WORDS = {
     "W": "W weight gradient",
     "OVERLAP_F_B": "F&B overlapped",
 }
+# A class of CSS for each kind of pass; .late: the second half of a worker's stages.
+STYLE = """
+svg { font: 11px sans-serif; background: #ffffff; }
+text { fill: #222222; } .area { fill: #f0f0f0; } .pass { stroke: #ffffff; stroke-width: 0.5; }
+.pass-text { fill: #111111; text-anchor: middle; pointer-events: none; }
+.F { fill: #9ecae1; } .F.late { fill: #4292c6; } .B { fill: #a1d99b; } .B.late { fill: #41ab5d; }
+.I { fill: #c7e9c0; } .I.late { fill: #74c476; } .W { fill: #fdd0a2; } .W.late { fill: #fd8d3c; }
+.OVERLAP_F_B { fill: #dadaeb; } .OVERLAP_F_B.late { fill: #9e9ac8; }
+@media (prefers-color-scheme: dark) {
+svg { background: #16191d; } text { fill: #d8dce2; } .area { fill: #24292f; }
+.pass { stroke: #16191d; } .pass-text { fill: #111111; }
+}
+""".strip()
 
 
 def svg(timeline: Timeline, title: str) -> str:
     """The picture as text; a box carries its pass where there is room, and a tooltip everywhere."""
     rows = compute_spans(timeline)
-    scale = float(WIDTH / timeline.makespan)
-    height = TOP + ROW * len(rows) + 30
-    size = f'width="{LEFT + WIDTH + 20}" height="{height}"'
+    legend = legend_entries(timeline, rows)
+    width = drawing_width(timeline, rows, legend, title)
+    scale = width / timeline.makespan
+    size = f"{LEFT + width + RIGHT:.0f} {TOP + ROW * len(rows) + BOTTOM}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="16" font-size="13">{escape(title)}</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img" '
+        'width="{}" height="{}">'.format(*size.split()),
+        f"<title>{escape(title)}</title><style>{STYLE}</style>",
+        f'<text x="{LEFT}" y="16" style="font-size: 13px">{escape(title)}</text>',
     ]
-    used = {span.instr.kind for spans in rows for span in spans}
     x = LEFT
-    for kind in (kind for kind in WORDS if kind in used):
-        parts.append(f'<rect x="{x}" y="24" width="12" height="12" fill="{FILLS[kind][0]}"/>')
-        parts.append(f'<text x="{x + 16}" y="34">{escape(WORDS[kind])}</text>')
-        x += 130
+    for names, text in legend:
+        parts += [f'<rect x="{x + 14 * k}" y="24" width="12" height="12" class="{name}"/>'
+                  for k, name in enumerate(names)]
+        x += 14 * len(names) + 2
+        parts.append(f'<text x="{x}" y="34">{escape(text)}</text>')
+        x += ceil(CHARACTER * len(text)) + LEGEND
     for pp_rank, spans in enumerate(rows):
         y = TOP + ROW * pp_rank
         parts.append(f'<text x="4" y="{y + 16}">worker {pp_rank}</text>')
-        area = f'x="{LEFT}" y="{y}" width="{WIDTH}" height="{ROW - 4}"'
-        parts.append(f'<rect {area} fill="#f0f0f0"/>')
+        area = f'x="{LEFT}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
+        parts.append(f'<rect {area} class="area"/>')
         for span in spans:
             parts += box(timeline, span, pp_rank, y, scale)
-    y = TOP + ROW * len(rows) + 16
-    for k in range(11):
-        time = timeline.makespan * k / 10
-        parts.append(
-            f'<text x="{LEFT + WIDTH * k / 10:.0f}" y="{y}" text-anchor="middle">'
-            f"{number(time)}</text>"
-        )
+    parts += ticks(timeline.makespan, scale, TOP + ROW * len(rows) + 14)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def box(timeline: Timeline, span: Span, pp_rank: int, y: int, scale: float) -> list[str]:
-    """The elements of one pass."""
+def legend_entries(timeline: Timeline, rows: list[list[Span]]) -> list[tuple[tuple[str, ...], str]]:
+    """(classes of the boxes, text) of each kind of pass; both shades where both are drawn."""
+    used: dict[str, set] = {}
+    for pp_rank, spans in enumerate(rows):
+        for span in spans:
+            used.setdefault(span.instr.kind, set()).add(is_late(timeline, span, pp_rank))
+    entries = [(tuple(f"{kind}{' late' * late}" for late in sorted(used[kind])), text)
+               for kind, text in WORDS.items() if kind in used]
+    if any(len(shades) > 1 for shades in used.values()):
+        entries.append(((), "darker: later stages of a worker"))
+    return entries
+
+
+def drawing_width(timeline: Timeline, rows, legend, title: str) -> float:
+    """Pixels for the passes: their labels fit where that takes at most WIDEST."""
+    needed = max((LETTER * len(label(timeline, span.instr)) + 4) * float(
+        timeline.makespan / (span.end - span.start)) for spans in rows for span in spans)
+    words = sum(14 * len(names) + 2 + ceil(CHARACTER * len(text)) + LEGEND
+                for names, text in legend)
+    least = max(NARROWEST, words - LEGEND, 1.2 * CHARACTER * len(title))
+    return max(least, min(needed, WIDEST))
+
+
+def ticks(makespan: Real, scale: Real, y: int) -> list[str]:
+    """Round times below the rows, far enough apart for their texts."""
+    longest = len(number(makespan)) + 2
+    step = tick_step(max(TICK, CHARACTER * longest + 8) / float(scale))
+    return [f'<text x="{LEFT + float(k * step * scale):.2f}" y="{y}" text-anchor="middle">'
+            f"{number(k * step)}</text>" for k in range(int(makespan / step) + 1)]
+
+
+def is_late(timeline: Timeline, span: Span, pp_rank: int) -> bool:
+    """Whether the pass is of the second half of the stages that its worker holds."""
     held = timeline.schedule.stages_of(pp_rank)
-    late = held.index(span.instr.stage) * 2 >= len(held) > 1
-    left, width = LEFT + float(span.start) * scale, float(span.end - span.start) * scale
-    text = escape(label(timeline, span.instr))
+    return held.index(span.instr.stage) * 2 >= len(held) > 1
+
+
+def box(timeline: Timeline, span: Span, pp_rank: int, y: int, scale: Real) -> list[str]:
+    """The elements of one pass."""
+    left, width = LEFT + float(span.start * scale), float((span.end - span.start) * scale)
+    text = label(timeline, span.instr)
     area = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
-    fill = f'fill="{FILLS[span.instr.kind][late]}" stroke="white" stroke-width="0.5"'
-    tip = f"<title>{text}: {number(span.start)} to {number(span.end)}</title>"
-    elements = [f"<rect {area} {fill}>{tip}</rect>"]
-    if width >= 7 * len(label(timeline, span.instr)):
-        place = f'x="{left + width / 2:.2f}" y="{y + 15}" text-anchor="middle"'
-        elements.append(f'<text {place} pointer-events="none">{text}</text>')
+    kind = f"pass {span.instr.kind}{' late' * is_late(timeline, span, pp_rank)}"
+    tip = f"<title>{escape(text)}: {number(span.start)} to {number(span.end)}</title>"
+    elements = [f'<rect {area} class="{kind}">{tip}</rect>']
+    if width >= LETTER * len(text) + 2:
+        place = f'x="{left + width / 2:.2f}" y="{y + 15}"'
+        elements.append(f'<text {place} class="pass-text">{escape(text)}</text>')
     return elements
