@@ -146,7 +146,7 @@ def notation(schedule: Schedule) -> str:
     lines = [f"{meanings}. The column says on which worker."]
     if schedule.placement != "linear":
         lines.append("F_k^s is that of stage s, where a worker holds several stages.")
-    lines.append("Some textbooks write B_l for block l, with an arrow up or down for the direction.\n"
+    lines.append("Some textbooks write B_l for block l, with an arrow for the direction.\n"
                  "Their B_l up is F here, in the column of the worker that holds block l.\n"
                  "Their B_l down is the backward pass there: B, or I and W.")
     return "\n".join(lines)
