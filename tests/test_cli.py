@@ -167,7 +167,6 @@ def test_rounded_batch_is_said_in_a_comment():
         (["generate"], ["RUN", "mpipar generate --help"]),
         (["doctor", "--tp", "2"], ["--tp: mpipar doctor does not use it"]),
         (["train", "--schedule", "1f1B"], ["--schedule 1f1B", "did you mean 1f1b?"]),
-        (["train", "--layers", "3", "--schedule", "zb-v"], ["--layers 3", "4 stages"]),
         (["train", "--stage-layers", "2,1,1"], ["--stage-layers 2,1,1", "names 3", "has 2"]),
         (["train", "--chunks", "2"], ["--schedule 1f1b", "--chunks"]),
     ],

@@ -63,7 +63,7 @@ def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
 def assert_closed_forms(config):
     """Calls and bytes of every rank's step, and of one block and microbatch of it."""
     grid_sizes, schedule = config.grid, make_schedule(config.grid)
-    split = models.of(config.model).balanced_layers(config.model, schedule.num_stages)
+    split = models.layer_split(config, schedule)
     for world_rank in range(grid_sizes.dp * grid_sizes.pp * grid_sizes.tp):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
         records = prediction.recorder.records
@@ -116,6 +116,14 @@ def test_closed_forms_hold_for_stages_held_twice_and_16_bits(schedule, layout, d
     assert_closed_forms(config)
 
 
+@pytest.mark.parametrize(("schedule", "layout", "split"), [
+    ("zb-v", (1, 2, 2), (0, 3, 2, 0)), ("interleaved", (2, 2, 2), (2, 0, 0, 3)),
+    ("dualpipe", (1, 2, 2), (0, 5)), ("1f1b", (1, 4, 1), (0, 5, 0, 0))], ids=str)
+def test_closed_forms_hold_for_stages_without_blocks(schedule, layout, split):
+    config = configure(layout, schedule, "pair")
+    assert_closed_forms(replace(config, grid=replace(config.grid, stage_layers=split)))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_formulas_give_what_the_step_on_shapes_counts(case):
     config = configure(*case)
@@ -160,7 +168,6 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     (["--layout", "tp=2", "--rank", "2"], "--rank 2: the layout has ranks 0 to 1"),
     (["--layout", "pp=2", "--schedule", "auto"], "--schedule auto: measures first"),
     (["--layout", "tp=3"], "--heads 4"),
-    (["--schedule", "zb-v", "--layers", "1"], "use --layers 2 or another --schedule"),
 ])  # fmt: skip
 def test_mistakes_are_said(flags, message):
     result = mpipar("explain", *flags)

@@ -160,7 +160,7 @@ def test_a_pipeline_is_simulated_with_the_costs_that_the_machine_gives():
     assert costs.latency == pytest.approx(3 * (LARGE_US + message * US_PER_BYTE) * 1e-6)
     assert len(costs.f) == len(costs.stash_bytes) == 6
     schedule = make_schedule(config.grid)
-    makespan = simulate(schedule, costs.merged(unit_counts(config, 2))).makespan
+    makespan = simulate(schedule, costs.merged(unit_counts(config, schedule))).makespan
     assert step_estimate(machine(), config).pipeline == pytest.approx(makespan)
 
 
@@ -219,7 +219,7 @@ def simulated(name, config):
     config = replace(config, grid=replace(config.grid, schedule=name))
     schedule = make_schedule(config.grid)
     costs = costs_of(machine(), config, 2 * 64 * 128 * 4)
-    return simulate(schedule, costs.merged(unit_counts(config, schedule.num_stages))).makespan
+    return simulate(schedule, costs.merged(unit_counts(config, schedule))).makespan
 
 
 def test_schedule_auto_chooses_by_the_cost_model(path):

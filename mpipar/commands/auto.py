@@ -14,7 +14,7 @@ from mpipar.errors import UsageError
 from mpipar.pipeline.choose import choose
 from mpipar.pipeline.schedules.table import FAMILIES
 from mpipar.plan import machine_file
-from mpipar.plan.measure import measure_costs, stage_costs
+from mpipar.plan.measure import measure_costs, unit_counts
 from mpipar.plan.step import schedule_costs
 
 
@@ -51,7 +51,7 @@ def shortest(config, costs) -> tuple[str, list[str]]:
     """
     name, candidates = choose(
         config.grid.pp, config.grid.num_microbatches,
-        lambda stages: stage_costs(costs, config, stages),
+        lambda schedule: costs.merged(unit_counts(config, schedule)),
         config.run.memory_limit or float("inf"), config.grid.chunks)
     return name, [f"--schedule auto: {name} has the shortest simulated step", ranking(candidates)]
 

@@ -62,7 +62,7 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         print("\n".join([*why, ""]))
     grid = Grid.of(config.grid, world_rank)
     schedule, model = make_schedule(config.grid), models.of(config.model)
-    split = config.grid.stage_layers or model.balanced_layers(config.model, schedule.num_stages)
+    split = models.layer_split(config, schedule)
     stages = schedule.stages_of(grid.pp_rank)
     estimate = step_estimate(machine, config) if machine else None
     prediction = predict(config, world_rank)

@@ -90,8 +90,8 @@ def silent_hang(reading: Reading) -> list[str]:
 
 
 def stage_problems(config: Config) -> list[str]:
-    """The schedule takes these counts, and each of its stages gets a block."""
-    grid, layers = config.grid, config.model.layers
+    """The schedule takes these counts, and --stage-layers names its stages."""
+    grid = config.grid
     if grid.schedule_csv is not None:
         return csv_problems(grid)
     if grid.schedule == AUTO:  # chosen later, from measured costs, among those that take the counts
@@ -103,12 +103,7 @@ def stage_problems(config: Config) -> list[str]:
     if found:
         return found
     stages = schedules.num_stages(grid.schedule, grid.pp, grid.chunks)
-    if stages > layers >= grid.pp:
-        cures = [f"--layers {stages}"] if config.run.init_from is None else []
-        cures += ["a smaller --pp"] * (grid.pp > 1) + ["another --schedule"]
-        found.append(f"--layers {layers}: --schedule {grid.schedule} cuts the model into {stages} "
-                     f"stages of at least one block; use {' or '.join(cures)}")
-    return found + split_problems(grid, stages)
+    return split_problems(grid, stages)
 
 
 def split_problems(grid, stages: int) -> list[str]:

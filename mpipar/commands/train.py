@@ -116,7 +116,7 @@ def describe(session, inputs, recorder, log) -> dict:
     # One proof for all: a schedule that could hang never starts.
     session.agree(lambda: check(schedule) if world.rank == 0 else None)
     model = models.of(config.model)
-    split = config.grid.stage_layers or model.balanced_layers(config.model, schedule.num_stages)
+    split = models.layer_split(config, schedule)
     hosts = {min(ranks) for ranks in gather_facts(world, session.host_ranks) or [(0,)]}
     headline = console.headline(config, world.size, len(hosts), schedule.num_stages)
     for line in (headline, *inputs.notes):

@@ -1,10 +1,11 @@
 """Models as sequences of layers, cut into the stages that a pipeline runs.
 
-A model is a module with `Stage`, `balanced_layers`, `flops`, `describe`, `ENTRY` and `CUT`; what it
+A model is a module with `Stage`, `unit_flops`, `describe`, `ENTRY` and `CUT`; what it
 reads is in mpipar/data, its form on disk in mpipar/formats.
 """
 
 from mpipar.models import convnet, decoder
+from mpipar.models.stage import balanced_layers
 
 MODELS = {"decoder": decoder, "convnet": convnet}
 
@@ -12,3 +13,11 @@ MODELS = {"decoder": decoder, "convnet": convnet}
 def of(config):
     """The module of a ModelConfig's model."""
     return MODELS[config.model]
+
+
+def layer_split(config, schedule) -> tuple[int, ...]:
+    """Blocks of each stage of a Config's model: --stage-layers, or balanced over the schedule's
+    ranks.
+    """
+    return config.grid.stage_layers or balanced_layers(
+        config.model.layers, of(config.model).unit_flops(config.model), schedule.stages_by_rank)

@@ -16,7 +16,7 @@ from mpipar.layers.ffn import FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.norm import NORMS
 from mpipar.layers.param import Param
-from mpipar.models.stage import LayerRun, balance, stage_parts
+from mpipar.models.stage import LayerRun, UnitFlops, stage_parts
 from mpipar.ops.image_ops import out_length
 from mpipar.partition.tokens import WholeTokens
 
@@ -111,22 +111,13 @@ class Block:
         self.norm.backward_weight(stash)
 
 
-def balanced_layers(config, num_stages: int) -> tuple[int, ...]:
-    """Blocks per stage: see `balance`. Head and stem cost next to nothing beside a block."""
-    return balance(config.layers, num_stages, 0.0)
-
-
-def flops(config, stage_layers, stage: int) -> tuple[int, int]:
-    """FLOPs per image of a stage's forward: (stem and blocks, head).
-
-    A convolution: 2 k^2 times places, channels in and channels out.
-    """
-    blocks, is_first, is_last = stage_parts(stage, tuple(stage_layers))
+def unit_flops(config) -> UnitFlops:
+    """FLOPs per image. A convolution: 2 k^2 times places, channels in and channels out."""
     wide, stem = math.prod(stream_size(config)), math.prod(stem_size(config))
-    block = 2 * (2 * KERNEL**2 * wide * config.d_model * config.ffn)
-    first = 2 * KERNEL**2 * stem * config.image_shape[2] * config.d_model
-    return (len(blocks) * block + is_first * first,
-            2 * config.d_model * config.vocab_size * is_last)
+    return UnitFlops(
+        2 * KERNEL**2 * stem * config.image_shape[2] * config.d_model,
+        2 * (2 * KERNEL**2 * wide * config.d_model * config.ffn),
+        2 * config.d_model * config.vocab_size)
 
 
 def describe(config) -> str:

@@ -18,7 +18,7 @@ from mpipar.layers.ffn import FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.norm import NORMS
 from mpipar.layers.param import Param
-from mpipar.models.stage import LayerRun, balance, stage_parts
+from mpipar.models.stage import LayerRun, UnitFlops, stage_parts
 from mpipar.partition.tokens import hold
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
@@ -75,21 +75,13 @@ def table_param(name: str, config, comm) -> Param:
     return Param(name, (config.vocab_size, config.d_model), comm, 0, std=STD)
 
 
-def balanced_layers(config, num_stages: int) -> tuple[int, ...]:
-    """Blocks per stage: see `balance`. The head costs as much as V / (12 D + 2 T) blocks.
-
-    Source: FLOPs of a block 24 B T D^2 + 4 B T^2 D, head 2 B T D V.
+def unit_flops(config) -> UnitFlops:
+    """FLOPs per token: a block 8 D^2 + 4 D F + 4 T D, the head 2 D V; the embedding multiplies
+    nothing.
     """
-    head = config.vocab_size / (12 * config.d_model + 2 * config.seq_len)
-    return balance(config.layers, num_stages, head)
-
-
-def flops(config, stage_layers, stage: int) -> tuple[int, int]:
-    """FLOPs per token of a stage's forward: (blocks, head): 8D^2 + 4DF + 4TD each, and 2DV."""
-    blocks, _, is_last = stage_parts(stage, tuple(stage_layers))
     width, ffn = config.d_model, config.ffn or 4 * config.d_model
     block = 8 * width**2 + 4 * width * ffn + 4 * config.seq_len * width
-    return len(blocks) * block, 2 * width * config.vocab_size * is_last
+    return UnitFlops(0, block, 2 * width * config.vocab_size)
 
 
 def describe(config) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from mpipar.layers.param import FlatParams
 
 
@@ -77,22 +79,40 @@ def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool,
     return blocks, stage == 0, stage == len(stage_layers) - 1
 
 
-def balance(layers: int, num_stages: int, head: float) -> tuple[int, ...]:
-    """Blocks per stage so that the slowest stage is as fast as possible.
+class UnitFlops(NamedTuple):
+    """FLOPs of the products in a model's forward: the layers below the blocks, a block, the head.
 
-    head: cost of the last stage beside its blocks, in blocks. The first stage's other layers cost
-    next to nothing. A stage may hold no block.
+    Per image or token: only their ratios count.
     """
-    low = layers // num_stages  # at least the mean without the head
-    best = None
-    for last in range(max(0, low - int(head) - 1), low + 1):
-        rest = layers - last
-        if num_stages == 1:
-            return (layers,)
-        share, extra = divmod(rest, num_stages - 1)
-        slowest = max(share + (extra > 0), last + head)
-        # Spare blocks go to the later of the other stages: the first ones stash more microbatches.
-        split = (*[share] * (num_stages - 1 - extra), *[share + 1] * extra, last)
-        if best is None or (slowest, -last) < best[:2]:
-            best = (slowest, -last, split)
-    return best[2]
+
+    entry: float
+    block: float
+    head: float
+
+
+def stage_flops(units: UnitFlops, stage_layers, stage: int) -> tuple[float, float]:
+    """FLOPs of a stage's forward: (entry and blocks, head)."""
+    blocks, is_first, is_last = stage_parts(stage, tuple(stage_layers))
+    return len(blocks) * units.block + is_first * units.entry, is_last * units.head
+
+
+def balanced_layers(layers: int, units: UnitFlops, stages_by_rank) -> tuple[int, ...]:
+    """Blocks per stage, so that the busiest pipeline rank has as few FLOPs as possible.
+
+    stages_by_rank: the stages that each rank holds. A stage may hold no block.
+
+    Block by block, each to the rank that has least to do, and there to the stage that has least to
+    do. No other split has a less busy rank, as all blocks cost the same. Of equal ranks the later
+    one takes the block, since the first ranks stash more microbatches; of equal stages the earlier.
+    """
+    ranks = list(dict.fromkeys(map(tuple, stages_by_rank)))  # two mirror ranks hold the same stages
+    num_stages = 1 + max(stage for stages in ranks for stage in stages)
+    split, flops = [0] * num_stages, [0] * num_stages
+    flops[0] += units.entry
+    flops[-1] += units.head
+    for _ in range(layers):
+        least_busy = min(reversed(ranks), key=lambda stages: sum(flops[stage] for stage in stages))
+        stage = min(least_busy, key=flops.__getitem__)
+        split[stage] += 1
+        flops[stage] += units.block
+    return tuple(split)

@@ -6,7 +6,8 @@ from numbers import Real
 
 from mpipar.errors import UsageError
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.schedules.table import FAMILIES, SCHEDULES, make, num_stages, problems
+from mpipar.pipeline.instructions import Schedule
+from mpipar.pipeline.schedules.table import FAMILIES, SCHEDULES, make, problems
 from mpipar.pipeline.simulate import simulate
 
 FITS = "fits"
@@ -31,14 +32,14 @@ class Candidate:
 def choose(
     pp_size: int,
     num_microbatches: int,
-    costs_of: Callable[[int], Costs | None],
+    costs_of: Callable[[Schedule], Costs],
     memory_cap_bytes: Real,
     chunks: int | None = None,
 ) -> tuple[str, tuple[Candidate, ...]]:
     """Name of the shortest schedule under the cap, and all schedules, best first.
 
-    costs_of(num_stages) -> Costs of the model cut into that many stages, None if it cannot be (see
-    Costs.merged and Costs.divided). memory_cap_bytes is for weight_bytes and stash on one rank. Of
+    costs_of(schedule) -> Costs of the model cut into its stages (see Costs.merged and
+    Costs.divided). memory_cap_bytes is for weight_bytes and stash on one rank. Of
     equally short schedules the smaller one is taken, then the one with fewer messages. UsageError
     when none fits, with what the smallest one needs.
     """
@@ -69,7 +70,7 @@ def consider(
     name: str,
     pp_size: int,
     num_microbatches: int,
-    costs_of: Callable[[int], Costs | None],
+    costs_of: Callable[[Schedule], Costs],
     memory_cap_bytes: Real,
     chunks: int | None,
 ) -> Candidate:
@@ -79,14 +80,10 @@ def consider(
     found = problems(name, pp_size, num_microbatches, chunks)
     if found:
         return Candidate(name, None, None, None, found[0])
-    stages = num_stages(name, pp_size, chunks)
-    costs = costs_of(stages)
-    if costs is None:
-        verdict = f"the model cannot be cut into {stages} stages"
-        return Candidate(name, None, None, None, verdict)
     schedule = make(name, pp_size, num_microbatches, chunks)
+    costs = costs_of(schedule)
     timeline = simulate(schedule, costs)
-    weights = costs.by_stage("weight_bytes", stages)
+    weights = costs.by_stage("weight_bytes", schedule.num_stages)
     peak = max(
         stash + sum(weights[stage] for stage in schedule.stages_of(pp_rank))
         for pp_rank, stash in enumerate(timeline.peak_stash_bytes)

@@ -84,6 +84,11 @@ class Schedule:
             return (pp_rank, 2 * self.pp_size - 1 - pp_rank)
         return tuple(sorted({pp_rank, self.pp_size - 1 - pp_rank}))
 
+    @property
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """stages_of every rank."""
+        return tuple(map(self.stages_of, range(self.pp_size)))
+
 
 class ScheduleError(UsageError):
     """A schedule that cannot run; the message names rank, position and instruction."""

@@ -36,12 +36,10 @@ def units_of(stage: int, stage_layers) -> range:
     return range(first - (stage == 0), last + ends)
 
 
-def unit_counts(config, num_stages: int) -> tuple[int, ...]:
-    """How many units each stage has, for `Costs.merged`."""
-    split = config.grid.stage_layers
-    if split is None or len(split) != num_stages:
-        split = models.of(config.model).balanced_layers(config.model, num_stages)
-    return tuple(len(units_of(stage, split)) for stage in range(num_stages))
+def unit_counts(config, schedule) -> tuple[int, ...]:
+    """How many units each stage of the schedule has, for `Costs.merged`."""
+    split = models.layer_split(config, schedule)
+    return tuple(len(units_of(stage, split)) for stage in range(len(split)))
 
 
 def grouped_layers(stage, units: range, num_units: int):
@@ -199,10 +197,3 @@ def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
     hops = [fact["hop"] for fact in facts if fact["hop"]]
     return Costs(f=by_unit("f"), i=by_unit("i"), w=by_unit("w"),
                  latency=median(hops) if hops else 0, **unit_memory(config))
-
-
-def stage_costs(costs: Costs, config, num_stages: int) -> Costs | None:
-    """Costs by stage of costs by unit; None when there are more stages than blocks."""
-    if num_stages > config.model.layers:
-        return None
-    return costs.merged(unit_counts(config, num_stages))

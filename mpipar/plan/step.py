@@ -94,7 +94,7 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     if message and machine.estimate(HOP, message).extrapolated:
         outside.add(f"a message of {message} bytes")
     schedule = make_schedule(config.grid)
-    stages = costs_of(machine, config, message).merged(unit_counts(config, schedule.num_stages))
+    stages = costs_of(machine, config, message).merged(unit_counts(config, schedule))
     pipeline = float(simulate(schedule, stages).makespan)
     barriers = max(behind_the_pipeline(machine, step, outside) for step in steps)
     update = max(step.num_params for step in steps) * units.update_seconds_per_parameter

@@ -13,6 +13,7 @@ from statistics import mean, median
 
 from mpipar import models
 from mpipar.config.model import ModelConfig
+from mpipar.models.stage import balanced_layers, stage_flops
 from mpipar.trace.segments import COMPUTE, PASSES, Segment, by_kind
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import POINT_TO_POINT, Waits
@@ -51,13 +52,13 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
         return []
     work = work_ms(trace, segments)
     model, split = ModelConfig(**trace.meta["model"]), trace.meta["stage_layers"]
-    flops = models.of(model).flops
+    units = models.of(model).unit_flops(model)
     least, expected, headless = {}, {}, {}
     for place in places:
         members = [rank for rank in trace.ranks if rank.place["pp"] == place]
         # Of replicas the fastest: a slow one among them is another finding.
         least[place] = min(work[rank.world_rank] for rank in members)
-        costs = [flops(model, split, span.stage)
+        costs = [stage_flops(units, split, span.stage)
                  for span in members[0].spans if span.kind == "F"]
         expected[place] = sum(map(sum, costs))
         headless[place] = sum(blocks for blocks, _ in costs)
@@ -76,7 +77,9 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
     if ratio(expected) - 1 < (ratio(least) - 1) / 2:
         return [Finding("slow rank", f"{measured}, but only {ratio(expected):.1f}x of the FLOPs are"
                         f" there: {_names(ranks)} slow, or late inside a pass", lost)]
-    balanced = models.of(model).balanced_layers(model, len(split))
+    held = [next(rank.stages for rank in trace.ranks if rank.place["pp"] == place)
+            for place in places]
+    balanced = balanced_layers(model.layers, units, held)
     cure = "" if list(balanced) == list(split) else (
         f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
     if ratio(headless) < NOTABLE:

@@ -71,8 +71,7 @@ class Worker:
         self.schedule = make_schedule(config.grid)
         self.program = schedules.lower(self.schedule, grid.pp_rank)
         model = models.of(config.model)
-        self.stage_layers = config.grid.stage_layers or model.balanced_layers(
-            config.model, self.schedule.num_stages)
+        self.stage_layers = models.layer_split(config, self.schedule)
         # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and
         # stages that a bidirectional schedule holds twice ("mirror"). Their gradients are summed
         # over these groups.

@@ -31,6 +31,9 @@ LAYOUTS = {  # number of ranks: (dp, pp, tp)
     4: [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)],
     8: [(2, 2, 2)],
 }
+# Stages that hold only the first layer, only the head, or nothing: (schedule, blocks by stage).
+EMPTY_STAGES = [("1f1b", (0, 5)), ("1f1b", (5, 0)), ("zb-v", (0, 3, 2, 0)), ("zb-v", (3, 0, 0, 2)),
+                ("interleaved", (2, 0, 0, 3)), ("v-min", (0, 0, 5, 0)), ("dualpipe", (0, 5))]
 # 6 heads of width 3, 5 layers, 7 tokens; ffn 31 and 29 tokens in the vocabulary: padded for every
 # tp > 1.
 MODEL = ModelConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from small_model import (
+    EMPTY_STAGES,
     LAYOUTS,
     MODEL,
     WORLD,
@@ -64,3 +65,12 @@ def test_other_rank_order_equals_one_rank(layout):
 def test_uneven_stages_equal_one_rank(last):
     split = {2: (5 - last, last), 4: (2, 3 - last, 0, last)}[WORLD.size]
     assert_equals_known(small_config((1, WORLD.size, 1), stage_layers=split))
+
+
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
+@pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
+def test_stages_without_blocks_equal_one_rank(layout, schedule, split):
+    """An array that an empty stage hands on is the one that it received."""
+    config = small_config(layout, 4, schedule=schedule, stage_layers=split)
+    assert_equals_known(with_sync_sends(config))

@@ -12,7 +12,7 @@ import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from helpers import assert_close
-from small_model import LAYOUTS, MODEL, WORLD, small_config
+from small_model import EMPTY_STAGES, LAYOUTS, MODEL, WORLD, small_config
 
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
@@ -104,6 +104,30 @@ def test_written_file_has_the_same_bytes_on_every_layout(
         shapes = gpt2.shapes(**SHAPE, tied=tied)
         found = gpt2.read_file(folder / "here" / "model.safetensors")
         assert {key.removeprefix("transformer."): x.shape for key, x in found.items()} == shapes
+
+
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
+@pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
+def test_stages_without_blocks_are_written_and_read(layout, schedule, split, folder):
+    worker = worker_of(small_config(layout, 4, schedule=schedule, stage_layers=split))
+    worker.initialize()
+    checkpoint.save(worker, folder / "here")
+    written = {stage: each.flat.data.copy() for stage, each in worker.stages.items()}
+    for each in worker.stages.values():
+        each.flat.data[:] = np.nan
+        each.flat.publish()
+    WORLD.Barrier()
+    checkpoint.load(worker, str(folder / "here"))
+    for stage, each in worker.stages.items():
+        assert np.array_equal(each.flat.data, written[stage]), stage
+    if WORLD.rank == 0:
+        alone = worker_of(worker.config, alone=True)
+        alone.initialize()
+        checkpoint.save(alone, folder / "alone")
+        here, one = (folder / name / "model.safetensors" for name in ("here", "alone"))
+        assert here.read_bytes() == one.read_bytes()
+    worker.close()
 
 
 @pytest.mark.parametrize("block_bytes", [1, 300])
