@@ -34,8 +34,9 @@ from mpipar.comm.record import (
 )
 from mpipar.config import flags
 from mpipar.config.grid import GridConfig
+from mpipar.config.model import ConvnetConfig
 from mpipar.config.resolve import resolve
-from mpipar.config.sections import Config
+from mpipar.config.sections import OF_EVERY_FAMILY, Config
 from mpipar.console.bubble import bubble_rows, span_facts
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens
@@ -138,9 +139,9 @@ def convolution() -> list[dict]:
                 continue
             config = configure({"tp": size}, ffn_cut=cut)
             if model == "convnet":
-                config = replace(config, model=replace(
-                    config.model, model=model, heads=1, seq_len=1, tied=False, vocab_size=10,
-                    image_shape=(16, 32, 3)))
+                same = {name: getattr(config.model, name) for name in OF_EVERY_FAMILY - {"model"}}
+                config = replace(config, model=ConvnetConfig(
+                    channels=config.model.d_model, image_shape=(16, 32, 3), **same))
             records = [one for one in predict(config, 0).recorder.records
                        if one[NAME].startswith(prefix) and one[MB] == 0]
             rows.append({

@@ -12,7 +12,7 @@ from bench.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import DecoderConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
@@ -26,7 +26,7 @@ from mpipar.train.worker import Worker
 
 def configure(args, layout: dict, num_ranks: int):
     """The resolved configuration of the model in a layout ({"dp": 2}, {"tp": 2}, {})."""
-    model = ModelConfig(layers=args.layers, d_model=args.d_model, heads=args.heads,
+    model = DecoderConfig(layers=args.layers, d_model=args.d_model, heads=args.heads,
                         seq_len=args.seq_len, vocab_size=args.vocab_size)
     train = TrainConfig(batch_size=args.batch_size, warmup_steps=0)
     axes = {"dp": 1, "pp": 1, "tp": 1} | layout

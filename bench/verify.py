@@ -44,7 +44,7 @@ from bench.records import Writer
 from bench.verdicts import Subject, judge, line, shown
 from mpipar import ops as ops_module
 from mpipar.config import flags
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import model_config
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
@@ -176,7 +176,7 @@ def verify_steps(world, machine) -> list[dict]:
     for units in largest.values():
         settings = {name: tuple(value) if isinstance(value, list) else value
                     for name, value in units.model.items()}  # JSON has no tuples
-        model = ModelConfig(**settings, layers=max(4, world_size))
+        model = model_config(settings | {"layers": max(4, world_size)})
         layouts = [{"dp": world_size // units.tp, "tp": units.tp}]
         layouts += [{"pp": world_size}] if units.tp == 1 else []
         for axes in layouts if world_size % units.tp == 0 else []:

@@ -35,8 +35,17 @@ def logits(worker, ids):
 
 def fresh(**values):
     """One rank with random weights, no file."""
-    values = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
-              "batch_size": 4, "num_microbatches": 1, "dtype": "float64"} | values
+    return _made({"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6,
+                  "vocab_size": 17} | values)
+
+
+def fresh_convnet(**values):
+    """The same of a convnet."""
+    return _made({"model": "convnet", "preset": "digits", "layers": 2} | values)
+
+
+def _made(values):
+    values = {"batch_size": 4, "num_microbatches": 1, "dtype": "float64"} | values
     config, _ = resolve_alone(changed(Config(), **values), 1)
     worker = Worker(config, Grid(0), make("cpu", config.run.dtype), Recorder())
     worker.initialize()

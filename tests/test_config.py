@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 
 from mpipar.config.grid import GridConfig
 from mpipar.config.layout import choose, fitting
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import FAMILIES
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import config_problems, resolve
 from mpipar.config.run import RunConfig
-from mpipar.config.sections import Config, settings
+from mpipar.config.sections import (
+    CHOICES,
+    FIELDS,
+    OF_EVERY_FAMILY,
+    SECTIONS,
+    Config,
+    settings,
+)
 from mpipar.config.train import TrainConfig
 from mpipar.errors import DataError, EnvironmentProblem, UsageError, combine
 
@@ -29,14 +36,32 @@ def usage_problems(config, world_size):
 
 
 def test_every_field_says_what_it_is_and_has_a_flag_of_its_own():
-    names = [field.name for _, field, _ in settings(Config())]
-    assert len(names) == len(set(names))
-    for _, field, _ in settings(Config()):
-        assert len(field.metadata["help"]) > 10, field.name
+    for model in FAMILIES.values():
+        names = [field.name for _, field, _ in settings(Config(model()))]
+        assert len(names) == len(set(names))
+    for name, field in FIELDS.items():
+        assert len(field.metadata["help"]) > 10, name
+
+
+def test_a_name_means_the_same_in_every_section_and_family():
+    """One flat key space: sections share no name, families only what ModelConfig has."""
+    sections = [{field.name for part in parts for field in dataclasses.fields(part)}
+                for parts in SECTIONS.values()]
+    assert sum(map(len, sections)) == len(FIELDS)
+    for name, part in FAMILIES.items():
+        assert part().model == name
+        shared = {field.name for other in FAMILIES.values() if other is not part
+                  for field in dataclasses.fields(part) if field.name in other.__dataclass_fields__}
+        assert shared == OF_EVERY_FAMILY
+        for field in dataclasses.fields(part):
+            assert field.metadata == FIELDS[field.name].metadata, field.name
+    for choice, value in CHOICES.values():
+        assert value in FIELDS[choice].metadata["choices"]
 
 
 def test_configs_are_frozen():
-    for part in (Config(), ModelConfig(), GridConfig(), TrainConfig(), RunConfig()):
+    families = [part() for part in FAMILIES.values()]
+    for part in (Config(), *families, GridConfig(), TrainConfig(), RunConfig()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             part.anything = 1
 
@@ -48,7 +73,7 @@ def test_every_preset_resolves_for_every_number_of_ranks(preset, world_size):
     grid = config.grid
     assert grid.dp * grid.pp * grid.cp * grid.tp == world_size
     assert config.train.batch_size % (grid.dp * grid.num_microbatches) == 0
-    assert config.model.ffn == 4 * config.model.d_model
+    assert config.model.ffn == 4 * config.model.width
     assert resolve(config, world_size) == (config, [])
 
 
@@ -207,8 +232,8 @@ def test_a_memory_limit_may_be_that_of_a_large_gpu():
 def test_odd_sizes_are_fine():
     odd = changed(seq_len=63, d_model=33, heads=3, vocab_size=257, ffn=7, layers=3, tp=3)
     assert resolve(odd, 3)[0].model.ffn == 7
-    images = changed(preset="digits", model="convnet", heads=1, d_model=5, ffn=7, tp=4)
-    assert resolve(images, 4)[0].model.d_model == 5
+    images = changed(preset="digits", model="convnet", channels=5, ffn=7, tp=4)
+    assert resolve(images, 4)[0].model.channels == 5
 
 
 def test_preset_batch_is_rounded_up_and_said():

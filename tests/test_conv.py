@@ -23,9 +23,8 @@ from mpipar.train.worker import Worker
 
 SIZE, CHANNELS = (5, 7), (3, 4)
 WINDOWS = [(3, 1, 1), (3, 2, 1), (2, 2, 0), (1, 1, 0), (3, 3, 2), (5, 1, 0)]
-NET = {"model": "convnet", "preset": "digits", "layers": 2, "d_model": 5, "ffn": 7, "heads": 1,
-       "seq_len": 1, "vocab_size": 4, "tied": False, "dtype": "float64", "batch_size": 6,
-       "num_microbatches": 2}
+NET = {"model": "convnet", "preset": "digits", "layers": 2, "channels": 5, "ffn": 7,
+       "classes": 4, "dtype": "float64", "batch_size": 6, "num_microbatches": 2}
 SHAPES = {"odd": {"image_shape": (7, 9, 2)}, "strided": {"image_shape": (9, 6, 1),
                                                         "stem_stride": 2}}
 

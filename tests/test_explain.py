@@ -13,7 +13,7 @@ from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import AXIS, NAME, OPERATION, PAYLOAD, WIRE
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
@@ -31,7 +31,7 @@ CASES = [
 def configure(layout, schedule, ffn_cut):
     dp, pp, tp = layout
     config = Config(
-        ModelConfig(layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31,
+        DecoderConfig(layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31,
                     ffn_cut=ffn_cut),
         GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
         TrainConfig(batch_size=16))
@@ -101,8 +101,8 @@ def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
 @pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
 def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut):
     config = configure(layout, "1f1b", ffn_cut)
-    assert_closed_forms(replace(config, model=replace(
-        config.model, model="convnet", heads=1, seq_len=1, tied=False, d_model=7, ffn=11)))
+    model = ConvnetConfig(layers=5, channels=7, ffn=11, classes=31, ffn_cut=ffn_cut)
+    assert_closed_forms(replace(config, model=model))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

@@ -1,13 +1,17 @@
 """Flags and TOML: what is read, what is refused, and config.toml there and back."""
 
+import dataclasses
+import tomllib
+
 import pytest
 from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpipar.config.model import FAMILIES
 from mpipar.config.reading import to_toml
 from mpipar.config.resolve import resolve
-from mpipar.config.sections import Config, settings
+from mpipar.config.sections import CHOICES, FIELDS, settings
 from mpipar.config.setting import kind
 
 
@@ -20,28 +24,86 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     assert reading_of("--config", str(file), "--preset", "tiny").config.model.heads == 4
 
 
-def test_every_field_is_read_from_flag_and_file(tmp_path):
+SAMPLES = {int: 3, float: 0.25, bool: True, str: "tiny"}
+
+
+def sample(field):
+    """(a value of a field that is not its default, the words that set it)."""
+    base, is_tuple = kind(field)
+    want = field.metadata["choices"][-1] if field.metadata["choices"] else SAMPLES[base]
+    want = not field.default if base is bool else (want, want) if is_tuple else want
+    name = "--" + field.name.replace("_", "-")
+    if base is bool:
+        return want, [name if want else "--no-" + name[2:]]
+    if is_tuple:
+        return want, [name, *want] if base is str else [name, ",".join(map(str, want))]
+    return want, [name, str(want)]
+
+
+def chosen(name):
+    """The words that take the choice that a field belongs to; the field and the value of it."""
+    choice, value = CHOICES.get(name, ("model", "decoder"))
+    return [] if name == "model" else ["--" + choice, value], choice, value
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_read_from_flag_and_file(tmp_path, name):
     """Whatever a field holds, its flag and its TOML key set it to the same value."""
-    samples = {int: 3, float: 0.25, bool: True, str: "tiny"}
-    for _, field, value in settings(Config()):
-        base, is_tuple = kind(field)
-        want = field.metadata["choices"][-1] if field.metadata["choices"] else samples[base]
-        want = not value if base is bool else (want, want) if is_tuple else want
-        name = "--" + field.name.replace("_", "-")
-        if base is bool:
-            words = [name if want else "--no-" + name[2:]]
-        elif is_tuple:
-            words = [name, *want] if base is str else [name, ",".join(map(str, want))]
-        else:
-            words = [name, str(want)]
-        from_flag = reading_of(*words)
-        assert from_flag.problems == ()
-        read = {f.name: v for _, f, v in settings(from_flag.config)}
-        assert read[field.name] == want
-        assert type(read[field.name]) is type(want)
-        file = tmp_path / f"{field.name}.toml"
-        file.write_text(to_toml(from_flag.config))
-        assert reading_of("--config", str(file)).config == from_flag.config
+    want, words = sample(FIELDS[name])
+    from_flag = reading_of(*chosen(name)[0], *words)
+    assert from_flag.problems == ()
+    read = {f.name: v for _, f, v in settings(from_flag.config)}
+    assert read[name] == want
+    assert type(read[name]) is type(want)
+    file = tmp_path / f"{name}.toml"
+    file.write_text(to_toml(from_flag.config))
+    assert reading_of("--config", str(file)).config == from_flag.config
+
+
+# --- fields of a choice that is not taken
+
+
+def others(name):
+    """The words that take another value of the choice that a field belongs to."""
+    choice, value = CHOICES[name]
+    return ["--" + choice, next(one for one in FIELDS[choice].metadata["choices"] if one != value)]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
+    words = sample(FIELDS[name])[1]
+    _, choice, value = chosen(name)
+    (problem,) = reading_of(*others(name), *words).problems
+    shown = "--" + name.replace("_", "-")
+    assert problem.startswith(f"{shown}: belongs to --{choice} {value}, but --{choice} is ")
+    cure = {"d_model": "type --channels 3", "channels": "type --d-model 3",
+            "vocab_size": "type --classes 3", "classes": "type --vocab-size 3"}.get(
+        name, f"leave it out, or type --{choice} {value}")
+    assert problem.endswith(f"; {cure}")
+    file = tmp_path / "other.toml"
+    file.write_text("".join(line for line in to_toml(reading_of(*chosen(name)[0], *words).config)
+                            .splitlines(keepends=True) if line.startswith(shown[2:] + " =")))
+    assert file.read_text()
+    assert reading_of(*others(name), "--config", str(file)).problems == (problem,)
+
+
+def test_a_typed_default_of_the_other_family_is_refused_too():
+    (problem,) = reading_of("--model", "convnet", "--heads", "4").problems
+    assert "--heads: belongs to --model decoder" in problem
+
+
+def test_no_field_is_blamed_on_a_model_that_is_misspelt():
+    assert reading_of("--model", "convnt", "--channels", "3", "--heads", "2").problems == ()
+    assert reading_of("--preset", "digts", "--channels", "3").problems == ()
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
+    written = tomllib.loads(to_toml(resolve(reading_of("--model", model).config, 1)[0]))
+    names = {key.replace("-", "_") for key in written}
+    assert all(CHOICES[name] == ("model", model) for name in names & CHOICES.keys())
+    assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])}
+    assert ("prompt" in names) == (model == "decoder")
 
 
 @given(

@@ -10,7 +10,7 @@ from schedule_cases import LOOPED, counts
 
 from mpipar import models
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.config.sections import Config
 from mpipar.models.stage import UnitFlops, balanced_layers, stage_parts
 from mpipar.pipeline.schedules.table import FAMILIES, make
@@ -78,25 +78,28 @@ def test_default_splits_of_the_small_decoder(name, pp_size, layers, expected):
 
     A head that costs a part of a block lies on the last stage.
     """
-    model = ModelConfig(layers=layers, d_model=128, seq_len=64, vocab_size=256)
+    model = DecoderConfig(layers=layers, d_model=128, seq_len=64, vocab_size=256)
     config = Config(model=model, grid=GridConfig(pp=pp_size))
     assert models.layer_split(config, make(name, pp_size, 8)) == expected
 
 
 def test_a_split_that_is_given_is_taken():
-    config = Config(model=ModelConfig(layers=6), grid=GridConfig(pp=2, stage_layers=(6, 0)))
+    config = Config(model=DecoderConfig(layers=6), grid=GridConfig(pp=2, stage_layers=(6, 0)))
     assert models.layer_split(config, make("1f1b", 2, 8)) == (6, 0)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "convnet"])
-def test_flops_of_units(kind):
+@pytest.mark.parametrize(("one", "wider"), [
+    (DecoderConfig(layers=1, d_model=8, ffn=24, heads=2, seq_len=6, vocab_size=10),
+     {"vocab_size": 30}),
+    (ConvnetConfig(layers=1, channels=8, ffn=24, classes=10), {"classes": 30}),
+], ids=["decoder", "convnet"])
+def test_flops_of_units(one, wider):
     """A head in proportion to its classes; a decoder's block as the products of its formulas."""
-    one = ModelConfig(model=kind, layers=1, d_model=8, ffn=24, heads=2, seq_len=6, vocab_size=10)
     model = models.of(one)
-    wider = model.unit_flops(replace(one, vocab_size=30))
-    assert wider.head == 3 * model.unit_flops(one).head == 2 * 8 * 30
-    assert wider[:2] == model.unit_flops(one)[:2]
-    if kind == "decoder":
+    more = model.unit_flops(replace(one, **wider))
+    assert more.head == 3 * model.unit_flops(one).head == 2 * 8 * 30
+    assert more[:2] == model.unit_flops(one)[:2]
+    if one.model == "decoder":
         assert model.unit_flops(one) == (0, 2 * (4 * 8 * 8 + 2 * 8 * 24) + 4 * 6 * 8, 160)
 
 

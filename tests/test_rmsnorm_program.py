@@ -2,19 +2,21 @@
 
 import json
 import re
+from dataclasses import fields
 
 import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from config_helpers import reading_of
 from helpers import find_launcher
-from one_rank import fresh, loaded
+from one_rank import fresh, fresh_convnet, loaded
 from program import layout_flags, mpipar
 from safetensors.numpy import load_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import model_settings
 from mpipar.commands.resolve import resolve
+from mpipar.config.model import ConvnetConfig, model_config
 from mpipar.errors import DataError, UsageError
 
 needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
@@ -64,12 +66,16 @@ def test_configuration_that_describes_no_model_is_refused(saved, values, part):
         model_settings(str(saved[1]))
 
 
-def test_a_convnet_whose_file_is_older_than_the_choice_has_layernorm(tmp_path):
-    worker = fresh(model="convnet", preset="digits", norm="rms", vocab_size=10)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_convnet_s_file_holds_its_own_fields(tmp_path, norm):
+    worker = fresh_convnet(norm=norm, channels=5, classes=7)
     checkpoint.save(worker, tmp_path)
-    assert model_settings(str(tmp_path))["norm"] == "rms"
-    edit(tmp_path, norm=None)
-    assert model_settings(str(tmp_path))["norm"] == "layer"
+    found = model_settings(str(tmp_path))
+    assert model_config(found) == worker.config.model
+    assert found.keys() == {field.name for field in fields(ConvnetConfig)} - {"ffn_cut"}
+    edit(tmp_path, channels=None, d_model=5)
+    with pytest.raises(DataError, match=r"KeyError\('channels'\)"):
+        model_settings(str(tmp_path))
 
 
 def test_the_other_norm_than_that_of_the_weights_is_refused(saved, tmp_path, rng):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 PREFIX = "mpipar-"  # of model_type
 NUMBERS = {  # fields of ModelConfig that config.json gives, each at least 1
-    "convnet": ("layers", "d_model", "ffn", "vocab_size", "stem_stride"),
+    "convnet": ("layers", "channels", "ffn", "classes", "stem_stride"),
     "decoder": ("layers", "d_model", "ffn", "vocab_size", "heads", "seq_len"),
 }
 NORMS = {"convnet": ("layer", "rms"), "decoder": ("rms",)}
@@ -45,7 +45,7 @@ def settings(found: dict) -> dict:
     for name, value in [*values.items(), *(("image_shape", side) for side in shape)]:
         if type(value) is not int or value < 1:
             raise TypeError(f"{name} is {value!r}")
-    values["norm"] = found.get("norm", "layer")  # a convnet's file may be older than the choice
+    values["norm"] = found["norm"]
     if values["norm"] not in NORMS[model]:
         raise TypeError(f"norm is {values['norm']!r}")
     if model == "convnet":

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from mpipar import ops as ops_module
 from mpipar.checkpoint import formats
 from mpipar.checkpoint.hf_gpt2 import DTYPES, FLOATS
 from mpipar.comm.group import Comms
+from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 
 BLOCK_BYTES = 16 * 2**20  # a row block: what one message and one write carry at most
@@ -171,7 +172,7 @@ def problems(config) -> list[str]:
     if folder is None:
         return []
     try:
-        model = replace(config.model, **formats.model_settings(folder))
+        model = model_config(asdict(config.model) | formats.model_settings(folder))
     except DataError:
         return []
     try:

@@ -11,7 +11,7 @@ from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
 from mpipar.config.run import RunConfig
-from mpipar.config.sections import Config
+from mpipar.config.sections import Config, is_in_force
 from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.inference.generate import encode
@@ -69,10 +69,13 @@ def prepare(reading, world_size: int, host_rank: int, checks=()) -> Inputs:
 
 
 def prompt_tokens(config) -> list[int]:
-    """The prompt's tokens; none where nobody typed one that this vocabulary could understand.
+    """The prompt's tokens; none of a model without text, none where nobody typed one that this
+    vocabulary could understand.
 
     The default prompt is text, so a model of token ids starts from the held-out part instead.
     """
+    if not is_in_force(config, "prompt"):
+        return []
     run, vocab_size = config.run, config.model.vocab_size
     default = run.prompt == RunConfig().prompt and vocab_size > BYTE_VOCABULARY
     return [] if default or not run.sample_tokens else encode(run.prompt, vocab_size)

@@ -99,9 +99,10 @@ class MemoryLimit:
             f" {parts}")]
         layouts = smallest_layouts(self.config, self.budget)
         if not layouts:
-            rows = {"decoder": "--batch-size, --seq-len", "convnet": "--batch-size"}
+            sizes = {"decoder": "--batch-size, --seq-len or --d-model",
+                     "convnet": "--batch-size or --channels"}
             return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: give a higher limit, or"
-                            f" a smaller {rows[self.config.model.model]} or --d-model")]
+                            f" a smaller {sizes[self.config.model.model]}")]
         return [*found, "it fits with " + ", or with ".join(
             f"--layout dp={grid.dp},pp={grid.pp},tp={grid.tp}"
             f" (mpiexec -n {num_ranks(grid)}; {nbytes(peak)})" for grid, peak in layouts)]

@@ -29,7 +29,7 @@ def resolve(reading: Reading, world_size: int,
     one UserError with all problems. Comm: none; every rank that calls it comes to the same Config.
     """
     config = reading.config
-    found = [*reading.problems, *foreign(reading), *silent_hang(reading)]
+    found = [*reading.problems, *silent_hang(reading)]
     errors: list[UserError] = [UsageError(found)] if found else []
     if config.run.init_from is not None:
         try:
@@ -59,21 +59,6 @@ def with_weights_shape(reading: Reading, shape: dict) -> Config:
         raise UsageError(found)
     named = {name: value for name, value in typed.items() if value is not None}
     return build(named | shape)
-
-
-DECODER_ONLY = ("heads", "seq_len", "tied", "sequence_parallel", "tp_matmul", "prompt",
-                "sample_tokens", "temperature")
-CONVNET_ONLY = ("image_shape", "stem_stride")
-
-
-def foreign(reading: Reading) -> list[str]:
-    """Flags that mean nothing to the model that is trained, and say something else than nothing."""
-    model = reading.config.model.model
-    names = {"decoder": CONVNET_ONLY, "convnet": DECODER_ONLY}.get(model, ())
-    plain = {field.name: value for _, field, value in settings(build({"model": model}))}
-    return [f"{flag(field.name)}: means nothing to a {model}; leave it out"
-            for _, field, value in settings(reading.config)
-            if field.name in names and field.name in reading.given and value != plain[field.name]]
 
 
 def silent_hang(reading: Reading) -> list[str]:

@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 import os
 
-from mpipar.config.sections import FIELDS, Config
+from mpipar.config.model import FAMILIES, ModelConfig
+from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
 from mpipar.config.setting import flag, kind
 from mpipar.config.words import EXAMPLES, hint
 from mpipar.errors import UsageError
@@ -36,19 +37,30 @@ def count(text: str) -> int:
     return int(text)
 
 
+def all_groups() -> list[tuple[str, str, list[str]]]:
+    """(title, what it is, fields) of every section, the model's for each family of models."""
+    shared = [name for name in FIELDS if name in OF_EVERY_FAMILY]
+    found = [("model", ModelConfig.__doc__, shared)]
+    parts = [*FAMILIES.items(), *((name, parts[0]) for name, parts in SECTIONS.items()
+                                  if name != "model")]
+    for name, part in parts:
+        own = [one.name for one in dataclasses.fields(part) if one.name not in shared]
+        found.append((name, part.__doc__, own))
+    return found
+
+
 def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS)) -> None:
-    """Add the flags of the named fields in one group per section, and --config.
+    """Add the flags of the named fields in groups, and --config.
 
     Values stay text here and are absent from the namespace when not given: read() must see all
     mistakes at once and must know what the user said.
     """
-    for section in dataclasses.fields(Config):
-        part = section.type
-        chosen = [one for one in dataclasses.fields(part) if one.name in names]
+    for title, text, members in all_groups():
+        chosen = [name for name in members if name in names]
         if chosen:
-            group = parser.add_argument_group(section.name, part.__doc__)
-            for field in chosen:
-                _add_flag(group, field)
+            group = parser.add_argument_group(title, text)
+            for name in chosen:
+                _add_flag(group, FIELDS[name])
     group = parser.add_argument_group("configuration")
     group.add_argument("--layout", default=argparse.SUPPRESS, metavar="dp=2,pp=2,tp=2",
                        help="short for --dp 2 --pp 2 --tp 2")

@@ -33,7 +33,7 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
            layers: int, heads: int, d_model: int, fixed: bool = False) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
-    heads: see `whole_heads` of model.py; every other width may be cut over any tp. fixed: the shape
+    heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp. fixed: the shape
     is that of weights, so that only the layout can be changed. With problems, the layout returned
     holds the given axes and 1 where nothing is known, so that a caller can go on and look for more
     problems.

@@ -10,8 +10,7 @@ def _gpt2(layers, d_model, heads):
 PRESETS = {
     "tiny": {"batch_size": 16, "num_microbatches": 4},
     "digits": {
-        "model": "convnet", "layers": 2, "d_model": 32, "heads": 1, "seq_len": 1,
-        "vocab_size": 10, "tied": False, "sample_tokens": 0, "batch_size": 64,
+        "model": "convnet", "layers": 2, "channels": 32, "classes": 10, "batch_size": 64,
         "num_microbatches": 4, "steps": 200},
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),

@@ -11,10 +11,10 @@ import tomllib
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES
-from mpipar.config.sections import FIELDS, Config, build, settings
+from mpipar.config.sections import CHOICES, FIELDS, Config, build, settings
 from mpipar.config.setting import flag, kind
 from mpipar.config.sizes import read_bytes
-from mpipar.config.words import EXAMPLES, hint
+from mpipar.config.words import COUNTERPARTS, EXAMPLES, hint
 
 KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -52,7 +52,28 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Re
                 shown = raw if is_text else f"= {raw!r} in {namespace.config}"
                 problems.append(f"{flag(name)} {shown}: {error}")
                 bad.add(name)
-    return Reading(build(values), tuple(problems), frozenset(values), frozenset(bad))
+    config = build(values)
+    problems += choice_problems(config, values)
+    return Reading(config, tuple(problems), frozenset(values), frozenset(bad))
+
+
+def choice_problems(config: Config, given: dict) -> list[str]:
+    """Fields that were given, but belong to a choice that is not taken; what to type instead.
+
+    Not judged where a preset or the choice itself is none of the known values.
+    """
+    values, found = {one.name: value for _, one, value in settings(config)}, []
+    for name, value in given.items():
+        choice, wanted = CHOICES.get(name, (None, None))
+        known = choice and all(values[one] in FIELDS[one].metadata["choices"]
+                               for one in (choice, "preset"))
+        if known and values[choice] != wanted:
+            other = COUNTERPARTS.get(name)
+            cure = (f"type {flag(other)} {value}" if other
+                    else f"leave it out, or type {flag(choice)} {wanted}")
+            found.append(f"{flag(name)}: belongs to {flag(choice)} {wanted}, but {flag(choice)} is"
+                         f" {values[choice]}; {cure}")
+    return found
 
 
 def _read_file(path: str, problems: list[str]) -> dict:

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from mpipar.config import layout
-from mpipar.config.grid import GridConfig, grid_problems
+from mpipar.config.grid import grid_problems
 from mpipar.config.layout import divisors, listing
-from mpipar.config.model import ModelConfig, model_problems, whole_heads
 from mpipar.config.presets import PRESETS, preset_problems
 from mpipar.config.run import run_problems
-from mpipar.config.sections import Config, settings
+from mpipar.config.sections import SECTIONS, Config, settings
 from mpipar.config.setting import value_problem
 from mpipar.errors import UsageError, UserError, combine
 
@@ -36,7 +35,7 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
     """What is wrong between fields; a relation with a field in `bad` is not judged."""
     found = [] if bad & {"preset", "model"} else preset_problems(
         config.run.preset, config.model.model)
-    return [*model_problems(config.model, bad),
+    return [*config.model.shape_problems(bad),
             *grid_problems(config.grid, config.model.layers, bad), *found,
             *run_problems(config.run)]
 
@@ -68,7 +67,8 @@ def _choose_batch(config: Config) -> tuple[Config, list[str], list[str]]:
 
 # While one of these is wrong no other floor is asked: it could not compute with the value.
 FIRST = {"batch_size", "preset", "dtype", "device", "loss_scale", "loss_scale_interval", *(
-    field.name for part in (ModelConfig, GridConfig) for field in dataclasses.fields(part))}
+    field.name for part in SECTIONS["model"] + SECTIONS["grid"]
+    for field in dataclasses.fields(part))}
 
 
 def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
@@ -83,11 +83,11 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
     bad = set(found) | set(bad)
     usage, notes, errors = [*found.values(), *_relation_problems(config, bad)], [], []
     if not bad & FIRST:
-        model = replace(config.model, ffn=config.model.ffn or 4 * config.model.d_model)
+        model = replace(config.model, ffn=config.model.ffn or 4 * config.model.width)
         given = config.grid
         (dp, pp, tp), misfits = layout.choose(
-            (given.dp, given.pp, given.tp), world_size, model.layers, whole_heads(model),
-            model.d_model, config.run.init_from is not None)
+            (given.dp, given.pp, given.tp), world_size, model.layers, model.whole_heads,
+            model.width, config.run.init_from is not None)
         config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])

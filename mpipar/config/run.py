@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
 
+OF_TEXT = ("model", "decoder")
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -43,9 +45,11 @@ class RunConfig:
         None, "bytes of a rank's arrays: more is an error that names the layouts that fit, and"
         " --schedule auto plans with it (default: no limit)", low=1, below=2**63, in_bytes=True)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
-    prompt: str = setting("The ", "start of the text generated at the end")
-    sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0)
-    temperature: float = setting(0.8, "of that text; 0 = always the likeliest token", low=0.0)
+    prompt: str = setting("The ", "start of the text generated at the end", only=OF_TEXT)
+    sample_tokens: int = setting(
+        200, "tokens generated at the end; 0 = none", low=0, only=OF_TEXT)
+    temperature: float = setting(
+        0.8, "of that text; 0 = always the likeliest token", low=0.0, only=OF_TEXT)
 
 
 def run_problems(run: RunConfig) -> list[str]:

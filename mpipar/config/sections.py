@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import FAMILIES, DecoderConfig, ModelConfig, model_config
 from mpipar.config.presets import OF_MODEL, PRESETS
 from mpipar.config.run import RunConfig
 from mpipar.config.train import TrainConfig
@@ -21,32 +21,51 @@ from mpipar.config.train import TrainConfig
 class Config:
     """Everything a command needs to know."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=DecoderConfig)
     grid: GridConfig = field(default_factory=GridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
+# The classes that a section may be of.
+SECTIONS = {"model": tuple(FAMILIES.values()), "grid": (GridConfig,), "train": (TrainConfig,),
+            "run": (RunConfig,)}
+FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
+          for one in dataclasses.fields(part)}
+OF_EVERY_FAMILY = frozenset(one.name for one in dataclasses.fields(ModelConfig))
+# Field -> (field, value) of the choice that it belongs to.
+CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()
+           for one in dataclasses.fields(part) if one.name not in OF_EVERY_FAMILY}
+CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
+
+
 def settings(config: Config) -> Iterable[tuple[str, dataclasses.Field, object]]:
-    """Every (section name, field, value) of a Config, in the order they are written."""
-    for section in dataclasses.fields(config):
-        part = getattr(config, section.name)
-        for one in dataclasses.fields(part):
-            yield section.name, one, getattr(part, one.name)
+    """Every (section name, field, value) that means something to this Config, as it is written."""
+    found = [(section.name, one, getattr(getattr(config, section.name), one.name))
+             for section in dataclasses.fields(config)
+             for one in dataclasses.fields(getattr(config, section.name))]
+    values = {one.name: value for _, one, value in found}
+    for section, one, value in found:
+        choice, wanted = CHOICES.get(one.name, (None, None))
+        if choice is None or values[choice] == wanted:
+            yield section, one, value
 
 
-FIELDS = {one.name: one for _, one, _ in settings(Config())}
+def is_in_force(config: Config, name: str) -> bool:
+    """Whether a field means something to this Config."""
+    return any(one.name == name for _, one, _ in settings(config))
 
 
 def build(values: dict) -> Config:
-    """A Config from flat values over their preset; batch size and microbatches wait for resolve."""
+    """A Config from flat values over their preset; batch size and microbatches wait for resolve.
+
+    Values of a choice that is not taken are left out.
+    """
     default = OF_MODEL.get(values.get("model", "decoder"), "tiny")
     values = {"preset": default} | values
     preset = PRESETS.get(values["preset"], {})
     values = {name: value for name, value in preset.items()
               if name not in ("batch_size", "num_microbatches")} | values
-    parts = {}
-    for section in dataclasses.fields(Config):
-        names = [one.name for one in dataclasses.fields(section.type)]
-        parts[section.name] = section.type(**{n: values[n] for n in names if n in values})
-    return Config(**parts)
+    parts = [part(**{one.name: values[one.name] for one in dataclasses.fields(part)
+                     if one.name in values}) for part in (GridConfig, TrainConfig, RunConfig)]
+    return Config(model_config(values), *parts)

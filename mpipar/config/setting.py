@@ -8,9 +8,15 @@ import typing
 from mpipar.errors import suggestion
 
 
-def setting(default, text, *, low=None, above=None, below=None, choices=None, in_bytes=False):
-    """A field: help, low <= value, above < value, value < below; in_bytes: 64K is a value too."""
-    legal = {"low": low, "above": above, "below": below, "choices": choices, "in_bytes": in_bytes}
+def setting(default, text, *, low=None, above=None, below=None, choices=None, in_bytes=False,
+            only=None):
+    """A field: help, low <= value, above < value, value < below; in_bytes: 64K is a value too.
+
+    only: (field, value) of the choice that it belongs to; with another value it means nothing, is
+    not written, and is refused if it is given.
+    """
+    legal = {"low": low, "above": above, "below": below, "choices": choices, "in_bytes": in_bytes,
+             "only": only}
     return dataclasses.field(default=default, metadata={"help": text, **legal})
 
 

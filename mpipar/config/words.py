@@ -9,6 +9,9 @@ SYNONYMS = {  # other programs' names, for the hint only
     "block_size": "seq_len", "context": "seq_len", "global_batch": "batch_size",
     "max_steps": "steps", "grad_clip": "clip", "output": "out", "name": "run_name",
 }
+COUNTERPARTS = {  # what the other family of models calls it
+    "d_model": "channels", "channels": "d_model", "vocab_size": "classes", "classes": "vocab_size",
+}
 EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt"}
 
 

@@ -53,7 +53,7 @@ class Rows(rows.Rows):
 
     def __init__(self, ops, part: ImageSet, config, dp_rank):
         super().__init__(ops, part, config, dp_rank)
-        self.num_starts, self.distance = len(part), 1
+        self.num_starts = len(part)
 
     def _batch(self, starts) -> Batch:
         images = self.part.images[starts].astype(self.ops.dtype)
@@ -138,9 +138,9 @@ def _check(x, y, model, where) -> None:
         found.append(f"{where}: the images are {shape}; type --image-shape {shape}")
     if y.dtype.kind not in "iu":
         found.append(f"{where}: y must hold whole numbers, the classes; it is {y.dtype}")
-    elif len(y) and (y.min() < 0 or y.max() >= model.vocab_size):
-        cure = f"type --vocab-size {y.max() + 1} or more" if y.min() >= 0 else "count from 0"
+    elif len(y) and (y.min() < 0 or y.max() >= model.classes):
+        cure = f"type --classes {y.max() + 1} or more" if y.min() >= 0 else "count from 0"
         found.append(f"{where}: y has classes {y.min()} to {y.max()}, but the model has"
-                     f" {model.vocab_size}, 0 to {model.vocab_size - 1}; {cure}")
+                     f" {model.classes}, 0 to {model.classes - 1}; {cure}")
     if found:
         raise DataError(found)

@@ -73,13 +73,13 @@ class Rows:
 
     def __init__(self, ops, part, config, dp_rank):
         self.ops, self.part = ops, part
-        self.seed, self.seq_len = config.run.seed, config.model.seq_len
+        self.seed, self.distance = config.run.seed, config.model.targets_per_row
         self.dp_rank, self.dp_size = dp_rank, config.grid.dp
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
-        self.positions = ops.asarray(np.arange(self.seq_len))
-        # Rows may begin at places 0 .. num_starts - 1; those of a sweep are this far apart.
-        self.num_starts, self.distance = len(part) - self.seq_len, self.seq_len
+        self.positions = ops.asarray(np.arange(self.distance))
+        # Rows may begin at places 0 .. num_starts - 1; those of a sweep are `distance` apart.
+        self.num_starts = len(part) - self.distance
 
     @property
     def batch_size(self) -> int:
@@ -92,7 +92,7 @@ class Rows:
         return range(first, first + self.num_rows)
 
     def _batch(self, starts) -> Batch:
-        rows = np.stack([self.part[start:start + self.seq_len + 1] for start in starts])
+        rows = np.stack([self.part[start:start + self.distance + 1] for start in starts])
         rows = rows.astype(np.int64)
         tokens, targets = (np.ascontiguousarray(part) for part in (rows[:, :-1], rows[:, 1:]))
         return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), self.positions)

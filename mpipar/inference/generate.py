@@ -46,7 +46,7 @@ def best_ids(worker, logits, noise) -> np.ndarray:
     Comm: one all_gather of two numbers per row over tp.
     """
     ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
-    best = ops.argmax_forward(logits, loss.start, worker.config.model.vocab_size, noise)
+    best = ops.argmax_forward(logits, loss.start, loss.vocab_size, noise)
     best = ops.to_host(worker.comms.tp.all_gather(best, "best"))  # (tp, N, 2)
     # The largest value wins; of equal ones the first rank's, the lowest id, as on one rank.
     return best[best[..., 0].argmax(axis=0), np.arange(best.shape[1]), 1].astype(np.int64)

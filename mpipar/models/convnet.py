@@ -50,7 +50,7 @@ class Stem:
     def __init__(self, ops, config, comm):
         self.ops, self.name = ops, "stem"
         height, width, channels = config.image_shape
-        self.conv = Conv(ops, "stem", (height, width), (channels, config.d_model), "gather", comm,
+        self.conv = Conv(ops, "stem", (height, width), (channels, config.channels), "gather", comm,
                          deviation(channels), stride=config.stem_stride)
         self.pool = MaxPool(ops, "stem.pool")
         self.params = self.conv.params
@@ -91,9 +91,9 @@ class Block:
         self.ops = ops
         # Residual branches start smaller so that the stream's variance does not grow with depth.
         out_std = deviation(config.ffn) / math.sqrt(config.layers)
-        self.norm = NORMS[config.norm](ops, f"block{index}.norm", config.d_model, comm)
+        self.norm = NORMS[config.norm](ops, f"block{index}.norm", config.channels, comm)
         self.pair = ConvPair(ops, f"block{index}", stream_size(config),
-                             (config.d_model, config.ffn), cuts, comm, out_std)
+                             (config.channels, config.ffn), cuts, comm, out_std)
         self.params = [*self.norm.params, *self.pair.params]
 
     def forward(self, x, stash):
@@ -115,17 +115,17 @@ def unit_flops(config) -> UnitFlops:
     """FLOPs per image. A convolution: 2 k^2 times places, channels in and channels out."""
     wide, stem = math.prod(stream_size(config)), math.prod(stem_size(config))
     return UnitFlops(
-        2 * KERNEL**2 * stem * config.image_shape[2] * config.d_model,
-        2 * (2 * KERNEL**2 * wide * config.d_model * config.ffn),
-        2 * config.d_model * config.vocab_size)
+        2 * KERNEL**2 * stem * config.image_shape[2] * config.channels,
+        2 * (2 * KERNEL**2 * wide * config.channels * config.ffn),
+        2 * config.channels * config.classes)
 
 
 def describe(config) -> str:
     """The sizes of a resolved ModelConfig, for a headline."""
     image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
                                                              stream_size(config)))
-    return (f"{config.layers} pairs of convolutions, {config.d_model} channels, inside a pair"
-            f" {config.ffn}, images {image}, behind the stem {stream}, {config.vocab_size} classes"
+    return (f"{config.layers} pairs of convolutions, {config.channels} channels, inside a pair"
+            f" {config.ffn}, images {image}, behind the stem {stream}, {config.classes} classes"
             f"{', RMSNorm' if config.norm == 'rms' else ''}")
 
 
@@ -133,7 +133,7 @@ class Stage(LayerRun):
     """A stage of the network. No parameter is shared between stages: `tables` stays empty."""
 
     def __init__(self, ops, config, stage, stage_layers, comm, tables, copies=None):
-        self.shape = (*stream_size(config), config.d_model)
+        self.shape = (*stream_size(config), config.channels)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         cuts = ("column", "row") if config.ffn_cut == "pair" else (config.ffn_cut, config.ffn_cut)
         layers, loss = [], None
@@ -141,10 +141,10 @@ class Stage(LayerRun):
             layers.append(Stem(ops, config, comm))
         layers += [Block(ops, index, config, cuts, comm) for index in blocks]
         if is_last:
-            table = Param("head.table", (config.vocab_size, config.d_model), comm, 0,
-                          std=1 / math.sqrt(config.d_model))
-            loss = CrossEntropy(ops, config.vocab_size, table, comm)
-            layers += [NORMS[config.norm](ops, "final_norm", config.d_model, comm),
+            table = Param("head.table", (config.classes, config.channels), comm, 0,
+                          std=1 / math.sqrt(config.channels))
+            loss = CrossEntropy(ops, config.classes, table, comm)
+            layers += [NORMS[config.norm](ops, "final_norm", config.channels, comm),
                        MeanPool(ops, "mean"), Head(ops, table, WholeTokens(ops, comm)), loss]
         super().__init__(ops, stage, layers, loss, (), copies)
 

@@ -46,7 +46,7 @@ def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] |
     if found is None:
         return None
     sizes = {"S0": math.prod(stem_size(config.model)), "S": math.prod(stream_size(config.model)),
-             "D": config.model.d_model, "F": config.model.ffn}
+             "D": config.model.channels, "F": config.model.ffn}
     if record[OPERATION] == "all_gather":
         sizes |= {letter: share(sizes[letter], group_size) * group_size for letter in "DF"}
     return (f"B*{'*'.join(found)}*e",
@@ -61,8 +61,8 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
     once = ((group_size - 1) / group_size * rows_per_microbatch(config)
             * math.prod(stream_size(model)) * itemsize)
     if model.ffn_cut == "pair":
-        return 2, "4(q-1)/q * B*S*D*e", 4 * once * model.d_model
-    widths = model.d_model, model.ffn
+        return 2, "4(q-1)/q * B*S*D*e", 4 * once * model.channels
+    widths = model.channels, model.ffn
     gathered = sum(share(width, group_size) * group_size for width in widths)
     return 4, "3(q-1)/q * B*S*(D + F)*e", once * (2 * sum(widths) + gathered)
 
@@ -71,7 +71,7 @@ def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_
     """[(calls, formula, bytes that a rank sends)] over tp for what is no block, for a microbatch:
     the stem gathers if `first`; the head sums and the loss gathers if `last`.
     """
-    num_rows, channels, found = rows_per_microbatch(config), config.model.d_model, []
+    num_rows, channels, found = rows_per_microbatch(config), config.model.channels, []
     if first:
         gathered = share(channels, group_size) * (group_size - 1)
         found.append((1, "(q-1)/q * B*S0*D*e",

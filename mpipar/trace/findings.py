@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from mpipar import models
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import model_config
 from mpipar.models.stage import balanced_layers, stage_flops
 from mpipar.trace.segments import COMPUTE, PASSES, Segment, by_kind
 from mpipar.trace.trace_file import Trace
@@ -51,7 +51,7 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
     if len(places) == 1:
         return []
     work = work_ms(trace, segments)
-    model, split = ModelConfig(**trace.meta["model"]), trace.meta["stage_layers"]
+    model, split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
     units = models.of(model).unit_flops(model)
     least, expected, headless = {}, {}, {}
     for place in places:

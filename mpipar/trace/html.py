@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mpipar import models
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import model_config
 from mpipar.console import output
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
@@ -51,7 +51,7 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
     trace = analysis.trace
     meta = trace.meta
     slices, thinned = timeline_data(analysis, most_slices)
-    model = ModelConfig(**meta["model"])
+    model = model_config(meta["model"])
     return {
         "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
         "model": f"{models.of(model).describe(model)};"

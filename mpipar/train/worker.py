@@ -93,7 +93,8 @@ class Worker:
             ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync)
         self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.stages, config.train)
         self.loss_scale = LossScale(config.run)
-        self.num_tokens = config.train.batch_size * config.model.seq_len  # of the global batch
+        # Of the global batch.
+        self.num_tokens = config.train.batch_size * config.model.targets_per_row
 
     def _copies(self, stage):
         """Groups that hold copies of the stage's parameters and of its tied table; and who owns
@@ -200,7 +201,7 @@ class Worker:
         step is left that would find it.
         Comm: one sweep of forward passes and one all_reduce over world.
         """
-        total, count = 0.0, rows.rows_of_sweep() * self.config.model.seq_len
+        total, count = 0.0, rows.rows_of_sweep() * self.config.model.targets_per_row
         for number in range(rows.num_sweeps()):
             batches = rows.sweep(number)
             losses = self.forward(len(batches), batches.__getitem__)

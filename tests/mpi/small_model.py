@@ -12,7 +12,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import DecoderConfig
 from mpipar.config.presets import OF_MODEL
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
@@ -36,7 +36,7 @@ EMPTY_STAGES = [("1f1b", (0, 5)), ("1f1b", (5, 0)), ("zb-v", (0, 3, 2, 0)), ("zb
                 ("interleaved", (2, 0, 0, 3)), ("v-min", (0, 0, 5, 0)), ("dualpipe", (0, 5))]
 # 6 heads of width 3, 5 layers, 7 tokens; ffn 31 and 29 tokens in the vocabulary: padded for every
 # tp > 1.
-MODEL = ModelConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)
+MODEL = DecoderConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)
 
 
 def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid) -> Config:
@@ -110,7 +110,7 @@ def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors)
     assert not count[0], f"{config.grid}: {count[0]} tensors differ, e.g. {bad[:5]}"
 
 
-def cut_model(tp_matmul="plain", **changes) -> ModelConfig:
+def cut_model(tp_matmul="plain", **changes) -> DecoderConfig:
     """The small decoder with --sequence-parallel."""
     return replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul, **changes)
 

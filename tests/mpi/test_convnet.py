@@ -19,7 +19,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import NAME, OPERATION, PAYLOAD, PHASE, Recorder
-from mpipar.config.model import ModelConfig
+from mpipar.config.model import ConvnetConfig
 from mpipar.data.images import ImageSet, Rows
 from mpipar.inference.classify import accuracy
 from mpipar.layers.conv import PatchProduct
@@ -31,8 +31,7 @@ from mpipar.train.worker import Worker
 
 # Channels that neither 2 nor 3 divides; images 7 x 9 with 2 channels, behind the stem 3 x 4; 7
 # classes: all padded over tp.
-MODEL = ModelConfig(model="convnet", layers=5, d_model=5, heads=1, ffn=11, seq_len=1, vocab_size=7,
-                    tied=False, image_shape=(7, 9, 2))
+MODEL = ConvnetConfig(layers=5, channels=5, ffn=11, classes=7, image_shape=(7, 9, 2))
 CUTS = ("pair", "gather", "reduce")
 HERE = LAYOUTS[WORLD.size]
 
@@ -89,7 +88,7 @@ def test_rmsnorm_equals_one_rank(layout):
 def test_fewer_channels_than_ranks_equal_one_rank(monkeypatch, ffn_cut):
     poison_unwritten(monkeypatch)
     config = convnet((1, 1, WORLD.size), 1, ffn_cut)
-    assert_equal(replace(config, model=replace(config.model, layers=1, d_model=3, ffn=2)))
+    assert_equal(replace(config, model=replace(config.model, layers=1, channels=3, ffn=2)))
 
 
 @pytest.mark.ranks(2, 4)
