@@ -4,6 +4,7 @@ Only that module is imported, and only now: `mpipar schedule` never loads MPI, a
 after the guard has set the number of BLAS threads.
 """
 
+import argparse
 import importlib
 
 from mpipar import __version__, errors
@@ -63,8 +64,11 @@ def overview() -> str:
                       "mpipar COMMAND --help lists the flags of a command.", "", exit_codes()])
 
 
-def command_parser(name: str) -> flags.Parser:
-    """The parser of one command, with the program's name in its messages."""
+def command_parser(name: str, every: bool = False) -> flags.Parser:
+    """The parser of one command, with the program's name in its messages.
+
+    every: its help shows all flags, not only the usual ones.
+    """
     if name == "schedule":
         subparsers = flags.Parser(prog="mpipar").add_subparsers()
         importlib.import_module("mpipar.commands.schedule").add_parser(subparsers)
@@ -77,13 +81,14 @@ def command_parser(name: str) -> flags.Parser:
     elif name in OWN_ARGUMENTS:
         parser.usage = OWN_ARGUMENTS[name]
         importlib.import_module(f"mpipar.commands.{name}").add_arguments(parser)
-    if name in FLAGS_OF:
-        flags.add_flags(parser, FLAGS_OF[name])
+    if name in FLAGS_OF and flags.add_flags(parser, FLAGS_OF[name], every):
+        parser.epilog += f"\n\nmpipar {name} --help-all lists every flag."
     if name == "explain":
         parser.add_argument("--rank", type=int, default=0, help="world rank to explain (default 0)")
     if name in MACHINE:
-        parser.add_argument("--machine", metavar="FILE",
-                            help=f"cost model of bench.calibrate: {MACHINE[name]}")
+        text = f"cost model of bench.calibrate: {MACHINE[name]}"
+        parser.add_argument("--machine", metavar="FILE", help=text if name == "explain" or every
+                            else argparse.SUPPRESS)
     return parser
 
 
@@ -99,7 +104,7 @@ def main(argv: list[str], session: Session) -> int:
     if name not in COMMANDS:
         raise UsageError(f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
                          f"use one of {', '.join(COMMANDS)}")
-    parser = command_parser(name)
+    parser = command_parser(name, "--help-all" in argv)
     args, extras = parser.parse_known_args(flags.join_negative(parser, argv[1:]))
     unknown = flags.unknown_flags(parser, extras)
     reading = read(args, unknown)

@@ -15,7 +15,8 @@ from in_process import printed, refusal
 
 from mpipar import __version__, cli, errors
 from mpipar.commands.resolve import resolve
-from mpipar.config.sections import Config, settings
+from mpipar.config import flags
+from mpipar.config.sections import FIELDS
 from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError
 from mpipar.job import failure
@@ -68,17 +69,41 @@ def test_a_broken_disk_is_said_without_saying_which_way():
     assert broken.what == ("text.txt can't be read or written: Input/output error",)
 
 
+def listed(text):
+    """The flags that a help explains."""
+    return re.findall(r"^  (?:-h, )?--([a-z0-9-]+)[ ,\n]", text + "\n", re.MULTILINE)
+
+
 @pytest.mark.parametrize("command", cli.FLAGS_OF)
-def test_help_of_a_command_lists_every_flag_with_its_reason(command):
-    text = printed(command, "--help")
+def test_help_all_of_a_command_lists_every_flag_with_its_reason(command):
+    text = printed(command, "--help-all")
     solid = "".join(text.split())
-    for _, field, _ in settings(Config()):
+    names = listed(text)
+    assert len(names) == len(set(names))
+    for field in FIELDS.values():
         used = field.name in cli.FLAGS_OF[command]
-        assert bool(re.search(rf"^  {flag(field.name)}[ ,\n]", text, re.MULTILINE)) == used
+        assert (flag(field.name)[2:] in names) == used
         assert used <= ("".join(field.metadata["help"].split()) in solid), field.name
-    for more in ("--layout", "--config", "--print-config", "exit codes:"):
-        assert more in text
+    assert {"layout", "config", "print-config", "help", "help-all"} < set(names)
+    assert ("machine" in names) == (command in cli.MACHINE)
+    assert "exit codes:" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("command", cli.FLAGS_OF)
+def test_help_shows_the_usual_flags_and_names_help_all(command):
+    text, everything = printed(command, "--help"), printed(command, "--help-all")
+    names, all_names = listed(text), listed(everything)
+    assert len(names) == len(set(names)) <= 24
+    assert set(names) <= set(all_names)
+    assert "exit codes:" in text
+    hidden = set(all_names) - set(names)
+    assert text.endswith(f"\n\nmpipar {command} --help-all lists every flag.\n") == bool(hidden)
+    if command == "train":
+        usual = {flag(name)[2:] for _, _, members in flags.USUAL for name in members}
+        assert set(names) == usual | {"help", "help-all"}
+    if command == "generate":
+        assert not hidden
 
 
 def test_generate_takes_a_run_and_a_layout_but_no_shape():

@@ -1,6 +1,7 @@
 """Flags and TOML: what is read, what is refused, and config.toml there and back."""
 
 import dataclasses
+import re
 import tomllib
 
 import pytest
@@ -13,6 +14,7 @@ from mpipar.config.reading import to_toml
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import CHOICES, FIELDS, settings
 from mpipar.config.setting import kind
+from mpipar.config.words import COUNTERPARTS, NOT_BUILT, OTHERWISE, SYNONYMS
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -142,6 +144,10 @@ def test_layout_is_short_for_the_axes(tmp_path):
     ("words", "parts"),
     [
         (["--learning-rat", "3"], ["--learning-rat: unknown flag", "did you mean --lr?"]),
+        (["--learning-rate", "3"], ["--learning-rate: is called --lr here; type that"]),
+        (["--tensor-model-parallel-size=2"], ["size: is called --tp here; type that"]),
+        (["--micro-batch-size", "4"], ["--micro-batch-size: unknown", "type --num-microbatches"]),
+        (["--dropout", "0.1"], ["--dropout: is not built; leave it out"]),
         (["--seqlen=3"], ["--seqlen: unknown flag", "did you mean --seq-len?"]),
         (["--zzzzzzzz"], ["--zzzzzzzz: unknown flag"]),
         (["--step", "3"], ["--step: unknown flag", "did you mean --steps?"]),
@@ -162,10 +168,27 @@ def test_flag_that_cannot_be_read(words, parts):
     assert all(part in found[0] for part in parts), found
 
 
+def test_what_is_said_of_other_programs_names_is_true():
+    """No name is a field of ours by now, no two tables know the same, and every cure can be typed.
+
+    A feature that is built takes its names out of NOT_BUILT.
+    """
+    tables = SYNONYMS, OTHERWISE, NOT_BUILT
+    names = {name for table in tables for name in table}
+    assert len(names - FIELDS.keys()) == sum(map(len, tables))
+    assert {*SYNONYMS.values(), *COUNTERPARTS} <= FIELDS.keys()
+    for text in (*OTHERWISE.values(), *NOT_BUILT.values()):
+        for word in re.findall(r"--([a-z-]+)", text):
+            assert word.removeprefix("no-").replace("-", "_") in FIELDS, text
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("learning_rate = 1", ["learning_rate: unknown key", "did you mean --lr?"]),
+        ("learning_rat = 1", ["learning_rat: unknown key", "did you mean --lr?"]),
+        ("learning_rate = 1", ["learning_rate: is called --lr here"]),
+        ("dropout = 0.1", ["dropout: is not built; leave it out"]),
+        ("micro-batch-size = 4", ["micro-batch-size: unknown key; type --num-microbatches"]),
         ("[model]\nlayers = 3", ["model: unknown key", "top level"]),
         ('layers = "3"', ["--layers", "'3'", "whole number"]),
         ("layers = true", ["--layers", "whole number"]),

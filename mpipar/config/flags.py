@@ -7,9 +7,26 @@ import os
 from mpipar.config.model import FAMILIES, ModelConfig
 from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
 from mpipar.config.setting import flag, kind
-from mpipar.config.words import EXAMPLES, hint
+from mpipar.config.words import EXAMPLES, SYNONYMS, unknown_word
 from mpipar.errors import UsageError
 from mpipar.job.environment import read_launcher
+
+MANY = 24  # flags; a command with more of them shows the usual ones
+USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the others too
+    ("input and output", "", ("preset", "config", "data", "out", "seed")),
+    ("layout", "dp x pp x tp = number of ranks", ("layout", "dp", "pp", "tp")),
+    ("pipeline", "", ("schedule", "num_microbatches")),
+    ("shape of the model", "", ("model", "layers", "d_model", "heads", "seq_len")),
+    ("update", "", ("steps", "batch_size", "lr")),
+    ("machine and measurement", "", ("dtype", "device", "trace")),
+)
+MORE = {  # flags that are no fields
+    "layout": {"default": argparse.SUPPRESS, "metavar": "dp=2,pp=2,tp=2",
+               "help": "short for --dp 2 --pp 2 --tp 2"},
+    "config": {"metavar": "FILE.toml", "help": "read these keys first; flags go before them"},
+    "print_config": {"action": "store_true",
+                     "help": "print the configuration that results as TOML and stop"},
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,7 +55,7 @@ def count(text: str) -> int:
 
 
 def all_groups() -> list[tuple[str, str, list[str]]]:
-    """(title, what it is, fields) of every section, the model's for each family of models."""
+    """As USUAL: every section, that of the model for each family of models, and MORE."""
     shared = [name for name in FIELDS if name in OF_EVERY_FAMILY]
     found = [("model", ModelConfig.__doc__, shared)]
     parts = [*FAMILIES.items(), *((name, parts[0]) for name, parts in SECTIONS.items()
@@ -46,31 +63,36 @@ def all_groups() -> list[tuple[str, str, list[str]]]:
     for name, part in parts:
         own = [one.name for one in dataclasses.fields(part) if one.name not in shared]
         found.append((name, part.__doc__, own))
-    return found
+    return [*found, ("configuration", "", list(MORE))]
 
 
-def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS)) -> None:
-    """Add the flags of the named fields in groups, and --config.
+def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=True) -> bool:
+    """Add the flags of the named fields and those of MORE; return whether the help hides some.
 
+    every: the help shows all of them, by section; if not, and there are many, the USUAL ones.
     Values stay text here and are absent from the namespace when not given: read() must see all
     mistakes at once and must know what the user said.
     """
-    for title, text, members in all_groups():
-        chosen = [name for name in members if name in names]
+    hidden = [name for name in [*FIELDS, *MORE] if name in names or name in MORE]
+    groups = all_groups() if every or len(hidden) <= MANY else USUAL
+    for title, text, members in groups:
+        chosen = [name for name in members if name in hidden]
         if chosen:
             group = parser.add_argument_group(title, text)
             for name in chosen:
-                _add_flag(group, FIELDS[name])
-    group = parser.add_argument_group("configuration")
-    group.add_argument("--layout", default=argparse.SUPPRESS, metavar="dp=2,pp=2,tp=2",
-                       help="short for --dp 2 --pp 2 --tp 2")
-    group.add_argument("--config", metavar="FILE.toml",
-                       help="read these keys first; flags go before them")
-    group.add_argument("--print-config", action="store_true",
-                       help="print the configuration that results as TOML and stop")
+                _add_flag(group, name)
+                hidden.remove(name)
+    for name in hidden:
+        _add_flag(parser, name, help=argparse.SUPPRESS)
+    parser.add_argument("--help-all", action="help", help="show every flag and exit")
+    return bool(hidden)
 
 
-def _add_flag(group, field: dataclasses.Field) -> None:
+def _add_flag(group, name: str, **more) -> None:
+    if name in MORE:
+        group.add_argument(flag(name), **MORE[name] | more)
+        return
+    field = FIELDS[name]
     base, is_tuple = kind(field)
     legal, text = field.metadata, field.metadata["help"]
     options = {"dest": field.name, "default": argparse.SUPPRESS}
@@ -89,7 +111,7 @@ def _add_flag(group, field: dataclasses.Field) -> None:
     if field.default not in (None, (), "") and "default" not in text:
         shown = {True: "on", False: "off"}.get(field.default) if base is bool else field.default
         text += f" (default {shown!s})"
-    group.add_argument(flag(field.name), help=text.replace("%", "%%"), **options)
+    group.add_argument(flag(name), **{"help": text.replace("%", "%%"), **options, **more})
 
 
 def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:
@@ -102,10 +124,12 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
     for extra in extras:
         if extra.startswith("--"):
             word = extra.split("=", 1)[0]
-            if word.removeprefix("--").removeprefix("no-").replace("-", "_") in FIELDS:
+            name = word.removeprefix("--").removeprefix("no-").replace("-", "_")
+            field = SYNONYMS.get(name, name)
+            if field in FIELDS and field not in known:
                 found.append(f"{word}: {parser.prog} does not use it; leave it out")
             else:
-                found.append(f"{word}: unknown flag{hint(word, known)}")
+                found.append(f"{word}: {unknown_word(word, known, 'flag')}")
         elif not after_flag:
             found.append(f"{extra!r}: unexpected argument; values follow a flag, as in --steps 10")
         after_flag = extra.startswith("--")

@@ -14,7 +14,7 @@ from mpipar.comm.grid import AXES
 from mpipar.config.sections import CHOICES, FIELDS, Config, build, settings
 from mpipar.config.setting import flag, kind
 from mpipar.config.sizes import read_bytes
-from mpipar.config.words import COUNTERPARTS, EXAMPLES, hint
+from mpipar.config.words import COUNTERPARTS, EXAMPLES, unknown_word
 
 KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -91,9 +91,9 @@ def _read_file(path: str, problems: list[str]) -> dict:
     for key, value in table.items():
         name = key.replace("-", "_")
         if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
-            cure = ("; keys stand at the top level, without tables" if isinstance(value, dict)
-                    else hint(key, [*FIELDS, "layout"]))
-            problems.append(f"--config {path}: {key}: unknown key{cure}")
+            what = ("unknown key; keys stand at the top level, without tables"
+                    if isinstance(value, dict) else unknown_word(key, [*FIELDS, "layout"], "key"))
+            problems.append(f"--config {path}: {key}: {what}")
         elif name in found:
             problems.append(f"--config {path}: {key}: given twice, with a hyphen and an underscore")
         else:

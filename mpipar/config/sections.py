@@ -32,6 +32,7 @@ SECTIONS = {"model": tuple(FAMILIES.values()), "grid": (GridConfig,), "train": (
             "run": (RunConfig,)}
 FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
           for one in dataclasses.fields(part)}
+FIELDS |= {one.name: one for one in dataclasses.fields(DecoderConfig)}  # the default family
 OF_EVERY_FAMILY = frozenset(one.name for one in dataclasses.fields(ModelConfig))
 # Field -> (field, value) of the choice that it belongs to.
 CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()

@@ -3,11 +3,43 @@
 from mpipar.config.setting import flag
 from mpipar.errors import suggestion
 
-SYNONYMS = {  # other programs' names, for the hint only
+SYNONYMS = {  # other programs' names -> field
     "learning_rate": "lr", "num_layers": "layers", "n_layer": "layers", "hidden_size": "d_model",
     "width": "d_model", "n_embd": "d_model", "num_heads": "heads", "n_head": "heads",
-    "block_size": "seq_len", "context": "seq_len", "global_batch": "batch_size",
-    "max_steps": "steps", "grad_clip": "clip", "output": "out", "name": "run_name",
+    "num_attention_heads": "heads", "ffn_hidden_size": "ffn", "block_size": "seq_len",
+    "context": "seq_len", "seq_length": "seq_len", "max_position_embeddings": "seq_len",
+    "global_batch": "batch_size", "global_batch_size": "batch_size", "max_steps": "steps",
+    "max_iters": "steps", "train_iters": "steps", "warmup_iters": "warmup_steps",
+    "lr_warmup_iters": "warmup_steps", "grad_clip": "clip", "clip_grad": "clip",
+    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_eps": "eps", "output": "out",
+    "out_dir": "out", "save": "out", "load": "init_from", "dataset": "data", "data_path": "data",
+    "name": "run_name", "normalization": "norm", "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
+    "num_layers_per_virtual_pipeline_stage": "chunks",
+}
+OTHERWISE = {  # other programs' names for what is said in another way here -> what to type
+    "micro_batch_size": "--num-microbatches: a microbatch has batch-size / (dp *"
+                        " num-microbatches) rows",
+    "gradient_accumulation_steps": "--num-microbatches: each adds to the gradients of one step",
+    "min_lr": "--min-lr-ratio, a share of --lr", "bf16": "--dtype bfloat16",
+    "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
+    "untie_embeddings_and_output_weights": "--no-tied",
+}
+WHOLE = "leave it out: every dp rank has the whole optimizer state and weights of its shard"
+NOT_BUILT = {  # names that people know for what these programs do not do -> what to do instead
+    "dropout": "leave it out", "attention_dropout": "leave it out",
+    "hidden_dropout": "leave it out", "compile": "leave it out", "fp8": "use --dtype bfloat16",
+    "fp8_format": "use --dtype bfloat16", "zero": WHOLE, "zero_stage": WHOLE, "fsdp": WHOLE,
+    "use_distributed_optimizer": WHOLE, "cp_comm_type": "leave it out",
+    "num_experts": "leave it out", "expert_model_parallel_size": "leave it out",
+    "recompute_granularity": "leave it out; --memory-limit names layouts that fit",
+    "recompute_activations": "leave it out; --memory-limit names layouts that fit",
+    "num_query_groups": "leave it out", "rotary_base": "leave it out", "swiglu": "leave it out",
+    "tokenizer_type": "--data takes text as bytes, or files of token ids",
+    "tokenizer_model": "--data takes text as bytes, or files of token ids",
+    "resume": "--init-from starts from a run's weights, without its optimizer state",
+    "eval_interval": "leave it out: the held-out loss comes at the end", "wandb_project":
+    "leave it out: a run folder has metrics.jsonl",
 }
 COUNTERPARTS = {  # what the other family of models calls it
     "d_model": "channels", "channels": "d_model", "vocab_size": "classes", "classes": "vocab_size",
@@ -15,9 +47,16 @@ COUNTERPARTS = {  # what the other family of models calls it
 EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt"}
 
 
-def hint(word: str, names) -> str:
-    """'; did you mean --seq-len?' for a misspelt flag or key, of the fields in `names`."""
+def unknown_word(word: str, names, what: str) -> str:
+    """What to say of a word that is no flag or key (`what`) of the fields in `names`."""
+    name = word.lstrip("-").replace("-", "_")
+    if name in NOT_BUILT:
+        return f"is not built; {NOT_BUILT[name]}"
+    if SYNONYMS.get(name) in names:
+        return f"is called {flag(SYNONYMS[name])} here; type that"
+    if name in OTHERWISE:
+        return f"unknown {what}; type {OTHERWISE[name]}"
     options = {name.replace("_", "-"): flag(name) for name in names}
     options |= {other.replace("_", "-"): flag(name) for other, name in SYNONYMS.items()
                 if name in names and other not in names}
-    return suggestion(word.lstrip("-").replace("_", "-"), options)
+    return f"unknown {what}{suggestion(word.lstrip('-').replace('_', '-'), options)}"
