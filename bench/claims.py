@@ -174,7 +174,7 @@ def hybrids(world) -> list[dict] | None:
         ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
         worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
         worker.initialize()
-        data = Rows(ops, tokens, config, worker.grid.dp_rank)
+        data = Rows(ops, tokens, config, worker.grid)
         seconds, inside = [], []
         for step in range(1, STEPS + 1):
             before = recorder.comm_ns()

@@ -125,7 +125,7 @@ def step_seconds(world, ops, config) -> float:
 def update_seconds(world, ops, config) -> float:
     """Seconds per parameter of what a step does once: clear, norm, clip, optimizer."""
     worker = started(world, ops, config)
-    params = sum(stage.flat.data.size for stage in worker.stages.values())
+    params = sum(stage.flat.size for stage in worker.stages.values())
     rounds = []
     for _ in range(ROUNDS):
         seconds = []

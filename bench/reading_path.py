@@ -72,7 +72,7 @@ def ran_lines(world) -> dict[str, set]:
     sys.setprofile(hook)
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     worker.initialize()
-    rows = Rows(ops, tokens, config, worker.grid.dp_rank)
+    rows = Rows(ops, tokens, config, worker.grid)
     worker.train_step(1, lambda mb: rows.train(1, mb))
     sys.setprofile(None)
     return lines

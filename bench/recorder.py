@@ -144,7 +144,7 @@ def measure_step(steps: int) -> tuple[int, int, float]:
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
     worker.initialize()
     text = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
-    rows = Rows(ops, text, config, worker.grid.dp_rank)
+    rows = Rows(ops, text, config, worker.grid)
     durations = []
     for step in range(1, steps + 1):
         recorder.records.clear()

@@ -50,7 +50,7 @@ def attempt(config, world) -> str:
             grid = Grid.of(config.grid, world.rank)
             worker = Worker(config, grid, ops, recorder, world)
             worker.initialize()
-            rows = Rows(ops, tokens, config, grid.dp_rank)
+            rows = Rows(ops, tokens, config, grid)
             for step in range(1, STEPS + 1):
                 worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
             worker.close()

@@ -15,6 +15,7 @@ from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.data.images import Batch
+from mpipar.layers.context import Context
 from mpipar.layers.conv import Conv, MaxPool, MeanPool
 from mpipar.layers.param import FlatParams
 from mpipar.layers.stash import Stash
@@ -29,15 +30,17 @@ SHAPES = {"odd": {"image_shape": (7, 9, 2)}, "strided": {"image_shape": (9, 6, 1
                                                         "stem_stride": 2}}
 
 
-def one_rank():
-    return Comms.solo(make("cpu", "float64")).tp
+def one_rank() -> Context:
+    ops = make("cpu", "float64")
+    return Context(ops, Comms.solo(ops))
 
 
 def conv_of(window, rng):
     """A Conv with random weights, and x."""
-    ops = make("cpu", "float64")
-    layer = Conv(ops, "conv", SIZE, CHANNELS, "column", one_rank(), 0.1, *window)
-    FlatParams(ops, layer.params)
+    context, (kernel, stride, padding) = one_rank(), window
+    layer = Conv(context, "conv", SIZE, CHANNELS, cut="column", std=0.1, kernel=kernel,
+                 stride=stride, padding=padding)
+    FlatParams(context.ops, layer.params)
     for param in layer.params:
         param.data[...] = rng.standard_normal(param.data.shape)
     return layer, rng.standard_normal((2, *SIZE, CHANNELS[0]))
@@ -93,7 +96,7 @@ def test_convolution_is_its_definition_and_its_gradients_finite_differences(wind
 
 @pytest.mark.parametrize("pool", [MaxPool, MeanPool])
 def test_pooling_gradients_are_finite_differences(pool, rng):
-    layer, x = pool(make("cpu", "float64"), "pool"), rng.standard_normal((2, *SIZE, 3))
+    layer, x = pool(one_rank(), "pool"), rng.standard_normal((2, *SIZE, 3))
     weights = rng.standard_normal(layer.forward(x, Stash(Batch(x, None))).shape)
     y, dx = passes(layer, x, lambda y: weights.copy())
     direction = rng.standard_normal(x.shape)
@@ -107,7 +110,7 @@ def test_pooling_gradients_are_finite_differences(pool, rng):
 
 
 def test_of_equal_entries_the_first_gets_the_gradient():
-    layer, x = MaxPool(make("cpu", "float64"), "pool"), np.zeros((1, 2, 2, 1))
+    layer, x = MaxPool(one_rank(), "pool"), np.zeros((1, 2, 2, 1))
     _, dx = passes(layer, x, np.ones_like)
     assert dx.reshape(-1).tolist() == [1, 0, 0, 0]
 

@@ -52,7 +52,7 @@ def test_flags_that_would_do_nothing_or_round_are_refused(values, words):
 
 
 def steps(worker, count, first=1):
-    rows = Rows(worker.ops, TOKENS, worker.config, 0)
+    rows = Rows(worker.ops, TOKENS, worker.config, worker.grid)
     return [worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
             for step in range(first, first + count)]
 
@@ -129,7 +129,7 @@ def test_weights_that_the_last_update_ruined_do_not_pass_for_trained(dtype):
     worker = fresh(dtype=dtype, lr=1e30, warmup_steps=0, optimizer="sgd")
     assert math.isfinite(steps(worker, 1)[0].grad_norm)
     with np.errstate(all="ignore"), pytest.raises(NonFiniteError, match=r"held-out loss.*--lr"):
-        worker.evaluate(Rows(worker.ops, TOKENS, worker.config, 0))
+        worker.evaluate(Rows(worker.ops, TOKENS, worker.config, worker.grid))
 
 
 def test_masters_start_as_in_float32_and_layers_read_them_rounded():

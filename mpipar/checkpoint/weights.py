@@ -25,6 +25,7 @@ from mpipar.checkpoint.hf_gpt2 import DTYPES, FLOATS
 from mpipar.comm.group import Comms
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
+from mpipar.layers.context import Context
 
 BLOCK_BYTES = 16 * 2**20  # a row block: what one message and one write carry at most
 
@@ -32,10 +33,10 @@ BLOCK_BYTES = 16 * 2**20  # a row block: what one message and one write carry at
 def all_params(config, stage_layers) -> list[tuple[int, object]]:
     """(stage, Param) of every tensor, whole and without memory: the real layers on shapes."""
     ops = ops_module.make("shapes", "float32")
-    solo = Comms.solo(ops)
+    solo = Context(ops, Comms.solo(ops))
     tables, found, form = {}, [], formats.of(config)
     for number in range(len(stage_layers)):
-        stage = models.of(config).Stage(ops, config, number, stage_layers, solo.tp, tables)
+        stage = models.of(config).Stage(solo, config, number, stage_layers, tables)
         found += [(number, param) for param in stage.flat.params]
     return sorted(found, key=lambda item: form.short_name(item[1].name))
 

@@ -11,7 +11,7 @@ UNIT = "img"
 def finish(worker, inputs, log, seconds) -> None:
     """Held-out loss and accuracy. Comm: two sweeps of forward passes over the held-out part."""
     config = worker.config
-    rows = Rows(worker.ops, inputs.held_out, config, worker.grid.dp_rank)
+    rows = Rows(worker.ops, inputs.held_out, config, worker.grid)
     loss, count = worker.evaluate(rows)
     share, _ = accuracy(worker, rows)
     trained = config.train.batch_size * config.train.steps

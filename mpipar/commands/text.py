@@ -19,7 +19,7 @@ def finish(worker, inputs, log, seconds) -> None:
 def evaluate(worker, inputs, log, seconds) -> None:
     """Held-out loss beside the bigram model's. Comm: forward passes over the held-out part."""
     config, held_out = worker.config, inputs.held_out
-    rows = Rows(worker.ops, held_out, config, worker.grid.dp_rank)
+    rows = Rows(worker.ops, held_out, config, worker.grid)
     loss, count = worker.evaluate(rows)
     trained = worker.num_tokens * config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"

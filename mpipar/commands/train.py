@@ -261,7 +261,7 @@ def described(session, inputs, recorder, fact, folder, log, metrics_file) -> int
         session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     else:
         worker.initialize()
-    rows = data.of(config.model).Rows(inputs.ops, inputs.train_part, config, worker.grid.dp_rank)
+    rows = data.of(config.model).Rows(inputs.ops, inputs.train_part, config, worker.grid)
     # The same axes on every rank, also where this one is in no group of several (a tie has two
     # members).
     axes = [*worker.comms.by_axis, "world"]

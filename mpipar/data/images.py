@@ -51,8 +51,8 @@ class Batch:
 class Rows(rows.Rows):
     """Images of one part of the set for one place in the grid; a row is one image."""
 
-    def __init__(self, ops, part: ImageSet, config, dp_rank):
-        super().__init__(ops, part, config, dp_rank)
+    def __init__(self, ops, part: ImageSet, config, grid):
+        super().__init__(ops, part, config, grid)
         self.num_starts = len(part)
 
     def _batch(self, starts) -> Batch:

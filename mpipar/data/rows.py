@@ -71,10 +71,10 @@ class Rows:
     pieces.
     """
 
-    def __init__(self, ops, part, config, dp_rank):
+    def __init__(self, ops, part, config, grid):
         self.ops, self.part = ops, part
         self.seed, self.distance = config.run.seed, config.model.targets_per_row
-        self.dp_rank, self.dp_size = dp_rank, config.grid.dp
+        self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_size
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
         self.positions = ops.asarray(np.arange(self.distance))

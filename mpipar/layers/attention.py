@@ -14,14 +14,15 @@ from mpipar.layers.linear import Linear
 class Attention:
     """softmax(q k^T / sqrt(d)) v with positions telling which keys a query may see."""
 
-    def __init__(self, ops, name, d_model, heads, cuts, comm, std, out_std):
-        self.ops, self.name = ops, name
-        self.local_heads, self.head_width = heads // comm.size, d_model // heads
+    def __init__(self, context, name, d_model, heads, *, std, out_std):
+        self.ops, self.name = context.ops, name
+        self.local_heads, self.head_width = heads // context.tp.size, d_model // heads
         head_shape = (heads, self.head_width)
-        self.qkv = Linear(
-            ops, f"{name}.qkv", (d_model,), (3, *head_shape), cuts[0], 2, comm, std)
+        cuts = context.held.cuts
+        self.qkv = Linear(context, f"{name}.qkv", (d_model,), (3, *head_shape), cut=cuts[0],
+                          out_axis=1, std=std)
         self.proj = Linear(
-            ops, f"{name}.proj", head_shape, (d_model,), cuts[1], 0, comm, out_std)
+            context, f"{name}.proj", head_shape, (d_model,), cut=cuts[1], std=out_std)
         self.params = [*self.qkv.params, *self.proj.params]
 
     def forward(self, x, stash):

@@ -10,7 +10,7 @@ kernel, P and Q height and width of what comes out.
 from __future__ import annotations
 
 from mpipar.layers.linear import Linear
-from mpipar.partition import CUTS
+from mpipar.partition import Sizes
 
 
 class PatchProduct:
@@ -44,15 +44,15 @@ class PatchProduct:
 class Conv(Linear):
     """y (B, P, Q, N) = patches of x (B, H, W, C) @ w + b: a Linear layer with another product.
 
-    size: (H, W). The weight's logical shape is (k, k, C, N), cut on C or N. Comm: that of the cut.
+    size: (H, W). channels: (C, N). The weight's logical shape is (k, k, C, N), cut on C or N. Comm:
+    that of the cut.
     """
 
-    def __init__(self, ops, name, size, channels, cut, comm, std, kernel=3, stride=1, padding=1):
+    def __init__(self, context, name, size, channels, *, cut, std, kernel=3, stride=1, padding=1):
         in_shape, out_shape = (kernel, kernel, channels[0]), channels[1:]
-        shard = 2 + CUTS[cut].shard_axis
-        super().__init__(ops, name, in_shape, out_shape, cut, shard, comm, std)
-        self.product = PatchProduct(ops, name, size, kernel, stride, padding)
-        self.widths = channels  # not of patches: images travel
+        super().__init__(context, name, in_shape, out_shape, cut=cut, std=std, in_axis=2)
+        self.product = PatchProduct(context.ops, name, size, kernel, stride, padding)
+        self.sizes = Sizes(None, *channels)  # not of patches: images travel
 
 
 class MaxPool:
@@ -61,8 +61,8 @@ class MaxPool:
     params = ()
     width = 2
 
-    def __init__(self, ops, name):
-        self.ops, self.name = ops, name
+    def __init__(self, context, name):
+        self.ops, self.name = context.ops, name
 
     def forward(self, x, stash):
         """y (B, H/2, W/2, C) of x (B, H, W, C). Comm: none."""
@@ -84,8 +84,8 @@ class MeanPool:
 
     params = ()
 
-    def __init__(self, ops, name):
-        self.ops, self.name = ops, name
+    def __init__(self, context, name):
+        self.ops, self.name = context.ops, name
 
     def forward(self, x, stash):
         """y (B, C) of x (B, H, W, C). Comm: none."""

@@ -13,10 +13,11 @@ from mpipar.layers.param import Param
 class Embedding:
     """x = token_table[tokens] + position_table[positions]."""
 
-    def __init__(self, ops, token_table: Param, seq_len, d_model, held, comm, std):
-        self.ops, self.held, self.name = ops, held, "embedding"
+    def __init__(self, context, token_table: Param, seq_len, *, std):
+        self.ops, self.held, self.name = context.ops, context.held, "embedding"
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
-        self.positions = Param("embedding.positions", (seq_len, d_model), comm, std=std)
+        self.positions = Param(
+            context, "embedding.positions", (seq_len, token_table.shape[1]), std=std)
         self.params = [self.tokens, self.positions]
         self.start = token_table.cut_index * token_table.local_shape[0]
 

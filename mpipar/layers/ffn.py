@@ -10,22 +10,20 @@ Letters: B batch, T tokens, D model width, F ffn width.
 from __future__ import annotations
 
 from mpipar.layers.linear import Linear
-from mpipar.partition import CUTS
 
 
 class FeedForward:
-    """y = gelu(x @ w_up + b_up) @ w_down + b_down."""
+    """y = gelu(x @ w_up + b_up) @ w_down + b_down. cuts: of the two products."""
 
-    def __init__(self, ops, name, d_model, ffn, cuts, comm, std, out_std):
-        self.ops, self.name = ops, name
-        up, down = (CUTS[cut].shard_axis for cut in cuts)
-        self.up = Linear(ops, f"{name}.up", (d_model,), (ffn,), cuts[0], up, comm, std)
-        self.down = Linear(ops, f"{name}.down", (ffn,), (d_model,), cuts[1], down, comm, out_std)
+    def __init__(self, context, name, d_model, ffn, *, cuts, std, out_std):
+        self.ops, self.name = context.ops, name
+        self.up = Linear(context, f"{name}.up", (d_model,), (ffn,), cut=cuts[0], std=std)
+        self.down = Linear(context, f"{name}.down", (ffn,), (d_model,), cut=cuts[1], std=out_std)
         self.params = [*self.up.params, *self.down.params]
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
-        h = self.up.multiply(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
+        h = self.up.forward_without_bias(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
         y = self.ops.bias_gelu_forward(h, self.up.b.data.reshape(-1))  # adds the bias to h
         stash[self.name, "h"] = h
         return self.down.forward(y, stash)

@@ -14,39 +14,43 @@ from mpipar.partition import CUTS, Sizes
 class Linear:
     """y = x @ w + b.
 
-    in_shape, out_shape: logical shapes of the two sides, e.g. (D,) and (3, H, d); `shard` is the
-    axis of the weight's logical shape in_shape + out_shape that is cut: the head axis, the ffn
-    axis, ... The bias of a column cut is cut with the outputs; for the others it is whole on
-    every rank and added once, after the barrier (adding it before a row cut's sum would count it
-    once per rank).
+    in_shape, out_shape: logical shapes of the two sides, e.g. (D,) and (3, H, d); the weight's is
+    in_shape + out_shape. cut: a name of `partition.CUTS`; it divides the inputs or the outputs, and
+    in_axis or out_axis says which axis of in_shape or out_shape that is: the heads, the channels.
+    std: of the initial weights.
+
+    The bias of a column cut is cut with the outputs; for the others it is whole on every rank and
+    added once, after the barrier (adding it before a row cut's sum would count it once per rank).
     """
 
-    def __init__(self, ops, name, in_shape, out_shape, cut, shard, comm, std):
-        self.ops, self.name, self.comm = ops, name, comm
-        self.product = ops  # what the cut multiplies with; a convolution has its own
+    def __init__(self, context, name, in_shape, out_shape, *, cut, std, in_axis=0, out_axis=0):
+        self.ops, self.name, self.comm = context.ops, name, context.tp
+        self.product = context.ops  # what the cut multiplies with; a convolution has its own
         self.cut = CUTS[cut]
-        shape = (*in_shape, *out_shape)
-        self.w = Param(f"{name}.w", shape, comm, shard, std=std)
-        bias_axis = shard - len(in_shape) if self.cut.bias_is_cut else None
-        self.b = Param(f"{name}.b", out_shape, comm, bias_axis, fill=0.0, decay=False)
-        self.params = [self.w, self.b]
         self.num_in = len(in_shape)
-        self.widths = math.prod(in_shape), math.prod(out_shape)  # K and N before they are cut
+        cut_axis = (in_axis, self.num_in + out_axis)[self.cut.shard_axis]
+        self.w = Param(context, f"{name}.w", (*in_shape, *out_shape), cut_axis=cut_axis, std=std)
+        self.b = Param(context, f"{name}.b", out_shape, fill=0.0, decay=False,
+                       cut_axis=out_axis if self.cut.bias_is_cut else None)
+        self.params = [self.w, self.b]
+        self.sizes = Sizes(None, math.prod(in_shape), math.prod(out_shape))
 
     def _matrix(self, array):
         """The weight's (or its gradient's) logical local shape as a matrix (K, N)."""
         return array.reshape(math.prod(array.shape[:self.num_in]), -1)
 
     def _sizes(self, stash):
-        """Of the uncut product, for the cut."""
-        return Sizes(stash.batch.shape[1], *self.widths)
+        """Of the uncut product, for the cut; how many tokens there are where it divides them."""
+        if not self.cut.tokens_are_cut:
+            return self.sizes
+        return self.sizes._replace(tokens=stash.batch.shape[1])
 
     def forward(self, x, stash):
         """y (.., N) of x (.., K), local sizes as the cut leaves them. Comm: forward of the cut."""
-        return self.ops.bias_forward(self.multiply(x, stash), self.b.data.reshape(-1))
+        return self.ops.bias_forward(self.forward_without_bias(x, stash), self.b.data.reshape(-1))
 
-    def multiply(self, x, stash):
-        """y (.., N) of x (.., K), bias not yet added. Comm: forward of the cut."""
+    def forward_without_bias(self, x, stash):
+        """y (.., N) of x (.., K), for a caller that adds the bias. Comm: forward of the cut."""
         stash[self.name, "x"] = x
         w, sizes = self._matrix(self.w.data), self._sizes(stash)
         return self.cut.forward(self.product, x, w, self.comm, self.name, sizes)

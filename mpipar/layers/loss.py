@@ -17,8 +17,9 @@ class Head:
     table.
     """
 
-    def __init__(self, ops, table: Param, held):
-        self.ops, self.table, self.held, self.name = ops, table, held, "head"
+    def __init__(self, context, table: Param):
+        self.ops, self.held, self.name = context.ops, context.held, "head"
+        self.table = table
         self.params = [table]
 
     def forward(self, x, stash):
@@ -55,9 +56,9 @@ class CrossEntropy:
 
     params = ()
 
-    def __init__(self, ops, vocab_size, table: Param, comm):
-        self.ops, self.comm, self.name = ops, comm, "loss"
-        self.vocab_size = vocab_size
+    def __init__(self, context, table: Param):
+        self.ops, self.comm, self.name = context.ops, context.tp, "loss"
+        self.vocab_size = table.shape[0]
         self.start = table.cut_index * table.local_shape[0]
         self.scale = 1.0
 

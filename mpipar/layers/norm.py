@@ -8,18 +8,17 @@ from mpipar.layers.param import Param
 class Norm:
     """Each token by its own statistics; parameters whole on every rank.
 
-    partial_groups: groups whose ranks hold different tokens, so that the parameters' gradients are
-    sums over them. A kind of norm gives `fills`, the initial values of its parameters, and its
-    array functions: forward gives y and the statistics that both backward functions take.
+    Where the ranks of a group hold different tokens, the parameters' gradients are sums over it. A
+    kind of norm gives `fills`, the initial values of its parameters, and its array functions:
+    forward gives y and the statistics that both backward functions take.
     """
 
-    def __init__(self, ops, name, d_model, comm, partial_groups=(), eps=1e-5):
-        self.ops, self.name, self.eps = ops, name, eps
-        self.params = [Param(f"{name}.{kind}", (d_model,), comm, fill=fill, decay=False)
+    def __init__(self, context, name, d_model, *, eps=1e-5):
+        self.ops, self.name, self.eps = context.ops, name, eps
+        self.params = [Param(context, f"{name}.{kind}", (d_model,), fill=fill, decay=False,
+                             partial_groups=context.held.partial_groups)
                        for kind, fill in self.fills]
-        for param in self.params:
-            param.grad_groups = partial_groups
-        self._forward, self._backward_input, self._backward_weight = self._functions(ops)
+        self._forward, self._backward_input, self._backward_weight = self._functions(self.ops)
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: none."""

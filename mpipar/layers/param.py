@@ -5,6 +5,7 @@ layout.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 
 import numpy as np
@@ -14,16 +15,22 @@ class Param:
     """One tensor of the model, or this rank's shard of it.
 
     name: global name, the same on every layout. shape: logical N-d shape of the whole tensor.
-    cut_axis: the axis that is cut over `comm` (None: every rank of comm holds a replica).
+    cut_axis: the axis that is cut over tp (None: every rank of tp holds a replica).
     std: standard deviation of the initial normal values; `fill` instead sets a constant.
     decay: whether weight decay applies (matrices and embeddings yes, biases and norms no).
-    grad_groups: names of the groups over which the gradient is still partial when the last backward
+    partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; the
+    stage's by default.
+
+    grad_groups: names of all groups over which the gradient is still partial when the last backward
     of the step is done, besides dp. owner: false for replicas and tied copies, which norms and
-    files must not count again. data, grad, master: views into the flat buffers of the stage, set by
+    files must not count again. unit: which layer of the stage it belongs to, counted from the
+    first; the stage sets it. data, grad, master: views into the flat buffers of the stage, set by
     `FlatParams`; layers read data, the optimizer and files have to do with master.
     """
 
-    def __init__(self, name, shape, comm, cut_axis=None, std=0.0, fill=None, decay=True):
+    def __init__(self, context, name, shape, *, cut_axis=None, std=0.0, fill=None, decay=True,
+                 partial_groups=(), copies=None):
+        comm, copies = context.tp, copies or context.copies
         self.name = name
         self.shape = tuple(shape)
         self.cut_axis = cut_axis
@@ -32,8 +39,9 @@ class Param:
         self.std = std
         self.fill = fill
         self.decay = decay
-        self.grad_groups: tuple[str, ...] = ()
-        self.owner = cut_axis is not None or comm.index == 0
+        self.grad_groups: tuple[str, ...] = (*partial_groups, *copies.groups)
+        self.owner = copies.owner and (cut_axis is not None or comm.index == 0)
+        self.unit = 0
         self.data = self.grad = self.master = None
 
     @property
@@ -90,44 +98,50 @@ class FlatParams:
     With 16-bit data, gradients and master weights are float32: an update is often too small to
     change a 16-bit number. Otherwise the master weights are the data.
 
-    Order: parameters whose gradient needs only dp first, then by further groups; inside each, those
-    with decay first. So an optimizer update is a handful of long runs, and a bucket of gradients or
-    a group's sum is a slice.
+    Order: parameters whose gradient needs only dp first, then by further groups; inside each, the
+    units from the last to the first, as their gradients are completed; inside each unit, those with
+    decay first. So an optimizer update is two long runs for each unit, and a bucket of gradients or
+    a group's sum is a slice. At the end are zeros, up to a multiple of `pieces`.
+
+    pieces: ranks of the data group, each of which can own an equal share of the buffers. size: of
+    all parameters, without those zeros. by_groups: (grad_groups, slice) of each run of parameters;
+    by_decay: (decay, slice); owned: slices. units: {unit: its slices}, one for each grad_groups.
     """
 
-    def __init__(self, ops, params):
+    def __init__(self, ops, params, pieces=1):
         self.ops = ops
-        self.params = sorted(params, key=lambda p: (p.grad_groups, not p.decay))
+        self.params = sorted(params, key=lambda p: (p.grad_groups, -p.unit, not p.decay))
         largest = max(self.params, key=lambda p: p.size).name if params else "none"
         # for whoever reports that there is no room
         self.name = f"{largest} and {len(self.params) - 1} smaller tensors"
-        total = sum(p.size for p in self.params)
+        self.size = sum(p.size for p in self.params)
+        total = -(-self.size // pieces) * pieces
         self.data = self.master = ops.zeros((total,), label="weights")
         self.grad = ops.zeros((total,), ops.statistics, label="gradients")
         if ops.dtype != ops.statistics:
             self.master = ops.zeros((total,), ops.statistics, label="optimizer")
-        self.slices = {}
         start = 0
         for param in self.params:
             piece = slice(start, start + param.size)
-            self.slices[param.name] = piece
             param.data = self.data[piece].reshape(param.local_shape)
             param.grad = self.grad[piece].reshape(param.local_shape)
             param.master = self.master[piece].reshape(param.local_shape)
             start += param.size
+        self.by_groups = self._runs(lambda param: param.grad_groups)
+        self.by_decay = self._runs(lambda param: param.decay)
+        self.owned = [run for owner, run in self._runs(lambda param: param.owner) if owner]
+        self.units: dict[int, list[slice]] = {}
+        for (_, unit), run in self._runs(lambda param: (param.grad_groups, param.unit)):
+            self.units.setdefault(unit, []).append(run)
 
-    def runs(self, key):
-        """Contiguous runs of parameters with equal key(param): yields (key value, slice)."""
-        start = stop = 0
-        value = None
-        for param in self.params:
-            if start < stop and key(param) != value:
-                yield value, slice(start, stop)
-                start = stop
-            value = key(param)
-            stop += param.size
-        if start < stop:
-            yield value, slice(start, stop)
+    def _runs(self, key):
+        """Contiguous runs of parameters with equal key(param): (key value, slice) of each."""
+        found, start = [], 0
+        for value, params in itertools.groupby(self.params, key):
+            stop = start + sum(param.size for param in params)
+            found.append((value, slice(start, stop)))
+            start = stop
+        return found
 
     def initialize(self, seed: int, spread: float = 0.0) -> None:
         """Set every parameter to its initial values (padding stays zero). Comm: none.

@@ -18,7 +18,6 @@ from mpipar.layers.norm import NORMS
 from mpipar.layers.param import Param
 from mpipar.models.stage import LayerRun, UnitFlops, stage_parts
 from mpipar.ops.image_ops import out_length
-from mpipar.partition.tokens import WholeTokens
 
 KERNEL = 3  # every convolution's, with one zero around the image
 ENTRY = "stem"  # what the first stage holds below its blocks
@@ -47,12 +46,12 @@ class Stem:
     Images have few channels: there is nothing to cut on the input side.
     """
 
-    def __init__(self, ops, config, comm):
-        self.ops, self.name = ops, "stem"
+    def __init__(self, context, config):
+        self.ops, self.name = context.ops, "stem"
         height, width, channels = config.image_shape
-        self.conv = Conv(ops, "stem", (height, width), (channels, config.channels), "gather", comm,
-                         deviation(channels), stride=config.stem_stride)
-        self.pool = MaxPool(ops, "stem.pool")
+        self.conv = Conv(context, "stem", (height, width), (channels, config.channels),
+                         cut="gather", std=deviation(channels), stride=config.stem_stride)
+        self.pool = MaxPool(context, "stem.pool")
         self.params = self.conv.params
 
     def forward(self, x, stash):
@@ -74,11 +73,12 @@ class Stem:
 class ConvPair(FeedForward):
     """y = down(gelu(up(x))): convolutions from D to F channels and back. Comm: see Linear."""
 
-    def __init__(self, ops, name, size, widths, cuts, comm, out_std):
-        self.ops, self.name = ops, name
+    def __init__(self, context, name, size, widths, *, cuts, out_std):
+        self.ops, self.name = context.ops, name
         outer, inner = widths
-        self.up = Conv(ops, f"{name}.up", size, (outer, inner), cuts[0], comm, deviation(outer))
-        self.down = Conv(ops, f"{name}.down", size, (inner, outer), cuts[1], comm, out_std)
+        self.up = Conv(context, f"{name}.up", size, (outer, inner), cut=cuts[0],
+                       std=deviation(outer))
+        self.down = Conv(context, f"{name}.down", size, (inner, outer), cut=cuts[1], std=out_std)
         self.params = [*self.up.params, *self.down.params]
 
 
@@ -87,13 +87,14 @@ class Block:
     --ffn-cut than pair, those of the cuts.
     """
 
-    def __init__(self, ops, index, config, cuts, comm):
-        self.ops = ops
+    def __init__(self, context, index, config):
+        self.ops = context.ops
         # Residual branches start smaller so that the stream's variance does not grow with depth.
         out_std = deviation(config.ffn) / math.sqrt(config.layers)
-        self.norm = NORMS[config.norm](ops, f"block{index}.norm", config.channels, comm)
-        self.pair = ConvPair(ops, f"block{index}", stream_size(config),
-                             (config.channels, config.ffn), cuts, comm, out_std)
+        self.norm = NORMS[config.norm](context, f"block{index}.norm", config.channels)
+        self.pair = ConvPair(
+            context, f"block{index}", stream_size(config), (config.channels, config.ffn),
+            cuts=context.pair(config.ffn_cut), out_std=out_std)
         self.params = [*self.norm.params, *self.pair.params]
 
     def forward(self, x, stash):
@@ -132,21 +133,19 @@ def describe(config) -> str:
 class Stage(LayerRun):
     """A stage of the network. No parameter is shared between stages: `tables` stays empty."""
 
-    def __init__(self, ops, config, stage, stage_layers, comm, tables, copies=None):
+    def __init__(self, context, config, stage, stage_layers, tables):
         self.shape = (*stream_size(config), config.channels)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
-        cuts = ("column", "row") if config.ffn_cut == "pair" else (config.ffn_cut, config.ffn_cut)
-        layers, loss = [], None
+        units, loss = [[Block(context, index, config)] for index in blocks], None
         if is_first:
-            layers.append(Stem(ops, config, comm))
-        layers += [Block(ops, index, config, cuts, comm) for index in blocks]
+            units.insert(0, [Stem(context, config)])
         if is_last:
-            table = Param("head.table", (config.classes, config.channels), comm, 0,
+            table = Param(context, "head.table", (config.classes, config.channels), cut_axis=0,
                           std=1 / math.sqrt(config.channels))
-            loss = CrossEntropy(ops, config.classes, table, comm)
-            layers += [NORMS[config.norm](ops, "final_norm", config.channels, comm),
-                       MeanPool(ops, "mean"), Head(ops, table, WholeTokens(ops, comm)), loss]
-        super().__init__(ops, stage, layers, loss, (), copies)
+            loss = CrossEntropy(context, table)
+            norm = NORMS[config.norm](context, "final_norm", config.channels)
+            units.append([norm, MeanPool(context, "mean"), Head(context, table), loss])
+        super().__init__(context, stage, units, loss=loss)
 
     def out_shape(self, batch) -> tuple[int, ...]:
         """Shape of the activations between any two stages, (B, P, Q, D)."""

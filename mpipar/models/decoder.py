@@ -11,6 +11,7 @@ batch, T tokens, D model width.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mpipar.layers.attention import Attention
 from mpipar.layers.embedding import Embedding
@@ -24,6 +25,7 @@ from mpipar.partition.tokens import hold
 STD = 0.02  # GPT-2's standard deviation of initial weights
 ENTRY = "embedding"  # what the first stage holds below its blocks
 CUT = "heads, ffn, vocabulary"  # what tp divides
+TOKENS = "embedding.tokens"  # the table that a tied head shares
 
 
 class Block:
@@ -33,20 +35,19 @@ class Block:
     tokens that are cut: those of the cuts.
     """
 
-    def __init__(self, ops, index, config, held, comm):
-        self.ops = ops
+    def __init__(self, context, index, config):
+        self.ops = context.ops
         name, d_model = f"block{index}", config.d_model
         # Residual branches start smaller so that the stream's variance does not grow with depth
         # (GPT-2).
         out_std = STD / math.sqrt(2 * config.layers)
-        cuts, partial = held.cuts, held.partial_groups
-        ffn_cuts = cuts if config.ffn_cut == "pair" else (config.ffn_cut, config.ffn_cut)
         norm = NORMS[config.norm]
-        self.norm1 = norm(ops, f"{name}.norm1", d_model, comm, partial)
-        self.attn = Attention(ops, f"{name}.attn", d_model, config.heads, cuts, comm, STD, out_std)
-        self.norm2 = norm(ops, f"{name}.norm2", d_model, comm, partial)
-        self.ffn = FeedForward(
-            ops, f"{name}.ffn", d_model, config.ffn, ffn_cuts, comm, STD, out_std)
+        self.norm1 = norm(context, f"{name}.norm1", d_model)
+        self.attn = Attention(
+            context, f"{name}.attn", d_model, config.heads, std=STD, out_std=out_std)
+        self.norm2 = norm(context, f"{name}.norm2", d_model)
+        self.ffn = FeedForward(context, f"{name}.ffn", d_model, config.ffn,
+                               cuts=context.pair(config.ffn_cut), std=STD, out_std=out_std)
         self.layers = [self.norm1, self.attn, self.norm2, self.ffn]
         self.params = [param for layer in self.layers for param in layer.params]
 
@@ -70,9 +71,16 @@ class Block:
             layer.backward_weight(stash)
 
 
-def table_param(name: str, config, comm) -> Param:
-    """A (V, D) table cut by vocabulary: token embedding or LM head."""
-    return Param(name, (config.vocab_size, config.d_model), comm, 0, std=STD)
+def shared_table(context, name: str, config, tables) -> Param:
+    """The (V, D) table of this name, cut by vocabulary: token embedding or LM head.
+
+    tables: those that this rank already holds; a new one is added.
+    """
+    if name not in tables:
+        tied = config.tied and name == TOKENS
+        tables[name] = Param(context, name, (config.vocab_size, config.d_model), cut_axis=0,
+                             std=STD, copies=context.tied if tied else context.copies)
+    return tables[name]
 
 
 def unit_flops(config) -> UnitFlops:
@@ -96,41 +104,31 @@ class Stage(LayerRun):
 
     tables: the token tables this rank already holds, by name; a tied table that lies on the same
     rank as another stage's is that same Param, so the tie is a local sum and no message.
-    copies: which groups hold copies of the parameters ("groups") and of a tied table
-    ("tied_groups"), and whether this rank's copy is the one that norms and files count ("owner",
-    "table_owner").
     """
 
-    def __init__(self, ops, config, stage, stage_layers, comm, tables, copies=None):
-        self.config = config
-        self.held = hold(ops, config, comm)
+    def __init__(self, context, config, stage, stage_layers, tables):
+        held = hold(context.ops, config, context.tp)
+        context = replace(context, held=held)
+        self.held, self.width = held, config.d_model
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
-        layers, loss = [], None
+        units, loss = [[Block(context, index, config)] for index in blocks], None
         if is_first:
-            name = "embedding.tokens"
-            table = tables.setdefault(name, table_param(name, config, comm))
-            layers.append(
-                Embedding(ops, table, config.seq_len, config.d_model, self.held, comm, STD))
-        layers += [Block(ops, index, config, self.held, comm) for index in blocks]
+            table = shared_table(context, TOKENS, config, tables)
+            units.insert(0, [Embedding(context, table, config.seq_len, std=STD)])
         if is_last:
-            name = "embedding.tokens" if config.tied else "head.table"
-            table = tables.setdefault(name, table_param(name, config, comm))
-            loss = CrossEntropy(ops, config.vocab_size, table, comm)
-            partial = self.held.partial_groups
-            layers.append(NORMS[config.norm](ops, "final_norm", config.d_model, comm, partial))
-            layers += [Head(ops, table, self.held), loss]
-        super().__init__(ops, stage, layers, loss, elsewhere, copies)
-
-    def is_tied(self, param) -> bool:
-        """Whether the first and the last stage share this parameter."""
-        return self.config.tied and param.name == "embedding.tokens"
+            name = TOKENS if config.tied else "head.table"
+            table = shared_table(context, name, config, tables)
+            loss = CrossEntropy(context, table)
+            norm = NORMS[config.norm](context, "final_norm", config.d_model)
+            units.append([norm, Head(context, table), loss])
+        super().__init__(context, stage, units, loss=loss, elsewhere=elsewhere)
 
     def out_shape(self, batch) -> tuple[int, ...]:
         """Shape of the activations that leave this stage, (B, tokens held, D); those that enter it
         are alike.
         """
         batch_size, tokens = batch.shape
-        return (batch_size, self.held.length(tokens), self.config.d_model)
+        return (batch_size, self.held.length(tokens), self.width)
 
     in_shape = out_shape

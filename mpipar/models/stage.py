@@ -10,33 +10,25 @@ from mpipar.layers.param import FlatParams
 class LayerRun:
     """Layers in order, and their parameters in flat buffers; a model derives its own from it.
 
-    layers: each with forward, backward_input, backward_weight and params. loss: the last of them on
-    the last stage, else None. elsewhere: names of parameters that another stage's buffers hold.
-    copies: see the model's Stage. in_shape(batch), out_shape(batch), given by the model: shapes of
-    the activations that enter and leave.
+    units: lists of layers, each with forward, backward_input, backward_weight and params. A unit is
+    what comes before the blocks, a block, or what comes after them. loss: the last layer on the
+    last stage, else None. elsewhere: names of parameters that another stage's buffers hold.
+    in_shape(batch), out_shape(batch), given by the model: shapes of the activations that enter and
+    leave.
     """
 
-    def __init__(self, ops, stage, layers, loss, elsewhere=(), copies=None):
-        self.ops, self.stage, self.layers, self.loss = ops, stage, layers, loss
+    def __init__(self, context, stage, units, *, loss=None, elsewhere=()):
+        self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss
+        self.layers = [layer for layers in units for layer in layers]
         # One Param per name: a tied table may be in two layers here, or belong to another stage's
-        # buffers.
-        params = {param.name: param for layer in layers for param in layer.params}
-        own = [param for name, param in params.items() if name not in elsewhere]
-        if copies is not None:
-            self._mark_copies(own, copies)
-        self.flat = FlatParams(ops, own)
-
-    def _mark_copies(self, params, copies):
-        for param in params:
-            tied = self.is_tied(param)
-            groups = copies["tied_groups"] if tied else copies["groups"]
-            param.grad_groups = (*param.grad_groups, *groups)
-            owner = copies["table_owner"] if tied else copies["owner"]
-            param.owner = param.owner and owner
-
-    def is_tied(self, param) -> bool:
-        """Whether the first and the last stage share this parameter."""
-        return False
+        # buffers. Its gradient is complete with that of the first unit that has it.
+        own = {}
+        for unit, layers in enumerate(units):
+            for param in (param for layer in layers for param in layer.params):
+                if param.name not in elsewhere and param.name not in own:
+                    own[param.name] = param
+                    param.unit = unit
+        self.flat = FlatParams(context.ops, own.values(), context.data_size)
 
     def set_loss_scale(self, scale: float) -> None:
         """What the loss backward multiplies by: 1 / number of targets in the global batch."""

@@ -12,7 +12,8 @@ and the last ones are padded with zeros, which changes no product (see shares.py
 comm: the group; for 2d and 2.5d a `summa.Mesh` of groups. sizes: T, K and N of the uncut product,
 for the cuts that put pieces together (gather, reduce, *_sp, *_ring); the others do not read it.
 shard_axis: which axis of w is cut (None: both). bias_is_cut: whether a rank holds only its own
-columns of y, and so of the bias. ops: what multiplies; a convolution gives its own product, whose w
+columns of y, and so of the bias. tokens_are_cut: whether a rank holds only its own tokens of x or
+y; such a cut reads sizes.tokens. ops: what multiplies; a convolution gives its own product, whose w
 has the rows of a patch for each channel, so x's last axis and not w's first one is what a cut goes
 by.
 """
@@ -40,8 +41,11 @@ CUTS = {
 
 
 class Sizes(NamedTuple):
-    """Of a product before it is cut: x (.., tokens, inner), w (inner, outer)."""
+    """Of a product before it is cut: x (.., tokens, inner), w (inner, outer).
 
-    tokens: int
+    tokens: None where the cut does not divide them.
+    """
+
+    tokens: int | None
     inner: int
     outer: int

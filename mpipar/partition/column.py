@@ -6,6 +6,7 @@ dx = dy @ w^T is only its columns' part of the sum over N: one all-reduce, backw
 
 shard_axis = 1
 bias_is_cut = True
+tokens_are_cut = False
 
 
 def forward(ops, x, w, comm, name, sizes=None):

@@ -8,6 +8,7 @@ from mpipar.partition import ring, shares
 
 shard_axis = 1
 bias_is_cut = True
+tokens_are_cut = True
 
 
 def forward(ops, x, w, comm, name, sizes):

@@ -9,6 +9,7 @@ from mpipar.partition import tokens as held
 
 shard_axis = 1
 bias_is_cut = True
+tokens_are_cut = True
 
 
 def forward(ops, x, w, comm, name, sizes):

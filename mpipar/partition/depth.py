@@ -9,6 +9,7 @@ from mpipar.partition import summa
 
 shard_axis = None
 bias_is_cut = True
+tokens_are_cut = False
 
 
 def forward(ops, x, w, mesh, name, sizes=None):

@@ -10,6 +10,7 @@ from mpipar.partition import shares
 
 shard_axis = 1
 bias_is_cut = False
+tokens_are_cut = False
 
 
 def forward(ops, x, w, comm, name, sizes):

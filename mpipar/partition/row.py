@@ -6,6 +6,7 @@ forward. Backward, dy is whole on every rank and each rank makes its own channel
 
 shard_axis = 0
 bias_is_cut = False
+tokens_are_cut = False
 
 
 def forward(ops, x, w, comm, name, sizes=None):

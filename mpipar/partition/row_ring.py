@@ -8,6 +8,7 @@ from mpipar.partition import ring, shares
 
 shard_axis = 0
 bias_is_cut = False
+tokens_are_cut = True
 
 
 def forward(ops, x, w, comm, name, sizes):

@@ -21,6 +21,7 @@ from mpipar.comm.group import Comm
 
 shard_axis = None
 bias_is_cut = True
+tokens_are_cut = False
 
 
 class Mesh(NamedTuple):

@@ -20,12 +20,13 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
+from mpipar.layers.context import Context
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.costs import Costs
+from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
 
 REPEATS = 5  # after one warm-up; medians are taken
-OPTIMIZER_STATE = {"sgd": 0, "adamw": 2}  # copies of the weights
 
 
 def units_of(stage: int, stage_layers) -> range:
@@ -42,19 +43,11 @@ def unit_counts(config, schedule) -> tuple[int, ...]:
     return tuple(len(units_of(stage, split)) for stage in range(len(split)))
 
 
-def grouped_layers(stage, units: range, num_units: int):
-    """(unit, its layers) of a Stage: norm, head and loss are one unit."""
-    groups = [[layer] for layer in stage.layers[:len(units)]]
-    groups[-1] += stage.layers[len(units):]
-    assert units[-1] == num_units - 1 or len(stage.layers) == len(units), (units, num_units)
-    return list(zip(units, groups, strict=True))
-
-
-def one_pass(ops, groups, batch, x, dy, observe):
+def one_pass(groups, batch, x, dy, observe):
     """Forward, input gradients and weight gradients of a stage, unit by unit.
 
-    observe(kind, unit, run) calls run() and notes what it wants. Comm: what the layers cross over
-    tp.
+    groups: (unit, its layers) of each. observe(kind, unit, run) calls run() and notes what it
+    wants. Comm: what the layers cross over tp.
     """
     stash = Stash(batch)
     for unit, layers in groups:
@@ -102,11 +95,11 @@ def measure_times(worker) -> dict:
         samples.setdefault(kind, {}).setdefault(unit, []).append(perf_counter() - start)
         return result
 
-    num_units = config.model.layers + 2
     for _ in range(1 + REPEATS):
         for number, stage in worker.stages.items():
-            groups = grouped_layers(stage, units_of(number, worker.stage_layers), num_units)
-            one_pass(ops, groups, batch, x, dy, observe)
+            units = units_of(number, worker.stage_layers)
+            groups = list(zip(units, stage.units, strict=True))
+            one_pass(groups, batch, x, dy, observe)
     return {kind: {unit: median(times[1:]) for unit, times in units.items()}
             for kind, units in samples.items()}
 
@@ -144,7 +137,7 @@ def unit_memory(config) -> dict:
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
     stage = models.of(config.model).Stage(
-        ops, config.model, 0, (config.model.layers,), comms.tp, {})
+        Context(ops, comms), config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2
     kept: dict = {"f": {}, "i": {}, "w": {}}
 
@@ -155,12 +148,12 @@ def unit_memory(config) -> dict:
         return result
 
     batch = data.of(config.model).blank_batch(ops, config)
-    groups = grouped_layers(stage, range(num_units), num_units)
-    one_pass(ops, groups, batch, None, None, observe)
-    copies = 1 + OPTIMIZER_STATE[config.train.optimizer] + (ops.dtype != ops.statistics)
+    one_pass(list(enumerate(stage.units)), batch, None, None, observe)
+    moments = len(OPTIMIZERS[config.train.optimizer].kinds)
+    copies = 1 + moments + (ops.dtype != ops.statistics)
     each = ops.dtype.itemsize + copies * ops.statistics.itemsize
     weights = [each * sum(p.size for layer in layers for p in layer.params)
-               for _, layers in groups]
+               for layers in stage.units]
     return {
         "stash_bytes": tuple(kept["f"][unit] for unit in range(num_units)),
         "kept_bytes": tuple(-kept["w"][unit] for unit in range(num_units)),

@@ -46,4 +46,4 @@ def predict(config, world_rank: int) -> Prediction:
     worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
                       {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
-                      sum(stage.flat.data.size for stage in worker.stages.values()))
+                      sum(stage.flat.size for stage in worker.stages.values()))

@@ -34,7 +34,7 @@ class GradSync:
         if self.comms.dp.size == 1:
             return
         flat = self.stages[stage].flat
-        for groups, run in flat.runs(lambda param: param.grad_groups):
+        for groups, run in flat.by_groups:
             if groups:
                 continue
             for first in range(run.start, run.stop, self.bucket):
@@ -56,7 +56,7 @@ class GradSync:
         self.pending = []
         for stage in sorted(self.stages):
             flat = self.stages[stage].flat
-            for groups, run in flat.runs(lambda param: param.grad_groups):
+            for groups, run in flat.by_groups:
                 for group in groups:
                     self.comms.by_axis[group].all_reduce(flat.grad[run], f"grads.{group}")
                 if groups:
@@ -76,12 +76,8 @@ class GradSync:
         """This rank's share of the squared gradient norm: owned parameters, first dp replica."""
         if self.comms.dp.index > 0:
             return 0.0
-        total = 0.0
-        for stage in self.stages.values():
-            for owner, run in stage.flat.runs(lambda param: param.owner):
-                if owner:
-                    total += self.ops.square_sum(stage.flat.grad[run])
-        return total
+        return sum((self.ops.square_sum(stage.flat.grad[run])
+                    for stage in self.stages.values() for run in stage.flat.owned), 0.0)
 
     def unscale(self, loss_scale: float) -> None:
         """Divide all gradients by the factor that the loss was multiplied by."""

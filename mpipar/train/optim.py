@@ -9,7 +9,9 @@ import math
 
 
 class Sgd:
-    """master -= lr * grad. No state, no decay: a wrong gradient scale shows at once."""
+    """master -= lr * grad. No moments, no decay: a wrong gradient scale shows at once."""
+
+    kinds = ()  # of moments
 
     def __init__(self, ops, stages, config):
         self.ops, self.stages = ops, stages
@@ -20,28 +22,38 @@ class Sgd:
             self.ops.sgd_step(stage.flat.master, stage.flat.grad, lr)
             stage.flat.publish()
 
+    def state(self) -> dict:
+        """{kind: {stage: flat buffer}} of all that an update reads and changes."""
+        return {"master": {number: stage.flat.master for number, stage in self.stages.items()}}
 
-class AdamW:
+
+class AdamW(Sgd):
     """Adam with decoupled weight decay (arXiv 1711.05101), with two moments per parameter."""
 
+    kinds = ("m", "v")
+
     def __init__(self, ops, stages, config):
-        self.ops, self.stages, self.config = ops, stages, config
+        super().__init__(ops, stages, config)
+        self.config = config
         self.moments = {
-            number: tuple(ops.zeros(stage.flat.grad.shape, ops.statistics, label="optimizer")
-                          for _ in range(2))
-            for number, stage in stages.items()
-        }
+            kind: {number: ops.zeros(stage.flat.grad.shape, ops.statistics, label="optimizer")
+                   for number, stage in stages.items()}
+            for kind in self.kinds}
 
     def step(self, lr: float, step: int) -> None:
         """Update all parameters of this rank; step counts from 1. Comm: none."""
         config = self.config
         for number, stage in self.stages.items():
-            flat, (m, v) = stage.flat, self.moments[number]
-            for decay, run in flat.runs(lambda param: param.decay):
+            flat = stage.flat
+            m, v = (self.moments[kind][number] for kind in self.kinds)
+            for decay, run in flat.by_decay:
                 rounded = None if flat.data is flat.master else flat.data[run]
                 self.ops.adamw_step(
                     flat.master[run], flat.grad[run], m[run], v[run], lr, config.beta1,
                     config.beta2, config.eps, config.weight_decay if decay else 0.0, step, rounded)
+
+    def state(self) -> dict:
+        return super().state() | self.moments
 
 
 OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}

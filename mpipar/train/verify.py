@@ -61,7 +61,7 @@ def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
         checkpoint.load(worker, config.run.init_from)
     else:
         worker.initialize(SPREAD)
-    rows = data.of(config.model).Rows(ops, part, config, grid.dp_rank)
+    rows = data.of(config.model).Rows(ops, part, config, grid)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, lambda param: param.grad)
     worker.optimizer.step(config.train.lr, 1)

@@ -15,6 +15,7 @@ from mpipar import models
 from mpipar.comm.connect import Options
 from mpipar.comm.group import Comms
 from mpipar.errors import NonFiniteError
+from mpipar.layers.context import Context, Copies
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.pipeline.schedules import table as schedules
@@ -83,8 +84,8 @@ class Worker:
         self.comms = Comms(grid, ops, recorder, mpi_world, options, partitions)
         tables: dict = {}
         self.stages = {
-            stage: model.Stage(ops, config.model, stage, self.stage_layers, self.comms.tp, tables,
-                               self._copies(stage))
+            stage: model.Stage(
+                self._context(stage), config.model, stage, self.stage_layers, tables)
             for stage in self.schedule.stages_of(grid.pp_rank)
         }
         self.gradsync = GradSync(
@@ -96,19 +97,18 @@ class Worker:
         # Of the global batch.
         self.num_tokens = config.train.batch_size * config.model.targets_per_row
 
-    def _copies(self, stage):
-        """Groups that hold copies of the stage's parameters and of its tied table; and who owns
-        them.
+    def _context(self, stage) -> Context:
+        """What the layers of a stage work with.
 
         Each tensor has one owner: the rank that runs its first stage on microbatch 0.
         """
-        mirrored = len(holders(self.schedule, (stage,))) > 1
-        return {
-            "groups": ("mirror",) if mirrored else (),
-            "tied_groups": ("tie",) if self.schedule.num_stages > 1 else (),
-            "owner": self.schedule.rank_of(stage, 0) == self.grid.pp_rank,
-            "table_owner": self.schedule.rank_of(0, 0) == self.grid.pp_rank,
-        }
+        schedule, pp_rank = self.schedule, self.grid.pp_rank
+        mirrored = len(holders(schedule, (stage,))) > 1
+        return Context(
+            self.ops, self.comms,
+            copies=Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank),
+            tied=Copies(("tie",) if schedule.num_stages > 1 else (),
+                        schedule.rank_of(0, 0) == pp_rank))
 
     def close(self) -> None:
         """Free the groups, when nothing more will be sent. Comm: every rank must call it."""

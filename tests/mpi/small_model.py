@@ -77,7 +77,7 @@ def real_step(config):
     recorder = Recorder(1 << 16)
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
     worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    rows = Rows(ops, tokens(), config, worker.grid)
     worker.train_step(1, lambda mb: rows.train(1, mb))
     worker.close()
     return worker, recorder

@@ -56,7 +56,7 @@ def real_step(config):
     ops, recorder = ops_module.make("cpu", "float64"), Recorder()
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
     worker.initialize()
-    rows = Rows(ops, images(), config, worker.grid.dp_rank)
+    rows = Rows(ops, images(), config, worker.grid)
     worker.train_step(1, lambda mb: rows.train(1, mb))
     worker.close()
     return recorder.records
@@ -132,7 +132,7 @@ def test_accuracy_is_that_of_one_rank(layout):
         ops = ops_module.make("cpu", "float64")
         worker = Worker(config, grid, ops, Recorder(), world)
         worker.initialize(0.5)
-        found = accuracy(worker, Rows(ops, images(), config, grid.dp_rank))
+        found = accuracy(worker, Rows(ops, images(), config, grid))
         worker.close()
         return found
 

@@ -65,7 +65,7 @@ def check_step(cuda_aware, config):
     if WORLD.size > 1:
         assert type(worker.comms.world.wire.wire) is kind
     worker.initialize(SPREAD)
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    rows = Rows(ops, tokens(), config, worker.grid)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, lambda param: param.grad)
     worker.close()
@@ -100,6 +100,6 @@ def test_forgotten_synchronize_is_caught(cuda_aware, monkeypatch):
     config = small_config((1, 1, 2))
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
     worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    rows = Rows(ops, tokens(), config, worker.grid)
     with pytest.raises(AssertionError, match="still being computed"):
         worker.gradients(1, lambda mb: rows.train(1, mb))

@@ -98,7 +98,7 @@ def one_rank_worker(config):
     from mpipar.train.verify import serial_config
 
     worker = Worker(serial_config(config), Grid(0), ops_module.make("cpu", "float64"), Recorder())
-    return sum(stage.flat.data.size for stage in worker.stages.values()), worker
+    return sum(stage.flat.size for stage in worker.stages.values()), worker
 
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)

@@ -51,7 +51,7 @@ def worker_of(config):
     ops = ops_module.make(config.run.device, config.run.dtype)
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
     worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    rows = Rows(ops, tokens(), config, worker.grid)
     return worker, lambda step: worker.train_step(step, lambda mb: rows.train(step, mb))
 
 

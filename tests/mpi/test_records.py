@@ -101,7 +101,7 @@ def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
     assert sends == [5 * below, 5 * below * mb_bytes]
     tie = totals.get(("tie", "grads.tie", "all_reduce"), [0])[0]
     assert tie == (pp > 1 and (not below or not above))
-    grads = sum(stage.flat.grad.nbytes for stage in worker.stages.values())
+    grads = sum(stage.flat.size * stage.flat.grad.itemsize for stage in worker.stages.values())
     reduced = sum(counter[1] for key, counter in totals.items() if key[0] == "dp")
     assert reduced == (grads if dp > 1 else 0)
     world = [counter[0] for key, counter in totals.items() if key[0] == "world"]
@@ -121,7 +121,7 @@ def test_memory_is_predicted(layout):
     memory.start()
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
     worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    rows = Rows(ops, tokens(), config, worker.grid)
     worker.train_step(1, lambda mb: rows.train(1, mb))
     worker.close()
     memory.stop()

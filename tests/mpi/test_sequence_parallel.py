@@ -167,7 +167,7 @@ def test_held_out_loss_is_that_of_one_rank(layout, tp_matmul):
     config = small_config(layout, model=cut_model(tp_matmul))
     losses = []
     for worker in two_workers(config):
-        rows = Rows(worker.ops, tokens(), worker.config, worker.grid.dp_rank)
+        rows = Rows(worker.ops, tokens(), worker.config, worker.grid)
         losses.append(worker.evaluate(rows)[0])
         worker.close()
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)

@@ -128,7 +128,7 @@ def test_memory_is_predicted_and_smaller(layout, tp_matmul):
     memory.start()
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
     worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid.dp_rank)
+    rows = Rows(ops, tokens(), config, worker.grid)
     worker.train_step(1, lambda mb: rows.train(1, mb))
     worker.close()
     memory.stop()

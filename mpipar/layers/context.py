@@ -1,0 +1,59 @@
+"""What every layer of a stage needs to know of the rank that it works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpipar.comm.group import Comms
+from mpipar.partition.tokens import WholeTokens
+
+
+class Copies(NamedTuple):
+    """Copies of a tensor on other pipeline ranks.
+
+    groups: over which the gradients of all copies are summed. owner: whether norms and files count
+    the copy of this rank.
+    """
+
+    groups: tuple[str, ...] = ()
+    owner: bool = True
+
+
+ALONE = Copies()
+
+
+@dataclass(frozen=True)
+class Context:
+    """Array functions, groups, and what this rank holds.
+
+    ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
+    which tokens this rank holds between two products (by default all of them). copies: of the
+    stage's parameters; tied: of a table that the first and the last stage share.
+    """
+
+    ops: object
+    comms: Comms
+    held: WholeTokens | None = None
+    copies: Copies = ALONE
+    tied: Copies = ALONE
+
+    def __post_init__(self):
+        if self.held is None:
+            object.__setattr__(self, "held", WholeTokens(self.ops, self.comms.tp))
+
+    @property
+    def tp(self):
+        return self.comms.tp
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks hold the same shard and read other data: dp x cp."""
+        return len(self.comms.grid.group("dp", "cp"))
+
+    def pair(self, cut: str) -> tuple[str, str]:
+        """The cuts of two products of which one reads the other's result.
+
+        cut: `pair` for those that fit the tokens held, or a cut that both have.
+        """
+        return self.held.cuts if cut == "pair" else (cut, cut)
