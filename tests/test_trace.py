@@ -12,7 +12,7 @@ from helpers import REPOSITORY, find_launcher, run_ranks
 from program import environment, mpipar
 from test_trace_perfetto import check_arrows, check_slices
 
-from mpipar.commands.train import draw_trace
+from mpipar.commands.finish import draw_trace
 from mpipar.errors import DataError
 from mpipar.trace import pop, segments, trace_file, waits
 from mpipar.trace.causes import Causes

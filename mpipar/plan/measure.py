@@ -56,7 +56,7 @@ def one_pass(groups, batch, x, dy, observe):
                 x = layer.forward(x, stash)
             return x
         x = observe("f", unit, forward)
-    if not groups[-1][1][-1].params:  # the loss: nothing comes from above
+    if groups and not groups[-1][1][-1].params:  # the loss: nothing comes from above
         dy = None
     for unit, layers in reversed(groups):
         def backward_input(dy=dy, layers=layers):

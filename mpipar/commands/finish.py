@@ -1,0 +1,105 @@
+"""What a run shows when its steps are done: barriers, overlap and memory as measured, the page of a
+traced run, and what the model has learned.
+"""
+
+from __future__ import annotations
+
+from mpipar.comm.facts import gather_facts
+from mpipar.console import tables as console
+from mpipar.console.bubble import bubble_rows, bubble_table, span_facts
+from mpipar.console.memory import process_peak
+from mpipar.data import images, rows
+from mpipar.data.bigram import bigram_loss
+from mpipar.data.source import BYTE_VOCABULARY
+from mpipar.errors import UserError
+from mpipar.inference.classify import accuracy
+from mpipar.inference.generate import decode, generate
+from mpipar.trace import html, trace_file
+from mpipar.trace.analysis import analyse
+
+
+def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
+    """Print the barriers of a step, overlap and memory, as measured.
+
+    fact: what this rank told about itself before. peak_bytes: of the first step. steps: how many
+    there were. Comm: one gather over the world.
+    """
+    fact = fact | {
+        "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
+                     if key[3] in ("F", "I", "W", "sync")],
+        "flight_ns": worker.gradsync.flight_ns, "overlapped_ns": worker.gradsync.overlapped_ns,
+        "ring_ns": worker.recorder.flight_ns("tp"),
+        "measured": peak_bytes, "process": process_peak(),
+        "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
+    }
+    facts = gather_facts(world, fact)
+    if facts:
+        log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
+        log(console.barriers([fact["counters"] for fact in facts], steps, len(facts)))
+        log("\n" + console.overlap(facts))
+        if console.ring_overlap(facts):
+            log(console.ring_overlap(facts))
+        if worker.grid.pp_size > 1:
+            rows = bubble_rows([fact["spans"] for fact in facts],
+                               [fact["pp_rank"] for fact in facts], worker.schedule)
+            log(f"\nbusy share and bubble of {worker.schedule.name},"
+                " simulated from the measured passes:")
+            log(bubble_table(rows))
+        log("\nmemory per rank, peak of the first step:")
+        log(console.measured_memory(facts))
+
+
+def draw_trace(folder, log) -> None:
+    """Make report.html of the trace; every rank must have written its part. Comm: none."""
+    try:
+        thinned = html.write(analyse(trace_file.read(folder)), folder / "report.html")
+    except UserError as error:  # as where the hosts share no disk; the run itself is none the worse
+        log(f"no report.html: {error}")
+    else:
+        log(f"report.html shows who waited for whom{f' ({thinned})' if thinned else ''}; open it in"
+            " a browser")
+
+
+def show_decoder(worker, inputs, log, seconds) -> None:
+    """Held-out loss beside a bigram model's, and a text. Comm: forward passes, generation.
+
+    seconds: how long the training took.
+    """
+    config, held_out = worker.config, inputs.held_out
+    loss, count = worker.evaluate(rows.Rows(worker.ops, held_out, config, worker.grid))
+    trained = worker.num_tokens * config.train.steps
+    log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
+        f" (trained on {trained:,} tokens in {seconds:.1f} s)")
+    vocab_size = config.model.vocab_size
+    if log.speaks and vocab_size <= BYTE_VOCABULARY:
+        bar = bigram_loss(inputs.train_part, held_out[:count + 1], vocab_size)
+        log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is"
+            f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
+    show_text(worker, inputs, log)
+
+
+def show_text(worker, inputs, log) -> None:
+    """Text that continues the prompt. Comm: generation."""
+    run, vocab_size = worker.config.run, worker.config.model.vocab_size
+    if run.sample_tokens:
+        prompt = inputs.prompt or [int(token) for token in inputs.held_out[:1]]
+        text = list(generate(worker, prompt, run.sample_tokens, run.temperature, run.seed))
+        log(f"\ntext generated from {decode(prompt, vocab_size)!r}:")
+        log(decode([*prompt, *text], vocab_size))
+
+
+def show_convnet(worker, inputs, log, seconds) -> None:
+    """Held-out loss and accuracy. Comm: two sweeps of forward passes over the held-out part.
+
+    seconds: how long the training took.
+    """
+    held_out = images.Rows(worker.ops, inputs.held_out, worker.config, worker.grid)
+    loss, count = worker.evaluate(held_out)
+    share, _ = accuracy(worker, held_out)
+    trained = worker.config.train.batch_size * worker.config.train.steps
+    log(f"\nheld-out loss {loss:.4f} nats per image, accuracy {share:.2%} of {count:,} images"
+        f" (trained on {trained:,} images in {seconds:.1f} s)")
+
+
+SHOW = {"decoder": show_decoder, "convnet": show_convnet}
+UNITS = {"decoder": "tok", "convnet": "img"}  # what a step's speed counts
