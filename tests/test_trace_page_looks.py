@@ -4,6 +4,7 @@ MPIPAR_SCREENSHOTS=FOLDER keeps the screenshots, light and dark.
 """
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from trace_cases import pipeline_trace, with_operations
 from trace_page import PLACE, example
 
 pytestmark = pytest.mark.browser
+# What a change of the window or of the theme leads to is drawn by then.
+FRAME = "return new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
 
 
 def test_nothing_is_fetched_and_both_themes_are_drawn(opened, tmp_path):
@@ -19,7 +22,7 @@ def test_nothing_is_fetched_and_both_themes_are_drawn(opened, tmp_path):
     shades = {}
     for theme in ("light", "dark"):
         page.prefer(theme)
-        page.run("return new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
+        page.run(FRAME)
         shades[theme] = page.run("""
             const copy = document.createElement("canvas").getContext("2d");
             copy.drawImage(timeline.base, 0, 0);
@@ -99,5 +102,40 @@ def test_a_narrow_window_scrolls_inside_its_cards(opened):
     page.resize(480, 900)
     widths = page.run("return [innerWidth, document.documentElement.scrollWidth,"
                       " document.querySelector('#pipeline svg').getBoundingClientRect().width]")
+    tables = page.run("""
+        return [...document.querySelectorAll("table")].filter(one => one.offsetParent).map(one => [
+          one.scrollWidth, one.parentElement.clientWidth,
+          getComputedStyle(one.parentElement).overflowX]);
+    """)
     page.resize(1440, 1000)
     assert widths[1] <= widths[0] < 560 <= widths[2]
+    assert tables
+    assert any(width > room for width, room, _ in tables)
+    assert all(width <= room or overflow == "auto" for width, room, overflow in tables)
+
+
+@pytest.mark.parametrize("width", [420, 1440])
+def test_times_of_the_ruler_do_not_overlap(opened, width):
+    page = opened(pipeline_trace())
+    page.resize(width, 900)
+    page.run(FRAME)
+    labels = page.run("""
+        const found = [], pen = timeline.base.getContext("2d"), plain = pen.fillText;
+        const length = timeline.limits[1] - timeline.limits[0];
+        pen.fillText = function (text, x, y) {
+          if (text.endsWith(" ms")) found.push([x, x + this.measureText(text).width, text]);
+          plain.call(this, text, x, y);
+        };
+        const zooms = [1, 3, 10, 100].map(zoom => {
+          found.length = 0;
+          timeline.show(timeline.limits[0], timeline.limits[0] + length / zoom);
+          return [...found];
+        });
+        delete pen.fillText;
+        return zooms;
+    """)
+    page.resize(1440, 1000)
+    for shown in labels:
+        assert len(shown) >= 2
+        assert all(end < start for (_, end, _), (start, _, _) in pairwise(shown))
+        assert shown[-1][1] <= width

@@ -166,16 +166,21 @@ class Timeline {
 
   drawRuler(c) {
     const length = this.view[1] - this.view[0];
-    let step = 10 ** Math.floor(Math.log10(length / 6));
-    step *= [1, 2, 5, 10].find(factor => length / (step * factor) <= 9);
+    const most = Math.max(3, Math.min(9, Math.floor(this.plotWidth() / 64)));  // labels with room
+    let step = 10 ** Math.floor(Math.log10(length / most));
+    step *= [1, 2, 5, 10].find(factor => length / (step * factor) <= most);
     c.font = "11px system-ui, sans-serif";
+    let free = 0;
     for (let time = Math.ceil(this.view[0] / step) * step; time <= this.view[1]; time += step) {
       const x = Math.round(this.x(time)) + 0.5;
       c.fillStyle = this.colours.line;
       c.fillRect(x, RULER - 6, 1, this.height - RULER + 6);
       c.fillStyle = this.colours.soft;
       const label = `${+(time / 1e3).toPrecision(12)} ms`;
-      if (x + 6 + c.measureText(label).width < this.width) c.fillText(label, x + 4, RULER - 9);
+      const right = x + 6 + c.measureText(label).width;
+      if (x < free || right > this.width) continue;
+      c.fillText(label, x + 4, RULER - 9);
+      free = right;
     }
     c.fillStyle = this.colours.accent;
     for (const [number, start, end] of this.data.steps) {
