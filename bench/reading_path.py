@@ -1,10 +1,10 @@
-"""The functions that one default training step runs, counted by the README's ten stops.
+"""The lines that one default training step runs, by file and by the ten stops of docs/map.md.
 
-    mpiexec -n 4 python -m bench.reading_path [--json FILE]
+    mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
 
-Every rank takes one step of the default layout under a profile hook. A stop's lines are those of
-the functions and methods that ran on any rank, with their comments and docstrings: what a reader
-has to read.
+Every rank takes one step of the default layout under a profile hook. Counted are the lines of the
+functions and methods that ran on any rank, with their comments and docstrings: what a reader has
+to read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOPS = {
     "pipeline/engine": "one method per instruction",
     "pipeline/schedules": "who computes what in which order",
     "models/decoder": "the layers of a stage",
-    "layers": "forward, input gradient, weight gradient; barriers get their names",
+    "layers": "forward, input gradient, weight gradient, and the names of barriers",
     "partition": "one product cut over ranks: where the barriers are",
     "ops": "the arithmetic",
     "comm": "the wire, and the record of each call",
@@ -42,18 +42,19 @@ ALIAS = {"models/stage": "models/decoder", "pipeline/instructions": "pipeline/sc
 LIMIT = 2000
 
 
-def stop_of(path: Path) -> str | None:
-    """The stop that a file belongs to."""
-    name = str(path.relative_to(PACKAGE).with_suffix(""))
+def stop_of(path: str) -> str | None:
+    """The stop that a file belongs to; path: as in the repository."""
+    name = path.removeprefix("mpipar/").removesuffix(".py")
     name = ALIAS.get(name, name)
     return next((stop for stop in STOPS if name == stop or name.startswith(f"{stop}/")), None)
 
 
 def ran_lines(world) -> dict[str, set]:
-    """{stop: {"file:line"}} of the functions that this rank runs. Comm: everything of a training
-    step.
+    """{path in the repository: line numbers} of the functions that this rank runs.
+
+    Comm: everything of a training step.
     """
-    lines: dict[str, set] = {stop: set() for stop in STOPS}
+    lines: dict[str, set] = {}
     seen = set()
 
     def hook(frame, event, argument):
@@ -61,10 +62,9 @@ def ran_lines(world) -> dict[str, set]:
         if code in seen or not code.co_filename.startswith(str(PACKAGE)):
             return
         seen.add(code)
-        stop = stop_of(Path(code.co_filename))
+        path = str(Path(code.co_filename).relative_to(results.ROOT))
         last = max(line for _, _, line in code.co_lines() if line)
-        if stop is not None:
-            lines[stop] |= {f"{code.co_filename}:{n}" for n in range(code.co_firstlineno, last + 1)}
+        lines.setdefault(path, set()).update(range(code.co_firstlineno, last + 1))
 
     config, _ = resolve(Config(), world.size)
     ops = ops_module.make("cpu", "float32")
@@ -85,18 +85,20 @@ def main(argv, session) -> int:
     args = parser.parse_args(argv)
     world = session.start()
     results.check_writable(args.json, session)
-    facts = gather_facts(world, {stop: sorted(found) for stop, found in ran_lines(world).items()})
+    facts = gather_facts(world, {path: sorted(ran) for path, ran in ran_lines(world).items()})
     if facts is None:
         return 0
+    files = {path: len(set().union(*(fact.get(path, ()) for fact in facts)))
+             for path in sorted(set().union(*facts))}
     rows = [{"stop": f"`mpipar/{stop}`", "what": what,
-             "lines": len(set().union(*(fact[stop] for fact in facts)))}
+             "lines": sum(count for path, count in files.items() if stop_of(path) == stop)}
             for stop, what in STOPS.items()]
     total = sum(row["lines"] for row in rows)
     for row in rows:
         print(f"{row['lines']:5d}  {row['stop']}  {row['what']}")
     print(f"{total:5d}  of at most {LIMIT}")
     if args.json:
-        results.write(args.json, "bench.reading_path", rows, lines=total)
+        results.write(args.json, "bench.reading_path", rows, beside={"files": files}, lines=total)
     return int(total > LIMIT or not all(row["lines"] for row in rows))
 
 

@@ -1,8 +1,9 @@
-"""Results of benchmarks as files: rows, the machine, the date; and the tables that the README shows
-of them.
+"""Results of benchmarks as files: rows, the machine, the date; and the tables of them in the pages.
 
-    python -m bench.results            # write all tables into README.md again
+    python -m bench.results            # write all tables into README.md and docs/ again
     python -m bench.results --check    # exit 1 if a table there is not what its file says
+
+The map of the sources (bench.code_map) is written and checked with them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import code_map
 from mpipar.errors import OutputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +27,7 @@ SCHEMA = 1
 # "<!-- result: FILE -->", or "<!-- result: FILE where ranks=4 -->" for some of its rows.
 MARK = re.compile(r"<!-- result: (\S+)( where (\w+)=(\S+))? -->\n.*?<!-- end of result -->",
                   re.DOTALL)
+MAP = re.compile(r"<!-- map: (folders|files) -->\n.*?<!-- end of map -->", re.DOTALL)
 
 
 def machine() -> dict:
@@ -65,11 +68,14 @@ def check_writable(path: str | None, session=None, flag: str = "--json") -> None
             raise OutputError(f"{flag} {path}: {place} cannot be written")
 
 
-def write(path: str, bench: str, rows: list[dict], **facts) -> None:
+def write(path: str, bench: str, rows: list[dict], *, beside: dict | None = None, **facts) -> None:
     """Write a result file: rows with the unit in each column's name, and everything else as
     facts. Raises OutputError.
+
+    beside: more keys of the file, which no table shows.
     """
-    result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows}
+    result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows,
+              **(beside or {})}
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
@@ -99,29 +105,40 @@ def markdown(result: dict) -> str:
     return f"{table(result['rows'])}\n\n`{result['bench']}`: {facts}"
 
 
-def update(readme: str) -> str:
-    """The README with every marked table as its result file has it."""
+def pages() -> list[Path]:
+    """README.md and the pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def update(page: str) -> str:
+    """A page with every marked table as its result file has it, and the map as the sources are."""
     def write_table(match):
         result = json.loads((ROOT / match[1]).read_text())
         if match[2]:
             result["rows"] = [row for row in result["rows"] if text(row[match[3]]) == match[4]]
         head = f"{match[1]}{match[2] or ''}"
         return f"<!-- result: {head} -->\n{markdown(result)}\n<!-- end of result -->"
-    return MARK.sub(write_table, readme)
+
+    def write_map(match):
+        tables = {"folders": code_map.folder_table, "files": code_map.file_tables}[match[1]]()
+        return f"<!-- map: {match[1]} -->\n{tables}\n<!-- end of map -->"
+
+    return MAP.sub(write_map, MARK.sub(write_table, page))
 
 
 def main(argv=None) -> int:
-    """Write or check the README's tables; returns the exit code."""
+    """Write or check the tables of all pages; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = update(before)
-    if "--check" in argv:
-        if before != after:
-            print("README.md: a table differs from its result file; run python -m bench.results")
-        return int(before != after)
-    path.write_text(after)
-    return 0
+    old = 0
+    for path in pages():
+        before = path.read_text(encoding="utf-8")
+        after = update(before)
+        if "--check" not in argv:
+            path.write_text(after, encoding="utf-8")
+        elif before != after:
+            old = 1
+            print(f"{path.relative_to(ROOT)}: a table is out of date; run python -m bench.results")
+    return old
 
 
 if __name__ == "__main__":

@@ -96,14 +96,14 @@ class Browser:
         """Return the page as PDF, on A4."""
         return base64.b64decode(self._post("/print", {"page": {"width": 21, "height": 29.7}}))
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Save the whole page, or what the window shows of it, as PNG."""
+    def picture(self, path: Path, *, whole: bool = True, height: float | None = None) -> None:
+        """Save the whole page, its first pixels, or what the window shows of it, as PNG."""
         if not whole:
             path.write_bytes(base64.b64decode(self._post("/screenshot", method="GET")))
             return
         box = self.run("const d = document.documentElement;"
                        "return [innerWidth, d.scrollHeight];")
-        clip = {"x": 0, "y": 0, "width": box[0], "height": box[1], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": box[0], "height": height or box[1], "scale": 1}
         answer = self._post("/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": {
             "captureBeyondViewport": True, "clip": clip}})
         path.write_bytes(base64.b64decode(answer["data"]))

@@ -6,10 +6,9 @@ import sys
 
 from helpers import REPOSITORY
 
+from bench.code_map import FLOORS
+
 PACKAGE = REPOSITORY / "mpipar"
-# From the ground up: a folder imports from the folders named before it, and from itself.
-FLOORS = """errors ops comm data partition job config layers models pipeline checkpoint
-    console trace train plan inference commands cli __main__""".split()
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow",
         "comm.transport"}
 IMPORT_MPI = WIRE | {"job.session", "commands.doctor"}

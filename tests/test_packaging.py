@@ -1,50 +1,60 @@
-"""What is installed is what is in the repository: the console script runs the installed copy."""
+"""What `pip install .` installs is what is in the repository, and its program runs from there.
+
+The README installs a link to the sources (-e). So the package is built and installed here once
+more, from a copy of the sources and into a folder of its own, without any download.
+"""
 
 import configparser
-import importlib.metadata
-import json
+import shutil
+import sys
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, run_command
 
 PACKAGE = REPOSITORY / "mpipar"
+LIMIT = 100.0
+INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+
+
+def files_in(folder):
+    """{path: bytes} of what a package consists of; compiled files are not part of it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.suffix != ".pyc"}
 
 
 @pytest.fixture(scope="module")
-def installed():
-    """Return the installed distribution; skip where there is none or only a link to this folder."""
-    found = [
-        distribution
-        for distribution in importlib.metadata.distributions(name="mpipar")
-        if distribution.read_text("direct_url.json")  # not what a build left in this folder
-    ]
-    if not found:
-        pytest.skip("mpipar is not installed here: pip install .")
-    origin = json.loads(found[0].read_text("direct_url.json"))
-    if origin.get("dir_info", {}).get("editable"):
-        pytest.skip("mpipar is installed as a link to its sources (pip install -e)")
-    return found[0]
+def installed(tmp_path_factory):
+    """The folder that pip has installed the package into."""
+    sources, target = (tmp_path_factory.mktemp(name) for name in ("sources", "installed"))
+    for name in INPUTS:
+        shutil.copy(REPOSITORY / name, sources)
+    shutil.copytree(PACKAGE, sources / "mpipar", ignore=shutil.ignore_patterns("__pycache__"))
+    result = run_command(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+         "--no-index", "--no-deps", "--no-build-isolation", "--root-user-action=ignore",
+         "--target", target, sources], LIMIT)
+    assert result.returncode == 0, result.tail()
+    return target
 
 
 def test_installed_files_are_the_sources(installed):
-    ours = {
-        str(path.relative_to(REPOSITORY)): path.read_bytes()
-        for path in PACKAGE.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
-    theirs = {
-        str(path): path.read_binary()
-        for path in installed.files
-        if path.parts[0] == "mpipar" and path.suffix != ".pyc"
-    }
-    assert sorted(theirs) == sorted(ours), "remove build/ and run pip install again"
-    changed = [name for name in ours if ours[name] != theirs[name]]
-    assert not changed, f"run pip install again: {changed}"
+    ours, theirs = files_in(PACKAGE), files_in(installed / "mpipar")
+    assert sorted(theirs) == sorted(ours), "see packages and package_data in setup.cfg"
+    assert [name for name in ours if ours[name] != theirs[name]] == []
 
 
-def test_console_script(installed):
-    scripts = {entry.name: entry.value for entry in installed.entry_points}
-    assert scripts == {"mpipar": "mpipar.__main__:main"}
+def test_console_script(installed, tmp_path):
+    """It is `mpipar`, and it runs the installed copy, not the sources."""
+    scripts = configparser.ConfigParser()
+    (path,) = installed.glob("mpipar-*.dist-info/entry_points.txt")
+    scripts.read(path)
+    assert dict(scripts["console_scripts"]) == {"mpipar": "mpipar.__main__:main"}
+    environment = {"PYTHONPATH": str(installed), "PYTHONVERBOSE": "1"}
+    result = run_command([installed / "bin" / "mpipar", "--help"], LIMIT, environment, cwd=tmp_path)
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.startswith("usage: mpipar COMMAND")
+    assert f"{installed}/mpipar/cli.py" in result.stderr
+    assert f"{PACKAGE}/cli.py" not in result.stderr
 
 
 def test_core_needs_no_more_than_it_says():

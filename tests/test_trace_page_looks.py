@@ -1,6 +1,8 @@
 """How a trace's page looks in a real browser: themes, drawings, paper.
 
-MPIPAR_SCREENSHOTS=FOLDER keeps the screenshots, light and dark.
+MPIPAR_SCREENSHOTS=FOLDER keeps the screenshots, light and dark. The README's picture is made by:
+
+    MPIPAR_SCREENSHOTS=docs python -m pytest tests/test_trace_page_looks.py -m slow
 """
 
 import os
@@ -8,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from program import mpipar
 from trace_cases import pipeline_trace, with_operations
 from trace_page import PLACE, example
 
@@ -51,6 +54,23 @@ def test_screenshots_of_both_themes(opened, tmp_path):
         page.picture(folder / f"trace-{theme}-hover.png", whole=False)
         for name in (f"trace-{theme}.png", f"trace-{theme}-hover.png"):
             assert (folder / name).stat().st_size > 20_000, "an empty picture"
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme(window, tmp_path):
+    """A real run, pp 2 x tp 2: title, efficiencies, and the timeline of one step."""
+    folder = Path(os.environ.get("MPIPAR_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    result = mpipar("train", "--layout", "pp=2,tp=2", "--d-model", 192, "--steps", 8, "--trace",
+                    "6:6", "--sample-tokens", 0, "--out", tmp_path / "run", ranks=4)
+    assert result.returncode == 0, result.tail()
+    window.prefer("light")
+    window.resize(1200, 1000)
+    window.open(tmp_path / "run" / "report.html")
+    end = window.run("return document.getElementById('trace').getBoundingClientRect().bottom")
+    window.picture(folder / "report.png", height=end + 12)
+    window.resize(1440, 1000)
+    assert 20_000 < (folder / "report.png").stat().st_size <= 200 * 1024
 
 
 def test_the_pipeline_is_drawn_as_measured_and_as_simulated(opened):

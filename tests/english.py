@@ -1,0 +1,29 @@
+"""The length of sentences: what is text in a page, and which of its sentences are too long."""
+
+import re
+
+MOST_WORDS = 25
+# What no sentence is made of: fenced code, what bench.results generates, comments, pictures.
+NO_TEXT = re.compile(r"^```.*?^```$|<!-- (result|map): .*?<!-- end of \1 -->|<!--.*?-->"
+                     r"|!\[[^]]*\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+CODE = re.compile(r"``.+?``|`[^`]+`", re.DOTALL)
+NEW_PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>]|\d+\.)\s)")
+END_OF_SENTENCE = re.compile(r"(?<=[.!?])[)\"'*]*\s+")
+
+
+def page_paragraphs(markdown: str) -> list[str]:
+    """The paragraphs, headings and list items of a Markdown page.
+
+    A link counts as its words and a piece of code as one word; tables do not count.
+    """
+    text = LINK.sub(r"\1", NO_TEXT.sub("\n\n", markdown))
+    text = re.sub(r"^\|.*$", "", CODE.sub("code", text), flags=re.MULTILINE)
+    return [" ".join(part.split()) for part in NEW_PARAGRAPH.split(text) if part.strip()]
+
+
+def long_sentences(paragraphs: list[str]) -> list[str]:
+    """The sentences with more than MOST_WORDS words; a word has a letter or a digit."""
+    sentences = [one for part in paragraphs for one in END_OF_SENTENCE.split(part)]
+    return [one for one in sentences
+            if sum(bool(re.search(r"\w", word)) for word in one.split()) > MOST_WORDS]

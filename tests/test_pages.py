@@ -1,0 +1,201 @@
+"""README.md and docs/: generated parts are up to date, links lead somewhere, commands can be typed.
+
+The broken twins below are pages that must be caught.
+"""
+
+import re
+import shlex
+import socket
+import struct
+
+import pytest
+from english import MOST_WORDS, NO_TEXT, long_sentences, page_paragraphs
+from helpers import REPOSITORY
+from program import mpipar
+
+from bench import code_map, results
+from mpipar import cli
+from mpipar.errors import UsageError
+
+PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
+         for path in results.pages()}
+README = PAGES["README.md"]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_parts_are_up_to_date(name):
+    """Tables are their result files'; the map has each file, folder and docstring as it is now."""
+    assert results.update(PAGES[name]) == PAGES[name], "run python -m bench.results"
+
+
+def test_what_is_typed_into_a_generated_part_is_overwritten():
+    changed = {name: page.replace("| tp 2 |", "| tp 3 |").replace("| `grid.py` |", "| `gird.py` |")
+               for name, page in PAGES.items()}
+    assert sum(changed[name] != page for name, page in PAGES.items()) >= 2
+    assert {name: results.update(page) for name, page in changed.items()} == PAGES
+
+
+def test_the_map_has_a_line_for_every_file():
+    page = PAGES["docs/map.md"]
+    files = [path for folder in ("mpipar", "bench")
+             for path in code_map.files_below(REPOSITORY / folder)]
+    folders = {path.parent for path in files if path.name == "__init__.py"}
+    listed = re.findall(r"^\| `([^`]+\.\w+)` \|", page, re.MULTILINE)
+    assert len(listed) >= len(files) - len(folders)
+    for path in files:
+        assert path.name == "__init__.py" or any(
+            str(path).endswith(f"/{one}") for one in listed), f"{path}: run python -m bench.results"
+
+
+def test_a_file_that_says_nothing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_map, "ROOT", tmp_path)
+    (tmp_path / "silent.py").write_text("x = 1\n")
+    with pytest.raises(LookupError, match=r"silent\.py: say in its first line"):
+        code_map.first_sentence(tmp_path / "silent.py")
+
+
+# --- form
+
+
+def test_the_readme_is_for_newcomers():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 120
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_sentence_is_too_long(name):
+    found = long_sentences(page_paragraphs(PAGES[name]))
+    assert not found, f"more than {MOST_WORDS} words:\n" + "\n".join(found)
+
+
+WORDS = " ".join(["word"] * (MOST_WORDS + 1))
+
+
+@pytest.mark.parametrize("page", [
+    f"Short. {WORDS}.", f"- one\n- {WORDS}", f"{WORDS[:60]}\n{WORDS[60:]}",
+    f"[{WORDS}](docs/map.md)", f"# {WORDS}"])
+def test_a_long_sentence_is_found(page):
+    assert len(long_sentences(page_paragraphs(page))) == 1
+
+
+@pytest.mark.parametrize("page", [
+    f"```\n{WORDS}\n```", f"| {WORDS} |", f"`{WORDS}`", f"<!-- {WORDS} -->", f"![{WORDS}](a.png)",
+    f"{WORDS[:60]}. {WORDS[60:]}.", f"{WORDS[:60]}:\n\n- {WORDS[60:]}"])
+def test_code_tables_and_short_sentences_do_not_count(page):
+    assert not long_sentences(page_paragraphs(page))
+
+
+# --- links and the picture
+
+
+def anchors(page):
+    """The names that a page's headings can be linked by."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            for title in re.findall(r"^#+ (.*)$", page, re.MULTILINE)}
+
+
+def broken_links(name, page):
+    """The links of a page that lead to no file or heading of the repository."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (REPOSITORY / name).parent / path if path else REPOSITORY / name
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    assert broken_links(name, PAGES[name]) == []
+
+
+def test_broken_links_are_found():
+    page = "[a](map.md) [b](gone.md) [c](map.md#the-path-of-one-step) [d](map.md#gone) [e](#gone)"
+    assert broken_links("docs/speed.md", page) == ["gone.md", "map.md#gone", "#gone"]
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert [name for name in PAGES if name != "README.md" and f"({name})" not in README] == []
+
+
+def test_the_picture_is_small():
+    """tests/test_trace_page_looks.py makes it."""
+    picture = (REPOSITORY / "docs" / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) <= 200 * 1024
+    width, height = struct.unpack(">II", picture[16:24])
+    assert 1000 <= width <= 1600
+    assert 400 <= height <= 1600
+
+
+# --- commands
+
+
+def commands():
+    """(page, command) of each command that a page prints: in its blocks, tables and sentences."""
+    found = []
+    for name, page in PAGES.items():
+        blocks = [block for kind, block in FENCED.findall(page) if kind == "bash"]
+        lines = [line for block in blocks for line in block.splitlines()]
+        lines += re.findall(r"`((?:mpiexec|mpipar|python) [^`]*)`", NO_TEXT.sub("", page))
+        found += [(name, part.strip()) for line in lines
+                  for part in line.split("  #")[0].split(" && ") if part.strip()]
+    return found
+
+
+def command_problem(command):
+    """What is wrong with a command of a page, None if it can be typed as it stands."""
+    words = shlex.split(command)
+    if words[0].endswith("mpiexec"):
+        words = words[3:]
+    program = words[0].removeprefix(".venv/bin/")
+    if program == "mpipar":
+        try:
+            cli.command_parser(words[1]).parse_args(words[2:])
+        except (UsageError, KeyError) as error:
+            return str(error)
+    elif program == "python" and words[2] != "pytest":
+        file = REPOSITORY / f"{words[2].replace('.', '/')}.py"
+        flags = [word for word in words[3:] if word.startswith("--")]
+        known = set(re.findall(r"--[\w-]+", file.read_text())) if file.exists() else None
+        return f"no {file}" if known is None else f"no {flags}" if {*flags} - known else None
+    elif program not in ("pip", "python", "python3", ".", "source", "sbatch", "bash"):
+        return f"no program {program}"
+    return None
+
+
+@pytest.mark.parametrize(("name", "command"), commands())
+def test_printed_commands_can_be_typed(name, command):
+    assert command_problem(command) is None
+
+
+@pytest.mark.parametrize("command", [
+    "mpipar trian", "mpiexec -n 4 mpipar train --made-up 3", "mpipar schedule --pp four",
+    "python -m bench.made_up", "python -m bench.matmul --made-up", "mpirun -n 4 mpipar train"])
+def test_a_command_that_cannot_be_typed_is_found(command):
+    assert command_problem(command)
+
+
+@pytest.mark.slow
+def test_the_output_in_the_readme_is_what_train_prints(tmp_path):
+    """All of it but figures of time and loss: the same lines, other digits in their last part."""
+    (block,) = [text for kind, text in FENCED.findall(README) if kind == "text"]
+    result = mpipar("train", "--steps", 1, "--log-interval", 1, "--sample-tokens", 0,
+                    "--out", tmp_path / "run", ranks=4)
+    assert result.returncode == 0, result.tail()
+
+    def form(line):
+        line = re.sub(r"better|worse", "*", line.replace("vm", socket.gethostname()))
+        return re.sub(r"[\d.,:]+k?", "#", "".join(line.split()))
+
+    printed = {form(line) for line in result.stdout.splitlines()}
+    timeless = {" ".join(line.split()) for line in result.stdout.splitlines()}
+    missing = [line for line in block.splitlines() if line != "..." and form(line) not in printed]
+    assert not missing, result.stdout
+    start = block[:block.index("step 300")].replace("vm", socket.gethostname())
+    assert {" ".join(line.split()) for line in start.splitlines()} - {"..."} <= timeless
