@@ -17,8 +17,8 @@ def waits(schedule, pp_rank, fused):
     groups = [[]]
     for instr in schedule.programs[pp_rank]:
         if is_compute(instr):
-            groups[-1] += [message(wire) for wire in receives(schedule, pp_rank, instr)]
-            groups.append([message(wire) for wire in sends(schedule, pp_rank, instr)])
+            groups[-1] += [message(wire) for wire in receives(schedule, instr)]
+            groups.append([message(wire) for wire in sends(schedule, instr)])
     if not fused:
         groups = [[one] for group in groups for one in group]
     return [set(group) for group in groups if group]

@@ -184,12 +184,12 @@ def test_lowered_programs_match_each_other(case):
                 peer = schedule.rank_of(instr.stage + step, instr.mb)
                 received[peer, pp_rank, instr.kind[-1], instr.stage, instr.mb] += 1
             elif is_compute(instr):
-                for wire in receives(schedule, pp_rank, instr):
+                for wire in receives(schedule, instr):
                     between = program[program.index(wire) : position]
                     passes_between = sum(map(is_compute, between))
                     first = not any(map(is_compute, program[: program.index(wire)]))
                     assert passes_between == 1 or (first and passes_between == 0)
-                wires = sends(schedule, pp_rank, instr)
+                wires = sends(schedule, instr)
                 assert program[position + 1 : position + 1 + len(wires)] == wires
     assert sent == received
     assert set(sent.values()) <= {1}

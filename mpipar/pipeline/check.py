@@ -1,33 +1,37 @@
-"""The proof that a schedule can run: order, stash, complete gradients, matched messages, no hang.
+"""The proof that a schedule can run: order, complete gradients, matched messages, no hang.
 
 What is assumed of the engine: a compute instruction waits for its own receives and for nothing
 else; sends and receives never block by themselves; at the end every send is matched. A synchronous
 send is complete once its receive is posted, which a rank does before it waits for the data. So a
-schedule can hang only where ranks wait for each other's results in a circle (progress.py).
+schedule can hang only where ranks wait for each other's results in a circle.
+
+First each program is proved by itself; `at` says where a part (kind, stage, mb) stands in it. Then
+all programs run together, each as far as its messages let it.
 """
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
-import numpy as np
-
-from mpipar.pipeline.columns import (
-    FORWARD,
-    FULL,
-    INPUT,
-    KINDS,
-    REDUCE,
-    SEND_F,
-    WEIGHT,
-    columns,
-    refuse_first,
+from mpipar.pipeline.instructions import (
+    COMPUTE_KINDS,
+    WIRE_KINDS,
+    Instr,
+    Message,
+    Schedule,
+    ScheduleError,
+    is_compute,
+    neighbours,
+    on_wire,
+    parts,
 )
-from mpipar.pipeline.instructions import Schedule, ScheduleError
-from mpipar.pipeline.progress import message_events, prove_progress
 
-STASH_CHANGE = np.array([1, -1, 0, -1])  # by F, B, I, W: a stash lives until its last reader
-NEEDED = np.array([FORWARD, FORWARD, FORWARD, INPUT])  # what B, I and W need of the same microbatch
-RIVAL = np.array([FORWARD, INPUT, FULL, WEIGHT])  # B and I exclude each other
-NEVER = np.iinfo(np.int64).max  # the position of what does not happen: behind all others
+NEEDED = {"B": "F", "I": "F", "W": "I"}  # what a pass needs of the same stage and microbatch
+RIVAL = {"B": "I", "I": "B"}  # the two forms of a backward exclude each other
+STASH_CHANGE = {"F": 1, "B": -1, "W": -1}  # a stash lives until its last reader
+NEVER = inf  # the position of what does not happen: behind all others
+Problems = Iterator[tuple[int, str]]  # position, and what is wrong there
 
 
 @dataclass(frozen=True)
@@ -49,21 +53,17 @@ def check(schedule: Schedule) -> CheckReport:
     nothing runs before what it needs; REDUCE_GRAD follows a stage's last backward; each message
     has one send and one receive; no ranks wait for each other in a circle.
     """
-    check_shape(schedule)
-    peaks, events = [], []
+    check_placement(schedule)
     for pp_rank in range(schedule.pp_size):
-        table = columns(schedule, pp_rank)
-        check_fits(schedule, pp_rank, table)
-        passes = table[:, table[1] <= WEIGHT]
-        check_order(schedule, pp_rank, passes)
-        check_reduce(schedule, pp_rank, table)
-        peaks.append(int(STASH_CHANGE[passes[1]].cumsum().max()))
-        events.append(message_events(schedule, pp_rank, passes, table[:, table[1] > REDUCE]))
-    prove_progress(schedule, events)
-    return CheckReport(tuple(peaks), tuple(sum(key < 0 for key in keys) for keys in events))
+        for position, reason in program_problems(schedule, pp_rank):
+            raise ScheduleError.at(schedule, pp_rank, position, reason)
+    messages = [0] * schedule.pp_size
+    for pp_rank, _, _, sent in runnable_order(schedule):
+        messages[pp_rank] += len(sent)
+    return CheckReport(tuple(map(peak_stash, schedule.programs)), tuple(messages))
 
 
-def check_shape(schedule: Schedule) -> None:
+def check_placement(schedule: Schedule) -> None:
     """The numbers of stages, ranks and microbatches fit the placement."""
     p, stages, m = schedule.pp_size, schedule.num_stages, schedule.num_microbatches
     fits = {
@@ -80,116 +80,173 @@ def check_shape(schedule: Schedule) -> None:
         )
 
 
-def check_fits(schedule: Schedule, pp_rank: int, table: np.ndarray) -> None:
-    """Every instruction is known, and its stage and microbatch belong to this rank."""
-    positions, codes, stages, mbs = table
-    m, held = schedule.num_microbatches, schedule.stages_of(pp_rank)
-    known = KINDS if schedule.wired else KINDS[:SEND_F]
-    refuse_first(
-        schedule, pp_rank, positions, (codes < 0) | (codes >= len(known)),
-        lambda k: f"only {' '.join(known)} may stand in this program",
-    )
-    refuse_first(
-        schedule, pp_rank, positions, ~np.isin(stages, held),
-        lambda k: f"stage {stages[k]} is not on this rank, which holds {list(held)}",
-    )
-    of_mb = codes != REDUCE
-    refuse_first(
-        schedule, pp_rank, positions, of_mb & ((mbs < 0) | (mbs >= m)),
-        lambda k: f"microbatch {mbs[k]} does not exist, there are {m}",
-    )
-    if schedule.placement == "mirror":
-        home = np.where(2 * mbs < m, stages, schedule.pp_size - 1 - stages)
-        refuse_first(
-            schedule, pp_rank, positions, of_mb & (home != pp_rank),
-            lambda k: f"microbatch {mbs[k]} passes stage {stages[k]} on rank {home[k]}",
-        )
+def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
+    """What is wrong with a rank's program by itself; only the first is sure to be the cause."""
+    program, held, at = schedule.programs[pp_rank], schedule.stages_of(pp_rank), {}
+    if not program:
+        yield 0, "this rank has nothing to do"
+    for position, instr in enumerate(program):
+        for part in parts(instr):
+            if reason := misfit(schedule, pp_rank, held, part):
+                yield position, reason
+            if part in at:
+                yield position, {
+                    "REDUCE_GRAD": f"the stage's gradients were reduced at {at[part]}",
+                    **dict.fromkeys(WIRE_KINDS, "stands here a second time"),
+                }.get(part[0], f"has already run at position {at[part]}")
+            at[part] = position
+    yield from order_problems(schedule, at)
+    for reason in missing_parts(schedule, pp_rank, at):
+        yield len(program), f"{reason} is missing"
+    yield from reduce_problems(at)
+    if schedule.wired:
+        yield from wire_problems(schedule, at)
 
 
-def check_order(schedule: Schedule, pp_rank: int, passes: np.ndarray) -> None:
-    """Each pass runs once, behind what it needs of this rank, and none is missing."""
-    positions, codes, stages, mbs = passes
-    held = schedule.stages_of(pp_rank)
-    slots = np.searchsorted(held, stages)
-    at = np.full((WEIGHT + 1, len(held), schedule.num_microbatches), NEVER)
-    cells = np.ravel_multi_index((codes, slots, mbs), at.shape)
-    np.minimum.at(at.reshape(-1), cells, positions)
-    first = at[codes, slots, mbs]
-    refuse_first(
-        schedule, pp_rank, positions, first != positions,
-        lambda k: f"has already run at position {first[k]}",
-    )
-    needed = np.where(codes == FORWARD, -1, at[NEEDED[codes], slots, mbs])
-    refuse_first(
-        schedule, pp_rank, positions, needed >= positions,
-        lambda k: f"needs {stages[k]}{KINDS[NEEDED[codes[k]]]}{mbs[k]}, {when(needed[k])}",
-    )
-    rival = np.where(RIVAL[codes] == codes, NEVER, at[RIVAL[codes], slots, mbs])
-    refuse_first(
-        schedule, pp_rank, positions, rival < positions,
-        lambda k: f"the other form of this backward has run at position {rival[k]}",
-    )
-    check_neighbours(schedule, pp_rank, at)
-    check_complete(schedule, pp_rank, at)
+def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: tuple) -> str | None:
+    """Why a part cannot stand on this rank; None if it can."""
+    kind, stage, mb = part
+    wire_kinds = WIRE_KINDS if schedule.wired else ()
+    if kind not in COMPUTE_KINDS and kind != "REDUCE_GRAD" and kind not in wire_kinds:
+        known = " ".join(["F B I W OVERLAP_F_B REDUCE_GRAD", *sorted(wire_kinds)])
+        return f"only {known} may stand in this program"
+    if stage not in held:
+        return f"stage {stage} is not on this rank, which holds {list(held)}"
+    if kind == "REDUCE_GRAD":
+        return None
+    if not 0 <= mb < schedule.num_microbatches:
+        return f"microbatch {mb} does not exist, there are {schedule.num_microbatches}"
+    home = schedule.rank_of(stage, mb)
+    return None if home == pp_rank else f"microbatch {mb} passes stage {stage} on rank {home}"
 
 
-def when(position: int) -> str:
-    """Words for where a pass stands that was needed earlier."""
-    return "which this rank never runs" if position == NEVER else f"which stands at {position}"
+def order_problems(schedule: Schedule, at: dict) -> Problems:
+    """Each pass stands behind what it needs of this rank, neighbouring stages included."""
+    for (kind, stage, mb), position in at.items():
+        needed = {}  # what: where
+        if kind in NEEDED:
+            needed[f"{stage}{NEEDED[kind]}{mb}"] = at.get((NEEDED[kind], stage, mb), NEVER)
+        for message in neighbours(schedule, Instr(kind, stage, mb))[0]:
+            if message.is_remote or kind not in COMPUTE_KINDS:
+                continue
+            source = message.from_stage
+            if message.direction == "F":
+                needed[f"{source}F{mb}"] = at.get(("F", source, mb), NEVER)
+            else:
+                needed[f"the backward of {source}F{mb}"] = min(
+                    at.get((half, source, mb), NEVER) for half in "BI")
+        for what, where in needed.items():
+            if where >= position:
+                yield position, f"needs {what}, which " + (
+                    "this rank never runs" if where == NEVER else f"stands at {where}")
+        rival = at.get((RIVAL.get(kind), stage, mb), NEVER)
+        if rival < position:
+            yield position, f"the other form of this backward has run at position {rival}"
 
 
-def check_neighbours(schedule: Schedule, pp_rank: int, at: np.ndarray) -> None:
-    """Where a rank hands data to itself, the producer stands before the consumer.
-
-    at: positions (4 kinds, stages held, microbatches).
-    """
-    held = schedule.stages_of(pp_rank)
-    backward = np.minimum(at[FULL], at[INPUT])
-    for low, high in zip(range(len(held)), range(1, len(held)), strict=False):
-        stage, above = held[low], held[high]
-        if above != stage + 1 or schedule.placement == "mirror":
-            continue
-        for consumer, producer, source in (
-            (at[FORWARD, high], at[FORWARD, low], f"{stage}F"),
-            (backward[low], backward[high], f"the backward of {above}F"),
-        ):
-            refuse_first(
-                schedule, pp_rank, consumer, (consumer != NEVER) & (producer >= consumer),
-                lambda mb, source=source, at=producer: f"needs {source}{mb}, {when(at[mb])}",
-            )
-
-
-def check_complete(schedule: Schedule, pp_rank: int, at: np.ndarray) -> None:
-    """No pass of this rank is missing; the position named is the end of the program."""
-    end = len(schedule.programs[pp_rank])
-    for slot, stage in enumerate(schedule.stages_of(pp_rank)):
-        forward, full, inputs, weight = at[:, slot] == NEVER
-        for words, missing in (
-            ("{0}F{1}", forward),
-            ("{0}B{1} (or {0}I{1} and {0}W{1})", full & inputs),
-            ("{0}W{1}", ~inputs & weight),
-        ):
-            for mb in np.flatnonzero(missing):
-                if schedule.rank_of(stage, mb) == pp_rank:
-                    reason = f"{words.format(stage, mb)} is missing"
-                    raise ScheduleError.at(schedule, pp_rank, end, reason)
-
-
-def check_reduce(schedule: Schedule, pp_rank: int, table: np.ndarray) -> None:
-    """One REDUCE_GRAD for each stage of the rank, behind the stage's last B or W."""
-    positions, codes, stages, _ = table
+def missing_parts(schedule: Schedule, pp_rank: int, at: dict) -> Iterator[str]:
+    """The passes and sums of this rank that do not stand in its program."""
     for stage in schedule.stages_of(pp_rank):
-        here = stages == stage
-        last = positions[here & ((codes == FULL) | (codes == WEIGHT))].max()
-        reduces = positions[here & (codes == REDUCE)]
-        if not reduces.size:
-            end = len(schedule.programs[pp_rank])
-            raise ScheduleError.at(schedule, pp_rank, end, f"{stage}REDUCE_GRAD is missing")
-        refuse_first(
-            schedule, pp_rank, reduces, reduces < last,
-            lambda k, last=last: f"stage {stage} has a backward at position {last}",  # noqa: B023
-        )
-        refuse_first(
-            schedule, pp_rank, reduces, np.arange(reduces.size) > 0,
-            lambda k, first=reduces[0]: f"the stage's gradients were reduced at {first}",
-        )
+        for mb in range(schedule.num_microbatches):
+            if schedule.rank_of(stage, mb) == pp_rank:
+                forward, full, inputs, weight = ((kind, stage, mb) in at for kind in "FBIW")
+                if not forward:
+                    yield f"{stage}F{mb}"
+                if not full and not inputs:
+                    yield f"{stage}B{mb} (or {stage}I{mb} and {stage}W{mb})"
+                if inputs and not weight:
+                    yield f"{stage}W{mb}"
+        if ("REDUCE_GRAD", stage, -1) not in at:
+            yield f"{stage}REDUCE_GRAD"
+
+
+def reduce_problems(at: dict) -> Problems:
+    """A stage's gradients are summed behind its last backward."""
+    for (kind, stage, _), position in at.items():
+        if kind in ("B", "W") and position > (reduced := at["REDUCE_GRAD", stage, -1]):
+            yield reduced, f"stage {stage} has a backward at position {position}"
+
+
+def wire_problems(schedule: Schedule, at: dict) -> Problems:
+    """Each message of a pass has one wire instruction: a receive before it, or a send behind it."""
+    wanted = {}  # wire instruction: position of its pass
+    for (kind, stage, mb), position in at.items():
+        if kind in COMPUTE_KINDS:
+            received, sent = neighbours(schedule, Instr(kind, stage, mb))
+            wires = [message.receive for message in received if message.is_remote]
+            wires += [message.send for message in sent if message.is_remote]
+            wanted |= {wire[:3]: position for wire in wires}
+    for wire, position in at.items():
+        if wire[0] in WIRE_KINDS and wire not in wanted:
+            yield position, "no pass of this rank has this message: wrong stage, microbatch or rank"
+    for wire, position in wanted.items():
+        is_receive = wire[0].startswith("RECV")
+        word = "receive" if is_receive else "send"
+        if wire not in at:
+            yield position, f"the {word} of its message is missing"
+        elif is_receive == (at[wire] > position):
+            yield at[wire], f"the {word} is on the wrong side of its pass at position {position}"
+
+
+def peak_stash(program: tuple[Instr, ...]) -> int:
+    """The most chunk-activations that a rank holds at once."""
+    held = peak = 0
+    for instr in program:
+        for kind, _, _ in parts(instr):
+            held += STASH_CHANGE.get(kind, 0)
+            peak = max(peak, held)
+    return peak
+
+
+def runnable_order(
+    schedule: Schedule,
+) -> Iterator[tuple[int, Instr, list[Message], list[Message]]]:
+    """All instructions in an order in which they can run: (rank, instruction, received, sent).
+
+    received, sent: see `on_wire`. Only the wait for a message blocks, so any order of running the
+    ranks ends the same way: at the end of all programs, or with ScheduleError and the circle of
+    ranks that wait for each other.
+    """
+    programs = [iter(program) for program in schedule.programs]
+    following = [next(program, None) for program in programs]  # what each rank runs next
+    posted: set[Message] = set()  # and not yet taken
+    waiting: dict[Message, int] = {}  # the rank that waits for it
+    runnable = deque(range(schedule.pp_size))
+    while runnable:
+        pp_rank = runnable.popleft()
+        while (instr := following[pp_rank]) is not None:
+            received, sent = on_wire(schedule, instr)
+            missing = [message for message in received if message not in posted]
+            if missing:
+                waiting[missing[0]] = pp_rank
+                break
+            yield pp_rank, instr, received, sent
+            following[pp_rank] = next(programs[pp_rank], None)
+            posted.difference_update(received)
+            posted.update(sent)
+            runnable.extend(waiting.pop(message) for message in sent if message in waiting)
+    if waiting:
+        raise ScheduleError(circle(schedule, waiting))
+
+
+def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
+    """A line for each rank of a circle in which every rank waits for a result of the next one."""
+    awaited = {pp_rank: message for message, pp_rank in waiting.items()}
+    path = [next(iter(awaited))]
+    while (peer := awaited[path[-1]].source) not in path:
+        path.append(peer)
+    lines = [f"schedule {schedule.name}: deadlock, these ranks wait for each other in a circle:"]
+    for message in (awaited[pp_rank] for pp_rank in path[path.index(peer):]):
+        taker, maker = (pass_of(schedule, rank, message) for rank in (message.target,
+                                                                      message.source))
+        lines.append(f"  {taker} waits for {maker}")
+    return "\n".join(lines)
+
+
+def pass_of(schedule: Schedule, pp_rank: int, message: Message) -> str:
+    """The pass of a rank that needs the message, or that makes it, in words."""
+    return next(
+        f"rank {pp_rank} position {position} ({instr})"
+        for position, instr in enumerate(schedule.programs[pp_rank])
+        if is_compute(instr) and any(message in each for each in neighbours(schedule, instr))
+    )

@@ -12,10 +12,11 @@ from dataclasses import replace
 from time import perf_counter_ns
 
 from mpipar.layers.stash import Stash
-from mpipar.pipeline.instructions import Schedule
+from mpipar.pipeline.instructions import Instr, Schedule, neighbours, parts
 
 # What travels up belongs to forward, what travels down to input gradients.
 PHASE_OF = {"F": "F", "B": "I"}
+NAME_OF = {"F": "activations", "B": "gradients"}
 
 
 def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
@@ -83,51 +84,58 @@ class Engine:
         """
         return (stage * self.schedule.num_microbatches + mb) * 2 + (direction == "B")
 
-    # Wire instructions. Keys of inbox and outbox: (direction, stage the array enters, mb).
+    # Wire instructions. inbox: pending receives by message. outbox: arrays by message, made here
+    # and not yet taken or sent.
 
     def _recv_f(self, instr):
-        peer = self.schedule.rank_of(instr.stage - 1, instr.mb)
-        self._receive("F", instr.stage, instr.mb, peer)
+        self._receive(instr)
 
     def _recv_b(self, instr):
-        peer = self.schedule.rank_of(instr.stage + 1, instr.mb)
-        self._receive("B", instr.stage, instr.mb, peer)
+        self._receive(instr)
 
     def _send_f(self, instr):
-        self._send("F", instr.stage + 1, instr.mb)
+        self._send(instr)
 
     def _send_b(self, instr):
-        self._send("B", instr.stage - 1, instr.mb)
+        self._send(instr)
 
-    def _receive(self, direction, stage, mb, peer):
-        """Post the receive of what enters `stage`, into a buffer that then belongs to the stage."""
-        self.recorder.phase = PHASE_OF[direction]
-        shape = self.stages[stage].in_shape(self._batch(mb))
+    def _receive(self, instr):
+        """Post the receive of what enters a stage, into a buffer that then belongs to the stage."""
+        (message,), _ = neighbours(self.schedule, instr)
+        self.recorder.phase = PHASE_OF[message.direction]
+        shape = self.stages[message.stage].in_shape(self._batch(message.mb))
         buffer = self.ops.empty(shape, label="buffers")
-        tag = self._tag(direction, stage, mb)
-        name = "activations" if direction == "F" else "gradients"
-        self.inbox[direction, stage, mb] = self.comm.irecv(buffer, peer, tag, name)
+        self.inbox[message] = self.comm.irecv(
+            buffer, message.source, self._tag(*message[:3]), NAME_OF[message.direction])
 
-    def _send(self, direction, stage, mb):
-        """Post the send of what enters `stage` on its rank."""
-        self.recorder.phase = PHASE_OF[direction]
-        x = self.outbox.pop((direction, stage, mb))
-        peer = self.schedule.rank_of(stage, mb)
-        name = "activations" if direction == "F" else "gradients"
-        self.sending.append(self.comm.isend(x, peer, self._tag(direction, stage, mb), name))
+    def _send(self, instr):
+        """Post the send of what a stage has made."""
+        _, (message,) = neighbours(self.schedule, instr)
+        self.recorder.phase = PHASE_OF[message.direction]
+        self.sending.append(self.comm.isend(
+            self.outbox.pop(message), message.target, self._tag(*message[:3]),
+            NAME_OF[message.direction]))
 
-    def _take(self, direction, stage, mb):
-        """What enters a stage: received, or left by another stage of this same rank."""
-        pending = self.inbox.pop((direction, stage, mb), None)
-        if pending is not None:
-            return pending.wait()
-        return self.outbox.pop((direction, stage, mb))
+    def _take(self, instr):
+        """What enters a stage: received, or left by another stage of this same rank; None where
+        nothing does.
+        """
+        for message in neighbours(self.schedule, instr)[0]:
+            if message.is_remote:
+                return self.inbox.pop(message).wait()
+            return self.outbox.pop(message)
+        return None
+
+    def _give(self, instr, x):
+        """Leave what a pass has made for its send, or for another stage of this same rank."""
+        for message in neighbours(self.schedule, instr)[1]:
+            self.outbox[message] = x
 
     # Compute instructions.
 
     def _f(self, instr):
         stage, mb = instr.stage, instr.mb
-        x = self._take("F", stage, mb) if stage > 0 else None
+        x = self._take(instr)
         stash = Stash(self._batch(mb))
         self.recorder.phase = "F"
         start = perf_counter_ns()
@@ -137,27 +145,24 @@ class Engine:
             self.stashes[stage, mb] = stash
         if stage == self.last_stage:
             self.outputs[mb] = y
-        else:
-            self.outbox["F", stage + 1, mb] = y
+        self._give(instr, y)
 
     def _b(self, instr):
         stage, mb = instr.stage, instr.mb
-        dy = self._take("B", stage, mb) if stage < self.last_stage else None
+        dy = self._take(instr)
         start = perf_counter_ns()
         dx = self.stages[stage].backward(dy, self.stashes.pop((stage, mb)), self.recorder)
         self._span("B", start, stage, mb)
-        if stage > 0:
-            self.outbox["B", stage - 1, mb] = dx
+        self._give(instr, dx)
 
     def _i(self, instr):
         stage, mb = instr.stage, instr.mb
-        dy = self._take("B", stage, mb) if stage < self.last_stage else None
+        dy = self._take(instr)
         self.recorder.phase = "I"
         start = perf_counter_ns()
         dx = self.stages[stage].backward_input(dy, self.stashes[stage, mb])
         self._span("I", start, stage, mb)
-        if stage > 0:
-            self.outbox["B", stage - 1, mb] = dx
+        self._give(instr, dx)
 
     def _w(self, instr):
         self.recorder.phase = "W"
@@ -167,9 +172,10 @@ class Engine:
 
     def _overlap_f_b(self, instr):
         """F of one microbatch, then B of another: one process has nothing to overlap them with."""
-        self._f(instr)
-        self.recorder.stage, self.recorder.mb = instr.stage_b, instr.mb_b
-        self._b(instr._replace(stage=instr.stage_b, mb=instr.mb_b))
+        forward, backward = (Instr(*part) for part in parts(instr))
+        self._f(forward)
+        self.recorder.stage, self.recorder.mb = backward.stage, backward.mb
+        self._b(backward)
 
     def _reduce_grad(self, instr):
         self.recorder.phase = "sync"

@@ -1,4 +1,5 @@
-"""The words of a pipeline schedule: Instr, Schedule, and the lowering to wire instructions.
+"""The words of a pipeline schedule: Instr, Schedule, Message; neighbours; and the lowering to wire
+instructions.
 
 The words are those of torch.distributed.pipelining, and so is the text form: 2F0 = stage 2,
 forward, microbatch 0.
@@ -103,29 +104,86 @@ class ScheduleError(UsageError):
         )
 
 
-def receives(schedule: Schedule, pp_rank: int, instr: Instr) -> list[Instr]:
-    """The receives that instr waits for on pp_rank; none where the producer is the same rank."""
-    return [
-        Instr("RECV_F" if kind == "F" else "RECV_B", stage, mb)
-        for kind, stage, mb in parts(instr)
-        if kind in ("F", "B", "I")
-        and is_remote(schedule, pp_rank, stage - 1 if kind == "F" else stage + 1, mb)
-    ]
+class Message(NamedTuple):
+    """What a stage hands to its neighbour: an activation (direction F) or an input gradient (B).
+
+    stage: the one that it enters. source, target: the pipeline ranks that make and need it. Where
+    both are one rank, it is handed over there and nothing is sent.
+    """
+
+    direction: str
+    stage: int
+    mb: int
+    source: int
+    target: int
+
+    @property
+    def from_stage(self) -> int:
+        """The stage that it leaves."""
+        return self.stage - 1 if self.direction == "F" else self.stage + 1
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it goes to another rank."""
+        return self.source != self.target
+
+    @property
+    def receive(self) -> Instr:
+        """The instruction of the target that posts its receive."""
+        return Instr(f"RECV_{self.direction}", self.stage, self.mb)
+
+    @property
+    def send(self) -> Instr:
+        """The instruction of the source that posts its send."""
+        return Instr(f"SEND_{self.direction}", self.from_stage, self.mb)
 
 
-def sends(schedule: Schedule, pp_rank: int, instr: Instr) -> list[Instr]:
-    """The sends of what instr made on pp_rank; none where the consumer is the same rank."""
-    return [
-        Instr("SEND_F" if kind == "F" else "SEND_B", stage, mb)
-        for kind, stage, mb in parts(instr)
-        if kind in ("F", "B", "I")
-        and is_remote(schedule, pp_rank, stage + 1 if kind == "F" else stage - 1, mb)
-    ]
+# By kind: the direction of its messages, whether it takes the one that enters its stage, and
+# whether it gives the one that leaves it.
+ENDS = {"F": ("F", True, True), "B": ("B", True, True), "I": ("B", True, True),
+        "RECV_F": ("F", True, False), "SEND_F": ("F", False, True),
+        "RECV_B": ("B", True, False), "SEND_B": ("B", False, True)}
 
 
-def is_remote(schedule: Schedule, pp_rank: int, stage: int, mb: int) -> bool:
-    """Whether that stage exists and handles mb on another rank than pp_rank."""
-    return 0 <= stage < schedule.num_stages and schedule.rank_of(stage, mb) != pp_rank
+def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
+    """Who sends what to whom, the one rule: the messages that instr takes and those that it gives.
+
+    Activations go up by one stage, input gradients down by one; nothing enters or leaves the model
+    at its ends. A pass takes and gives, RECV only takes, SEND only gives, all others do neither.
+    """
+    taken, given = [], []
+    for kind, stage, mb in parts(instr):
+        if kind in ENDS:
+            direction, takes, gives = ENDS[kind]
+            step = 1 if direction == "F" else -1
+            before, behind, last = stage - step, stage + step, schedule.num_stages - 1
+            here = schedule.rank_of(stage, mb)
+            if takes and 0 <= before <= last:
+                taken.append(Message(direction, stage, mb, schedule.rank_of(before, mb), here))
+            if gives and 0 <= behind <= last:
+                given.append(Message(direction, behind, mb, here, schedule.rank_of(behind, mb)))
+    return taken, given
+
+
+def receives(schedule: Schedule, instr: Instr) -> list[Instr]:
+    """The receives that a pass waits for; none where the producer is on the same rank."""
+    return [message.receive for message in neighbours(schedule, instr)[0] if message.is_remote]
+
+
+def sends(schedule: Schedule, instr: Instr) -> list[Instr]:
+    """The sends of what a pass made; none where the consumer is on the same rank."""
+    return [message.send for message in neighbours(schedule, instr)[1] if message.is_remote]
+
+
+def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
+    """The messages between ranks for which instr waits, and those that leave its rank behind it.
+
+    A pass waits. Its results leave at once, or, in a wired schedule, at their SEND.
+    """
+    taken, given = ([message for message in messages if message.is_remote]
+                    for messages in neighbours(schedule, instr))
+    leaves_here = not (schedule.wired and is_compute(instr))
+    return taken if is_compute(instr) else [], given if leaves_here else []
 
 
 def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
@@ -139,11 +197,11 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
     program = schedule.programs[pp_rank]
     if schedule.wired:
         return list(program)
-    ahead = iter([receives(schedule, pp_rank, instr) for instr in program if is_compute(instr)])
+    ahead = iter([receives(schedule, instr) for instr in program if is_compute(instr)])
     lowered = list(next(ahead, []))
     for instr in program:
         if is_compute(instr):
             lowered += next(ahead, [])
         lowered.append(instr)
-        lowered += sends(schedule, pp_rank, instr)
+        lowered += sends(schedule, instr)
     return lowered

@@ -5,14 +5,14 @@ costs the sender nothing and links do not queue. Arithmetic is that of the costs
 and Fractions.
 """
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
 
-from mpipar.pipeline.check import check
+from mpipar.pipeline.check import check, runnable_order
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.instructions import Instr, Schedule, is_compute, is_remote, parts
+from mpipar.pipeline.instructions import Instr, Message, Schedule, is_compute, parts
 
 
 class Span(NamedTuple):
@@ -74,76 +74,33 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of a schedule; ScheduleError if it cannot run, UsageError on wrong costs."""
     report = check(schedule)
-    run = _Run(schedule, costs)
-    runnable = deque(range(schedule.pp_size))
-    while runnable:
-        runnable.extend(run.advance(runnable.popleft()))
-    spans = tuple(map(tuple, run.spans))
+    duration, hop = durations(schedule, costs), costs.hop()
+    spans = [[] for _ in range(schedule.pp_size)]
+    clock = [0] * schedule.pp_size
+    arrival: dict[Message, Real] = {}
+    for pp_rank, instr, received, sent in runnable_order(schedule):
+        start = end = max([clock[pp_rank], *map(arrival.pop, received)])
+        if is_compute(instr):
+            end += duration(instr)
+        arrival |= dict.fromkeys(sent, end + hop)
+        spans[pp_rank].append(Span(instr, start, end))
+        clock[pp_rank] = end
     peak_bytes = tuple(peak_stash_bytes(schedule, costs))
-    return Timeline(schedule, spans, report.peak_stash, peak_bytes, report.messages)
+    return Timeline(schedule, tuple(map(tuple, spans)), report.peak_stash, peak_bytes,
+                    report.messages)
 
 
-class _Run:
-    """The state of a simulation: how far each rank has come, and when each result arrives."""
+def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Real]:
+    """The function from a compute instruction to its cost."""
+    f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
+    b = [cost_i + cost_w for cost_i, cost_w in zip(i, w, strict=True)]
+    cost = {"F": f, "B": b, "I": i, "W": w}
 
-    def __init__(self, schedule: Schedule, costs: Costs):
-        self.schedule, self.hop = schedule, costs.hop()
-        f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
-        b = [cost_i + cost_w for cost_i, cost_w in zip(i, w, strict=True)]
-        self.cost = {"F": f, "B": b, "I": i, "W": w}
-        self.overlap = costs.overlap
-        self.arrived = {}  # (direction, stage, mb) of a remote input: time of arrival
-        self.waiting = {}  # the same: the rank that waits for it
-        self.clock = [0] * schedule.pp_size
-        self.spans = [[] for _ in range(schedule.pp_size)]
+    def duration(instr: Instr) -> Real:
+        total = sum(cost[kind][stage] for kind, stage, _ in parts(instr))
+        return total * costs.overlap if instr.kind == "OVERLAP_F_B" else total
 
-    def advance(self, pp_rank: int) -> list[int]:
-        """Run a rank until it waits or ends; returns the ranks that its results have woken."""
-        spans, clock, woken = self.spans[pp_rank], self.clock[pp_rank], []
-        program = self.schedule.programs[pp_rank]
-        for position in range(len(spans), len(program)):
-            instr = program[position]
-            start = clock
-            if is_compute(instr):
-                inputs = [key for part in parts(instr) for key in self.inputs(pp_rank, *part)]
-                missing = [key for key in inputs if key not in self.arrived]
-                if missing:
-                    self.waiting[missing[0]] = pp_rank
-                    break
-                start = max([clock, *map(self.arrived.pop, inputs)])
-                clock = start + self.duration(instr)
-            for key in self.outputs(pp_rank, instr):
-                self.arrived[key] = clock + self.hop
-                if key in self.waiting:
-                    woken.append(self.waiting.pop(key))
-            spans.append(Span(instr, start, clock))
-        self.clock[pp_rank] = clock
-        return woken
-
-    def inputs(self, pp_rank: int, kind: str, stage: int, mb: int) -> list[tuple[str, int, int]]:
-        """The messages that a pass waits for."""
-        if kind == "F" and is_remote(self.schedule, pp_rank, stage - 1, mb):
-            return [("F", stage, mb)]
-        if kind in ("B", "I") and is_remote(self.schedule, pp_rank, stage + 1, mb):
-            return [("B", stage, mb)]
-        return []
-
-    def outputs(self, pp_rank: int, instr: Instr) -> list[tuple[str, int, int]]:
-        """The messages that leave at the end of an instruction: a SEND where wired, else a pass."""
-        if self.schedule.wired:
-            step = {"SEND_F": ("F", instr.stage + 1), "SEND_B": ("B", instr.stage - 1)}
-            return [(*step[instr.kind], instr.mb)] if instr.kind in step else []
-        return [
-            ("F", stage + 1, mb) if kind == "F" else ("B", stage - 1, mb)
-            for kind, stage, mb in parts(instr)
-            if kind in ("F", "B", "I")
-            and is_remote(self.schedule, pp_rank, stage + 1 if kind == "F" else stage - 1, mb)
-        ]
-
-    def duration(self, instr: Instr) -> Real:
-        """Cost of a compute instruction."""
-        total = sum(self.cost[kind][stage] for kind, stage, _ in parts(instr))
-        return total * self.overlap if instr.kind == "OVERLAP_F_B" else total
+    return duration
 
 
 def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Real]:

@@ -139,12 +139,13 @@ def test_microbatches_swapped(monkeypatch):
 def test_receive_buffer_aliased(monkeypatch):
     plain = Engine._receive
 
-    def receive(self, direction, stage, mb, peer):
+    def receive(self, instr):
         if not hasattr(self, "buffer"):
-            self.buffer = self.ops.empty(self.stages[stage].in_shape(self.get_batch(mb)))
+            shape = self.stages[instr.stage].in_shape(self.get_batch(instr.mb))
+            self.buffer = self.ops.empty(shape)
         empty, self.ops.empty = self.ops.empty, lambda shape, label: self.buffer
         try:
-            plain(self, direction, stage, mb, peer)
+            plain(self, instr)
         finally:
             self.ops.empty = empty
 
