@@ -236,10 +236,10 @@ def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
     while (peer := awaited[path[-1]].source) not in path:
         path.append(peer)
     lines = [f"schedule {schedule.name}: deadlock, these ranks wait for each other in a circle:"]
-    for message in (awaited[pp_rank] for pp_rank in path[path.index(peer):]):
-        taker, maker = (pass_of(schedule, rank, message) for rank in (message.target,
-                                                                      message.source))
-        lines.append(f"  {taker} waits for {maker}")
+    for pp_rank in path[path.index(peer):]:
+        message = awaited[pp_rank]
+        lines.append(f"  {pass_of(schedule, pp_rank, message)} waits for "
+                     f"{pass_of(schedule, message.source, message)}")
     return "\n".join(lines)
 
 
