@@ -1,3 +1,42 @@
-"""Partitioned decoder training on plain MPI and NumPy or CuPy, in which nothing is hidden."""
+"""Partitioned decoder training on plain MPI and NumPy or CuPy, in which nothing is hidden.
+
+The names of LIBRARY are a small library: a layer, a cut or a schedule can be used without the
+command. Each is imported when it is asked for: importing mpipar loads neither NumPy nor MPI, since
+the command has to set the number of BLAS threads before NumPy is there.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+LIBRARY = {  # name: where it is
+    "CUTS": "partition.CUTS",
+    "Attention": "layers.attention.Attention",
+    "Comms": "comm.group.Comms",
+    "Context": "layers.context.Context",
+    "Conv": "layers.conv.Conv",
+    "CrossEntropy": "layers.loss.CrossEntropy",
+    "Embedding": "layers.embedding.Embedding",
+    "Engine": "pipeline.engine.Engine",
+    "FeedForward": "layers.ffn.FeedForward",
+    "FlatParams": "layers.param.FlatParams",
+    "Grid": "comm.grid.Grid",
+    "Head": "layers.loss.Head",
+    "LayerNorm": "layers.norm.LayerNorm",
+    "Linear": "layers.linear.Linear",
+    "Param": "layers.param.Param",
+    "RMSNorm": "layers.norm.RMSNorm",
+    "Recorder": "comm.record.Recorder",
+    "Stash": "layers.stash.Stash",
+    "lower_schedule": "pipeline.schedules.table.lower",
+    "make_ops": "ops.make",
+    "make_schedule": "pipeline.schedules.table.make",
+}
+__all__ = list(LIBRARY)
+
+
+def __getattr__(name):
+    if name not in LIBRARY:
+        raise AttributeError(f"module 'mpipar' has no attribute {name!r}")
+    module, _, attribute = LIBRARY[name].rpartition(".")
+    return getattr(importlib.import_module(f"mpipar.{module}"), attribute)

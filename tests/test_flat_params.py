@@ -1,0 +1,113 @@
+"""The flat buffers of a stage: their order, their runs and units, and the state of an optimizer."""
+
+import numpy as np
+import pytest
+from config_helpers import changed
+
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.resolve import resolve
+from mpipar.ops import make
+from mpipar.train.worker import Worker
+
+SHAPE = {"layers": 3, "d_model": 6, "heads": 2, "ffn": 11, "seq_len": 5, "vocab_size": 13,
+         "num_microbatches": 2, "batch_size": 8}
+LAYOUTS = {
+    "one rank": {}, "data": {"dp": 4}, "tied": {"pp": 2}, "untied": {"pp": 2, "tied": False},
+    "tokens cut": {"tp": 2, "sequence_parallel": True}, "mirror": {"pp": 2, "schedule": "dualpipe",
+                                                                   "num_microbatches": 4},
+}
+
+
+def worker_of(**values):
+    """The Worker of world rank 0, without MPI."""
+    values = SHAPE | {"dp": 1, "pp": 1, "tp": 1} | values
+    config, _ = resolve(changed(**values), values["dp"] * values["pp"] * values["tp"])
+    recorder = Recorder()
+    return Worker(config, Grid.of(config.grid, 0), make("shapes", "float32", recorder), recorder)
+
+
+def places(flat):
+    """(param, slice) of every parameter, in the order of the buffers."""
+    start = 0
+    for param in flat.params:
+        yield param, slice(start, start + param.size)
+        start += param.size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_are_ordered_by_groups_then_units_then_decay(layout):
+    for stage in worker_of(**LAYOUTS[layout]).stages.values():
+        flat = stage.flat
+        keys = [(param.grad_groups, -param.unit, not param.decay) for param in flat.params]
+        assert keys == sorted(keys)
+        unit_of = {param.name: unit for unit, layers in reversed([*enumerate(stage.units)])
+                   for layer in layers for param in layer.params}
+        assert {param.name: param.unit for param in flat.params}.items() <= unit_of.items()
+        # The last unit whose gradients need no further group comes first.
+        assert flat.params[0].unit == max(
+            param.unit for param in flat.params if param.grad_groups == keys[0][0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_and_units_cover_each_parameter_once(layout):
+    for stage in worker_of(**LAYOUTS[layout]).stages.values():
+        flat = stage.flat
+        groups = {run.start: value for value, run in flat.by_groups}
+        for runs in ([run for _, run in flat.by_groups], [run for _, run in flat.by_decay],
+                     sorted((run for unit in flat.units.values() for run in unit),
+                            key=lambda run: run.start)):
+            assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
+            assert runs[-1].stop == flat.size == sum(param.size for param in flat.params)
+        for param, place in places(flat):
+            assert any(run.start <= place.start and place.stop <= run.stop
+                       for run in flat.units[param.unit])
+            assert groups[max(start for start in groups if start <= place.start)] == (
+                param.grad_groups)
+            assert param.owner == any(
+                run.start <= place.start and place.stop <= run.stop for run in flat.owned)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4, 8])
+def test_every_data_rank_can_own_an_equal_share(dp):
+    flat = worker_of(dp=dp, batch_size=2 * dp).stages[0].flat
+    assert flat.data.size == flat.grad.size == -(-flat.size // dp) * dp
+    assert flat.size % 2 == 1  # so that there is something to pad
+
+
+def test_an_update_is_two_runs_for_each_unit():
+    flat = worker_of().stages[0].flat
+    assert len(flat.units) == SHAPE["layers"] + 2
+    # The embedding has no parameters without decay: it has one run, and norm and head have
+    # the norm alone, because the table is the embedding's.
+    assert len(flat.by_decay) == 2 * SHAPE["layers"] + 2
+
+
+@pytest.mark.parametrize(("optimizer", "kinds"), [("sgd", ["master"]),
+                                                  ("adamw", ["master", "m", "v"])])
+def test_state_names_all_that_an_update_changes(optimizer, kinds):
+    """Two steps give the same bits as one step, its state in a new worker, and the other step."""
+    config, _ = resolve(changed(**SHAPE, dp=1, pp=1, tp=1, dtype="float64", optimizer=optimizer), 1)
+    rng = np.random.default_rng(0)
+
+    def fresh():
+        worker = Worker(config, Grid(0), make("cpu", "float64"), Recorder())
+        worker.initialize()
+        return worker
+
+    first, second = fresh(), fresh()
+    gradients = rng.standard_normal((2, first.stages[0].flat.grad.size))
+    for step, gradient in enumerate(gradients, 1):
+        first.stages[0].flat.grad[...] = gradient
+        first.optimizer.step(0.1, step)
+        if step == 1:
+            state = first.optimizer.state()
+            assert list(state) == kinds
+            for kind, flats in second.optimizer.state().items():
+                assert flats.keys() == {0}
+                flats[0][...] = state[kind][0]
+    second.stages[0].flat.publish()
+    second.stages[0].flat.grad[...] = gradients[1]
+    second.optimizer.step(0.1, 2)
+    np.testing.assert_array_equal(
+        first.stages[0].flat.master, second.stages[0].flat.master)

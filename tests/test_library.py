@@ -1,0 +1,60 @@
+"""The library that `import mpipar` gives: loaded late, and used as docs/examples uses it."""
+
+import re
+import sys
+
+import pytest
+from helpers import REPOSITORY, run_command, run_ranks
+from program import LIMIT, environment
+
+import mpipar
+
+EXAMPLE = REPOSITORY / "docs" / "examples" / "cut_mlp.py"
+PLANTED = f"""
+import runpy
+from mpipar.comm.group import Comm
+Comm.all_reduce = lambda self, x, name, op="sum": x
+runpy.run_path({str(EXAMPLE)!r})
+"""
+
+
+def test_importing_the_package_loads_neither_numpy_nor_mpi():
+    code = ("import sys, mpipar\n"
+            "assert set(mpipar.__all__) == set(mpipar.LIBRARY)\n"
+            "loaded = {name.split('.')[0] for name in sys.modules} & {'numpy', 'mpi4py'}\n"
+            "assert not loaded, loaded\n"
+            "from mpipar import *\n"
+            "assert 'numpy' in sys.modules and 'mpi4py.MPI' not in sys.modules\n"
+            "print(Linear.__name__, Grid.__name__, sorted(CUTS)[0])\n")  # fmt: skip
+    result = run_command([sys.executable, "-c", code], LIMIT, environment())
+    assert result.returncode == 0, result.tail()
+    assert result.stdout == "Linear Grid 2.5d\n"
+
+
+def test_every_name_of_the_library_is_there_and_no_other():
+    for name in mpipar.__all__:
+        assert getattr(mpipar, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'linear_layer'"):
+        _ = mpipar.linear_layer
+
+
+def largest_difference(result) -> float:
+    found = re.search(r"largest difference from one rank: (\S+)\n", result.stdout)
+    assert result.returncode == 0, result.tail()
+    assert found, result.tail()
+    return float(found[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_cut_mlp_of_the_docs_equals_the_whole_one(ranks):
+    """23 channels: padded on two ranks and on three."""
+    result = run_ranks(ranks, [sys.executable, str(EXAMPLE)], LIMIT, environment())
+    assert largest_difference(result) <= 1e-12
+    barriers = {line for line in result.stdout.splitlines() if line.startswith("all_reduce")}
+    assert barriers == ({f"all_reduce of mlp.{name} over tp" for name in ("up", "down")}
+                        if ranks > 1 else set())
+
+
+def test_cut_mlp_without_its_sums_is_caught():
+    result = run_ranks(2, [sys.executable, "-c", PLANTED], LIMIT, environment())
+    assert largest_difference(result) > 1e-3
