@@ -69,10 +69,9 @@ def choice_problems(config: Config, given: dict) -> list[str]:
                                for one in (choice, "preset"))
         if known and values[choice] != wanted:
             other = COUNTERPARTS.get(name)
-            cure = (f"type {flag(other)} {value}" if other
-                    else f"leave it out, or type {flag(choice)} {wanted}")
+            cure = f"type {flag(other)} {value}" if other else "leave it out"
             found.append(f"{flag(name)}: belongs to {flag(choice)} {wanted}, but {flag(choice)} is"
-                         f" {values[choice]}; {cure}")
+                         f" {values[choice]}; {cure}, or type {flag(choice)} {wanted}")
     return found
 
 

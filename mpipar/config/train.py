@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from mpipar.config.setting import setting
 
+OF_ADAMW = ("optimizer", "adamw")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -17,10 +19,12 @@ class TrainConfig:
     min_lr_ratio: float = setting(0.1, "last learning rate / peak, end of the cosine", low=0.0)
     warmup_steps: int = setting(20, "steps of linear warm-up, for Adam's first steps", low=0)
     weight_decay: float = setting(0.1, "decoupled, per unit of lr; matrices only", low=0.0)
-    beta1: float = setting(0.9, "AdamW: decay of the gradient's mean", low=0.0, below=1.0)
-    beta2: float = setting(0.95, "AdamW: decay of its square's mean", low=0.0, below=1.0)
+    beta1: float = setting(
+        0.9, "AdamW: decay of the gradient's mean", low=0.0, below=1.0, only=OF_ADAMW)
+    beta2: float = setting(
+        0.95, "AdamW: decay of its square's mean", low=0.0, below=1.0, only=OF_ADAMW)
     eps: float = setting(  # 0 in float32 would make NaN of weights that never had a gradient
-        1e-8, "AdamW: added to the root of the square's mean", low=2.0**-126)
+        1e-8, "AdamW: added to the root of the square's mean", low=2.0**-126, only=OF_ADAMW)
     clip: float = setting(1.0, "largest global gradient norm; 0 = no clipping", low=0.0)
     bucket_bytes: int = setting(
         4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages", low=1,
