@@ -31,15 +31,15 @@ class StandIn(Session):
         return function()
 
 
-def printed(*words, ranks=1, rank=0):
-    """What a command prints on this rank; it succeeds without MPI."""
+def printed(*words, ranks=1, rank=0, code=0):
+    """What a command prints on this rank; it ends with this code, and without MPI."""
     session, text = StandIn(ranks, rank), io.StringIO()
     with contextlib.redirect_stdout(text):
         try:
-            code = cli.main([str(word) for word in words], session)
+            found = cli.main([str(word) for word in words], session)
         except SystemExit as leaving:  # argparse, after --help
-            code = leaving.code
-    assert code == 0
+            found = leaving.code
+    assert found == code
     assert session.world is None, "MPI was started for something that needs none"
     return text.getvalue()
 

@@ -10,11 +10,13 @@ from random import Random
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
-from program import environment, mpipar
+from in_process import assert_refused, printed
+from program import environment
 from test_trace import SMALL
 from trace_cases import MS, blocking, record, span, trace
 
 from mpipar.commands import compare
+from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.trace import comparison
 from mpipar.trace.analysis import analyse
 
@@ -192,23 +194,21 @@ def folders(tmp_path_factory):
 
 
 def test_the_command_names_the_slow_rank_and_its_pass(folders):
-    result = mpipar("compare", folders["none"], folders["delay"])
-    assert result.returncode == 0, result.tail()
-    lines = result.stdout.splitlines()
+    text = printed("compare", folders["none"], folders["delay"])
+    lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("cause  "))
     first = {lines[start + 1].split("  ")[0], lines[start + 2].split("  ")[0]}
     assert first == {"compute: forward of stage 0", "waiting for rank 1"}
     assert lines[start + 1].endswith("slower")
     start = next(i for i, line in enumerate(lines) if line.startswith("cause of waiting"))
     assert lines[start + 1].startswith("rank 1: forward of stage 0 ")
-    assert mpipar("compare", folders["none"], folders["delay"], "--check").returncode == 1
-    assert mpipar("compare", folders["delay"], folders["none"], "--check").returncode == 0
+    printed("compare", folders["none"], folders["delay"], "--check", code=EXIT_CHECK_FAILED)
+    printed("compare", folders["delay"], folders["none"], "--check")
 
 
 def test_a_run_is_as_fast_as_itself(folders):
-    result = mpipar("compare", folders["none"], folders["none"], "--check")
-    assert result.returncode == 0, result.tail()
-    assert "B takes 1.00x as long, within the spread: neither slower nor faster" in result.stdout
+    text = printed("compare", folders["none"], folders["none"], "--check")
+    assert "B takes 1.00x as long, within the spread: neither slower nor faster" in text
 
 
 def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
@@ -222,11 +222,10 @@ def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
     for path in (other / "trace").glob("rank-*.jsonl"):  # the two axes change their names
         text = path.read_text().replace('"dp"', '"?"')
         path.write_text(text.replace('"tp"', '"dp"').replace('"?"', '"tp"'))
-    result = mpipar("compare", folders["none"], other)
-    assert result.returncode == 0, result.tail()
-    assert "   d-model: 16 -> 32" in result.stdout.splitlines()
-    assert "the layouts differ" in result.stdout
-    assert f"B: {other}: 2 ranks (dp 2), " in result.stdout
+    text = printed("compare", folders["none"], other)
+    assert "   d-model: 16 -> 32" in text.splitlines()
+    assert "the layouts differ" in text
+    assert f"B: {other}: 2 ranks (dp 2), " in text
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [
@@ -239,6 +238,4 @@ def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
 def test_what_cannot_be_compared_is_refused(folders, words, code, message):
     words = [word if word.startswith("-") or word.isdigit() else folders["none"].parent / Path(word)
              for word in words]  # fmt: skip
-    result = mpipar("compare", *words)
-    assert result.returncode == code, result.tail()
-    assert message in result.stderr
+    assert_refused(code, [message], "compare", *words)

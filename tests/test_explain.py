@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import run_command
-from program import environment, mpipar
+from in_process import assert_refused, printed
+from program import environment
 
 from mpipar import models
 from mpipar.comm.grid import Grid
@@ -144,10 +145,9 @@ def test_formulas_give_what_the_step_on_shapes_counts(case):
 
 
 def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
-    result = mpipar("explain", "--layout", "dp=2,pp=2,tp=2", "--layers", 2, "--num-microbatches", 1,
+    text = printed("explain", "--layout", "dp=2,pp=2,tp=2", "--layers", 2, "--num-microbatches", 1,
                     "--batch-size", 2, "--rank", 5)
-    assert result.returncode == 0, result.tail()
-    lines = result.stdout.splitlines()
+    lines = text.splitlines()
     assert lines[0].startswith("rank 5 of 8: pp1 dp0 tp1; stages 1: block 1, head, loss")
     listed = [line.split() for line in lines[3:lines.index("by name, per step:") - 1]]
     names = [(row[4], row[5], row[6]) for row in listed[1:]]
@@ -158,10 +158,10 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     # B 1 row, T 64 tokens, D 128, 4 bytes; the tp group of rank 5 is ranks 4 and 5.
     assert row[7:13] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
     assert row[-1].startswith("mpipar/partition/row.py:")
-    assert "m * (4L + 2)" in result.stdout
+    assert "m * (4L + 2)" in text
     (block,) = [line.split() for line in lines if line.startswith("tp, one block ")]
     assert block[3:] == ["4", "4", "128.0", "KiB", "128.0", "KiB", "8(q-1)/q", "*", "B*T*D*e"]
-    assert "FLOPs of products: F " in result.stdout
+    assert "FLOPs of products: F " in text
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -170,27 +170,23 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     (["--layout", "tp=3"], "--heads 4"),
 ])  # fmt: skip
 def test_mistakes_are_said(flags, message):
-    result = mpipar("explain", *flags)
-    assert result.returncode == 2, result.tail()
-    assert message in result.stderr
+    assert_refused(2, [message], "explain", *flags)
 
 
 def test_a_rank_whose_stage_has_no_weights_is_explained_too():
-    result = mpipar("explain", "--layout", "pp=3", "--layers", 3, "--stage-layers", "2,0,1",
+    text = printed("explain", "--layout", "pp=3", "--layers", 3, "--stage-layers", "2,0,1",
                     "--rank", 1)
-    assert result.returncode == 0, result.tail()
-    assert result.stdout.startswith("rank 1 of 3: pp1; stages 1: no layers\n")
-    assert "FLOPs of products: none\nmemory at the peak: weights 0 B," in result.stdout
-    assert "m * 4 (sends and receives)" in result.stdout
+    assert text.startswith("rank 1 of 3: pp1; stages 1: no layers\n")
+    assert "FLOPs of products: none\nmemory at the peak: weights 0 B," in text
+    assert "m * 4 (sends and receives)" in text
 
 
 def test_one_rank_has_no_barriers_but_memory_and_flops():
-    result = mpipar("explain", "--memory-limit", 1000)
-    assert result.returncode == 0, result.tail()
-    assert "no barriers: one rank waits for nobody" in result.stdout
-    assert "memory at the peak: " in result.stdout
-    assert "that is more than --memory-limit 1000 (1000 B)" in result.stdout
-    assert "more than" not in mpipar("explain", "--memory-limit", 10**9).stdout
+    text = printed("explain", "--memory-limit", 1000)
+    assert "no barriers: one rank waits for nobody" in text
+    assert "memory at the peak: " in text
+    assert "that is more than --memory-limit 1000 (1000 B)" in text
+    assert "more than" not in printed("explain", "--memory-limit", 10**9)
 
 
 def test_mpi_is_never_loaded():

@@ -9,7 +9,8 @@ import pytest
 from helpers import find_launcher
 from hypothesis import example, given
 from hypothesis import strategies as st
-from program import layout_flags, mpipar, one_block
+from in_process import assert_refused
+from program import layout_flags, mpipar
 
 from mpipar.commands.generate import show
 from mpipar.errors import UsageError
@@ -138,9 +139,7 @@ def test_float32_is_the_default(models):
 ])  # fmt: skip
 def test_bad_input_is_refused(words, code, parts, models):
     run, *rest = words.split()
-    found, block = one_block(mpipar("generate", models[0] / run, *rest))
-    assert found == code
-    assert all(part in block for part in parts), block
+    assert_refused(code, parts, "generate", models[0] / run, *rest)
 
 
 # --- training on tokens ends in tokens
@@ -159,7 +158,5 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
     assert len(text.split()) == 4
     assert text.startswith("600 ")
-    typed = mpipar("train", *words, "--prompt", "Once", "--out", tmp_path / "typed")
-    code, block = one_block(typed)
-    assert code == 2
-    assert "--prompt 'Once'" in block
+    assert_refused(2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once",
+                   "--out", tmp_path / "typed")

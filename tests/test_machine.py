@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import assert_refused, printed
 from machine_models import LARGE_US, LATENCY_US, US_PER_BYTE, config_of, machine
-from program import mpipar, one_block
+from program import mpipar
 
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.simulate import simulate
@@ -199,15 +200,14 @@ def test_a_layout_that_was_not_measured_is_refused(axes, message):
 
 
 def test_explain_prints_the_time_of_a_step(path):
-    done = mpipar("explain", *FLAGS.split(), "--layout", "dp=2", "--machine", path)
-    assert done.returncode == 0, done.tail()
+    text = printed("explain", *FLAGS.split(), "--layout", "dp=2", "--machine", path)
     expected = step_estimate(machine(), config_of(dp=2))
-    line = done.stdout.splitlines()[-1]
+    line = text.splitlines()[-1]
     assert line.startswith(f"predicted step: {expected.total * 1e3:.2f} ms = "), line
     assert f"{expected.update * 1e3:.2f} update" in line
-    more = mpipar("explain", "--layout", "dp=2", "--batch-size", "24", "--num-microbatches", "4",
-                  "--machine", path)
-    assert more.stdout.splitlines()[-1] == "extrapolated, not measured: passes of 3 row(s)"
+    more = printed("explain", "--layout", "dp=2", "--batch-size", "24", "--num-microbatches", "4",
+                   "--machine", path)
+    assert more.splitlines()[-1] == "extrapolated, not measured: passes of 3 row(s)"
 
 
 CHOOSE = ("--batch-size 8 --num-microbatches 4 --layers 4 --layout pp=2 "
@@ -224,29 +224,25 @@ def simulated(name, config):
 
 def test_schedule_auto_chooses_by_the_cost_model(path):
     config = config_of(pp=2)
-    done = mpipar("explain", *CHOOSE, path)
-    assert done.returncode == 0, done.tail()
-    chosen = re.search(r"--schedule auto: (\S+) has the shortest", done.stdout)[1]
+    text = printed("explain", *CHOOSE, path)
+    chosen = re.search(r"--schedule auto: (\S+) has the shortest", text)[1]
     times = {name: f"{simulated(name, config) * 1e3:.1f} ms" for name in ("1f1b", chosen)}
     assert simulated(chosen, config) <= simulated("1f1b", config)
-    for name, text in times.items():
-        line, = [line for line in done.stdout.splitlines() if line.startswith(f"{name} ")]
-        assert text in line
-    assert f"one step of {chosen}" in done.stdout
+    for name, took in times.items():
+        line, = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        assert took in line
+    assert f"one step of {chosen}" in text
 
 
 def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path):
-    known = re.search(r"auto: (\S+) has", mpipar("explain", *CHOOSE, path).stdout)[1]
+    known = re.search(r"auto: (\S+) has", printed("explain", *CHOOSE, path))[1]
     done = mpipar("train", *CHOOSE, path, "--steps", 1, "--sample-tokens", 0,
                   "--out", tmp_path / "run", ranks=2)
     assert done.returncode == 0, done.tail()
     assert f'schedule = "{known}"' in (tmp_path / "run" / "config.toml").read_text()
-    found, block = one_block(mpipar("train", *CHOOSE[:-3], "--machine", path, ranks=2))
-    assert found == 2
-    assert "take --schedule auto, or leave --machine out" in block
-    found, block = one_block(mpipar("train", *CHOOSE, path, "--d-model", 64, ranks=2))
-    assert found == 2
-    assert "d_model 128 (not 64)" in block
+    assert_refused(2, ["take --schedule auto, or leave --machine out"],
+                   "train", *CHOOSE[:-3], "--machine", path, ranks=2)
+    assert_refused(2, ["d_model 128 (not 64)"], "train", *CHOOSE, path, "--d-model", 64, ranks=2)
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [
@@ -255,6 +251,4 @@ def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path)
     (["--machine", "/missing.json"], 65, "/missing.json: No such file"),
 ])
 def test_explain_says_what_the_cost_model_lacks(path, words, code, message):
-    found, block = one_block(mpipar("explain", "--machine", path, *words))
-    assert found == code
-    assert message in block
+    assert_refused(code, [message], "explain", "--machine", path, *words)

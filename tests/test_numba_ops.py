@@ -140,7 +140,7 @@ def test_a_folder_that_was_named_stays(monkeypatch, tmp_path):
 @pytest.mark.numba
 def test_training_says_which_kernels_run(tmp_path):
     argv = [sys.executable, "-m", "mpipar", "train", "--steps", "2", "--sample-tokens", "0",
-            "--kernels", "numba", "--out", str(tmp_path / "run")]
+            "--kernels", "numba", "--data", "LICENSE", "--out", str(tmp_path / "run")]
     done = run_command(argv, timeout=100)
     assert done.returncode == 0, done.tail()
     assert "float32 on cpu, numba kernels" in done.stdout

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
-from program import environment, mpipar
+from in_process import assert_refused, printed
+from program import environment
 from test_trace_perfetto import check_arrows, check_slices
 
 from mpipar.commands.finish import draw_trace
@@ -20,8 +21,9 @@ from mpipar.trace.timeline import timeline
 from mpipar.trace.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+# A short text: the held-out part is evaluated in rows of 8 tokens.
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
-         " --steps 6 --sample-tokens 0").split()
+         f" --steps 6 --sample-tokens 0 --data {REPOSITORY / 'LICENSE'}").split()
 
 
 def traced(folder, *flags, fault="none", ranks=2):
@@ -111,9 +113,7 @@ def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
 
 def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     _, folder = delayed
-    result = mpipar("trace", folder)
-    assert result.returncode == 0, result.tail()
-    text = result.stdout
+    text = printed("trace", folder)
     assert re.search(r"^rank 1: forward of stage 0 .* rank 0 +tp block\*\.attn\.proj$", text,
                      re.MULTILINE), text
     assert "mpipar/partition/row.py:" in text
@@ -132,15 +132,13 @@ def test_the_run_folder_gets_its_report(delayed):
 def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
     _, folder = delayed
     page, events = tmp_path / "page.html", tmp_path / "events.json"
-    result = mpipar("trace", folder, "--html", page, "--perfetto", events)
-    assert result.returncode == 0, result.tail()
-    assert f"{page}: open it in a browser" in result.stdout
+    text = printed("trace", folder, "--html", page, "--perfetto", events)
+    assert f"{page}: open it in a browser" in text
     assert page.read_text() == (folder / "report.html").read_text()
     found = json.loads(events.read_text())["traceEvents"]
-    assert f"{len(found):,} events" in result.stdout
-    once = mpipar("trace", folder, "--html", events, "--perfetto", events)
-    assert once.returncode == 2
-    assert f"--html and --perfetto both name {events}" in once.stderr
+    assert f"{len(found):,} events" in text
+    assert_refused(2, [f"--html and --perfetto both name {events}"],
+                   "trace", folder, "--html", events, "--perfetto", events)
     assert json.loads(events.read_text())["traceEvents"] == found
     check_slices(found)
     leads = [(start["pid"], end["pid"]) for start, end in check_arrows(found)
@@ -153,9 +151,8 @@ def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
     _, folder = delayed
     for path, reason in ((tmp_path, "Is a directory"),
                          (tmp_path / "no" / "file", "No such file or directory")):
-        result = mpipar("trace", folder, flag, path)
-        assert result.returncode == 74, result.tail()
-        assert f"cannot write {path}: {reason}; name another file" in result.stderr
+        assert_refused(74, [f"cannot write {path}: {reason}; name another file"],
+                       "trace", folder, flag, path)
 
 
 def test_a_report_that_cannot_be_made_does_not_fail_the_run(delayed, tmp_path):
@@ -198,25 +195,19 @@ def test_a_late_sender_is_seen_by_the_receiver(tmp_path):
     (["--trace", "x"], "--trace x: must be FIRST:LAST"),
 ])  # fmt: skip
 def test_steps_that_do_not_exist_are_refused(tmp_path, flags, message):
-    result = mpipar("train", *SMALL, *flags, "--out", tmp_path / "run")
-    assert result.returncode == 2, result.tail()
-    assert message in result.stderr
+    assert_refused(2, [message], "train", *SMALL, *flags, "--out", tmp_path / "run")
 
 
 def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
     (tmp_path / "run").mkdir()
-    result = mpipar("trace", tmp_path / "run")
-    assert result.returncode == 65, result.tail()
-    assert "mpipar train --trace 10:12" in result.stderr
-    assert mpipar("trace", tmp_path / "nothing").returncode == 65
+    assert_refused(65, ["mpipar train --trace 10:12"], "trace", tmp_path / "run")
+    assert_refused(65, ["no such run folder"], "trace", tmp_path / "nothing")
 
 
 def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 2, "clock": {}}')
-    result = mpipar("trace", tmp_path)
-    assert result.returncode == 65, result.tail()
-    assert "meta.json: world_size, rank_order, layout, schedule" in result.stderr
+    assert_refused(65, ["meta.json: world_size, rank_order, layout, schedule"], "trace", tmp_path)
 
 
 def with_head(change):
