@@ -12,11 +12,11 @@ from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = "--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0".split()
 # A short text: all of its held-out part is evaluated, by slow functions of 16 bits.
 DATA = ("--data", REPOSITORY / "LICENSE")
-SMALL = "--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0".split()
-TINY = """--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 8 --num-microbatches 2
-    --log-interval 2""".split()
+TINY = ["--layers", 2, "--d-model", 16, "--heads", 2, "--seq-len", 8, "--batch-size", 8,
+        "--num-microbatches", 2, "--log-interval", 2, *DATA]
 HALF = ("bfloat16", "float16")
 # Nats between a 16-bit loss curve and float32's, while the loss falls by 2.5: on average, and the
 # largest of all steps. At a rate that is stable: at the default one this small model's loss has
@@ -26,7 +26,7 @@ MEAN_BAND, LARGEST_BAND = 0.003, 0.02
 
 
 def train(out, *words, ranks=2):
-    result = mpipar("train", *words, *DATA, "--out", out, ranks=ranks)
+    result = mpipar("train", *words, "--out", out, ranks=ranks)
     assert result.returncode == 0, result.tail()
     assert result.stderr == "", result.tail()
     return result.stdout
@@ -89,7 +89,7 @@ def test_weights_on_disk_are_the_float32_masters(tmp_path):
     rounded = [x.view(np.uint32) & 0xFFFF for x in found.values()]
     assert any(low.any() for low in rounded), "these were bfloat16 numbers"
     # Nothing is lost on the way in: a step with hardly any learning rate writes the same again.
-    train(tmp_path / "b", "--init-from", tmp_path / "a" / "weights", "--steps", 1, "--dtype",
+    train(tmp_path / "b", *DATA, "--init-from", tmp_path / "a" / "weights", "--steps", 1, "--dtype",
           "bfloat16", "--lr", "1e-30", "--batch-size", 8, "--num-microbatches", 2,
           "--optimizer", "sgd", "--layout", "pp=2")
     again = weights(tmp_path / "b")
