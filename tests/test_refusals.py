@@ -119,7 +119,7 @@ def test_value_that_cannot_be_meant(words, parts, text_folder):
 
 
 @pytest.mark.parametrize(("words", "parts"), [
-    ("--learning-rate 1", ["--learning-rate", "did you mean --lr?"]),
+    ("--learning-rate 1", ["--learning-rate: is called --lr here"]),
     ("--seq-length 4", ["--seq-length", "did you mean --seq-len?"]),
     ("--cp 2", ["--cp 2", "not built"]),
 ])
