@@ -10,7 +10,8 @@ from __future__ import annotations
 from bench.cases import Setup
 from bench.messages import TAG, Messages
 from bench.posted import Posted
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.schedules.catalog import make_schedule
 
 FORWARD, BACKWARD = 0, 1
 
@@ -77,7 +78,7 @@ def program(schedule, pp_rank: int) -> list[tuple]:
     A key names a message: (direction, stage that it enters, microbatch).
     """
     steps, open_keys = [], set()
-    for instr in schedules.lower(schedule, pp_rank):
+    for instr in lower(schedule, pp_rank):
         kind, stage, mb = instr.kind, instr.stage, instr.mb
         if kind in ("RECV_F", "RECV_B"):
             away = -1 if kind == "RECV_F" else 1
@@ -100,7 +101,7 @@ class Program(Messages):
     def __init__(self, setup: Setup, via: str, schedule_name="1f1b"):
         self.name = f"stage-chain {schedule_name}"
         pp_size = setup.comm.size
-        self.schedule = schedules.make(schedule_name, pp_size, microbatches(pp_size))
+        self.schedule = make_schedule(schedule_name, pp_size, microbatches(pp_size))
         self.steps = program(self.schedule, setup.comm.index)
         super().__init__(setup, via)
 

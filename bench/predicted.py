@@ -6,7 +6,7 @@ from bench.cases import COMM
 from bench.chain import microbatches
 from mpipar.errors import UsageError
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import HOP, Estimate, Machine
 
@@ -22,7 +22,7 @@ def predicted(machine: Machine, row: dict) -> Estimate:
     if row["case"] != CHAIN:
         return machine.estimate(row["case"].removeprefix("pairs "), nbytes, ranks, link)
     hop, busy = (machine.estimate(operation, nbytes, link=link) for operation in (HOP, BOTH_WAYS))
-    schedule = schedules.make("1f1b", ranks, microbatches(ranks))
+    schedule = make_schedule("1f1b", ranks, microbatches(ranks))
     costs = Costs(f=busy.seconds / 2, i=busy.seconds / 2, w=0,
                   latency=max(0.0, hop.seconds - busy.seconds / 2))
     return Estimate(float(simulate(schedule, costs).makespan), hop.extrapolated)

@@ -27,7 +27,8 @@ from mpipar.config import flags
 from mpipar.job.session import guard
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.engine import Engine
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
 
 SHAPE = (4, 8)  # of an activation: small, the messages are not what is measured
@@ -77,14 +78,14 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     Comm: the schedule's messages, a barrier before each repetition, one gather.
     """
     recorder, grid = Recorder(1 << 16), Grid(world.rank, pp_size=world.size)
-    schedule = schedules.make(name, world.size, num_microbatches)
+    schedule = make_schedule(name, world.size, num_microbatches)
     comms = Comms(grid, ops, recorder, world)
     last = schedule.num_stages - 1
     pass_seconds = cell * world.size / schedule.num_stages  # a chunk is that part of the layers
     stages = {stage: Sleeper(ops, pass_seconds, stage == last)
               for stage in schedule.stages_of(grid.pp_rank)}
     engine = Engine(ops, stages, schedule, comms.pp, recorder, NoSync())
-    program = schedules.lower(schedule, grid.pp_rank)
+    program = lower(schedule, grid.pp_rank)
     seconds, busy = [], []
     for _ in range(repeats):
         recorder.reset_counters()
@@ -122,8 +123,8 @@ def main(argv, session) -> int:
     results.check_writable(args.json, session)
     ops = ops_module.make("cpu", "float32")
     rows = [one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3, args.repeats)
-            for name in schedules.SCHEDULES
-            if not schedules.problems(name, world.size, args.num_microbatches)]
+            for name in SCHEDULES
+            if not schedule_problems(name, world.size, args.num_microbatches)]
     if world.rank > 0:
         return 0
     naive = next(row for row in rows if row["schedule"] == "naive")

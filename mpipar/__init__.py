@@ -28,9 +28,9 @@ LIBRARY = {  # name: where it is
     "RMSNorm": "layers.norm.RMSNorm",
     "Recorder": "comm.record.Recorder",
     "Stash": "layers.stash.Stash",
-    "lower_schedule": "pipeline.schedules.table.lower",
+    "lower_schedule": "pipeline.instructions.lower",
     "make_ops": "ops.make",
-    "make_schedule": "pipeline.schedules.table.make",
+    "make_schedule": "pipeline.schedules.catalog.make_schedule",
 }
 __all__ = list(LIBRARY)
 

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from mpipar.pipeline.instructions import is_compute
-from mpipar.pipeline.schedules.table import SCHEDULES
+from mpipar.pipeline.schedules.catalog import SCHEDULES
 
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
 

@@ -20,7 +20,7 @@ from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.plan import formulas
 from mpipar.plan.predict import predict
-from mpipar.train.worker import make_schedule
+from mpipar.train.worker import configured_schedule
 
 CASES = [
     ((1, 1, 2), "1f1b", "pair"), ((1, 1, 4), "1f1b", "gather"), ((1, 4, 1), "gpipe", "pair"),
@@ -63,7 +63,7 @@ def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
 
 def assert_closed_forms(config):
     """Calls and bytes of every rank's step, and of one block and microbatch of it."""
-    grid_sizes, schedule = config.grid, make_schedule(config.grid)
+    grid_sizes, schedule = config.grid, configured_schedule(config.grid)
     split = models.layer_split(config, schedule)
     for world_rank in range(grid_sizes.dp * grid_sizes.pp * grid_sizes.tp):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)

@@ -13,7 +13,7 @@ from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.config.sections import Config
 from mpipar.models.stage import UnitFlops, balanced_layers, stage_parts
-from mpipar.pipeline.schedules.table import FAMILIES, make
+from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule
 
 PLACEMENTS = {"linear": "1f1b", "looped": "interleaved", "v": "zb-v", "mirror": "dualpipe"}
 assert PLACEMENTS.keys() == {family.placement for family in FAMILIES.values()}
@@ -49,7 +49,7 @@ def assert_no_split_is_better(schedule, layers, units):
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
 def test_no_split_has_a_less_busy_busiest_rank(name, layers, head, pp_size):
     if name != "dualpipe" or pp_size % 2 == 0:
-        schedule = make(name, pp_size, 2 * pp_size)
+        schedule = make_schedule(name, pp_size, 2 * pp_size)
         for entry in (0, 3, 15):
             assert_no_split_is_better(schedule, layers, UnitFlops(entry, 10, head))
 
@@ -60,7 +60,8 @@ def test_no_split_has_a_less_busy_busiest_rank(name, layers, head, pp_size):
 def test_no_split_of_any_schedule_is_better(case, layers, entry, block, head):
     name, p, m, chunks = case
     chunks = min(chunks, 2) if name in LOOPED else None
-    assert_no_split_is_better(make(name, p, m, chunks), layers, UnitFlops(entry, block, head))
+    schedule = make_schedule(name, p, m, chunks)
+    assert_no_split_is_better(schedule, layers, UnitFlops(entry, block, head))
 
 
 @pytest.mark.parametrize(("name", "pp_size", "layers", "expected"), [
@@ -80,12 +81,12 @@ def test_default_splits_of_the_small_decoder(name, pp_size, layers, expected):
     """
     model = DecoderConfig(layers=layers, d_model=128, seq_len=64, vocab_size=256)
     config = Config(model=model, grid=GridConfig(pp=pp_size))
-    assert models.layer_split(config, make(name, pp_size, 8)) == expected
+    assert models.layer_split(config, make_schedule(name, pp_size, 8)) == expected
 
 
 def test_a_split_that_is_given_is_taken():
     config = Config(model=DecoderConfig(layers=6), grid=GridConfig(pp=2, stage_layers=(6, 0)))
-    assert models.layer_split(config, make("1f1b", 2, 8)) == (6, 0)
+    assert models.layer_split(config, make_schedule("1f1b", 2, 8)) == (6, 0)
 
 
 @pytest.mark.parametrize(("one", "wider"), [

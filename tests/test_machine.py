@@ -16,7 +16,7 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.plan import machine_file
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.step import costs_of, step_estimate
-from mpipar.train.worker import make_schedule
+from mpipar.train.worker import configured_schedule
 
 FLAGS = "--batch-size 16 --num-microbatches 4"  # with dp 2: microbatches of 2 rows
 
@@ -160,7 +160,7 @@ def test_a_pipeline_is_simulated_with_the_costs_that_the_machine_gives():
     costs = costs_of(machine(), config, message)
     assert costs.latency == pytest.approx(3 * (LARGE_US + message * US_PER_BYTE) * 1e-6)
     assert len(costs.f) == len(costs.stash_bytes) == 6
-    schedule = make_schedule(config.grid)
+    schedule = configured_schedule(config.grid)
     makespan = simulate(schedule, costs.merged(unit_counts(config, schedule))).makespan
     assert step_estimate(machine(), config).pipeline == pytest.approx(makespan)
 
@@ -217,7 +217,7 @@ CHOOSE = ("--batch-size 8 --num-microbatches 4 --layers 4 --layout pp=2 "
 def simulated(name, config):
     """Seconds of the passes and messages in a schedule's order, by the cost model."""
     config = replace(config, grid=replace(config.grid, schedule=name))
-    schedule = make_schedule(config.grid)
+    schedule = configured_schedule(config.grid)
     costs = costs_of(machine(), config, 2 * 64 * 128 * 4)
     return simulate(schedule, costs.merged(unit_counts(config, schedule))).makespan
 

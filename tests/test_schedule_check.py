@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from schedule_cases import counts
 
 from mpipar.pipeline.check import check
-from mpipar.pipeline.csv_format import parse
-from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError
-from mpipar.pipeline.schedules.table import SCHEDULES, lower, make
+from mpipar.pipeline.csv_format import parse_instruction
+from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError, lower
+from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
 
 
 def wired(schedule):
@@ -45,7 +45,7 @@ def at(program, text):
 
 def linear(*orders):
     """A schedule with one stage a rank out of texts such as '0F0 0B0'."""
-    programs = [[parse(text) for text in order.split()] for order in orders]
+    programs = [[parse_instruction(text) for text in order.split()] for order in orders]
     m = 1 + max(instr.mb for instr in programs[0])
     full = tuple((*program, Instr("REDUCE_GRAD", stage)) for stage, program in enumerate(programs))
     return Schedule("mine", len(orders), len(orders), m, "linear", full)
@@ -60,7 +60,7 @@ def refusal(schedule):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_full_lists_are_accepted_with_the_same_report(name):
-    schedule = make(name, 4, 8)
+    schedule = make_schedule(name, 4, 8)
     assert check(wired(schedule)) == check(schedule)
 
 
@@ -100,16 +100,16 @@ def test_full_lists_are_accepted_with_the_same_report(name):
     ],
 )
 def test_broken_orders_are_refused_by_name(name, pp_rank, change, expected):
-    schedule = edited(make(name, 4, 8), pp_rank, change)
+    schedule = edited(make_schedule(name, 4, 8), pp_rank, change)
     assert expected in refusal(schedule)
 
 
 def test_a_rank_that_hands_data_to_itself_keeps_the_order():
-    schedule = make("zb-v", 2, 3)
+    schedule = make_schedule("zb-v", 2, 3)
     first, turned = (at(schedule.programs[1], text) for text in ("1F0", "2F0"))
     message = refusal(edited(schedule, 1, swap(first, turned)))
     assert f"position {first} (2F0): needs 1F0, which stands at {turned}" in message
-    schedule = make("looped-bfs", 1, 2)
+    schedule = make_schedule("looped-bfs", 1, 2)
     assert "(0B1): needs the backward of 1F1" in refusal(edited(schedule, 0, swap(4, 7)))
 
 
@@ -137,7 +137,7 @@ def test_a_rank_that_hands_data_to_itself_keeps_the_order():
     ],
 )
 def test_broken_messages_are_refused_by_name(pp_rank, change, expected):
-    message = refusal(edited(wired(make("1f1b", 4, 8)), pp_rank, change))
+    message = refusal(edited(wired(make_schedule("1f1b", 4, 8)), pp_rank, change))
     assert f"rank {pp_rank} position " in message
     assert expected in message
 
@@ -163,7 +163,7 @@ def test_an_overlap_waits_for_both_its_inputs():
 
 
 def test_numbers_that_do_not_fit_the_placement():
-    schedule = make("1f1b", 4, 8)
+    schedule = make_schedule("1f1b", 4, 8)
     assert "do not fit the v placement" in refusal(replace(schedule, placement="v"))
     assert "3 programs" in refusal(replace(schedule, programs=schedule.programs[:3]))
     assert "rank 2 position 0" in refusal(edited(schedule, 2, lambda program: program.clear()))
@@ -174,7 +174,7 @@ def test_numbers_that_do_not_fit_the_placement():
 def test_the_verdict_is_that_of_acting_it_out(case, stated, data):
     """Random damage: the proof and the emulated engine agree on every schedule."""
     name, p, m, chunks = case
-    schedule = make(name, p, m, chunks)
+    schedule = make_schedule(name, p, m, chunks)
     if stated:
         schedule = wired(schedule)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -214,13 +214,13 @@ def test_the_verdict_is_that_of_acting_it_out(case, stated, data):
 @settings(max_examples=60, deadline=None)
 def test_every_schedule_can_be_acted_out(case):
     name, p, m, chunks = case
-    schedule = make(name, p, m, chunks)
+    schedule = make_schedule(name, p, m, chunks)
     emulate(schedule, [lower(schedule, pp_rank) for pp_rank in range(p)])
 
 
 def test_a_step_of_64_ranks_is_checked_in_a_few_seconds():
     """Half a million instructions take 3 s of processor time; ten times that is no chance."""
-    schedule = make("interleaved", 64, 1024, 4)
+    schedule = make_schedule("interleaved", 64, 1024, 4)
     start = time.process_time()
     check(schedule)
     assert time.process_time() - start < 30

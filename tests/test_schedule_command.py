@@ -13,7 +13,7 @@ from mpipar.commands import schedule as command
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline import draw
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.schedules.table import SCHEDULES, make
+from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from mpipar.pipeline.simulate import simulate
 
 
@@ -25,7 +25,7 @@ def run(words, capsys):
 
 
 def test_the_textbook_picture():
-    assert draw.grid(simulate(make("1f1b", 3, 4), Costs())) == "\n".join([
+    assert draw.grid(simulate(make_schedule("1f1b", 3, 4), Costs())) == "\n".join([
         "time     0              5              10             15",
         "worker 0 F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---",
         "worker 1 .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .",
@@ -34,7 +34,7 @@ def test_the_textbook_picture():
 
 
 def test_several_stages_and_overlaps_are_named():
-    assert draw.grid(simulate(make("dualpipe", 2, 4), Costs())) == "\n".join([
+    assert draw.grid(simulate(make_schedule("dualpipe", 2, 4), Costs())) == "\n".join([
         "time     0                   5                   10",
         "worker 0 0F0 1F2 0F1 1B2---- 1F3&0B0---- 1B3---- 0I1 0W1",
         "worker 1 0F2 1F0 0F3 1B0---- 1F1&0B2---- 1B1---- 0I3 0W3",
@@ -42,7 +42,7 @@ def test_several_stages_and_overlaps_are_named():
 
 
 def test_symbols_in_time_order():
-    assert draw.symbols(simulate(make("gpipe", 2, 2), Costs())) == "\n".join([
+    assert draw.symbols(simulate(make_schedule("gpipe", 2, 2), Costs())) == "\n".join([
         "time  worker 0  worker 1",
         "0     F_0",
         "1     F_1       F_0",
@@ -51,7 +51,7 @@ def test_symbols_in_time_order():
         "5     B_0       B_1",
         "7     B_1",
     ])
-    wide = draw.symbols(simulate(make("interleaved", 12, 24), Costs()))
+    wide = draw.symbols(simulate(make_schedule("interleaved", 12, 24), Costs()))
     assert max(map(len, wide.splitlines())) <= 100
     assert "F_23^13" in wide
 
@@ -60,7 +60,7 @@ def test_symbols_in_time_order():
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 40), (12, 24), (16, 200)])
 def test_a_grid_fits_in_100_columns(name, p, m):
     """Every pass is named while there is room in a few panels, and the lines never get longer."""
-    timeline = simulate(make(name, p, m), Costs())
+    timeline = simulate(make_schedule(name, p, m), Costs())
     text = draw.grid(timeline)
     assert max(map(len, text.splitlines())) <= 100
     assert len(text.splitlines()) <= 6 * (p + 2)
@@ -72,7 +72,8 @@ def test_a_grid_fits_in_100_columns(name, p, m):
 
 def test_costs_that_are_no_integers():
     """Measured costs and latencies are rounded to columns; long idle time stays visible."""
-    text = draw.grid(simulate(make("1f1b", 2, 3), Costs(0.0131, 0.02, 0.0079, latency=0.004)))
+    costs = Costs(0.0131, 0.02, 0.0079, latency=0.004)
+    text = draw.grid(simulate(make_schedule("1f1b", 2, 3), costs))
     assert text.splitlines()[1].startswith("worker 0 F0 F1 .")
     assert max(map(len, text.splitlines())) <= 100
 
@@ -100,7 +101,7 @@ def test_the_layer_wise_baseline_works_a_quarter_of_the_time(capsys):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_name_and_json(name, capsys):
     found = json.loads(run(f"{name} --pp 4 --num-microbatches 8 --costs 2,2,1 --json", capsys))
-    timeline = simulate(make(name, 4, 8), Costs(2, 2, 1))
+    timeline = simulate(make_schedule(name, 4, 8), Costs(2, 2, 1))
     assert found["makespan"] == timeline.makespan
     assert found["messages"] == list(timeline.messages)
     assert found["peak_stash"] == list(timeline.peak_stash)
@@ -113,7 +114,8 @@ def test_costs_and_latency(capsys):
     found = json.loads(run(words, capsys))
     assert found["makespan"] == (3 + 1) * 2 + 2 * 0.25
     found = json.loads(run("dualpipe --costs 1,1,1,2 --json", capsys))
-    assert found["makespan"] == simulate(make("dualpipe", 4, 8), Costs(overlap=2 / 3)).makespan
+    timeline = simulate(make_schedule("dualpipe", 4, 8), Costs(overlap=2 / 3))
+    assert found["makespan"] == timeline.makespan
     found = json.loads(run("interleaved --chunks 3 --group-size 4 --json", capsys))
     assert found["num_stages"] == 12
     assert found["closed_form"] is None
@@ -160,7 +162,7 @@ def test_svg_has_every_pass_with_its_times(tmp_path, capsys):
     elements, _ = drawn("zb-v --pp 3 --num-microbatches 5", tmp_path / "picture.svg", capsys)
     title, *tips = [each.text for each in elements if each.tag == f"{SVG}title"]
     assert title == "zb-v: 3 workers, 6 stages, 5 microbatches"
-    timeline = simulate(make("zb-v", 3, 5), Costs())
+    timeline = simulate(make_schedule("zb-v", 3, 5), Costs())
     assert sorted(tips) == sorted(
         f"{draw.label(timeline, span.instr)}: {span.start} to {span.end}"
         for spans in draw.compute_spans(timeline) for span in spans

@@ -10,9 +10,9 @@ from schedule_cases import compute, counts
 
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline.check import check
-from mpipar.pipeline.csv_format import FORMATS, MIRROR_LINE, parse, read_csv, write_csv
-from mpipar.pipeline.instructions import ScheduleError
-from mpipar.pipeline.schedules.table import SCHEDULES, lower, make, problems
+from mpipar.pipeline.csv_format import FORMATS, MIRROR_LINE, parse_instruction, read_csv, write_csv
+from mpipar.pipeline.instructions import ScheduleError, lower
+from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 
 PEERS = {  # name here: name there
     "gpipe": "GPipe",
@@ -28,7 +28,7 @@ PEERS = {  # name here: name there
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_round_trip(name, form, tmp_path):
-    schedule = make(name, 4, 8)
+    schedule = make_schedule(name, 4, 8)
     path = tmp_path / "some.csv"
     write_csv(schedule, path, form)
     found = read_csv(path)
@@ -47,16 +47,16 @@ def test_round_trip(name, form, tmp_path):
 @settings(max_examples=60, deadline=None)
 def test_cells_are_read_as_they_are_written(case):
     name, p, m, chunks = case
-    schedule = make(name, p, m, chunks)
+    schedule = make_schedule(name, p, m, chunks)
     for pp_rank in range(p):
         for instr in lower(schedule, pp_rank):
-            assert parse(str(instr)) == instr
+            assert parse_instruction(str(instr)) == instr
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2F0 ", "2G0", "2F-1", "2SEND_F", "2UNSHARD3",
                                   "REDUCE_GRAD", "(0F1)OVERLAP_F_B", "(0F1;0F2)OVERLAP_F_B"])
 def test_cells_that_are_nothing(text):
-    assert parse(text) is None
+    assert parse_instruction(text) is None
 
 
 def written(tmp_path, text):
@@ -105,7 +105,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match="not a CSV file"):
         read_csv(tmp_path / "binary.csv")
     with pytest.raises(OutputError, match="cannot write"):
-        write_csv(make("1f1b", 2, 2), tmp_path / "no" / "folder.csv")
+        write_csv(make_schedule("1f1b", 2, 2), tmp_path / "no" / "folder.csv")
 
 
 def theirs(name, p, m, v, with_comms=False):
@@ -125,10 +125,10 @@ def test_same_orders_as_torch(name, tmp_path):
     for p, m, v in ((2, 4, 2), (4, 8, 2), (4, 8, 3), (4, 10, 2), (3, 6, 2), (4, 12, 3)):
         own = v if name in ("interleaved", "looped-bfs", "interleaved-zb") else None
         stages = {"gpipe": 1, "1f1b": 1}.get(name, own or 2)
-        if problems(name, p, m, own):
+        if schedule_problems(name, p, m, own):
             continue
         text = theirs(name, p, m, stages)
-        mine = make(name, p, m, own)
+        mine = make_schedule(name, p, m, own)
         if name == "1f1b":
             # Its listing numbers the last rank's forwards from 1 (some versions), so that F0 is
             # missing there; the checker says so. The other ranks are compared.
@@ -145,7 +145,7 @@ def test_same_orders_as_torch(name, tmp_path):
 def test_full_lists_of_torch_are_proved(name, tmp_path):
     """With its own placing of sends and receives, and with one of them missing."""
     text = theirs(name, 4, 8, 2, with_comms=True)
-    assert check(read_csv(written(tmp_path, text))) == check(make(name, 4, 8))
+    assert check(read_csv(written(tmp_path, text))) == check(make_schedule(name, 4, 8))
     assert "1RECV_F3," in text
     with pytest.raises(ScheduleError, match="the receive of its message is missing"):
         read_csv(written(tmp_path, text.replace("1RECV_F3,", "")))
@@ -156,7 +156,7 @@ def test_full_lists_of_torch_are_proved(name, tmp_path):
 def test_torch_accepts_our_files(name, tmp_path):
     """Every cell parses there, and its validation finds each stage on the same rank."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = make(name, 4, 8)
+    schedule = make_schedule(name, 4, 8)
     write_csv(schedule, tmp_path / "ours.csv")
     with (tmp_path / "ours.csv").open(newline="") as file:
         actions = {r: [schedules._Action.from_str(cell) for cell in row]

@@ -9,7 +9,7 @@ import pytest
 
 from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import is_compute, receives, sends
-from mpipar.pipeline.schedules.table import make
+from mpipar.pipeline.schedules.catalog import make_schedule
 
 
 def waits(schedule, pp_rank, fused):
@@ -68,6 +68,6 @@ def test_what_hangs_without_deferred_sends(fused):
         for p, m in CASES:
             if name == "interleaved" and m % p:
                 continue
-            schedule = make(name, p, m)
+            schedule = make_schedule(name, p, m)
             assert hangs(schedule, fused) == expected(p, m), (name, p, m)
             check(schedule)  # and with the engine's rule none of them does

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.schedules.table import FAMILIES, make, problems
+from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
 
 
@@ -143,9 +143,9 @@ def test_distance_from_the_best(name):
     most_p, most_m = (4, 6) if one_chunk else (2, 4)
     worst = 0
     for p, m in product(range(1, most_p + 1), range(1, most_m + 1)):
-        if problems(name, p, m):
+        if schedule_problems(name, p, m):
             continue
-        schedule = make(name, p, m)
+        schedule = make_schedule(name, p, m)
         timeline = simulate(schedule, Costs())
         ranks, cap = [schedule.stages_of(r) for r in range(p)], max(timeline.peak_stash)
         best = best_step(ranks, m, cap, timeline.makespan)
@@ -160,6 +160,6 @@ def test_zero_bubble_is_the_best_there_is():
     for p, m in ((2, 4), (3, 6), (4, 6)):
         ranks = [(r,) for r in range(p)]
         assert best_step(ranks, m, m, 60) == best_step(ranks, m, p, 60) == 3 * m + p - 1
-        assert simulate(make("zb-h1", p, m), Costs()).makespan == 3 * m + p - 1
-        assert simulate(make("1f1b", p, m), Costs()).makespan == 3 * m + 3 * (p - 1)
+        assert simulate(make_schedule("zb-h1", p, m), Costs()).makespan == 3 * m + p - 1
+        assert simulate(make_schedule("1f1b", p, m), Costs()).makespan == 3 * m + 3 * (p - 1)
         assert best_step(ranks, m, p - 1, 60) > 3 * m + p - 1

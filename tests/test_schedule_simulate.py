@@ -11,11 +11,11 @@ from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
 from mpipar.models.stage import UnitFlops, balanced_layers
-from mpipar.pipeline.choose import FITS, choose
+from mpipar.pipeline.choose import FITS, choose_schedule
 from mpipar.pipeline.closed_form import closed_form
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.instructions import ScheduleError, is_compute, parts
-from mpipar.pipeline.schedules.table import SCHEDULES, lower, make
+from mpipar.pipeline.instructions import ScheduleError, is_compute, lower, parts
+from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from mpipar.pipeline.simulate import simulate
 
 
@@ -48,7 +48,7 @@ def longest_paths(schedule, costs):
 def test_every_span_is_a_longest_path(case, data):
     """Random costs by stage, latency, bandwidth and overlap; exact arithmetic."""
     name, p, m, chunks = case
-    schedule = make(name, p, m, chunks)
+    schedule = make_schedule(name, p, m, chunks)
     cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
     by_stage = st.tuples(*[cost] * schedule.num_stages)
     costs = Costs(
@@ -90,7 +90,7 @@ def test_latency_terms(name):
     for p in (2, 3, 4, 5, 8):
         for m in (2 * p, 3 * p) if p == 8 else (2 * p, 3 * p, 6 * p):
             for v in (2, 3) if name == "interleaved" else (None,):
-                schedule = make(name, p, m, v)
+                schedule = make_schedule(name, p, m, v)
                 base = simulate(schedule, Costs()).makespan
                 hops = closed_form(schedule, Costs()).hops[1]
                 assert hops == published(p, m, v)
@@ -100,19 +100,20 @@ def test_latency_terms(name):
 
 def test_1f1b_against_gpipe_is_a_latency_probe():
     p, m, c = 4, 16, 2
-    one, all_forward = (simulate(make(name, p, m), Costs(latency=c)) for name in ("1f1b", "gpipe"))
+    one, all_forward = (simulate(make_schedule(name, p, m), Costs(latency=c))
+                        for name in ("1f1b", "gpipe"))
     assert one.makespan - all_forward.makespan == (2 * (p - 1) * m // p - 2) * c
 
 
 def test_bandwidth_is_a_latency_of_the_message():
-    schedule = make("1f1b", 4, 8)
+    schedule = make_schedule("1f1b", 4, 8)
     slow = simulate(schedule, Costs(latency=1, bandwidth=4, message_bytes=Fraction(2)))
     assert slow.makespan == simulate(schedule, Costs(latency=Fraction(3, 2))).makespan
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_layer_wise_workers_are_busy_one_pth_of_the_time(p):
-    timeline = simulate(make("naive", p, 6), Costs(2, 3, 1))
+    timeline = simulate(make_schedule("naive", p, 6), Costs(2, 3, 1))
     assert timeline.busy_share == (pytest.approx(1 / p),) * p
     assert timeline.bubble_share == pytest.approx(1 - 1 / p)
     assert timeline.makespan == 6 * p * 6
@@ -122,36 +123,37 @@ def test_layer_wise_workers_are_busy_one_pth_of_the_time(p):
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 14), (8, 16)])
 def test_dualpipe_bubble_of_the_ranks_in_the_middle(p, m, share):
     """(p/2-1)(f&b + b - 3w) with f = i = w = 1, also where overlapping saves time."""
-    timeline = simulate(make("dualpipe", p, m), Costs(overlap=share))
+    timeline = simulate(make_schedule("dualpipe", p, m), Costs(overlap=share))
     middle = timeline.global_bubble[p // 2 - 1]
     assert middle == timeline.global_bubble[p // 2] == (p // 2 - 1) * (3 * share + 2 - 3)
-    timeline = simulate(make("dualpipe-v", p, m), Costs(overlap=share))
+    timeline = simulate(make_schedule("dualpipe-v", p, m), Costs(overlap=share))
     assert timeline.global_bubble[p - 1] == (p - 1) * (3 * share + 2 - 3)
 
 
 def test_unequal_stages():
     """One slow stage sets the pace of 1F1B: m times its cost, plus the way to it and back."""
     costs = Costs((1, 5, 1), (1, 5, 1), (1, 5, 1))
-    timeline = simulate(make("1f1b", 3, 6), costs)
+    timeline = simulate(make_schedule("1f1b", 3, 6), costs)
     assert timeline.busy == (18, 90, 18)
     assert timeline.makespan == 1 + 6 * 15 + 2
     with pytest.raises(UsageError, match="3 values of f for 4 stages"):
-        simulate(make("1f1b", 4, 6), costs)
+        simulate(make_schedule("1f1b", 4, 6), costs)
 
 
 def test_peak_stash_in_bytes():
     """From I to W only what W needs is kept."""
     whole = Costs(stash_bytes=10, kept_bytes=10)
-    assert simulate(make("zb-h1", 4, 8), whole).peak_stash_bytes == (40,) * 4
-    assert simulate(make("1f1b", 4, 8), whole).peak_stash_bytes == (40, 30, 20, 10)
-    part = simulate(make("zb-h1", 4, 8), Costs(stash_bytes=10, kept_bytes=4)).peak_stash_bytes
+    assert simulate(make_schedule("zb-h1", 4, 8), whole).peak_stash_bytes == (40,) * 4
+    assert simulate(make_schedule("1f1b", 4, 8), whole).peak_stash_bytes == (40, 30, 20, 10)
+    half = Costs(stash_bytes=10, kept_bytes=4)
+    part = simulate(make_schedule("zb-h1", 4, 8), half).peak_stash_bytes
     assert part == (40, 34, 28, 22)
-    by_stage = simulate(make("gpipe", 2, 3), Costs(stash_bytes=(5, 7))).peak_stash_bytes
+    by_stage = simulate(make_schedule("gpipe", 2, 3), Costs(stash_bytes=(5, 7))).peak_stash_bytes
     assert by_stage == (15, 21)
 
 
 def test_a_schedule_that_hangs_is_not_simulated():
-    schedule = make("1f1b", 2, 2)
+    schedule = make_schedule("1f1b", 2, 2)
     swapped = list(schedule.programs[1])
     swapped[1:3] = swapped[2:0:-1]
     with pytest.raises(ScheduleError):
@@ -182,36 +184,36 @@ def model(layers, **fields):
 def test_choice_of_a_schedule():
     """With enough memory the shortest step; with less, what still fits; with none, the need."""
     plenty = model(8, f=1, i=1, w=1, stash_bytes=1, kept_bytes=1, weight_bytes=10)
-    name, table = choose(4, 8, plenty, 10**9)
+    name, table = choose_schedule(4, 8, plenty, 10**9)
     fitting = [each for each in table if each.verdict == FITS]
     assert {each.name for each in table} == set(SCHEDULES)
     assert len(fitting) == len(SCHEDULES)
     assert name == table[0].name == "zb-v"
     assert table[0].makespan == min(each.makespan for each in fitting) == 51
     assert table[0].peak_bytes == 20 + 8
-    name, table = choose(4, 8, plenty, 20 + 4)
+    name, table = choose_schedule(4, 8, plenty, 20 + 4)
     assert name == "v-min"
     assert table[0].peak_bytes == 24
-    name, _ = choose(4, 8, plenty, 20 + 2)
+    name, _ = choose_schedule(4, 8, plenty, 20 + 2)
     assert name == "naive"
     with pytest.raises(UsageError, match=r"naive needs the least, 22"):
-        choose(4, 8, plenty, 21)
+        choose_schedule(4, 8, plenty, 21)
 
 
 def test_choice_among_those_that_accept_the_counts():
     few = model(4, f=1, i=1, w=1)
-    _, table = choose(4, 5, few, 10**9)
+    _, table = choose_schedule(4, 5, few, 10**9)
     verdicts = {each.name: each.verdict for each in table}
     assert verdicts["zb-v"] == FITS  # with 4 of 8 stages empty
     assert "--num-microbatches 8 or 10" in verdicts["dualpipe"]
     assert table[0].name == "zb-h1"
     with pytest.raises(UsageError, match="--pp 0 must be at least 1"):
-        choose(0, 5, few, 10**9)
+        choose_schedule(0, 5, few, 10**9)
 
 
 def test_choice_depends_on_the_costs():
     """With a weight gradient that costs nothing, postponing it gains nothing over 1F1B."""
-    name, table = choose(4, 8, model(4, f=1, i=1, w=Fraction(1, 1000)), 10**9)
+    name, table = choose_schedule(4, 8, model(4, f=1, i=1, w=Fraction(1, 1000)), 10**9)
     makespan = {each.name: each.makespan for each in table}
     assert makespan["1f1b"] - makespan["zb-h1"] == pytest.approx(3 * 2 * 0.001, abs=1e-9)
     assert name == "dualpipe"

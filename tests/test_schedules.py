@@ -12,8 +12,14 @@ from schedule_cases import compute, counts
 from mpipar.pipeline.check import check
 from mpipar.pipeline.closed_form import closed_form
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.instructions import Instr, is_compute, parts, receives, sends
-from mpipar.pipeline.schedules.table import FAMILIES, SCHEDULES, lower, make, num_stages, problems
+from mpipar.pipeline.instructions import Instr, is_compute, lower, parts, receives, sends
+from mpipar.pipeline.schedules.catalog import (
+    FAMILIES,
+    SCHEDULES,
+    make_schedule,
+    num_stages,
+    schedule_problems,
+)
 from mpipar.pipeline.simulate import simulate
 
 SPLIT = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
@@ -82,7 +88,7 @@ SENDS_4_8 = {
     ],
 )
 def test_orders_worked_out_by_hand(name, p, m, expected):
-    schedule = make(name, p, m)
+    schedule = make_schedule(name, p, m)
     assert [text.split() for text in expected] == [
         [str(instr) for instr in compute(schedule, pp_rank)] for pp_rank in range(p)
     ]
@@ -101,7 +107,7 @@ def test_the_pictures_in_the_docstrings_are_the_schedules(name):
     sizes = next(line for line in lines if line.startswith("p = ")).replace(";", ",").split(",")
     given_counts = dict(size.split(" = ") for size in sizes if " = " in size)
     given_counts = {key.strip(): int(value) for key, value in given_counts.items()}
-    schedule = make(name, given_counts["p"], given_counts["m"], given_counts.get("v"))
+    schedule = make_schedule(name, given_counts["p"], given_counts["m"], given_counts.get("v"))
     for line in pictures:
         _, pp_rank, *tokens = line.split()
         program = [str(instr) for instr in compute(schedule, int(pp_rank))]
@@ -123,7 +129,7 @@ def test_text_forms():
 @settings(max_examples=150, deadline=None)
 def test_every_schedule_is_complete_and_can_run(case):
     name, p, m, chunks = case
-    schedule = make(name, p, m, chunks)
+    schedule = make_schedule(name, p, m, chunks)
     report = check(schedule)
     assert schedule.num_stages == num_stages(name, p, chunks)
     passes = Counter()
@@ -153,7 +159,7 @@ def test_every_schedule_is_complete_and_can_run(case):
 @pytest.mark.parametrize("name", SPLIT)
 def test_zero_bubble_schedules_postpone_weight_gradients(name):
     """On the last rank, where a backward could run whole, W does not follow its I."""
-    schedule = make(name, 4, 8)
+    schedule = make_schedule(name, 4, 8)
     program = compute(schedule, 3)
     apart = sum(
         instr.kind == "I" and after[:3] != ("W", instr.stage, instr.mb)
@@ -167,7 +173,7 @@ def test_zero_bubble_schedules_postpone_weight_gradients(name):
 def test_lowered_programs_match_each_other(case):
     """Each send has its receive at the peer; receives stand ahead of their passes, sends behind."""
     name, p, m, chunks = case
-    schedule = make(name, p, m, chunks)
+    schedule = make_schedule(name, p, m, chunks)
     sent, received = Counter(), Counter()
     for pp_rank in range(p):
         program = lower(schedule, pp_rank)
@@ -200,10 +206,10 @@ def test_lowered_programs_match_each_other(case):
 def test_makespan_integers(p, m):
     for (name, chunks), expected in zip(ANCHOR_COLUMNS, ANCHORS[p, m], strict=True):
         if expected is None:
-            assert problems(name, p, m, chunks), name
+            assert schedule_problems(name, p, m, chunks), name
         else:
-            assert simulate(make(name, p, m, chunks), Costs()).makespan == expected, name
-    assert simulate(make("1f1b", p, m), Costs()).makespan == ANCHORS[p, m][1]
+            assert simulate(make_schedule(name, p, m, chunks), Costs()).makespan == expected, name
+    assert simulate(make_schedule("1f1b", p, m), Costs()).makespan == ANCHORS[p, m][1]
 
 
 @pytest.mark.parametrize(("p", "m", "h2", "v"), [(2, 4, 12, 24), (4, 8, 24, 48), (4, 12, 36, 72),
@@ -211,7 +217,7 @@ def test_makespan_integers(p, m):
 def test_zero_bubble_is_about_the_span_of_a_rank(p, m, h2, v):
     """ZB-H2 and ZB-V: no waiting between a rank's first and last pass, but p-1 overall."""
     for name, span in (("zb-h2", h2), ("zb-v", v)):
-        timeline = simulate(make(name, p, m), Costs())
+        timeline = simulate(make_schedule(name, p, m), Costs())
         assert timeline.span_bubble == (0,) * p
         assert timeline.busy == (span,) * p
         assert timeline.global_bubble == (p - 1,) * p
@@ -219,30 +225,31 @@ def test_zero_bubble_is_about_the_span_of_a_rank(p, m, h2, v):
 
 @pytest.mark.parametrize(("name", "chunks"), PEAKS_4_8)
 def test_peak_stash_by_rank(name, chunks):
-    assert list(check(make(name, 4, 8, chunks)).peak_stash) == PEAKS_4_8[name, chunks]
+    assert list(check(make_schedule(name, 4, 8, chunks)).peak_stash) == PEAKS_4_8[name, chunks]
 
 
 @pytest.mark.parametrize(("name", "chunks"), SENDS_4_8)
 def test_messages_by_rank(name, chunks):
-    assert list(check(make(name, 4, 8, chunks)).messages) == SENDS_4_8[name, chunks]
+    assert list(check(make_schedule(name, 4, 8, chunks)).messages) == SENDS_4_8[name, chunks]
 
 
 @given(st.integers(1, 6), st.integers(1, 18), st.integers(1, 3), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
 def test_peak_stash_forms_by_rank(p, m, v, rounds):
     ranks = range(p)
-    assert list(check(make("1f1b", p, m)).peak_stash) == [min(p - r, m) for r in ranks]
+    assert list(check(make_schedule("1f1b", p, m)).peak_stash) == [min(p - r, m) for r in ranks]
     even = rounds * p
-    assert list(check(make("interleaved", p, even, v)).peak_stash) == [
+    assert list(check(make_schedule("interleaved", p, even, v)).peak_stash) == [
         min(2 * (p - 1 - r) + (v - 1) * p + 1, even * v) for r in ranks
     ]
-    assert list(check(make("gpipe", p, m)).peak_stash) == [m] * p
-    assert list(check(make("looped-bfs", p, m, v)).peak_stash) == [m * v] * p
+    assert list(check(make_schedule("gpipe", p, m)).peak_stash) == [m] * p
+    assert list(check(make_schedule("looped-bfs", p, m, v)).peak_stash) == [m * v] * p
     long = 2 * p - 1 + m
-    assert list(check(make("zb-h1", p, long)).peak_stash) == [p] * p
-    assert list(check(make("zb-h2", p, long)).peak_stash) == [2 * p - 1] * p
-    assert list(check(make("zb-v", p, long)).peak_stash) == [2 * p] * p
-    assert list(check(make("interleaved-zb", p, even, v)).peak_stash) == [min(p * v, even * v)] * p
+    assert list(check(make_schedule("zb-h1", p, long)).peak_stash) == [p] * p
+    assert list(check(make_schedule("zb-h2", p, long)).peak_stash) == [2 * p - 1] * p
+    assert list(check(make_schedule("zb-v", p, long)).peak_stash) == [2 * p] * p
+    late = check(make_schedule("interleaved-zb", p, even, v))
+    assert list(late.peak_stash) == [min(p * v, even * v)] * p
 
 
 costs = st.builds(
@@ -256,7 +263,7 @@ costs = st.builds(
 def test_closed_forms_equal_the_simulation(case, cost):
     """Whatever `mpipar schedule` prints as a closed form is exactly what it simulates."""
     name, p, m, chunks = case
-    schedule = make(name, p, m, chunks)
+    schedule = make_schedule(name, p, m, chunks)
     timeline = simulate(schedule, cost)
     form = closed_form(schedule, cost)
     if form.bubble[1] is not None:
@@ -270,5 +277,5 @@ def test_closed_forms_equal_the_simulation(case, cost):
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("v-half", "v-min")])
 def test_there_is_a_closed_form_to_print(name):
-    form = closed_form(make(name, 4, 8), Costs())
-    assert form.bubble[1] == simulate(make(name, 4, 8), Costs()).global_bubble[0]
+    form = closed_form(make_schedule(name, 4, 8), Costs())
+    assert form.bubble[1] == simulate(make_schedule(name, 4, 8), Costs()).global_bubble[0]

@@ -14,7 +14,7 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
 from mpipar.train.verify import serial_config
-from mpipar.train.worker import make_schedule
+from mpipar.train.worker import configured_schedule
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 31 --seq-len 5 --batch-size 8
@@ -76,7 +76,7 @@ def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_pat
     assert result.returncode == 0, result.tail()
     assert f"x tp 1, schedule {path}, 2 microbatches" in result.stdout
     grid = GridConfig(schedule="interleaved", pp=2, num_microbatches=4, group_size=2)
-    assert make_schedule(serial_config(Config(grid=grid)).grid).pp_size == 1
+    assert configured_schedule(serial_config(Config(grid=grid)).grid).pp_size == 1
 
 
 def test_takes_the_weights_that_it_is_given(tmp_path):

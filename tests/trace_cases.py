@@ -5,7 +5,7 @@ from random import Random
 
 from mpipar.comm.clock import CommonClock
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
 from mpipar.trace.trace_file import LayerOperation, Record, Span, Trace, schedule_json
 from mpipar.trace.trace_file import RankTrace as Rank
@@ -48,7 +48,7 @@ def trace(records, spans=None, end=100, groups=None, steps=1):
         "world_size": count, "layout": {"pp": 1, "dp": 1, "cp": 1, "tp": count},
         "rank_order": ["pp", "dp", "cp", "tp"], "stage_layers": [2],
         "stages": ["0: embedding, blocks 0-1, head, loss"], "batch_size": 4, "dtype": "float32",
-        "schedule": schedule_json(schedules.make("gpipe", 1, 1)),
+        "schedule": schedule_json(make_schedule("gpipe", 1, 1)),
         "model": {"layers": 2, "d_model": 8, "heads": 2, "ffn": 32, "seq_len": 4, "vocab_size": 16},
     }  # fmt: skip
     return Trace(Path("run"), meta, ranks, CommonClock((0,) * count, {}, {}), [])
@@ -93,7 +93,7 @@ def pipeline_trace(name="zb-h1", ranks=4, microbatches=8, steps=2):
 
     What is measured in it must equal what is simulated from it.
     """
-    schedule = schedules.make(name, ranks, microbatches)
+    schedule = make_schedule(name, ranks, microbatches)
     timeline = simulate(schedule, Costs(f=10, i=10, w=10))
     length = float(timeline.makespan) + 5  # the optimizer's
     made = trace([[]] * ranks, end=length * steps, steps=steps)

@@ -11,8 +11,8 @@ from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import AUTO
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import UsageError
-from mpipar.pipeline.choose import choose
-from mpipar.pipeline.schedules.table import FAMILIES
+from mpipar.pipeline.choose import choose_schedule
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.plan import machine_file
 from mpipar.plan.measure import measure_costs, unit_counts
 from mpipar.plan.step import schedule_costs
@@ -49,7 +49,7 @@ def shortest(config, costs) -> tuple[str, list[str]]:
 
     Raises UsageError when none fits --memory-limit.
     """
-    name, candidates = choose(
+    name, candidates = choose_schedule(
         config.grid.pp, config.grid.num_microbatches,
         lambda schedule: costs.merged(unit_counts(config, schedule)),
         config.run.memory_limit or float("inf"), config.grid.chunks)

@@ -34,7 +34,7 @@ from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan import formulas, machine_file
 from mpipar.plan.predict import predict
 from mpipar.plan.step import schedule_costs, step_estimate
-from mpipar.train.worker import make_schedule
+from mpipar.train.worker import configured_schedule
 
 
 def run(reading, world_rank: int, machine_path: str | None = None) -> int:
@@ -61,7 +61,7 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         config = named(config, name)
         print("\n".join([*why, ""]))
     grid = Grid.of(config.grid, world_rank)
-    schedule, model = make_schedule(config.grid), models.of(config.model)
+    schedule, model = configured_schedule(config.grid), models.of(config.model)
     split = models.layer_split(config, schedule)
     stages = schedule.stages_of(grid.pp_rank)
     estimate = step_estimate(machine, config) if machine else None

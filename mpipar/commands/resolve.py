@@ -14,7 +14,7 @@ from mpipar.config.sections import Config, build, settings
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.schedules.catalog import num_stages, schedule_problems
 from mpipar.trace import tracer
 from mpipar.train import loss_scale
 
@@ -83,11 +83,11 @@ def stage_problems(config: Config) -> list[str]:
         return [f"{flag(name)} fixes {what}, which --schedule auto chooses: give one of them"
                 for name, what in (("stage_layers", "the stages"), ("group_size", "the groups"))
                 if getattr(grid, name) is not None]
-    found = schedules.problems(
+    found = schedule_problems(
         grid.schedule, grid.pp, grid.num_microbatches, grid.chunks, grid.group_size)
     if found:
         return found
-    stages = schedules.num_stages(grid.schedule, grid.pp, grid.chunks)
+    stages = num_stages(grid.schedule, grid.pp, grid.chunks)
     return split_problems(grid, stages)
 
 

@@ -12,7 +12,7 @@ from mpipar.pipeline import csv_format, draw
 from mpipar.pipeline.closed_form import ClosedForm, closed_form
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Schedule
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.pipeline.svg import svg
 
@@ -35,7 +35,7 @@ def add_parser(subparsers) -> None:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help=", ".join(schedules.SCHEDULES))
+    add("name", nargs="?", metavar="NAME", help=", ".join(SCHEDULES))
     add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
     add("--num-microbatches", type=int, default=8, metavar="M", help="per step (default 8)")
     add("--chunks", type=int, metavar="V", help="stages a worker, on looped schedules (default 2)")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.from_csv is not None:
         schedule = csv_format.read_csv(Path(args.from_csv))
     else:
-        schedule = schedules.make(
+        schedule = make_schedule(
             args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
         )
     show(args, schedule, costs)
@@ -96,9 +96,9 @@ def unread(args: argparse.Namespace, why: str, *words: str) -> list[str]:
 def name_problems(args: argparse.Namespace) -> list[str]:
     """What is wrong with the name and the counts."""
     if args.name is None:
-        names = ", ".join(schedules.SCHEDULES)
+        names = ", ".join(SCHEDULES)
         return [f"which schedule? use mpipar schedule NAME with one of {names}, or --compare"]
-    return schedules.problems(
+    return schedule_problems(
         args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
     )
 
@@ -168,16 +168,16 @@ def title(schedule: Schedule) -> str:
 def cost_words(costs: Costs) -> str:
     """The costs as the user gave them."""
     values = (costs.f, costs.i, costs.w, costs.i + costs.w, costs.latency)
-    return "F {}, I {}, W {}, B {}, latency {}".format(*map(draw.number, values))
+    return "F {}, I {}, W {}, B {}, latency {}".format(*map(draw.short_number, values))
 
 
 def summary(timeline: Timeline, form: ClosedForm | None) -> str:
     """Simulated figures of the whole step beside the closed forms."""
     bubble, peak = spread(timeline.global_bubble), spread(timeline.peak_stash)
-    messages = draw.number(sum(timeline.messages))
+    messages = draw.short_number(sum(timeline.messages))
     rows = [
         ("", "simulated", "closed form"),
-        ("step", draw.number(timeline.makespan), ""),
+        ("step", draw.short_number(timeline.makespan), ""),
         ("bubble, idle time of a worker", bubble, formula(form and form.bubble)),
         ("bubble, share of the step", f"{100 * timeline.bubble_share:.1f} %", ""),
         ("peak stash, stage activations", peak, formula(form and form.peak_stash)),
@@ -193,12 +193,12 @@ def formula(term: tuple[str, Real | None] | None) -> str:
     if term is None or term[1] is None:
         return "-"
     text, value = term
-    return text if text == str(value) else f"{text} = {draw.number(value)}"
+    return text if text == str(value) else f"{text} = {draw.short_number(value)}"
 
 
 def spread(values: tuple[Real, ...]) -> str:
     """One number, or the range over the workers."""
-    low, high = draw.number(min(values)), draw.number(max(values))
+    low, high = draw.short_number(min(values)), draw.short_number(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -210,8 +210,8 @@ def workers(timeline: Timeline) -> str:
         timeline.peak_stash, timeline.messages, strict=True,
     )
     for pp_rank, (busy, share, idle, between, stash, sent) in enumerate(columns):
-        texts = map(draw.number, (idle, between, stash, sent))
-        rows.append((str(pp_rank), draw.number(busy), f"{100 * share:.1f} %", *texts))
+        texts = map(draw.short_number, (idle, between, stash, sent))
+        rows.append((str(pp_rank), draw.short_number(busy), f"{100 * share:.1f} %", *texts))
     return table(rows)
 
 
@@ -220,21 +220,21 @@ def compare(p: int, m: int, chunks: int | None, costs: Costs) -> str:
     rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
     notes = []
     slowest = None
-    for name in schedules.SCHEDULES:
-        own = chunks if schedules.FAMILIES[name].placement == "looped" else None
-        found = schedules.problems(name, p, m, own)
+    for name in SCHEDULES:
+        own = chunks if FAMILIES[name].placement == "looped" else None
+        found = schedule_problems(name, p, m, own)
         if found:
             notes += found
             continue
-        schedule = schedules.make(name, p, m, own)
+        schedule = make_schedule(name, p, m, own)
         v = schedule.num_stages // p
         timeline = simulate(schedule, costs.divided(v))
         slowest = slowest or timeline.makespan
         stash = Fraction(max(timeline.peak_stash), v)
         rows.append((
-            name, str(schedule.num_stages), draw.number(timeline.makespan),
+            name, str(schedule.num_stages), draw.short_number(timeline.makespan),
             f"{100 * timeline.bubble_share:.1f} %", f"{float(slowest / timeline.makespan):.2f} x",
-            draw.number(stash), draw.number(sum(timeline.messages)),
+            draw.short_number(stash), draw.short_number(sum(timeline.messages)),
         ))
     if len(rows) == 1:
         raise UsageError(list(dict.fromkeys(notes)))  # what is wrong for all of them is said once

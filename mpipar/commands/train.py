@@ -37,7 +37,7 @@ from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.predict import predict
 from mpipar.trace.tracer import Tracer
-from mpipar.train.worker import Worker, make_schedule
+from mpipar.train.worker import Worker, configured_schedule
 
 
 def run(session, reading, machine_path: str | None = None) -> int:
@@ -113,7 +113,7 @@ class Run:
         Comm: two gathers over the world.
         """
         session, config, grid, log = self.session, self.config, self.grid, self.log
-        schedule = make_schedule(config.grid)
+        schedule = configured_schedule(config.grid)
         # One proof for all: a schedule that could hang never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
         model = models.of(config.model)

@@ -7,7 +7,7 @@ from numbers import Real
 from mpipar.errors import UsageError
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Schedule
-from mpipar.pipeline.schedules.table import FAMILIES, SCHEDULES, make, problems
+from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
 
 FITS = "fits"
@@ -29,7 +29,7 @@ class Candidate:
     verdict: str
 
 
-def choose(
+def choose_schedule(
     pp_size: int,
     num_microbatches: int,
     costs_of: Callable[[Schedule], Costs],
@@ -44,7 +44,7 @@ def choose(
     when none fits, with what the smallest one needs.
     """
     table = [
-        consider(name, pp_size, num_microbatches, costs_of, memory_cap_bytes, chunks)
+        consider_schedule(name, pp_size, num_microbatches, costs_of, memory_cap_bytes, chunks)
         for name in SCHEDULES
     ]
     table.sort(key=preference)
@@ -66,7 +66,7 @@ def preference(candidate: Candidate) -> tuple[Real, ...]:
     return (candidate.verdict != FITS, *(number or 0 for number in numbers))
 
 
-def consider(
+def consider_schedule(
     name: str,
     pp_size: int,
     num_microbatches: int,
@@ -77,10 +77,10 @@ def consider(
     """Simulate one schedule; chunks counts for the looped schedules, the others fix their own."""
     if FAMILIES[name].placement != "looped":
         chunks = None
-    found = problems(name, pp_size, num_microbatches, chunks)
+    found = schedule_problems(name, pp_size, num_microbatches, chunks)
     if found:
         return Candidate(name, None, None, None, found[0])
-    schedule = make(name, pp_size, num_microbatches, chunks)
+    schedule = make_schedule(name, pp_size, num_microbatches, chunks)
     costs = costs_of(schedule)
     timeline = simulate(schedule, costs)
     weights = costs.by_stage("weight_bytes", schedule.num_stages)

@@ -17,7 +17,7 @@ from pathlib import Path
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
-from mpipar.pipeline.schedules.table import with_reduce_grad
+from mpipar.pipeline.schedules.catalog import with_reduce_grad
 
 FORMATS = ("compute_only", "compute_comms")
 MIRROR_LINE = "# mpipar mirror placement: no counterpart in torch.distributed.pipelining"
@@ -57,7 +57,7 @@ def read_csv(path: Path) -> Schedule:
     problems, programs = [], []
     for row, cells in enumerate(csv.reader(lines[mirror:])):
         texts = [(column, text.strip()) for column, text in enumerate(cells) if text.strip()]
-        instrs = [(column, text, parse(text)) for column, text in texts]
+        instrs = [(column, text, parse_instruction(text)) for column, text in texts]
         problems += [
             f"{path}: rank {row} column {column}: {text!r} is no instruction such as 2F0"
             for column, text, instr in instrs
@@ -70,12 +70,12 @@ def read_csv(path: Path) -> Schedule:
         programs.pop()
     if not all(programs) or not programs:
         raise UsageError(f"{path}: every rank needs a row of instructions")
-    schedule = build(path, programs, mirror)
+    schedule = assemble_schedule(path, programs, mirror)
     check(schedule)
     return schedule
 
 
-def parse(text: str) -> Instr | None:
+def parse_instruction(text: str) -> Instr | None:
     """The instruction of a cell, or None."""
     if match := OVERLAP.fullmatch(text):
         stage, mb, stage_b, mb_b = map(int, match.groups())
@@ -86,7 +86,7 @@ def parse(text: str) -> Instr | None:
     return Instr(match[2], int(match[1]), int(match[3] or -1))
 
 
-def build(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
+def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
     """The schedule of these programs: counts, placement and missing REDUCE_GRAD are filled in."""
     homes = [
         (pp_rank, stage, mb)

@@ -116,7 +116,7 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
     """
     rows = compute_spans(timeline)
     times = sorted({span.start for spans in rows for span in spans})
-    stamps = [number(time) for time in times]
+    stamps = [short_number(time) for time in times]
     columns = []
     for pp_rank, spans in enumerate(rows):
         named = {span.start: symbol(timeline, span.instr) for span in spans}
@@ -160,6 +160,6 @@ def symbol(timeline: Timeline, instr: Instr) -> str:
     )
 
 
-def number(value: Real) -> str:
+def short_number(value: Real) -> str:
     """A time or size in at most about eight characters; integers in full."""
     return str(int(value)) if value == int(value) else f"{float(value):.6g}"

@@ -7,7 +7,7 @@ from math import ceil
 from numbers import Real
 from xml.sax.saxutils import escape
 
-from mpipar.pipeline.draw import compute_spans, label, number, tick_step
+from mpipar.pipeline.draw import compute_spans, label, short_number, tick_step
 from mpipar.pipeline.simulate import Span, Timeline
 
 ROW, LEFT, RIGHT, TOP, BOTTOM = 26, 74, 24, 46, 24  # pixels
@@ -92,10 +92,10 @@ def drawing_width(timeline: Timeline, rows, legend, title: str) -> float:
 
 def ticks(makespan: Real, scale: Real, y: int) -> list[str]:
     """Round times below the rows, far enough apart for their texts."""
-    longest = len(number(makespan)) + 2
+    longest = len(short_number(makespan)) + 2
     step = tick_step(max(TICK, CHARACTER * longest + 8) / float(scale))
     return [f'<text x="{LEFT + float(k * step * scale):.2f}" y="{y}" text-anchor="middle">'
-            f"{number(k * step)}</text>" for k in range(int(makespan / step) + 1)]
+            f"{short_number(k * step)}</text>" for k in range(int(makespan / step) + 1)]
 
 
 def is_late(timeline: Timeline, span: Span, pp_rank: int) -> bool:
@@ -110,7 +110,7 @@ def box(timeline: Timeline, span: Span, pp_rank: int, y: int, scale: Real) -> li
     text = label(timeline, span.instr)
     area = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
     kind = f"pass {span.instr.kind}{' late' * is_late(timeline, span, pp_rank)}"
-    tip = f"<title>{escape(text)}: {number(span.start)} to {number(span.end)}</title>"
+    tip = f"<title>{escape(text)}: {short_number(span.start)} to {short_number(span.end)}</title>"
     elements = [f'<rect {area} class="{kind}">{tip}</rect>']
     if width >= LETTER * len(text) + 2:
         place = f'x="{left + width / 2:.2f}" y="{y + 15}"'

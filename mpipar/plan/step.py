@@ -16,7 +16,7 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import HOP, Machine
 from mpipar.plan.measure import unit_counts, unit_memory
 from mpipar.plan.predict import Prediction, predict
-from mpipar.train.worker import make_schedule
+from mpipar.train.worker import configured_schedule
 
 BUCKET = "grads.bucket"  # the one sum that is posted first and waited for later
 
@@ -93,7 +93,7 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     message = largest_message(steps)
     if message and machine.estimate(HOP, message).extrapolated:
         outside.add(f"a message of {message} bytes")
-    schedule = make_schedule(config.grid)
+    schedule = configured_schedule(config.grid)
     stages = costs_of(machine, config, message).merged(unit_counts(config, schedule))
     pipeline = float(simulate(schedule, stages).makespan)
     barriers = max(behind_the_pipeline(machine, step, outside) for step in steps)

@@ -20,7 +20,7 @@ from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import DONE, FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WAITED, WIRE
 from mpipar.errors import DataError
 from mpipar.job.hang import place
-from mpipar.pipeline.csv_format import parse
+from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 
 SCHEMA = 2
@@ -118,7 +118,7 @@ class Trace:
     def schedule(self) -> Schedule:
         """The schedule that was run."""
         value = self.meta["schedule"]
-        programs = tuple(tuple(map(parse, program)) for program in value["programs"])
+        programs = tuple(tuple(map(parse_instruction, program)) for program in value["programs"])
         return Schedule(**value | {"programs": programs})
 
 

@@ -18,7 +18,8 @@ from mpipar.errors import NonFiniteError
 from mpipar.layers.context import Context, Copies
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train.gradsync import GradSync, agree, is_finite
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import OPTIMIZERS, learning_rate
@@ -42,7 +43,7 @@ class StepResult:
     skipped: bool = False
 
 
-def make_schedule(grid_config):
+def configured_schedule(grid_config):
     """The schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
 
     Raises UsageError for counts that the schedule can't take, or a file that can't be read or can't
@@ -50,7 +51,7 @@ def make_schedule(grid_config):
     """
     if grid_config.schedule_csv is not None:
         return read_csv(Path(grid_config.schedule_csv))
-    return schedules.make(grid_config.schedule, grid_config.pp, grid_config.num_microbatches,
+    return make_schedule(grid_config.schedule, grid_config.pp, grid_config.num_microbatches,
                           grid_config.chunks, grid_config.group_size)
 
 
@@ -69,8 +70,8 @@ class Worker:
 
     def __init__(self, config, grid, ops, recorder, mpi_world=None):
         self.config, self.grid, self.ops, self.recorder = config, grid, ops, recorder
-        self.schedule = make_schedule(config.grid)
-        self.program = schedules.lower(self.schedule, grid.pp_rank)
+        self.schedule = configured_schedule(config.grid)
+        self.program = lower(self.schedule, grid.pp_rank)
         model = models.of(config.model)
         self.stage_layers = models.layer_split(config, self.schedule)
         # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and
@@ -190,7 +191,7 @@ class Worker:
         Comm: the sends and receives of the forward passes, and the layers' forward barriers.
         """
         self.recorder.phase = "eval"
-        program = schedules.lower(
+        program = lower(
             forward_only(self.schedule, num_microbatches), self.grid.pp_rank)
         return self.engine.run(program, get_batch, training=False)
 

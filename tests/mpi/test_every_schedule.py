@@ -20,7 +20,7 @@ from small_model import (
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, share
 from mpipar.comm.record import Recorder
-from mpipar.pipeline.schedules import table as schedules
+from mpipar.pipeline.schedules.catalog import SCHEDULES, schedule_problems
 from mpipar.plan.predict import predict
 from mpipar.train.worker import Worker, holders
 
@@ -40,11 +40,11 @@ def counts(name, layout):
     taken.
     """
     pp = layout[1]
-    every = [m for m in (1, 2, 5, 8) if not schedules.problems(name, pp, m)]
+    every = [m for m in (1, 2, 5, 8) if not schedule_problems(name, pp, m)]
     return every if WORLD.size < 8 else every[-1:]
 
 
-CASES = [(name, layout, m) for name in schedules.SCHEDULES for layout in HERE
+CASES = [(name, layout, m) for name in SCHEDULES for layout in HERE
          for m in counts(name, layout)]
 
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules as pure data, one file per family; `table` names them all."""
+"""Pipeline schedules as pure data, one file per family; `catalog` makes each of them by name."""

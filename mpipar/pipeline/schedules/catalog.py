@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpipar.errors import UsageError, suggestion
-from mpipar.pipeline.instructions import Instr, Schedule, lower
+from mpipar.pipeline.instructions import Instr, Schedule
 from mpipar.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from mpipar.pipeline.schedules.looped import interleaved, interleaved_zb, looped_bfs
 from mpipar.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from mpipar.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-
-__all__ = ["SCHEDULES", "Instr", "Schedule", "lower", "make", "num_stages", "problems"]
 
 
 def naive(_p: int, r: int, m: int) -> list[Instr]:
@@ -105,7 +103,7 @@ def num_stages(name: str, pp_size: int, chunks: int | None = None) -> int:
     return pp_size * (chunks or FAMILIES[name].stages_per_rank)
 
 
-def make(
+def make_schedule(
     name: str,
     pp_size: int,
     num_microbatches: int,
@@ -113,7 +111,7 @@ def make(
     group_size: int | None = None,
 ) -> Schedule:
     """The schedule of that name; raises UsageError with every problem of these counts at once."""
-    found = problems(name, pp_size, num_microbatches, chunks, group_size)
+    found = schedule_problems(name, pp_size, num_microbatches, chunks, group_size)
     if found:
         raise UsageError(found)
     order, placement, stages_per_rank, _ = FAMILIES[name]
@@ -145,7 +143,7 @@ def with_reduce_grad(program: list[Instr]) -> tuple[Instr, ...]:
     return (*program[:position], *reversed(tail))
 
 
-def problems(
+def schedule_problems(
     name: str,
     pp_size: int,
     num_microbatches: int,
