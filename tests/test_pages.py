@@ -15,7 +15,7 @@ from program import mpipar
 
 from bench import code_map, results
 from mpipar import cli
-from mpipar.errors import UsageError
+from mpipar.errors import EXIT_CODES, UsageError
 
 PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
          for path in results.pages()}
@@ -53,6 +53,11 @@ def test_a_file_that_says_nothing_is_refused(tmp_path, monkeypatch):
     (tmp_path / "silent.py").write_text("x = 1\n")
     with pytest.raises(LookupError, match=r"silent\.py: say in its first line"):
         code_map.first_sentence(tmp_path / "silent.py")
+
+
+def test_exit_codes_are_those_of_the_program():
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/failures.md"], re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
 
 
 # --- form
@@ -159,6 +164,8 @@ def command_problem(command):
             cli.command_parser(words[1]).parse_args(words[2:])
         except (UsageError, KeyError) as error:
             return str(error)
+    elif program == "python" and words[1] != "-m":
+        return None if (REPOSITORY / words[1]).exists() else f"no {words[1]}"
     elif program == "python" and words[2] != "pytest":
         file = REPOSITORY / f"{words[2].replace('.', '/')}.py"
         flags = [word for word in words[3:] if word.startswith("--")]
@@ -176,7 +183,8 @@ def test_printed_commands_can_be_typed(name, command):
 
 @pytest.mark.parametrize("command", [
     "mpipar trian", "mpiexec -n 4 mpipar train --made-up 3", "mpipar schedule --pp four",
-    "python -m bench.made_up", "python -m bench.matmul --made-up", "mpirun -n 4 mpipar train"])
+    "python docs/made_up.py", "python -m bench.made_up", "python -m bench.matmul --made-up",
+    "mpirun -n 4 mpipar train"])
 def test_a_command_that_cannot_be_typed_is_found(command):
     assert command_problem(command)
 

@@ -43,7 +43,8 @@ class DecoderConfig(ModelConfig):
     vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2)
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
     sequence_parallel: bool = setting(
-        False, "cut tokens over tp between the products: norms, residuals, stash and messages / tp")
+        False, "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
+        "to 1/tp, but there are more barriers")
     tp_matmul: str = setting(
         "plain", "ring: with --sequence-parallel, tokens travel in pieces while others are "
         "multiplied", choices=("plain", "ring"))

@@ -1,9 +1,10 @@
 """LM head and cross-entropy, both cut by vocabulary: the full logits never exist anywhere.
 
 Each rank makes the logits of its own rows of the table. The softmax needs three numbers per token
-from every rank (largest logit, sum of exponentials below it, the target's logit); they travel
-together in one all-gather and every rank combines them alike. Letters: B batch, T tokens, N = B*T,
-D model width, V vocabulary.
+from every rank: the largest logit, the sum of exp(logit - largest), and the target's logit. They
+travel together in one all-gather, and every rank combines them alike.
+
+Letters: B batch, T tokens, N = B*T, D model width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Cut by output channels, the outputs collected again: the textbook's picture of a partitioned
 layer.
 
-y (.., N) = all-gather of x (.., K) @ w (K, N/q). Each layer stands alone: whole input, whole
-output, one all-gather forward and one all-reduce backward per product, against one of each per
-*pair* of products with the column and row cuts. Same gradients; it is here to be compared.
+y (.., N) = all-gather of x (.., K) @ w (K, N/q). Each layer stands alone, with a whole input and a
+whole output. Every product takes an all-gather forward and an all-reduce backward. The column and
+row cuts take one all-reduce each way for a *pair* of products. The gradients are the same; this
+cut is here for comparison.
 """
 
 from mpipar.partition import shares
