@@ -16,6 +16,7 @@ from program import mpipar
 from bench import code_map, results
 from mpipar import cli
 from mpipar.errors import EXIT_CODES, UsageError
+from mpipar.pipeline.schedules.catalog import SCHEDULES
 
 PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
          for path in results.pages()}
@@ -58,6 +59,11 @@ def test_a_file_that_says_nothing_is_refused(tmp_path, monkeypatch):
 def test_exit_codes_are_those_of_the_program():
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/failures.md"], re.MULTILINE)
     assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+
+
+def test_every_schedule_is_listed():
+    page = PAGES["docs/schedules.md"].split("## The schedules")[1].split("## ")[0]
+    assert re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE) == list(SCHEDULES)
 
 
 # --- form
