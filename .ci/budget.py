@@ -1,6 +1,7 @@
-"""Check what keeps the code readable: file <= 300 lines, function <= 60, line <= 100, no leftovers.
+"""Check what keeps the code readable: file <= 400 lines, function <= 60, line <= 100, no leftovers.
 
-Prints every finding as path:line: text; exits 1 if there is one.
+Prints every finding as path:line: text; exits 1 if there is one. This is the only place of these
+limits: tests/test_structure.py runs the same check.
 """
 
 import ast
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE_LINES = 300
+FILE_LINES = 400
 FUNCTION_LINES = 60
 LINE_LENGTH = 100
 SUFFIXES = {".py", ".cu", ".cuh", ".sbatch", ".js", ".css", ".html"}
@@ -45,13 +46,15 @@ def source_files(root: Path) -> list[Path]:
     return sorted(path for path in paths if path.suffix in SUFFIXES and path.is_file())
 
 
+def findings(root: Path, files: list[Path]) -> list[str]:
+    """Return every finding in these files as path:line: text."""
+    return [f"{path.relative_to(root)}:{number}: {text}" for path in files
+            for number, text in problems(path, path.read_text(encoding="utf-8"))]
+
+
 if __name__ == "__main__":
     root = Path(__file__).resolve().parent.parent
     files = source_files(root)
-    found = [
-        f"{path.relative_to(root)}:{number}: {text}"
-        for path in files
-        for number, text in problems(path, path.read_text(encoding="utf-8"))
-    ]
+    found = findings(root, files)
     print("\n".join([*found, f"{len(files)} files, {len(found)} findings"]))
     sys.exit(1 if found or not files else 0)

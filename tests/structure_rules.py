@@ -22,7 +22,6 @@ PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-cas
 # Modules that are an extra's from their first line on: nobody imports them at the top.
 EXTRAS = {"ops.numba_kernels": "numba"}
 CORE = {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "mpipar"}
-SIZES = {"lines of a file": 300, "lines of a function": 60, "columns of a line": 100}
 
 
 def module_name(path):
@@ -234,15 +233,5 @@ def state_problems(module, source):
     return found
 
 
-def size_problems(module, source):
-    lines = source.splitlines()
-    sizes = [("lines of a file", 1, len(lines))]
-    sizes += [("columns of a line", i, len(line)) for i, line in enumerate(lines, 1)]
-    sizes += [("lines of a function", node.lineno, node.end_lineno - node.lineno + 1)
-              for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    return [f"{module}:{line}: {size} {what}, more than {SIZES[what]}"
-            for what, line, size in sizes if size > SIZES[what]]
-
-
 RULES = [floor_problems, outside_problems, mpi_problems, array_math_problems, name_problems,
-         state_problems, size_problems]
+         state_problems]

@@ -30,7 +30,7 @@ def tool(name: str) -> dict:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n" * 301, "301 lines"),
+        ("x = 1\n" * 401, "401 lines"),
         ("x = '" + "y" * 100 + "'\n", "characters, more"),
         ("x = '\u00e9'\n", "not ASCII"),
         ("# TO" + "DO\n", "leftover"),
@@ -44,7 +44,7 @@ def test_budget_finds(text, message):
 
 
 def test_budget_lets_pass():
-    text = "def f():\n" + "    x = 1\n" * 59 + "y = 1\n" * 240
+    text = "def f():\n" + "    x = 1\n" * 59 + "y = 1\n" * 340
     assert not list(tool("budget.py")["problems"](Path("x.py"), text))
 
 
