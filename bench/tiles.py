@@ -42,7 +42,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results, tiles_gpu
-from bench.tiles_attention import HEAD_WIDTH
+from bench.tiles_attention import HEAD_WIDTH, backward, parts
 from mpipar.config.flags import count
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make, numpy_attention, numpy_ops
@@ -114,15 +114,15 @@ def attention(args, real) -> dict[str, Chain]:
     positions = np.arange(args.seq_len)
     qkv = real(1, args.seq_len, 3, args.heads, HEAD_WIDTH)
     dy = real(1, args.seq_len, args.heads, HEAD_WIDTH)
-    y, probs = make("cpu", "float32").attention_forward(qkv, positions)
+    y, probs = make("cpu", "float32").attention_forward(*parts(qkv), positions, positions)
     pairs = args.heads * args.seq_len * (args.seq_len + 1) // 2
     tiles = {"tiles": QUERIES, "constant": (numpy_attention, "QUERY_TILE")}
     return {
         "attention_forward": Chain(
-            lambda ops, qkv: ops.attention_forward(qkv, positions)[0], (qkv,),
+            lambda ops, qkv: ops.attention_forward(*parts(qkv), positions, positions)[0], (qkv,),
             qkv.nbytes + y.nbytes + probs.nbytes, 2 * 2 * HEAD_WIDTH * pairs, **tiles),
         "attention_backward_input": Chain(
-            lambda ops, *of: ops.attention_backward_input(*of, positions), (dy, qkv, probs),
+            lambda ops, dy, qkv, probs: backward(ops, dy, qkv, probs, positions), (dy, qkv, probs),
             2 * qkv.nbytes + dy.nbytes + probs.nbytes, 4 * 2 * HEAD_WIDTH * pairs, **tiles),
     }
 

@@ -19,6 +19,19 @@ from mpipar.ops.cupy_fused import FusedOps
 HEAD_WIDTH = 64  # GPT-2's, in all its sizes; above MOST_WIDTH there are no tiles
 
 
+def parts(packed):
+    """The views (B, T, H, d) of a packed (B, T, 3, H, d) array."""
+    return tuple(packed[:, :, i] for i in range(3))
+
+
+def backward(ops, dy, qkv, saved, positions):
+    """dqkv (B, T, 3, H, d) of attention, packed as the layer packs it."""
+    dqkv = ops.empty(qkv.shape, qkv.dtype)
+    ops.attention_backward_input(
+        dy, *parts(qkv), saved, positions, positions, out=parts(dqkv))
+    return dqkv
+
+
 def ways() -> dict[str, FusedOps]:
     """Name -> operations; the tile model only where its package is installed."""
     whole = FusedOps()
@@ -44,16 +57,15 @@ def rows(gpu: Gpu, args) -> list[dict]:
         dy = gpu.random(*shape, dtype=dtype)
         qkv = gpu.random(batch, args.seq_len, 3, args.heads, width, dtype=dtype)
         wide_qkv, wide_dy = qkv.astype(np.float64), dy.astype(np.float64)
-        y, probs = plain.attention_forward(wide_qkv, positions)
-        dqkv = plain.attention_backward_input(wide_dy, wide_qkv, probs, positions)
+        y, probs = plain.attention_forward(*parts(wide_qkv), positions, positions)
+        dqkv = backward(plain, wide_dy, wide_qkv, probs, positions)
         whole_seconds = {}
         for name, ops in ways().items():
-            got, saved = ops.attention_forward(qkv, positions)
-            passes = {
-                "forward": (got, y, flops, partial(ops.attention_forward, qkv, positions)),
-                "backward": (ops.attention_backward_input(dy, qkv, saved, positions), dqkv,
-                             2 * flops, partial(ops.attention_backward_input, dy, qkv, saved,
-                                                positions))}
+            forward = partial(ops.attention_forward, *parts(qkv), positions, positions)
+            got, saved = forward()
+            again = partial(backward, ops, dy, qkv, saved, positions)
+            passes = {"forward": (got, y, flops, forward),
+                      "backward": (again(), dqkv, 2 * flops, again)}
             kept = saved if isinstance(saved, tuple) else (saved,)
             for part, (result, expected, count, call) in passes.items():
                 gpu.check(f"attention {part}, {name}", result, expected, dtype)

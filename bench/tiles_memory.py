@@ -109,8 +109,8 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
     scores, dprobs = (gpu.random(*shape, dtype=dtype) for _ in range(2))
     positions, factor = gpu.xp.arange(args.seq_len), 0.125
 
-    def causal_forward(scores, positions):
-        visible = positions[None, :] <= positions[:, None]
+    def causal_forward(scores, q_pos, k_pos):
+        visible = k_pos[None, :] <= q_pos[:, None]
         powers = gpu.xp.exp(gpu.xp.where(visible, factor * scores, -np.inf))
         return (powers / powers.sum(axis=-1, keepdims=True),)
 
@@ -118,7 +118,7 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
         return (factor * probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True)),)
 
     probs = scores.copy()
-    fused.causal_softmax_forward(probs, positions, factor)
+    fused.causal_softmax_forward(probs, positions, positions, factor)
     return {
         "cross_entropy_stats": Kernel(
             lambda logits, targets: (
@@ -132,7 +132,7 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
             (logits, targets, lse), 2 * logits.nbytes),
         "causal_softmax_forward": Kernel(
             changed(fused.causal_softmax_forward, 0, numbers=(factor,)), causal_forward,
-            (scores, positions), 1.5 * scores.nbytes),
+            (scores, positions, positions), 1.5 * scores.nbytes),
         "causal_softmax_backward": Kernel(
             changed(fused.causal_softmax_backward, 1, numbers=(factor,)), causal_backward,
             (probs, dprobs), 2 * scores.nbytes),

@@ -2,7 +2,7 @@
 
 import numpy as np
 from cuda_fused import BOUNDS, DTYPES, place, relative
-from ops_cases import plain
+from ops_cases import parts
 
 from mpipar.ops.cuda.attention import Attention
 
@@ -28,9 +28,26 @@ def positions_of(kind, tokens, rng):
             }.get(kind, increasing)
 
 
-def parts(packed):
-    """The views (B, T, H, d) of a packed (B, T, 3, H, d) array."""
-    return tuple(packed[:, :, i] for i in range(3))
+def formula(q, k, v, dy, q_pos, k_pos):
+    """(y, lse, dq, dk, dv) of attention in float64, a head at a time, from its definition."""
+    q, k, v, dy = (x.astype(np.float64) for x in (q, k, v, dy))
+    y, lse = np.zeros(q.shape), np.full((len(q), q.shape[2], q.shape[1]), -np.inf)
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    group, factor = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    for b, h, i in np.ndindex(lse.shape):
+        own, seen = h // group, np.flatnonzero(k_pos <= q_pos[i])
+        if not len(seen):
+            continue
+        scores = factor * k[b, seen, own] @ q[b, i, h]
+        lse[b, h, i] = scores.max() + np.log(np.exp(scores - scores.max()).sum())
+        p = np.exp(scores - lse[b, h, i])
+        y[b, i, h] = p @ v[b, seen, own]
+        dp = v[b, seen, own] @ dy[b, i, h]
+        ds = factor * p * (dp - p @ dp)
+        dq[b, i, h] = ds @ k[b, seen, own]
+        dk[b, seen, own] += ds[:, None] * q[b, i, h]
+        dv[b, seen, own] += p[:, None] * dy[b, i, h]
+    return y, lse, dq, dk, dv
 
 
 class Case:
@@ -38,27 +55,63 @@ class Case:
 
     def __init__(self, rng, dtype, shape, kind="increasing"):
         batch, tokens, heads, width = shape
-        self.dtype, self.bound, self.factor = DTYPES[dtype], BOUNDS[dtype], width**-0.5
+        self.dtype, self.bound = DTYPES[dtype], BOUNDS[dtype]
         self.positions = positions_of(kind, tokens, rng)
         self.qkv, self.dy = (rng.standard_normal(size).astype(self.dtype) for size in
                              ((batch, tokens, 3, heads, width), shape))
-        ops, qkv = plain("float64"), self.qkv.astype(np.float64)
-        self.y, probs = ops.attention_forward(qkv, self.positions)
-        self.dqkv = ops.attention_backward_input(self.dy.astype(np.float64), qkv, probs,
-                                                 self.positions)
-        q, k, _ = parts(qkv)
-        own = np.einsum("bthd,bthd->bht", q, k) * self.factor  # of each token with itself
-        self.lse = own - np.log(np.diagonal(probs, axis1=2, axis2=3))
+        self.y, self.lse, *grads = formula(*parts(self.qkv), self.dy, *2 * [self.positions])
+        self.dqkv = np.stack(grads, axis=2)
 
     def run(self, where):
         """Return host arrays y, lse, dqkv, with gradients written to the packed one."""
         xp, loader, to_device, to_host = place(where)
-        kernels = Attention(xp, loader)
         qkv, dy, positions = map(to_device, (self.qkv, self.dy, self.positions))
         dqkv = to_device(np.full(self.qkv.shape, np.nan, self.dtype))
-        y, lse = kernels.forward(*parts(qkv), positions, self.factor)
-        kernels.backward(dy, *parts(qkv), y, lse, positions, self.factor, parts(dqkv))
+        y, lse, _ = both_passes(Attention(xp, loader), parts(qkv), dy, positions, positions,
+                                out=parts(dqkv))
         return tuple(map(to_host, (y, lse, dqkv)))
+
+
+class Grouped:
+    """Fewer key heads than query heads, other queries than keys; some queries see no key.
+
+    Keys are the first of a longer array, as in a cache.
+    """
+
+    def __init__(self, rng, dtype, sizes):
+        batch, queries, keys, heads, kv_heads, width = sizes
+        self.dtype, self.bound = DTYPES[dtype], BOUNDS[dtype]
+        self.q, self.dy, cache = (rng.standard_normal(shape).astype(self.dtype) for shape in (
+            (batch, queries, heads, width), (batch, queries, heads, width),
+            (batch, keys + 5, 2, kv_heads, width)))
+        cache[:, keys:] = np.nan
+        self.cache, self.keys = cache, keys
+        self.q_pos, self.k_pos = rng.permutation(2 * keys)[:queries], rng.permutation(keys) + 3
+        self.q_pos[queries // 2] = 1  # sees nothing
+        k, v = self.kv(cache)
+        self.y, self.lse, *self.grads = formula(self.q, k, v, self.dy, self.q_pos, self.k_pos)
+
+    def kv(self, cache):
+        """The views k and v of the cache."""
+        return cache[:, : self.keys, 0], cache[:, : self.keys, 1]
+
+    def run(self, where, wide):
+        """Return host arrays (y, lse, dq, dk, dv)."""
+        xp, loader, to_device, to_host = place(where)
+        q, dy, cache, *positions = map(
+            to_device, (self.q, self.dy, self.cache, self.q_pos, self.k_pos))
+        out = None if wide else [to_device(np.full(x.shape, np.nan, self.dtype))
+                                 for x in (self.q, *self.kv(self.cache))]
+        y, lse, grads = both_passes(Attention(xp, loader), (q, *self.kv(cache)), dy, *positions,
+                                    wide, out)
+        return tuple(map(to_host, (y, lse, *grads)))
+
+
+def both_passes(kernels, qkv, dy, q_pos, k_pos, wide=False, out=None):
+    """(y, lse, (dq, dk, dv)) of the kernels."""
+    y, lse = kernels.forward(*qkv, q_pos, k_pos, wide)
+    delta = kernels.delta(dy, y)
+    return y, lse, kernels.backward(dy, *qkv, lse, delta, q_pos, k_pos, out)
 
 
 def check_forward(case, y, lse):

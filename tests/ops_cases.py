@@ -17,6 +17,11 @@ def plain(dtype="float64"):
     return ArrayOps(np, dtype, "cpu")
 
 
+def parts(packed):
+    """The views q, k, v (B, T, H, d) of a packed (B, T, 3, H, d) array."""
+    return tuple(packed[:, :, i] for i in range(3))
+
+
 def positions_of(kind, tokens, rng):
     """Global positions of the tokens of one rank."""
     if kind == "shuffled":
@@ -127,12 +132,40 @@ def _norm(ops, make, sizes):
 
 
 def _attention(ops, make, sizes, kind):
+    """Both forms, over one sequence in which every token sees itself, as in training."""
     qkv = make.real(sizes.batch, sizes.tokens, 3, sizes.heads, sizes.head)
+    q, k, v = parts(qkv)
     positions = ops.asarray(positions_of(kind, sizes.tokens, make.rng))
-    y, saved = ops.attention_forward(qkv, positions)
-    dqkv = ops.attention_backward_input(make.real(*y.shape), qkv, saved, positions)
+    y, saved = ops.attention_forward(q, k, v, positions, positions)
+    dy, dqkv = make.real(*y.shape), ops.empty(qkv.shape, qkv.dtype)
+    ops.attention_backward_input(dy, q, k, v, saved, positions, positions, out=parts(dqkv))
     kept = {} if isinstance(saved, tuple) else {"attention_forward probs": saved}
-    return {"attention_forward y": y, "attention_backward_input": dqkv} | kept
+    return ({"attention_forward y": y, "attention_backward_input": dqkv} | kept
+            | _attention_in_blocks(ops, make, sizes))
+
+
+def _attention_in_blocks(ops, make, sizes):
+    """Two query heads for each key head, fewer queries than keys, the first of which sees none."""
+    batch, keys, kv_heads, width = sizes.batch, sizes.tokens, sizes.heads, sizes.head
+    queries = keys - 2
+    q, dy = (make.real(batch, queries, 2 * kv_heads, width) for _ in range(2))
+    k, v = (make.real(batch, keys, kv_heads, width) for _ in range(2))
+    q_pos, k_pos = (ops.asarray(x) for x in (np.arange(queries) * 2 - 1, np.arange(keys)))
+    y, lse = ops.attention_block_forward(q, k, v, q_pos, k_pos)
+    delta = ops.attention_delta(dy, y)
+    grads = ops.attention_block_backward(dy, q, k, v, lse, delta, q_pos, k_pos)
+    merged, seen = make.sums(*y.shape), make.sums(*lse.shape)
+    ops.attention_merge(merged, seen, y, lse)
+    return {
+        "attention_block_forward y": y,
+        "attention_block_forward lse seen": lse[:, :, 1:],
+        "attention_delta": delta,
+        "attention_block_backward dq": grads[0],
+        "attention_block_backward dk": grads[1],
+        "attention_block_backward dv": grads[2],
+        "attention_merge y": merged,
+        "attention_merge lse": seen,
+    }
 
 
 def _embeddings(ops, make, sizes):

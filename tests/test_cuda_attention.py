@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from attention_cases import CASES, ROUNDINGS, Case, check_forward, parts
+from attention_cases import CASES, ROUNDINGS, Case, Grouped, both_passes, check_forward
 from cuda_fused import DTYPES, HostLoader, Poisoned, hosts, place, relative
+from ops_cases import parts
 
 from mpipar.ops.cuda import attention
 from mpipar.ops.cuda.attention import Attention
@@ -26,6 +27,25 @@ def test_against_float64(where, rng, dtype, kind):
         assert relative(got, expected) <= case.bound * ROUNDINGS[name] ** 0.5, name
 
 
+# B, Tq, Tk, H, Hkv, d.
+@pytest.mark.parametrize("sizes", [(2, 67, 41, 6, 2, 24), (1, 3, 70, 3, 1, 64)])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shared_key_heads_and_unequal_lengths(where, rng, dtype, wide, sizes):
+    """wide: results in float32, which is how those over some of the keys are merged."""
+    case = Grouped(rng, dtype, sizes)
+    y, lse, *grads = case.run(where, wide)
+    kind = np.float32 if wide else case.dtype
+    assert {x.dtype for x in (y, *grads)} == {np.dtype(kind)}
+    assert lse.dtype == np.float32
+    nobody = np.isneginf(case.lse)
+    assert nobody.any()
+    assert np.array_equal(np.isneginf(lse), nobody)
+    assert np.abs(lse[~nobody] - case.lse[~nobody]).max() <= 1e-5
+    for name, got, expected in zip(ROUNDINGS, (y, *grads), (case.y, *case.grads), strict=True):
+        assert relative(got, expected) <= case.bound * ROUNDINGS[name] ** 0.5, name
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_token_sees_itself(where, rng, dtype):
     case = Case(rng, dtype, (2, 1, 3, 64))
@@ -42,7 +62,9 @@ def test_one_token_sees_itself(where, rng, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # float16: another instruction only
 def test_every_order_of_threads_gives_the_same_bits(rng, dtype):
     case = Case(rng, dtype, (1, 150, 2, 40), "shuffled")
-    for one, other in zip(case.run("forwards"), case.run("backwards"), strict=True):
+    grouped = Grouped(rng, dtype, (1, 67, 41, 6, 2, 24))
+    for one, other in zip((*case.run("forwards"), *grouped.run("forwards", True)),
+                          (*case.run("backwards"), *grouped.run("backwards", True)), strict=True):
         assert one.tobytes() == other.tobytes()
 
 
@@ -62,9 +84,8 @@ def test_separate_arrays_and_other_strides(where, rng):
     for change in (np.ascontiguousarray, lambda x: np.repeat(x, 2, axis=-1)[..., ::2]):
         q, k, v = map(to_device, parts(case.qkv))
         q = to_device(change(parts(case.qkv)[0]))
-        y, lse = kernels.forward(q, k, v, to_device(case.positions), case.factor)
-        grads = kernels.backward(to_device(case.dy), q, k, v, y, lse, to_device(case.positions),
-                                 case.factor)
+        y, lse, grads = both_passes(
+            kernels, (q, k, v), to_device(case.dy), *2 * [to_device(case.positions)])
         results.append([to_host(x) for x in (y, lse, *grads)])
     packed_y, packed_lse, dqkv = case.run(where)
     for result in results:
@@ -89,7 +110,7 @@ def test_another_type_is_refused(where, rng):
     xp, loader, to_device, _ = place(where)
     x = to_device(np.ones((1, 2, 1, 8)))
     with pytest.raises(KeyError, match="float64"):
-        Attention(xp, loader).forward(x, x, x, to_device(np.arange(2)), 1.0)
+        Attention(xp, loader).forward(x, x, x, *2 * [to_device(np.arange(2))])
 
 
 def test_every_tile_fits_a_processor():
@@ -112,10 +133,9 @@ MASK_LOST = (BACKWARD, ("seen ? one * (", "true ? one * ("))
 def both_directions(loader, rng):
     """Return the Case and y, lse, dq, dk, dv."""
     case = Case(rng, "float32", (1, 70, 1, 32))
-    kernels = Attention(Poisoned, loader)
-    q, k, v = parts(case.qkv)
-    y, lse = kernels.forward(q, k, v, case.positions, case.factor)
-    return case, (y, lse, *kernels.backward(case.dy, q, k, v, y, lse, case.positions, case.factor))
+    y, lse, grads = both_passes(
+        Attention(Poisoned, loader), parts(case.qkv), case.dy, case.positions, case.positions)
+    return case, (y, lse, *grads)
 
 
 @pytest.mark.shim
@@ -132,6 +152,23 @@ def test_broken_twin_gives_wrong_results(rng, file, edit):
 
 
 @pytest.mark.shim
+@pytest.mark.parametrize(("file", "edit", "wrong"), [
+    (FORWARD, ("job.head / (heads / kv_heads)", "job.head % kv_heads"), {"y", "lse", "dq"}),
+    (BACKWARD, ("++member < members", "++member < members && false"), {"dk", "dv"})],
+    ids=["another key head", "one head of each group"])
+def test_broken_twin_of_a_group_gives_wrong_results(rng, file, edit, wrong):
+    case = Grouped(rng, "float32", (1, 20, 33, 6, 2, 24))
+    loader = HostLoader(edited=file, edit=edit)
+    y, lse, grads = both_passes(Attention(Poisoned, loader), (case.q, *case.kv(case.cache)),
+                                case.dy, case.q_pos, case.k_pos, True)
+    seen = np.isfinite(case.lse)
+    errors = {"y": relative(y, case.y), "lse": relative(lse[seen], case.lse[seen])}
+    errors |= {name: relative(*pair) for name, *pair in zip(
+        ("dq", "dk", "dv"), grads, case.grads, strict=True)}
+    assert wrong <= {name for name, error in errors.items() if error > 100 * case.bound}
+
+
+@pytest.mark.shim
 @pytest.mark.parametrize(("sanitizer", "message", "file", "edit"), [
     ("thread", "data race", *NO_BARRIER[1]),
     pytest.param("address", "heap-buffer-overflow", FORWARD,
@@ -145,9 +182,10 @@ def test_sanitizer_sees_the_broken_twin(rng, sanitizer, message, file, edit):
         loader = HostLoader(sanitizer=sanitizer, **edited)
         kernels = Attention(Poisoned, loader)
         q, k, v = map(np.ascontiguousarray, parts(case.qkv))  # the program gets each array alone
-        y, lse = kernels.forward(q, k, v, case.positions, case.factor)
+        positions = case.positions, case.positions
+        y, lse = kernels.forward(q, k, v, *positions)
         if file == BACKWARD:
-            kernels.backward(case.dy, q, k, v, y, lse, case.positions, case.factor)
+            kernels.backward(case.dy, q, k, v, lse, kernels.delta(case.dy, y), *positions)
         return loader.reports
 
     assert all(code == 0 and text == "" for _, code, text in reports())

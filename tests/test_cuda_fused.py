@@ -187,7 +187,7 @@ def test_causal_softmax(case, kind):
     order = {"increasing": np.arange(tokens) * 2 + 3, "shuffled": case.rng.permutation(tokens),
              "ties": np.sort(case.rng.integers(0, 60, tokens))}[kind]
     scores, wide = case.array(2, 1, tokens, tokens, scale=3.0)
-    case.fused.causal_softmax_forward(scores, case.to_device(order), 0.5)
+    case.fused.causal_softmax_forward(scores, *2 * [case.to_device(order)], 0.5)
     wide = np.where(order[None, :] <= order[:, None], 0.5 * wide, -np.inf)
     wide = np.exp(wide - wide.max(axis=-1, keepdims=True))
     wide /= wide.sum(axis=-1, keepdims=True)
@@ -241,7 +241,7 @@ def call(kernel, loader):
         fused.cross_entropy_backward(x, 33, np.array([3, 5]), np.ones(2, np.float32), 0, 1.0)
         return x
     scores = x[:1, :25].reshape(5, 5).copy()
-    fused.causal_softmax_forward(scores, np.arange(5), 1.0)
+    fused.causal_softmax_forward(scores, np.arange(5), np.arange(5), 1.0)
     return scores
 
 

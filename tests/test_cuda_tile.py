@@ -8,7 +8,9 @@ import fake_cupy
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_cases import CASES, Case, check_forward, parts
+from attention_cases import CASES, Case, Grouped, check_forward
+from cuda_fused import relative
+from ops_cases import parts
 
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops import make
@@ -53,7 +55,19 @@ def attend(case):
     """y and lse of a case."""
     kernels = TileModelAttention(fake_cupy, None, fake_cuda_tile)
     qkv, positions = map(fake_cupy.device, (case.qkv, case.positions))
-    return map(fake_cupy.asnumpy, kernels.forward(*parts(qkv), positions, case.factor))
+    return map(fake_cupy.asnumpy, kernels.forward(*parts(qkv), positions, positions))
+
+
+def test_attention_with_shared_key_heads_and_unequal_lengths(rng):
+    case = Grouped(rng, "float32", (2, 67, 41, 6, 2, 24))
+    q, cache, *positions = map(fake_cupy.device, (case.q, case.cache, case.q_pos, case.k_pos))
+    k, v = (x.copy() for x in case.kv(cache))  # what lies beyond an array is not its cache's rest
+    kernels = TileModelAttention(fake_cupy, None, fake_cuda_tile)
+    y, lse = map(fake_cupy.asnumpy, kernels.forward(q, k, v, *positions))
+    assert relative(y, case.y) <= case.bound * 2
+    assert np.array_equal(np.isneginf(lse), np.isneginf(case.lse))
+    seen = np.isfinite(case.lse)
+    assert np.abs(lse[seen] - case.lse[seen]).max() <= 1e-5
 
 
 def test_attention_without_its_padding_is_seen(rng, monkeypatch):
@@ -86,8 +100,8 @@ def test_front_end_takes_the_kernel(dtype, out_dtype, accumulate):
 def test_front_end_takes_attention(dtype):
     heads = (None, None, None, 1)
     assert bytecode(attention_kernel, lambda array: [
-        *[array(dtype, heads)] * 3, array("int64", (1,)), array(dtype, heads),
-        array("float32", heads[1:]), 0.125, *ATTENTION_TILES[itemsize(dtype)], 64]) > 500
+        *[array(dtype, heads)] * 3, *[array("int64", (1,))] * 2, array(dtype, heads),
+        array("float32", heads[1:]), 0.125, 3, *ATTENTION_TILES[itemsize(dtype)], 64]) > 500
 
 
 def itemsize(dtype):

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 from helpers import assert_close
-from ops_cases import LARGE, SMALL, call_every_op, plain
+from ops_cases import LARGE, SMALL, call_every_op, parts, plain
 
 from mpipar.ops import make
+from mpipar.ops.array_attention import ArrayAttention
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.cupy_ops import CupyOps
@@ -20,6 +21,12 @@ HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error
 FLOAT32 = 2e-5
 # These read what another function has rounded before: errors of two or three roundings.
 FURTHER = {"attention_backward_input": 4}
+# Of the fused kernels: results of float32 too are made of operands that are rounded.
+OPERANDS = {
+    "attention_forward y": 2, "attention_block_forward y": 1, "attention_merge y": 1,
+    "attention_delta": 1, "attention_block_backward dq": 2, "attention_block_backward dk": 2,
+    "attention_block_backward dv": 1,
+}
 
 
 @pytest.fixture(params=DTYPES)
@@ -35,7 +42,7 @@ def test_every_function_rounds_once_and_adds_up_in_float32(dtype, sizes):
 @pytest.mark.shim
 def test_every_function_rounds_once_on_the_gpu(cupy, dtype):
     """Within attention, probabilities and their gradients are operands of products: rounded too."""
-    check_every_function(make("cuda", dtype), dtype, LARGE, {"attention_forward y": 2})
+    check_every_function(make("cuda", dtype), dtype, LARGE, OPERANDS)
 
 
 def test_every_function_rounds_once_on_the_gpu_with_plain_kernels(cupy, dtype):
@@ -45,12 +52,12 @@ def test_every_function_rounds_once_on_the_gpu_with_plain_kernels(cupy, dtype):
 def check_every_function(ops, dtype, sizes, further=()):
     """Compare with float64 on the same 16-bit numbers, within the roundings of each function.
 
-    further: name -> roundings of functions that have more than FURTHER says.
+    further: name -> roundings of functions that have more than FURTHER says, or any in float32.
     """
     expected = call_every_op(plain("float64"), sizes, rounded=ops.dtype)
     for name, value in call_every_op(ops, sizes).items():
         is_narrow = getattr(value, "dtype", None) == ops.dtype
-        roundings = (FURTHER | dict(further)).get(name, 1) if is_narrow else 0
+        roundings = (FURTHER | dict(further)).get(name, 1 if is_narrow else 0)
         on_host = value if isinstance(value, float) else ops.to_host(value).astype(np.float64)
         assert_close(on_host, expected[name],
                      roundings * HALF_UNIT[dtype] + FLOAT32, name)
@@ -61,7 +68,8 @@ def test_what_is_rounded_and_what_is_not(dtype):
     results = call_every_op(ops)
     wide = {name for name, value in results.items()
             if not isinstance(value, float) and value.dtype == np.float32}
-    words = ("weight", "tn_add", " mean", "rstd", "sgd", "adamw", "combine", "scale")
+    words = ("weight", "tn_add", " mean", "rstd", "sgd", "adamw", "combine", "scale",
+             "block", "merge", "delta")
     assert wide == {name for name in results
                     if any(word in name for word in words)} | {"cross_entropy_forward"}
     assert (ops.dtype, ops.statistics) == (DTYPES[dtype], np.float32)
@@ -71,8 +79,8 @@ def test_every_function_has_its_place():
     """A new function must say whether its result is rounded."""
     own = {name for name in vars(MixedOps) if not name.startswith("_")}
     listed = [*ACTIVATIONS, *PASSED, *(own - {"add_parts"})]
-    public = {name for kind in (ArrayOps, ImageOps, NumpyOps, NumbaOps, CupyOps, FusedOps)
-              for name, value in vars(kind).items()
+    kinds = ArrayOps, ArrayAttention, ImageOps, NumpyOps, NumbaOps, CupyOps, FusedOps
+    public = {name for kind in kinds for name, value in vars(kind).items()
               if callable(value) and not name.startswith("_")}
     assert sorted(listed) == sorted(public - {"stacked_products"})  # inside attention
 
@@ -95,7 +103,7 @@ def test_softmax_and_loss_add_up_in_float32():
     loss, _ = ops.cross_entropy_combine(stats[None])
     assert loss[0] == pytest.approx(math.log(1000), rel=1e-6)
     qkv = np.zeros((1, 300, 3, 1, 2)).astype(ops.dtype)
-    _, probs = ops.attention_forward(qkv, np.arange(300))
+    _, probs = ops.attention_forward(*parts(qkv), np.arange(300), np.arange(300))
     assert probs[0, 0, -1, 0] == np.float64(1 / 300).astype(ops.dtype) != 1 / 256
     db = np.zeros(2, np.float32)
     ops.bias_backward_weight(np.ones((1, 300, 2)).astype(ops.dtype), db)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import run_command
-from ops_cases import plain
+from ops_cases import parts, plain
 
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
 from mpipar.ops import make, numba_ops
@@ -58,7 +58,8 @@ def special_results(ops):
     rms, rms_dw = ops.rmsnorm_forward(x, one, 1e-5), np.zeros_like(one)
     ops.rmsnorm_backward_weight(dy, x, rms[1], rms_dw)
     qkv = np.repeat(x[:, :, None, None, :], 3, axis=2)
-    out, probs = ops.attention_forward(qkv, np.arange(8))
+    q, k, v = parts(qkv)
+    out, probs = ops.attention_forward(q, k, v, np.arange(8), np.arange(8))
     logits, targets = x.reshape(16, 6).copy(), np.zeros(16, np.int64)
     loss, lse = ops.cross_entropy_combine(ops.cross_entropy_forward(logits, targets, 0, 6)[None])
     state = [np.ones(96, ops.dtype), x.reshape(-1).copy(), np.zeros(96, ops.dtype),
@@ -71,8 +72,8 @@ def special_results(ops):
         "rmsnorm_forward": rms[0], "rms": rms[1], "rms_dw": rms_dw,
         "rmsnorm_backward": ops.rmsnorm_backward_input(dy, x, one, rms[1]),
         "attention_forward": out, "probs": probs,
-        "attention_backward": ops.attention_backward_input(
-            dy.reshape(2, 8, 1, 6), qkv, probs, np.arange(8)),
+        "attention_backward": np.stack(ops.attention_backward_input(
+            dy.reshape(2, 8, 1, 6), q, k, v, probs, np.arange(8), np.arange(8))),
         "loss": loss, "lse": lse,
         "dlogits": ops.cross_entropy_backward_input(logits, targets, lse, 0, 6, 1.0),
         "adamw data": state[0], "adamw m": state[2], "adamw v": state[3],

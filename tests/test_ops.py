@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_close
-from ops_cases import LARGE, SMALL, call_every_op, plain, positions_of
+from ops_cases import LARGE, SMALL, call_every_op, parts, plain, positions_of
 
 from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_ops import EMPTY_MAX
@@ -94,11 +94,13 @@ def test_norm_gradients(ops, rng, norm, names):
 def test_attention_gradient(ops, rng, kind):
     qkv, dy = rng.standard_normal((2, 5, 3, 3, 2)), rng.standard_normal((2, 5, 3, 2))
     positions = positions_of(kind, 5, rng)
+    q, k, v = parts(qkv)
     numeric = numeric_gradient(
-        lambda: float((ops.attention_forward(qkv, positions)[0] * dy).sum()), qkv
+        lambda: float((ops.attention_forward(q, k, v, positions, positions)[0] * dy).sum()), qkv
     )
-    _, probs = ops.attention_forward(qkv, positions)
-    dqkv = ops.attention_backward_input(dy, qkv, probs, positions)
+    _, probs = ops.attention_forward(q, k, v, positions, positions)
+    dqkv = np.empty_like(qkv)
+    ops.attention_backward_input(dy, q, k, v, probs, positions, positions, out=parts(dqkv))
     assert_close(dqkv, numeric, DIFFERENCES, "dqkv")
 
 
@@ -106,7 +108,7 @@ def test_attention_gradient(ops, rng, kind):
 def test_attention_hides_exactly_the_later_positions(ops, rng, kind):
     qkv, positions = rng.standard_normal((2, 67, 3, 3, 5)), positions_of(kind, 67, rng)
     qkv[:, :, :2] *= 3.0
-    y, probs = ops.attention_forward(qkv, positions)
+    y, probs = ops.attention_forward(*parts(qkv), positions, positions)
     visible = positions[None, :] <= positions[:, None]
     assert ((probs > 0) == visible).all()
     assert_close(probs.sum(axis=-1), np.ones((2, 3, 67)), 1e-14, "row sums")
@@ -117,7 +119,7 @@ def test_attention_of_large_scores_does_not_overflow(ops):
     qkv = np.zeros((1, 3, 3, 1, 1))
     qkv[0, :, 0, 0, 0], qkv[0, :, 1, 0, 0] = 1.0, [-1e5, 1e5, -1e5]
     qkv[0, :, 2, 0, 0] = [5.0, 7.0, 9.0]
-    y, probs = ops.attention_forward(qkv, np.arange(3))
+    y, probs = ops.attention_forward(*parts(qkv), np.arange(3), np.arange(3))
     assert np.array_equal(probs[0, 0], [[1, 0, 0], [0, 1, 0], [0, 1, 0]])
     assert np.array_equal(y[0, :, 0, 0], [5.0, 7.0, 7.0])
 
@@ -271,7 +273,8 @@ def test_nan_is_not_swallowed(ops, rng):
     assert np.isnan(ops.sum(x))
     assert np.isnan(ops.square_sum(x))
     qkv = np.repeat(x[:, :, None, None, :], 3, axis=2)
-    assert np.isnan(ops.attention_forward(qkv, np.arange(5))[0][1]).any(axis=(1, 2)).all()
+    y, _ = ops.attention_forward(*parts(qkv), np.arange(5), np.arange(5))
+    assert np.isnan(y[1]).any(axis=(1, 2)).all()
     logits = x.reshape(10, 6)
     stats = ops.cross_entropy_forward(logits, np.zeros(10, np.int64), 0, 6)
     loss, _ = ops.cross_entropy_combine(stats[None])

@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 import pytest
-from ops_cases import LARGE, SMALL, call_every_op
+from ops_cases import LARGE, SMALL, call_every_op, parts
 
 from mpipar.ops import make
 
@@ -97,7 +97,7 @@ def test_wrong_shapes_are_refused_with_both_numbers(ops):
     with pytest.raises(AssertionError, match=r"\(2, 3, 5\)"):
         x[0, 0, 0, 0]
     with pytest.raises(AssertionError, match=r"\(3,\)"):
-        ops.attention_forward(ops.zeros((2, 4, 3, 2, 5)), ops.zeros(3))
+        ops.attention_forward(*parts(ops.zeros((2, 4, 3, 2, 5))), ops.zeros(3), ops.zeros(4))
 
 
 def test_live_bytes_by_label_and_peak_at_one_instant(ops):
@@ -129,7 +129,7 @@ def test_live_bytes_return_to_zero_without_the_collector(ops):
 def layer_forward(ops, x, qkv_w, out_w, up_w, down_w, positions):
     batch, tokens, width = x.shape
     qkv = ops.matmul(x, qkv_w).reshape(batch, tokens, 3, 4, width // 4)
-    y, probs = ops.attention_forward(qkv, positions)
+    y, probs = ops.attention_forward(*parts(qkv), positions, positions)
     x = ops.matmul(y.reshape(batch, tokens, width), out_w)
     hidden = ops.matmul(x, up_w)
     return ops.matmul(ops.gelu_forward(hidden), down_w), qkv, y, probs, hidden
@@ -150,7 +150,9 @@ def test_flops_of_a_layer_by_phase():
     dhidden = ops.matmul_nt(y, weights[3])
     dx = ops.matmul_nt(dhidden, weights[2])
     dy = ops.matmul_nt(dx, weights[1]).reshape(*heads_y.shape)
-    dqkv = ops.attention_backward_input(dy, qkv, probs, positions)
+    dqkv = ops.empty(qkv.shape)
+    ops.attention_backward_input(
+        dy, *parts(qkv), probs, positions, positions, out=parts(dqkv))
     dqkv = dqkv.reshape(batch, tokens, 3 * width)
     ops.matmul_nt(dqkv, weights[0])
     assert ops.flops["I"] == products + 8 * attention
@@ -177,6 +179,11 @@ def real_allocations(function):
     return live, peak
 
 
+def shared(a):
+    """k and v of two heads and the first half of the tokens."""
+    return [x[:, : len(a["few"]), :2] for x in parts(a["qkv"])[1:]]
+
+
 CASES = {
     "matmul": lambda ops, a: ops.matmul(a["x"], a["w"]),
     "matmul_nt": lambda ops, a: ops.matmul_nt(a["h"], a["w"]),
@@ -186,10 +193,18 @@ CASES = {
     "gelu_backward_input": lambda ops, a: ops.gelu_backward_input(a["h"], a["h"]),
     "layernorm_forward": lambda ops, a: ops.layernorm_forward(a["h"], a["b"], a["b"], 1e-5),
     "rmsnorm_forward": lambda ops, a: ops.rmsnorm_forward(a["h"], a["b"], 1e-5),
-    "attention_forward": lambda ops, a: ops.attention_forward(a["qkv"], a["positions"]),
+    "attention_forward": lambda ops, a: ops.attention_forward(
+        *parts(a["qkv"]), a["positions"], a["positions"]),
     "attention_backward_input": lambda ops, a: ops.attention_backward_input(
-        a["dy"], a["qkv"], a["probs"], a["positions"]
+        a["dy"], *parts(a["qkv"]), a["probs"], a["positions"], a["positions"]
     ),
+    "attention_forward of shared keys": lambda ops, a: ops.attention_forward(
+        a["dy"], *shared(a), a["positions"], a["few"]),
+    "attention_block_forward": lambda ops, a: ops.attention_block_forward(
+        a["dy"], *shared(a), a["positions"], a["few"]),
+    "attention_block_backward": lambda ops, a: ops.attention_block_backward(
+        a["dy"], a["dy"], *shared(a), *2 * [a["row_values"]], a["positions"], a["few"]),
+    "attention_delta": lambda ops, a: ops.attention_delta(a["dy"], a["dy"]),
     "cross_entropy_forward": lambda ops, a: ops.cross_entropy_forward(
         a["logits"], a["targets"], 0, 900
     ),
@@ -212,7 +227,8 @@ def test_memory_is_that_of_the_tuned_functions(name):
         "qkv": np.ones((batch, tokens, 3, 4, 64), np.float32),
         "dy": np.ones((batch, tokens, 4, 64), np.float32),
         "probs": np.ones((batch, 4, tokens, tokens), np.float32),
-        "positions": np.arange(tokens),
+        "positions": np.arange(tokens), "few": np.arange(tokens // 2),
+        "row_values": np.ones((batch, 4, tokens), np.float32),
         "logits": np.ones((batch * tokens, inner), np.float32),
         "targets": np.zeros(batch * tokens, np.int64),
         "lse": np.ones(batch * tokens, np.float32),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_close
-from ops_cases import plain, positions_of
+from ops_cases import parts, plain, positions_of
 
 from mpipar.ops import make
 
@@ -88,10 +88,34 @@ def test_attention(ops, rng, kind):
     q, k, v = (tqkv[:, :, i].transpose(1, 2) for i in range(3))
     visible = torch.from_numpy(positions[None, :] <= positions[:, None])
     ty = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
-    y, probs = ops.attention_forward(qkv, positions)
+    y, probs = ops.attention_forward(*parts(qkv), positions, positions)
     assert_close(y, ty.detach().numpy(), TOL, "y")
-    dqkv = ops.attention_backward_input(dy, qkv, probs, positions)
+    dqkv = np.empty_like(qkv)
+    ops.attention_backward_input(
+        dy, *parts(qkv), probs, positions, positions, out=parts(dqkv))
     assert_close(dqkv, gradients(ty, dy, tqkv)[0], TOL, "dqkv")
+
+
+@pytest.mark.parametrize("form", ["saved", "block"])
+def test_attention_with_shared_key_heads(ops, rng, form):
+    """Six query heads over two key heads, 67 queries over 41 keys; every query sees a key."""
+    q, dy = (rng.standard_normal((2, 67, 6, 5)) for _ in range(2))
+    k, v = (rng.standard_normal((2, 41, 2, 5)) for _ in range(2))
+    q_pos, k_pos = rng.permutation(90)[:67] + 1, rng.permutation(41)
+    leaves = tuple(map(leaf, (q, k, v)))
+    ty = functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), enable_gqa=True,
+        attn_mask=torch.from_numpy(k_pos[None, :] <= q_pos[:, None])).transpose(1, 2)
+    if form == "saved":
+        y, saved = ops.attention_forward(q, k, v, q_pos, k_pos)
+        grads = ops.attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)
+    else:
+        y, lse = ops.attention_block_forward(q, k, v, q_pos, k_pos)
+        grads = ops.attention_block_backward(
+            dy, q, k, v, lse, ops.attention_delta(dy, y), q_pos, k_pos)
+    assert_close(y, ty.detach().numpy(), TOL, "y")
+    for name, grad, expected in zip("qkv", grads, gradients(ty, dy, *leaves), strict=True):
+        assert_close(grad, expected, TOL, f"d{name}")
 
 
 def test_embedding(ops, rng):

@@ -29,7 +29,8 @@ class Attention:
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
         qkv = self.qkv.forward(x, stash)  # (B, T, 3 * H/tp * d)
         qkv = qkv.reshape(*qkv.shape[:2], 3, self.local_heads, self.head_width)
-        heads, saved = self.ops.attention_forward(qkv, stash.batch.positions)
+        positions = stash.batch.positions
+        heads, saved = self.ops.attention_forward(*_parts(qkv), positions, positions)
         stash[self.name, "qkv"] = qkv, saved
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash)
 
@@ -38,10 +39,17 @@ class Attention:
         qkv, saved = stash.pop((self.name, "qkv"))
         dheads = self.proj.backward_input(dy, stash)  # (B, T, H/tp * d)
         dheads = dheads.reshape(*dheads.shape[:2], self.local_heads, self.head_width)
-        dqkv = self.ops.attention_backward_input(dheads, qkv, saved, stash.batch.positions)
+        dqkv, positions = self.ops.empty(qkv.shape, qkv.dtype), stash.batch.positions
+        self.ops.attention_backward_input(
+            dheads, *_parts(qkv), saved, positions, positions, out=_parts(dqkv))
         return self.qkv.backward_input(dqkv.reshape(*dqkv.shape[:2], -1), stash)
 
     def backward_weight(self, stash):
         """Accumulate the gradients of both products. Comm: backward_weight of both cuts."""
         self.proj.backward_weight(stash)
         self.qkv.backward_weight(stash)
+
+
+def _parts(packed):
+    """Return the three views (B, T, H, d) of a packed (B, T, 3, H, d) array, no copy."""
+    return tuple(packed[:, :, i] for i in range(3))

@@ -19,7 +19,8 @@ FUSED_16_BITS = (
     "bias_backward_weight", "gelu_forward", "bias_gelu_forward", "gelu_backward_input",
     "layernorm_forward", "layernorm_backward_input", "layernorm_backward_weight",
     "rmsnorm_forward", "rmsnorm_backward_input", "rmsnorm_backward_weight",
-    "attention_forward", "attention_backward_input", "cross_entropy_forward",
+    "attention_forward", "attention_backward_input", "attention_block_forward", "attention_delta",
+    "attention_block_backward", "cross_entropy_forward",
     "cross_entropy_backward_input", "adamw_step",
 )
 
@@ -41,57 +42,49 @@ class FusedOps(Fused, CupyOps):
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         self.column_sums(dy, db)
 
-    # Attention: in tiles, which leave only log-sum-exp, or with whole scores where heads are too
-    # wide for a tile. Scores are float32 until they are probabilities, whatever the operands are.
+    # Attention: in tiles, which leave only log-sum-exp, or by the plain formula with whole scores
+    # where heads are too wide for a tile: `kernels.ATTENTION` is the table. Scores are float32
+    # until they are probabilities, whatever the operands are.
 
-    def attention_forward(self, qkv, positions):
-        """Return (y, saved) of causal attention: what `attention_backward_input` takes.
-
-        qkv (B, T, 3, H, d), positions (T,); y (B, T, H, d), saved y itself and lse (B, H, T), or
-        probs (B, H, T, T).
-        """
-        if qkv.shape[-1] > self.tiled_head_width:
-            return self._scores_forward(qkv, positions)
-        saved = self._tiles.forward(*_parts(qkv), positions, qkv.shape[-1] ** -0.5)
+    def attention_forward(self, q, k, v, q_pos, k_pos):
+        """Return (y, saved): y itself and lse (B, H, Tq), or probs (B, H, Tq, Tk)."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_forward(q, k, v, q_pos, k_pos)
+        saved = self._tiles.forward(q, k, v, q_pos, k_pos)
         return saved[0], saved
 
-    def attention_backward_input(self, dy, qkv, saved, positions):
-        """Return dqkv (B, T, 3, H, d)."""
-        dqkv = self.xp.empty_like(qkv)
-        if qkv.shape[-1] > self.tiled_head_width:
-            self._scores_backward(dy, qkv, saved, dqkv)
-        else:
-            self._tiles.backward(dy, *_parts(qkv), *saved, positions, qkv.shape[-1] ** -0.5,
-                                 _parts(dqkv))
-        return dqkv
+    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, out=None):
+        """Return (dq, dk, dv), written to the three arrays `out` if they are given."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos, out)
+        out = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
+        y, lse = saved
+        delta = self._tiles.delta(dy, y)
+        return self._tiles.backward(dy, q, k, v, lse, delta, q_pos, k_pos, out)
 
-    def _scores_forward(self, qkv, positions):
-        """Return (y (B, T, H, d), probs (B, H, T, T))."""
-        q, k, v = self._heads_first(qkv)
-        scores = self._float32_products(q, k)
-        self.causal_softmax_forward(scores, positions, qkv.shape[-1] ** -0.5)
-        probs = scores.astype(qkv.dtype, copy=False)
-        y = self.xp.empty(qkv[:, :, 0].shape, qkv.dtype)
-        self.stacked_products(probs, v, y.transpose(0, 2, 1, 3))
-        return y, probs
+    def attention_block_forward(self, q, k, v, q_pos, k_pos):
+        """Return (y (B, Tq, H, d), lse (B, H, Tq)) over these keys; no key: y = 0, lse = -inf."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_block_forward(q, k, v, q_pos, k_pos)
+        return self._tiles.forward(q, k, v, q_pos, k_pos, wide=True)
 
-    def _scores_backward(self, dy, qkv, probs, dqkv):
-        """Write dqkv (B, T, 3, H, d)."""
-        q, k, v = self._heads_first(qkv)
-        dq, dk, dv = self._heads_first(dqkv)
-        dy = dy.transpose(0, 2, 1, 3)  # (B, H, T, d)
-        self.stacked_products(probs.transpose(0, 1, 3, 2), dy, dv)
-        dscores = self._float32_products(dy, v)
-        self.causal_softmax_backward(
-            probs.astype(np.float32, copy=False), dscores, qkv.shape[-1] ** -0.5)
-        dscores = dscores.astype(qkv.dtype, copy=False)
-        self.stacked_products(dscores, k, dq)
-        self.stacked_products(dscores.transpose(0, 1, 3, 2), q, dk)
+    def attention_delta(self, dy, y):
+        """Return delta (B, H, Tq), the sum of dy y over a head; y of all keys."""
+        return self._tiles.delta(dy, y)
 
-    def _float32_products(self, a, b):
-        """Return a b^T (B, H, T, T) in float32 of a and b (B, H, T, d)."""
-        out = self.xp.empty((*a.shape[:3], b.shape[2]), np.float32)
-        return self.stacked_products(a, b.transpose(0, 1, 3, 2), out)
+    def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
+        """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_block_backward(dy, q, k, v, lse, delta, q_pos, k_pos)
+        return self._tiles.backward(dy, q, k, v, lse, delta, q_pos, k_pos)
+
+    def _causal_softmax(self, scores, q_pos, k_pos, factor):
+        self.causal_softmax_forward(scores, q_pos, k_pos, factor)
+        return scores
+
+    def _softmax_backward(self, probs, dprobs, factor):
+        self.causal_softmax_backward(probs.astype(np.float32, copy=False), dprobs, factor)
+        return dprobs
 
     # Loss over a vocabulary shard.
 
@@ -105,8 +98,3 @@ class FusedOps(Fused, CupyOps):
         self.cross_entropy_backward(
             logits, valid_columns(logits, start, num_valid), targets, lse, start, scale)
         return logits
-
-
-def _parts(packed):
-    """Return the three views (B, T, H, d) of a packed (B, T, 3, H, d) array, no copy."""
-    return tuple(packed[:, :, i] for i in range(3))

@@ -17,21 +17,22 @@ ACTIVATIONS = {
     "matmul": (0,), "matmul_nt": (0,), "gelu_forward": (0,),
     "gelu_backward_input": (0,), "layernorm_forward": (0,), "layernorm_backward_input": (0,),
     "rmsnorm_forward": (0,), "rmsnorm_backward_input": (0,),
-    "attention_forward": (0, 1), "attention_backward_input": (0,), "position_forward": (0,),
+    "attention_forward": (0, 1), "attention_backward_input": (0, 1, 2), "position_forward": (0,),
     "unfold_forward": (0,), "unfold_backward_input": (0,), "maxpool_forward": (0,),
     "maxpool_backward_input": (0,), "meanpool_forward": (0,), "meanpool_backward_input": (0,),
     # Added to float32 gradients, or float32 results.
     "matmul_tn_add": (), "bias_backward_weight": (), "layernorm_backward_weight": (),
     "rmsnorm_backward_weight": (),
     "embedding_backward_weight": (), "position_backward_weight": (), "cross_entropy_forward": (),
-    "argmax_forward": (),
+    "argmax_forward": (), "attention_block_forward": (), "attention_block_backward": (),
+    "attention_delta": (),
 }
 # These move values, add two numbers of one type (which rounds once as it is), or work on what is
 # float32 anyway.
 PASSED = (
     "asarray", "to_host", "to_pinned", "pinned", "synchronize", "fill", "copy",
     "scale", "accumulate", "bias_forward", "embedding_forward", "sum", "square_sum",
-    "cross_entropy_combine", "sgd_step", "adamw_step",
+    "cross_entropy_combine", "attention_merge", "sgd_step", "adamw_step",
 )
 
 
@@ -60,13 +61,20 @@ class MixedOps:
         return getattr(self.exact, name)
 
     def _rounded(self, function, results):
-        """The function on widened arguments, the results at these places rounded."""
+        """The function on widened arguments, the results at these places rounded.
 
-        def call(*arguments, **named):
-            out = function(*map(self._wide, arguments), **named)
-            if not isinstance(out, tuple):
-                return out.astype(self.dtype) if results else out
-            return tuple(x.astype(self.dtype) if i in results else x for i, x in enumerate(out))
+        out: arrays to round all results to, of a function that takes some.
+        """
+
+        def call(*arguments, out=None, **named):
+            made = function(*map(self._wide, arguments), **named)
+            if out is not None:
+                for to, x in zip(out, made, strict=True):
+                    self.copy(to, x)
+                return out
+            if not isinstance(made, tuple):
+                return made.astype(self.dtype) if results else made
+            return tuple(x.astype(self.dtype) if i in results else x for i, x in enumerate(made))
 
         return call
 

@@ -186,23 +186,24 @@ def layernorm_backward_weight(dy, x, mean, rstd, dw, db):
 
 
 @compiled(REORDER)
-def softmax(probs, top, first, keys):
+def softmax(probs, top, total, first, keys):
     """Write softmax over the leading `keys` scores in the rows from `first` of probs (H, T, T).
 
-    top (H, n): the largest of each of these rows. Rows are addressed in the whole array: in a
-    strided view of it LLVM would not vectorise.
+    top (H, n): the largest of each of these rows; total (H, n): gets its sum of exp(score - top).
+    Rows are addressed in the whole array: in a strided view of it LLVM would not vectorise.
     """
     one = probs.dtype.type(1.0)
     for h in range(top.shape[0]):
         for i in range(top.shape[1]):
-            total = probs.dtype.type(0.0)
+            row_sum = probs.dtype.type(0.0)
             for j in range(keys):
                 e = exp(probs[h, first + i, j] - top[h, i])
                 probs[h, first + i, j] = e
-                total += e
-            factor = one / total
+                row_sum += e
+            factor = one / row_sum if row_sum != 0 else one  # 0: every key is hidden
             for j in range(keys):
                 probs[h, first + i, j] *= factor
+            total[h, i] = row_sum
 
 
 @compiled(REORDER)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops import numpy_attention
+from mpipar.ops.array_attention import LOWEST
 from mpipar.ops.array_ops import as_rows
+from mpipar.ops.numpy_attention import log_of_sum
 from mpipar.ops.numpy_ops import NumpyOps
 
 
@@ -80,23 +81,14 @@ class NumbaOps(NumpyOps):
         self.kernels.layernorm_backward_weight(
             as_rows(dy), as_rows(x), mean.reshape(-1), rstd.reshape(-1), dw, db)
 
-    def attention_forward(self, qkv, positions):
-        """Return (y, probs) of causal attention.
+    def _softmax_tile(self, rows, at, keys):
+        top = rows[:, at, :keys].max(axis=-1, initial=LOWEST)
+        total = np.empty_like(top)
+        self.kernels.softmax(rows, top, total, at.start, keys)
+        return log_of_sum(top, total)
 
-        qkv (B, T, 3, H, d), positions (T,); y (B, T, H, d), probs (B, H, T, T), hidden part 0.
-        """
-        return numpy_attention.forward(qkv, positions, self._buffer, self._softmax)
-
-    def attention_backward_input(self, dy, qkv, probs, positions):
-        """Return dqkv (B, T, 3, H, d)."""
-        return numpy_attention.backward_input(
-            dy, qkv, probs, positions, self._buffer, self._softmax_backward)
-
-    def _softmax(self, probs, tile, keys):
-        self.kernels.softmax(probs, probs[:, tile, :keys].max(axis=-1), tile.start, keys)
-
-    def _softmax_backward(self, dprobs, probs, tile):
-        self.kernels.softmax_backward(dprobs, probs, tile.start)
+    def _softmax_backward_tile(self, probs, at, dprobs):
+        self.kernels.softmax_backward(dprobs, probs, at.start)
 
     def _max_and_sum(self, valid, stats):
         np.max(valid, axis=1, out=stats[:, 0])

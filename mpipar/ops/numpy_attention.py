@@ -1,98 +1,197 @@
-"""Causal attention for the CPU, in tiles of queries.
+"""Causal attention for the CPU, in tiles of queries: part of `NumpyOps`.
 
-A tile of queries leaves out the keys that all of its queries may not see, about half of all
-products and exponentials. The packed arrays are cut by strided views, which BLAS takes as they are:
-nothing is transposed or copied. B T H d as in `array_ops`.
+A tile of queries leaves out the keys that all of its queries may not see, in training about half of
+all products and exponentials. Heads are cut by strided views, which BLAS takes as they are: nothing
+is transposed or copied. Letters and the two forms are those of `array_attention`; here the block
+form has the scores of one tile at a time. G = H / Hkv query heads share a key head.
 """
 
+from collections import namedtuple
+
 import numpy as np
+
+from mpipar.ops.array_attention import LOWEST
 
 # Queries of a tile. 64 and 128 are equal within 5 %; 256 (no tiles at T = 256) works on the hidden
 # triangle as well and takes 13 % longer forward, 28 % longer backward.
 QUERY_TILE = 64
 
-
-def softmax(probs, tile, keys):
-    """Write softmax over the scores in probs[:, tile, :keys]; probs (H, T, T)."""
-    p = probs[:, tile, :keys]
-    p -= p.max(axis=-1, keepdims=True)
-    np.exp(p, out=p)
-    p *= np.reciprocal(p @ np.ones(keys, p.dtype))[..., None]
+# queries: a slice. Keys from `keys` on are hidden from all of them, keys before `doubtful` from
+# none.
+Tile = namedtuple("Tile", "queries keys doubtful")
 
 
-def softmax_backward(dprobs, probs, tile):
-    """Write dscores over dprobs (H, n, keys): of a row, probs (dprobs - sum(probs dprobs))."""
-    p = probs[:, tile, : dprobs.shape[-1]]
-    dprobs -= np.vecdot(dprobs, p)[..., None]
-    dprobs *= p
+class NumpyAttention:
+    """The tiled functions; `_buffer(name, shape)` of the class it is mixed into lends scratch."""
 
+    def attention_forward(self, q, k, v, q_pos, k_pos):
+        """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk), whose hidden part is 0)."""
+        probs = np.empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.dtype)
+        y, _ = self._attend(q, k, v, q_pos, k_pos, probs)
+        return y, probs
 
-def forward(qkv, positions, buffer, softmax=softmax):
-    """Return (y (B, T, H, d), probs (B, H, T, T)).
+    def attention_block_forward(self, q, k, v, q_pos, k_pos):
+        """Return (y (B, Tq, H, d), lse (B, H, Tq)) over these keys; no key: y = 0, lse = -inf."""
+        return self._attend(q, k, v, q_pos, k_pos)
 
-    `buffer(name, shape)` lends scratch arrays; `softmax` may be another one than NumPy's.
-    """
-    batch, tokens, _, heads, width = qkv.shape
-    y = np.empty((batch, tokens, heads, width), qkv.dtype)
-    probs = np.empty((batch, heads, tokens, tokens), qkv.dtype)
-    factor = qkv.dtype.type(width**-0.5)
-    for tile, keys, doubtful in _query_tiles(positions):
-        visible = positions[None, doubtful:keys] <= positions[tile, None]
-        mask = np.where(visible, 0.0, -np.inf).astype(qkv.dtype)
-        for one in range(batch):
-            q, k, v = _heads_first(qkv[one])
-            probs[one, :, tile, keys:] = 0
-            p = probs[one, :, tile, :keys]
-            scaled = buffer("query", q[:, tile].shape)
-            np.multiply(q[:, tile], factor, out=scaled)
-            np.matmul(scaled, k[:, :keys].transpose(0, 2, 1), out=p)
-            p[..., doubtful:] += mask
-            softmax(probs[one], tile, keys)
-            np.matmul(p, v[:, :keys], out=y[one].transpose(1, 0, 2)[:, tile])
-    return y, probs
-
-
-def backward_input(dy, qkv, probs, positions, buffer, softmax_backward=softmax_backward):
-    """Return dqkv (B, T, 3, H, d); `buffer` and `softmax_backward` as in `forward`."""
-    dqkv = np.empty(qkv.shape, qkv.dtype)
-    tokens = len(positions)
-    # From the last tile on: it reaches every key, so its products fill dk and dv to be added to.
-    for tile, keys, _ in reversed(_query_tiles(positions)):
-        for one in range(len(qkv)):
-            q, k, v = _heads_first(qkv[one])
-            dq, dk, dv = _heads_first(dqkv[one])
-            p, g = probs[one, :, tile, :keys], dy[one].transpose(1, 0, 2)[:, tile]
-            ds = buffer("scores", p.shape)
-            np.matmul(g, v[:, :keys].transpose(0, 2, 1), out=ds)
-            softmax_backward(ds, probs[one], tile)
-            np.matmul(ds, k[:, :keys], out=dq[:, tile])
-            for rows, right, out in ((p, g, dv), (ds, q[:, tile], dk)):
-                if tile.stop == tokens:
-                    np.matmul(rows.transpose(0, 2, 1), right, out=out)
+    def _attend(self, q, k, v, q_pos, k_pos, probs=None):
+        """Return (y, lse), and write the probabilities to `probs` if it is given."""
+        y, heads = np.empty(q.shape, q.dtype), q.shape[2]
+        lse = np.empty((len(q), heads, q.shape[1]), q.dtype)
+        for tile in _query_tiles(q_pos, k_pos):
+            mask = _mask(tile, q_pos, k_pos, q.dtype)
+            for one in range(len(q)):
+                # `rows`: the array of scores that has the tile's in its rows `at`.
+                if probs is None:
+                    at = slice(0, tile.queries.stop - tile.queries.start)
+                    rows = self._buffer("scores", (heads, at.stop, tile.keys))
                 else:
-                    part = buffer("keys", out[:, :keys].shape)
-                    np.matmul(rows.transpose(0, 2, 1), right, out=part)
-                    out[:, :keys] += part
-    dqkv[:, :, :2] *= qkv.dtype.type(qkv.shape[-1] ** -0.5)  # dq and dk
-    return dqkv
+                    rows, at = probs[one], tile.queries
+                    rows[:, at, tile.keys :] = 0
+                scores = rows[:, at, : tile.keys]
+                self._write_scores(q[one], k[one], tile, mask, scores)
+                lse[one, :, tile.queries] = self._softmax_tile(rows, at, tile.keys)
+                v_heads = _by_group(v[one, : tile.keys], v.shape[2])
+                np.matmul(_split(scores, v.shape[2]), v_heads,
+                          out=_by_group(y[one, tile.queries], v.shape[2]))
+        return y, lse
+
+    def _write_scores(self, q, k, tile, mask, scores):
+        """Write q k^T / sqrt(d) of a tile, hidden pairs -inf; q (Tq, H, d), k (Tk, Hkv, d)."""
+        q_heads = _by_group(q[tile.queries], k.shape[1])
+        scaled = self._scaled(q_heads)
+        k_heads = _by_group(k[: tile.keys], k.shape[1])
+        np.matmul(scaled, k_heads.transpose(0, 1, 3, 2), out=_split(scores, k.shape[1]))
+        scores[..., tile.doubtful :] += mask
+
+    def _scaled(self, q_heads):
+        """Return q_heads / sqrt(d) in a buffer."""
+        factor = q_heads.dtype.type(q_heads.shape[-1] ** -0.5)
+        return np.multiply(q_heads, factor, out=self._buffer("query", q_heads.shape))
+
+    def _softmax_tile(self, rows, at, keys):
+        """Write softmax over the scores rows[:, at, :keys] (H, n, keys); return lse (H, n)."""
+        p = rows[:, at, :keys]
+        top = p.max(axis=-1, initial=LOWEST)
+        p -= top[..., None]
+        np.exp(p, out=p)
+        total = p @ np.ones(keys, p.dtype)
+        p *= np.reciprocal(total + (total == 0))[..., None]
+        return log_of_sum(top, total)
+
+    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, out=None):
+        """Return (dq, dk, dv) of the probabilities that `attention_forward` saved.
+
+        out: three arrays to write to.
+        """
+        def probs_of(one, tile, dprobs):
+            self._softmax_backward_tile(saved[one], tile.queries, dprobs)
+            return saved[one, :, tile.queries, : tile.keys]
+
+        return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos), probs_of, out)
+
+    def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
+        """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all."""
+        lse = np.maximum(lse, q.dtype.type(LOWEST))  # of no key: see `array_attention`
+
+        def probs_of(one, tile, dprobs):
+            probs = self._buffer("probs", dprobs.shape)
+            self._write_scores(
+                q[one], k[one], tile, _mask(tile, q_pos, k_pos, q.dtype), probs)
+            probs -= lse[one, :, tile.queries, None]
+            np.exp(probs, out=probs)
+            dprobs -= delta[one, :, tile.queries, None]
+            dprobs *= probs
+            return probs
+
+        return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos), probs_of)
+
+    def _softmax_backward_tile(self, probs, at, dprobs):
+        """Write dscores over dprobs (H, n, keys): of a row, probs (dprobs - sum(probs dprobs))."""
+        p = probs[:, at, : dprobs.shape[-1]]
+        dprobs -= np.vecdot(dprobs, p)[..., None]
+        dprobs *= p
+
+    def _walk_back(self, dy, q, k, v, tiles, probs_of, out=None):
+        """Return (dq, dk, dv).
+
+        probs_of(row of the batch, tile, dprobs): writes dscores over dprobs and returns the
+        probabilities of the tile.
+        """
+        dq, dk, dv = out or tuple(np.empty(x.shape, x.dtype) for x in (q, k, v))
+        heads, kv_heads, factor = q.shape[2], k.shape[2], q.dtype.type(q.shape[-1] ** -0.5)
+        # From the last tile on: in training it reaches every key, so its products fill dk and dv.
+        for tile in reversed(tiles):
+            for one in range(len(q)):
+                q_heads, dy_heads, dq_heads = (
+                    _by_group(x[one, tile.queries], kv_heads) for x in (q, dy, dq))
+                k_heads, v_heads = (_by_group(x[one, : tile.keys], kv_heads) for x in (k, v))
+                dscores = self._buffer("scores", (heads, dy_heads.shape[2], tile.keys))
+                by_group = _split(dscores, kv_heads)
+                np.matmul(dy_heads, v_heads.transpose(0, 1, 3, 2), out=by_group)
+                probs = _split(probs_of(one, tile, dscores), kv_heads)
+                np.matmul(by_group, k_heads, out=dq_heads)
+                dq_heads *= factor
+                fresh = tile is tiles[-1]
+                self._add_to_keys(dk[one], by_group, self._scaled(q_heads), fresh)
+                self._add_to_keys(dv[one], probs, dy_heads, fresh)
+        return dq, dk, dv
+
+    def _add_to_keys(self, total, rows, right, fresh):
+        """Add rows^T right, summed over each group, to total (Tk, Hkv, d), or write it if fresh.
+
+        rows (Hkv, G, n, keys), right (Hkv, G, n, d).
+        """
+        keys = rows.shape[-1]
+        of_keys = total[:keys].transpose(1, 0, 2)
+        if fresh:
+            total[keys:] = 0
+        for member in range(rows.shape[1]):
+            left = rows[:, member].transpose(0, 2, 1)
+            if fresh and member == 0:
+                np.matmul(left, right[:, member], out=of_keys)
+            else:
+                part = self._buffer("keys", of_keys.shape)
+                np.matmul(left, right[:, member], out=part)
+                of_keys += part
 
 
-def _heads_first(packed):
-    """Return the three views (H, T, d) of one packed (T, 3, H, d) array."""
-    return tuple(packed[:, i].transpose(1, 0, 2) for i in range(3))
+def _by_group(x, kv_heads):
+    """Return the view (Hkv, G, T, d) of x (T, H, d), which may have Hkv heads itself: G = 1."""
+    tokens, heads, width = x.shape
+    return x.reshape(tokens, kv_heads, heads // kv_heads, width).transpose(1, 2, 0, 3)
 
 
-def _query_tiles(positions):
-    """Return (slice of queries, keys, doubtful) for each tile.
+def _split(scores, kv_heads):
+    """Return the view (Hkv, G, n, keys) of scores (H, n, keys)."""
+    heads, *tile = scores.shape
+    return scores.reshape(kv_heads, heads // kv_heads, *tile)
 
-    Keys from `keys` on are hidden from all queries of the tile, keys before `doubtful` from none.
-    Known without a look at each pair only if positions increase: then query i sees keys 0 to i.
+
+def log_of_sum(top, total):
+    """Return top + log(total), -inf where nothing was summed."""
+    with np.errstate(divide="ignore"):
+        return top + np.log(total)
+
+
+def _query_tiles(q_pos, k_pos):
+    """Return the Tiles of queries.
+
+    Which keys are hidden is known without a look at each pair only where keys lie in order.
     """
-    tokens = len(positions)
-    increasing = bool(np.all(positions[1:] > positions[:-1]))
-    tiles = []
-    for first in range(0, tokens, QUERY_TILE):
-        stop = min(first + QUERY_TILE, tokens)
-        keys, doubtful = (stop, first) if increasing else (tokens, 0)
-        tiles.append((slice(first, stop), keys, doubtful))
+    assert min(len(q_pos), len(k_pos)) > 0, (len(q_pos), len(k_pos))
+    in_order, tiles = bool(np.all(k_pos[1:] >= k_pos[:-1])), []
+    for first in range(0, len(q_pos), QUERY_TILE):
+        queries = slice(first, min(first + QUERY_TILE, len(q_pos)))
+        doubtful, keys = 0, len(k_pos)
+        if in_order:
+            ends = q_pos[queries].min(), q_pos[queries].max()
+            doubtful, keys = np.searchsorted(k_pos, ends, side="right").tolist()
+        tiles.append(Tile(queries, keys, doubtful))
     return tiles
+
+
+def _mask(tile, q_pos, k_pos, dtype):
+    """Return 0 where a query of the tile sees a doubtful key, -inf elsewhere."""
+    visible = k_pos[None, tile.doubtful : tile.keys] <= q_pos[tile.queries, None]
+    return np.where(visible, 0.0, -np.inf).astype(dtype)

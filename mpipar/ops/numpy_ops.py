@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from mpipar.ops import numpy_attention
 from mpipar.ops.array_ops import GELU_A, GELU_B, ArrayOps, as_rows
+from mpipar.ops.numpy_attention import NumpyAttention
 
 # Elements of a tile: 170 rows of 384. Three float32 tiles fit a 1 MiB L2 cache. 2^14 is 20 % slower
 # (interpreter time); no tiles at all cost the same only where the L3 cache holds the whole array.
@@ -19,7 +19,7 @@ TILE = 1 << 16
 PRODUCT_TILE = 1 << 20
 
 
-class NumpyOps(ArrayOps):
+class NumpyOps(NumpyAttention, ArrayOps):
     """The array functions of `ArrayOps` on NumPy."""
 
     def __init__(self, dtype):
@@ -211,19 +211,6 @@ class NumpyOps(ArrayOps):
             part *= dy_rows[tile]
             dw += rstd[tile] @ part
         self.bias_backward_weight(dy, db)
-
-    # Attention: see `numpy_attention`.
-
-    def attention_forward(self, qkv, positions):
-        """Return (y, probs) of causal attention.
-
-        qkv (B, T, 3, H, d), positions (T,); y (B, T, H, d), probs (B, H, T, T), hidden part 0.
-        """
-        return numpy_attention.forward(qkv, positions, self._buffer)
-
-    def attention_backward_input(self, dy, qkv, probs, positions):
-        """Return dqkv (B, T, 3, H, d)."""
-        return numpy_attention.backward_input(dy, qkv, probs, positions, self._buffer)
 
     # Embeddings.
 

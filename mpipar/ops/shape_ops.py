@@ -11,10 +11,11 @@ import numpy as np
 
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.shape_array import Ledger, ShapeArray
+from mpipar.ops.shape_attention import ShapeAttention
 from mpipar.ops.shape_image_ops import ShapeImageOps
 
 
-class ShapeOps(ShapeImageOps):
+class ShapeOps(ShapeAttention, ShapeImageOps):
     """The array functions on `ShapeArray`.
 
     flops: phase -> FLOPs of products (2 M K N each).
@@ -174,26 +175,6 @@ class ShapeOps(ShapeImageOps):
         _check_norm(dy, x, mean, rstd)
         assert x.shape[-1:] == dw.shape == db.shape, (x.shape, dw.shape, db.shape)
 
-    # Attention: FLOPs of the full square, the convention of published model FLOPs.
-
-    def attention_forward(self, qkv, positions):
-        """Return (y (B, T, H, d), probs (B, H, T, T) or, in tiles, (y, lse)); two products."""
-        batch, tokens, heads, width = _heads(qkv, positions)
-        self._count(4 * batch * heads * tokens * tokens * width)
-        y = self.empty((batch, tokens, heads, width), qkv.dtype)
-        if width <= self.tiled_head_width:
-            return y, (y, self.empty((batch, heads, tokens)))
-        return y, self.empty((batch, heads, tokens, tokens), qkv.dtype)
-
-    def attention_backward_input(self, dy, qkv, saved, positions):
-        """Return dqkv (B, T, 3, H, d); four products."""
-        batch, tokens, heads, width = _heads(qkv, positions)
-        assert dy.shape == (batch, tokens, heads, width), (dy.shape, qkv.shape)
-        if width > self.tiled_head_width:
-            assert saved.shape == (batch, heads, tokens, tokens), (saved.shape, qkv.shape)
-        self._count(8 * batch * heads * tokens * tokens * width)
-        return self.empty(qkv.shape, qkv.dtype)
-
     # Embeddings.
 
     def embedding_forward(self, ids, table, start):
@@ -252,11 +233,3 @@ class ShapeOps(ShapeImageOps):
 def _check_norm(dy, x, *statistics):
     assert dy.shape == x.shape, (dy.shape, x.shape)
     assert {one.shape for one in statistics} == {x.shape[:-1]}, (statistics, x.shape)
-
-
-def _heads(qkv, positions):
-    """Return (B, T, H, d) of a packed (B, T, 3, H, d) array."""
-    batch, tokens, three, heads, width = qkv.shape
-    assert three == 3, qkv.shape
-    assert positions.shape == (tokens,), (positions.shape, qkv.shape)
-    return batch, tokens, heads, width

@@ -1,8 +1,7 @@
 """Causal attention in tiles, as functions of device arrays: the scores are never in memory.
 
 float32 arrays go to plain multiply-adds, bfloat16 and float16 to tensor cores; sums, statistics and
-`lse` are float32. B batch, T tokens, H heads, d width of a head, at most MOST_WIDTH. Query i sees
-key j if positions[j] <= positions[i]; every query sees itself.
+`lse` are float32. Letters as in `array_attention`; d is at most MOST_WIDTH, Hkv any divisor of H.
 """
 
 from collections import namedtuple
@@ -47,14 +46,15 @@ def tile(kernel, dtype, width):
     return Tile(FILES[kernel], name, rows, shared_bytes)
 
 
-def delta_name(dtype):
-    """Return the name expression of flash_delta."""
-    return f"flash_delta<{C_TYPES[dtype]}, {DELTA_THREADS}>"
+def delta_name(y_dtype, dtype):
+    """Return the name expression of flash_delta for y and dy of these types."""
+    return f"flash_delta<{C_TYPES[y_dtype]}, {C_TYPES[dtype]}, {DELTA_THREADS}>"
 
 
 def used():
     """Return file -> name expressions of what `Attention` runs."""
-    files = {"flash_backward.cu": tuple(delta_name(dtype) for dtype in ITEM_BYTES)}
+    pairs = {(y_dtype, dtype) for dtype in ITEM_BYTES for y_dtype in ("float32", dtype)}
+    files = {"flash_backward.cu": tuple(delta_name(*pair) for pair in sorted(pairs))}
     for kernel, file in FILES.items():
         files[file] = files.get(file, ()) + tuple(
             tile(kernel, dtype, width).name for dtype in ITEM_BYTES for width in WIDTHS)
@@ -67,58 +67,86 @@ class Attention:
     def __init__(self, xp, loader):
         self._xp, self._loader = xp, loader
 
-    def forward(self, q, k, v, positions, factor):
-        """Return (y (B, T, H, d), lse (B, H, T)) of q, k, v (B, T, H, d), positions (T,).
+    def forward(self, q, k, v, q_pos, k_pos, wide=False):
+        """Return (y (B, Tq, H, d), lse (B, H, Tq)) of q (B, Tq, H, d), k and v (B, Tk, Hkv, d).
 
-        y = softmax(factor q k^T) v over the keys that are seen, lse = log of the sum of
-        exp(factor q k^T) over them. Views of a packed (B, T, 3, H, d) array are taken as they are.
+        Views of a packed (B, T, 3, H, d) array are taken as they are, and so are the first keys of
+        a longer array. wide: y is float32, whatever the type of q.
         """
-        y = self._xp.empty(q.shape, q.dtype)
-        lse = self._xp.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-        (q, k, v), stride = self._alike(q, k, v)
-        self._walk("flash_forward", q, stride, q, k, v, self._ids(positions), float(factor), y, lse)
+        y, lse = self._xp.empty(q.shape, np.float32 if wide else q.dtype), self._row_values(q)
+        sizes, arrays = self._arguments(q, k, v)
+        self._walk("flash_forward", q, q, *sizes, *arrays, self._ids(q_pos), self._ids(k_pos),
+                   q.shape[-1] ** -0.5, int(wide), y, lse)
         return y, lse
 
-    def backward(self, dy, q, k, v, y, lse, positions, factor, out=None):
-        """Return (dq, dk, dv), each (B, T, H, d), of what `forward` took and returned.
-
-        out: where to write them, if anywhere; three views of a packed array will do.
-        """
-        batch, tokens, heads, width = q.shape
-        dy, y = self._xp.ascontiguousarray(dy), self._xp.ascontiguousarray(y)
-        positions = self._ids(positions)
-        out = out or tuple(self._xp.empty(q.shape, q.dtype) for _ in range(3))
-        (q, k, v), stride = self._alike(q, k, v)
-        (dq, dk, dv), out_stride = self._alike(*out)
-        assert all(x is given for x, given in zip((dq, dk, dv), out, strict=True)), "a copy"
-        delta = self._xp.empty(lse.shape, np.float32)
-        rows = batch * tokens * heads
-        self._loader.launch("flash_backward.cu", delta_name(q.dtype.name),
+    def delta(self, dy, y):
+        """Return delta (B, H, Tq), the sum of dy y over a head; y of dy's type or float32."""
+        batch, queries, heads, width = y.shape
+        delta, rows = self._row_values(y), batch * queries * heads
+        y, dy = self._xp.ascontiguousarray(y), self._xp.ascontiguousarray(dy)
+        self._loader.launch("flash_backward.cu", delta_name(y.dtype.name, dy.dtype.name),
                             (ceil(rows / (DELTA_THREADS // 32)),), (DELTA_THREADS,),
-                            (rows, tokens, heads, width, y, dy, delta))
-        given = (out_stride, q, k, v, dy, positions, float(factor), lse, delta)
-        self._walk("flash_dq", q, stride, *given, dq)
-        self._walk("flash_dkv", q, stride, *given, dk, dv)
-        return dq, dk, dv
+                            (rows, queries, heads, width, y, dy, delta))
+        return delta
 
-    def _walk(self, kernel, q, stride, *arguments):
-        """Start a kernel with a block for each tile of rows of each head."""
-        batch, tokens, heads, width = q.shape
+    def backward(self, dy, q, k, v, lse, delta, q_pos, k_pos, out=None):
+        """Return (dq, dk, dv) of what `forward` and `delta` returned, in float32.
+
+        out: where to write them instead, three arrays of q's type or of float32; views of a packed
+        array will do.
+        """
+        out = out or tuple(self._xp.empty(x.shape, np.float32) for x in (q, k, v))
+        wide = int(out[0].dtype == np.float32)
+        (dq,), dq_stride, _ = self._alike(True, out[0])
+        (dk, dv), dkv_stride, _ = self._alike(True, *out[1:])
+        sizes, arrays = self._arguments(q, k, v)
+        given = (*arrays, self._xp.ascontiguousarray(dy), self._ids(q_pos), self._ids(k_pos),
+                 q.shape[-1] ** -0.5, lse, delta, wide)
+        self._walk("flash_dq", q, q, *sizes, dq_stride, *given, dq)
+        self._walk("flash_dkv", q, k, *sizes, dkv_stride, *given, dk, dv)
+        for asked, made in zip(out, (dq, dk, dv), strict=True):
+            if made is not asked:
+                asked[...] = made
+        return out
+
+    def _row_values(self, q):
+        """Return an uninitialised float32 for each row of each head, (B, H, Tq)."""
+        batch, queries, heads, _ = q.shape
+        return self._xp.empty((batch, heads, queries), np.float32)
+
+    def _walk(self, kernel, q, rows, *arguments):
+        """Start a kernel with a block for each tile of each head of `rows` (B, T, heads, d)."""
+        batch, tokens, heads, width = rows.shape
         chosen = tile(kernel, q.dtype.name, width)
         self._loader.launch(chosen.file, chosen.name,
                             (ceil(tokens / chosen.rows) * batch * heads,), (2 * chosen.rows,),
-                            (tokens, heads, width, stride, *arguments), chosen.shared_bytes)
+                            arguments, chosen.shared_bytes)
 
-    def _alike(self, *arrays):
-        """Return arrays whose tokens lie equally far apart, copied if need be, and how far."""
+    def _arguments(self, q, k, v):
+        """Return (sizes and strides as the kernels take them, the arrays, copied if need be)."""
+        _, queries, heads, width = q.shape
+        keys, kv_heads = k.shape[1:3]
+        assert heads % kv_heads == 0, (q.shape, k.shape)
+        (q,), q_stride, _ = self._alike(True, q)
+        (k, v), kv_stride, kv_apart = self._alike(False, k, v)
+        return (queries, keys, heads, kv_heads, width, q_stride, kv_stride,
+                np.int64(kv_apart)), (q, k, v)
+
+    def _alike(self, whole, *arrays):
+        """Return (arrays, values from token to token, values from sequence to sequence).
+
+        Copied unless all lie alike and heads have no gaps; whole: nor have sequences.
+        """
         first = arrays[0]
         _, tokens, heads, width = first.shape
-        row, item = first.strides[1], first.itemsize
-        usual = (tokens * row, row, width * item, item)
-        if any(x.strides != usual for x in arrays):
+        (apart, row), item = first.strides[:2], first.itemsize
+        if whole:
+            apart = tokens * row
+        if any(x.strides != (apart, row, width * item, item) for x in arrays):
             arrays = tuple(self._xp.ascontiguousarray(x) for x in arrays)
             row = heads * width * item
-        return arrays, row // item
+            apart = tokens * row
+        return arrays, row // item, apart // item
 
     def _ids(self, x):
         assert x.dtype == np.int64, x.dtype

@@ -18,12 +18,12 @@ __device__ inline int lane_id() { return threadIdx.x % 32; }
 // Sign -1: rows are keys. With the sign before all positions both are the one comparison.
 struct Span { long long low, high; };
 
-// The lowest and highest signed position of Rows rows. Every warp finds it for itself, as below:
-// all get the same, without a barrier.
+// The lowest and highest signed position of Rows rows of `count`. Every warp finds it for itself, as
+// below: all get the same, without a barrier.
 template <int Rows, int Sign>
-__device__ inline Span span_of(const long long *positions, int first, int tokens) {
+__device__ inline Span span_of(const long long *positions, int first, int count) {
     Span span = {LAST, -LAST};
-    for (int i = first + lane_id(); i < min(first + Rows, tokens); i += 32)
+    for (int i = first + lane_id(); i < min(first + Rows, count); i += 32)
         span = {min(span.low, Sign * positions[i]), max(span.high, Sign * positions[i])};
     for (int flip = 16; flip > 0; flip /= 2)
         span = {min(span.low, __shfl_xor_sync(FULL_MASK, span.low, flip)),
@@ -34,19 +34,19 @@ __device__ inline Span span_of(const long long *positions, int first, int tokens
 // A tile of columns; whole: every row sees all of it.
 struct Visit { int first; bool whole; };
 
-// The first tile from `from` on of which any row sees any column; first = tokens: there is none.
+// The first tile from `from` on of which any row sees any column; first = count: there is none.
 template <int Columns, int Sign>
-__device__ inline Visit next_visit(const long long *positions, int from, int tokens, Span rows) {
-    for (; from < tokens; from += Columns) {
+__device__ inline Visit next_visit(const long long *positions, int from, int count, Span rows) {
+    for (; from < count; from += Columns) {
         bool seen = false, hidden = false;
         for (int j = from + lane_id(); j < from + Columns; j += 32) {
-            long long at = j < tokens ? Sign * positions[j] : LAST;
+            long long at = j < count ? Sign * positions[j] : LAST;
             seen |= at <= rows.high;
             hidden |= at > rows.low;
         }
         if (__any_sync(FULL_MASK, seen)) return {from, !__any_sync(FULL_MASK, hidden)};
     }
-    return {tokens, false};
+    return {count, false};
 }
 
 // The (tokens, width) rows of one head, `stride` values from one to the next.
@@ -55,27 +55,30 @@ template <typename T> struct HeadRows {
     int stride, tokens, width;
 };
 
-// What a block does: Rows rows, from `first` on, of one head of an array (B, T, H, width); `head`
-// counts from 0 to B H - 1. last_first: the last rows' blocks begin first.
-struct Job {
-    int tokens, heads, width, head, first;
+// An array (B, tokens, heads, width): from one sequence to the next and from one token to the next
+// there are `apart` and `stride` values, between heads no gaps.
+template <typename T> struct Heads {
+    T *x;
+    long long apart;
+    int stride, tokens, width;
 
-    __device__ Job(int tokens, int heads, int width, int rows, bool last_first)
-        : tokens(tokens), heads(heads), width(width) {
+    __device__ HeadRows<T> of(int sequence, int head) const {
+        return {x + sequence * apart + head * width, stride, tokens, width};
+    }
+};
+
+// What a block does: `rows` rows, from `first` on, of one of `heads` heads of one sequence.
+// last_first: the last rows' blocks begin first.
+struct Job {
+    int sequence, head, first;
+
+    __device__ Job(int tokens, int heads, int rows, bool last_first) {
         int tiles = ceil_div(tokens, rows), all_heads = gridDim.x / tiles;
         int tile = blockIdx.x / all_heads;
-        head = blockIdx.x % all_heads;
+        sequence = blockIdx.x % all_heads / heads;
+        head = blockIdx.x % all_heads % heads;
         first = rows * (last_first ? tiles - 1 - tile : tile);
     }
-
-    // This head's rows in an array whose tokens are `stride` values apart.
-    template <typename T> __device__ HeadRows<T> rows(T *x, int stride) const {
-        size_t at = size_t(head / heads) * tokens * stride + head % heads * width;
-        return {x + at, stride, tokens, width};
-    }
-
-    // This head's values in an array (B, H, tokens).
-    template <typename T> __device__ T *of_head(T *x) const { return x + size_t(head) * tokens; }
 };
 
 // Rows of a head in shared memory, each 16 bytes longer than Width: so 8 of them begin in
@@ -207,14 +210,27 @@ template <int N, int Run> struct Piece<float, N, Run> {
 };
 
 // Write factor times a warp's piece to its rows of the tile that begins at row `first`.
-template <typename T, int N>
-__device__ inline void store_rows(const Piece<T, N, 4> &piece, const HeadRows<T> &to, int first,
+template <typename T, int N, typename Out>
+__device__ inline void store_rows(const Piece<T, N, 4> &piece, const HeadRows<Out> &to, int first,
                                   float factor) {
     for (int n = 0; n < N / 8; ++n)
         for (int e = 0; e < 4; ++e) {
             int row = first + threadIdx.x / 32 * 16 + piece.row(piece.slot(e));
             int column = piece.column(n, e);
             if (row < to.tokens && column < to.width)
-                to.x[size_t(row) * to.stride + column] = from_float<T>(factor * piece.sum[n][e]);
+                to.x[size_t(row) * to.stride + column] = from_float<Out>(factor * piece.sum[n][e]);
         }
+}
+
+// The same for the rows of a job; wide: the array holds floats, whatever T is.
+template <typename T, int N>
+__device__ inline void store(const Piece<T, N, 4> &piece, const Job &job, const Heads<T> &to,
+                             bool wide, float factor) {
+    if (wide) {
+        Heads<float> floats{reinterpret_cast<float *>(to.x), to.apart, to.stride, to.tokens,
+                            to.width};
+        store_rows(piece, floats.of(job.sequence, job.head), job.first, factor);
+    } else {
+        store_rows(piece, to.of(job.sequence, job.head), job.first, factor);
+    }
 }

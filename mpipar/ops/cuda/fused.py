@@ -175,13 +175,13 @@ class Fused:
 
     # Softmax of attention's scores.
 
-    def causal_softmax_forward(self, scores, positions, factor):
-        """Write softmax of factor scores (..., T, T) over the visible keys over scores."""
-        self._rows("softmax.cu", "causal_softmax_forward", scores, self._ids(positions),
-                   float(factor), self._in_place(scores))
+    def causal_softmax_forward(self, scores, q_pos, k_pos, factor):
+        """Write softmax of factor scores (..., Tq, Tk) over the visible keys over scores."""
+        self._rows("softmax.cu", "causal_softmax_forward", scores, len(q_pos), self._ids(q_pos),
+                   self._ids(k_pos), float(factor), self._in_place(scores))
 
     def causal_softmax_backward(self, probs, dprobs, factor):
-        """Write the gradient of the scores (..., T, T) over dprobs."""
+        """Write the gradient of the scores (..., Tq, Tk) over dprobs."""
         assert probs.dtype == dprobs.dtype, (probs.dtype, dprobs.dtype)
         self._rows("softmax.cu", "causal_softmax_backward", probs, float(factor),
                    self._whole(probs), self._in_place(dprobs))

@@ -4,6 +4,8 @@ Only names and text, so that tests and tools can read them where there is neithe
 """
 
 import re
+from collections import namedtuple
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,18 @@ KERNELS = {
     **ladder.used(),
     **fused.used(),
     **attention.used(),
+}
+# Which kernels compute attention, by function of ops. file: that of its kernels, which take heads
+# of up to `widest` elements; Hkv may be any divisor of H, Tq and Tk any lengths. Wider heads go to
+# the plain formula of `array_attention` on CuPy, with the softmax of `wider` in it if one is named.
+TakenBy = namedtuple("TakenBy", "file widest wider")
+ATTENTION = {
+    "attention_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, "softmax.cu"),
+    "attention_backward_input": TakenBy("flash_backward.cu", attention.MOST_WIDTH, "softmax.cu"),
+    "attention_block_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, None),
+    "attention_block_backward": TakenBy("flash_backward.cu", attention.MOST_WIDTH, None),
+    "attention_delta": TakenBy("flash_backward.cu", inf, None),
+    "attention_merge": TakenBy(None, 0, None),
 }
 # File -> most registers per thread that its kernels may use; where nothing is said, 128. Attention
 # keeps a head's width of sums in registers: all that there are.

@@ -67,45 +67,47 @@ class TileModelAttention(Attention):
         self._ct = ct
         self._kernel = attention_kernel(ct)
 
-    def forward(self, q, k, v, positions, factor):
-        """Return (y (B, T, H, d), lse (B, H, T)), as `Attention.forward`."""
-        batch, tokens, heads, width = q.shape
-        y = self._xp.empty(q.shape, q.dtype)
-        lse = self._xp.empty((batch, heads, tokens), np.float32)
+    def forward(self, q, k, v, q_pos, k_pos, wide=False):
+        """Return (y (B, Tq, H, d), lse (B, H, Tq)), as `Attention.forward`."""
+        batch, queries, heads, width = q.shape
+        y, lse = self._xp.empty(q.shape, np.float32 if wide else q.dtype), self._row_values(q)
         tq, tk = ATTENTION_TILES[q.itemsize]
         self._ct.launch(
-            self._xp.cuda.get_current_stream(), (ceil(tokens / tq), heads, batch), self._kernel,
-            (q, k, v, positions, y, lse, float(factor), tq, tk, 1 << (width - 1).bit_length()))
+            self._xp.cuda.get_current_stream(), (ceil(queries / tq), heads, batch), self._kernel,
+            (q, k, v, q_pos, k_pos, y, lse, width**-0.5, heads // k.shape[2], tq, tk,
+             1 << (width - 1).bit_length()))
         return y, lse
 
 
 def attention_kernel(ct):
     """Return the kernel of causal attention: y and lse of q, k, v and positions, any strides.
 
-    q, k, v, y (B, T, H, d), positions (T,), lse (B, H, T). A block computes tq queries of one head
-    in steps of tk keys, as `flash_forward.cu` does; `width` is the power of two from d on, filled
-    up with zeros. Traffic of a step: 2 tk width elements per 4 tq tk width FLOPs.
+    q, y (B, Tq, H, d), k, v (B, Tk, Hkv, d), q_pos (Tq,), k_pos (Tk,), lse (B, H, Tq). A block
+    computes tq queries of one head in steps of tk keys, as `flash_forward.cu` does; `group` query
+    heads share a key head; `width` is the power of two from d on, filled up with zeros. Traffic of
+    a step: 2 tk width elements per 4 tq tk width FLOPs.
     """
     constant = ct.Constant[int]
 
     @ct.kernel
-    def attention(q, k, v, positions, y, lse, factor: ct.Constant[float], tq: constant,
-                  tk: constant, width: constant):
+    def attention(q, k, v, q_pos, k_pos, y, lse, factor: ct.Constant[float], group: constant,
+                  tq: constant, tk: constant, width: constant):
         tile, head, row = ct.bid(0), ct.bid(1), ct.bid(2)
+        kv_head = head // group
         zero = ct.PaddingMode.ZERO
         queries = ct.reshape(ct.load(q, (row, tile, head, 0), shape=(1, tq, 1, width),
                                      padding_mode=zero), (tq, width))
-        at = ct.reshape(ct.load(positions, (tile,), shape=(tq,), padding_mode=zero), (tq, 1))
+        at = ct.reshape(ct.load(q_pos, (tile,), shape=(tq,), padding_mode=zero), (tq, 1))
         last = ct.max(at)
         top = ct.full((tq, 1), -1e30, dtype=ct.float32)  # not infinite: see flash_forward.cu
         total = ct.full((tq, 1), 0.0, dtype=ct.float32)
         out = ct.full((tq, width), 0.0, dtype=ct.float32)
         for j in range(ct.num_tiles(k, 1, shape=(1, tk, 1, width))):
-            of_keys = ct.load(positions, (j,), shape=(tk,), padding_mode=zero)
+            of_keys = ct.load(k_pos, (j,), shape=(tk,), padding_mode=zero)
             if ct.min(of_keys) <= last:
-                keys = ct.reshape(ct.load(k, (row, j, head, 0), shape=(1, tk, 1, width),
+                keys = ct.reshape(ct.load(k, (row, j, kv_head, 0), shape=(1, tk, 1, width),
                                           padding_mode=zero), (tk, width))
-                values = ct.reshape(ct.load(v, (row, j, head, 0), shape=(1, tk, 1, width),
+                values = ct.reshape(ct.load(v, (row, j, kv_head, 0), shape=(1, tk, 1, width),
                                             padding_mode=zero), (tk, width))
                 scores = ct.mma(queries, ct.transpose(keys),
                                 ct.full((tq, tk), 0.0, dtype=ct.float32)) * (factor * LOG2_E)
@@ -118,8 +120,9 @@ def attention_kernel(ct):
                 p = ct.exp2(scores - top)
                 total = total * shrink + ct.sum(p, axis=1, keepdims=True)
                 out = ct.mma(ct.astype(p, v.dtype), values, out * shrink)
+        out = out / ct.where(total == 0.0, 1.0, total)  # 0: a query saw no key
         ct.store(y, (row, tile, head, 0),
-                 ct.reshape(ct.astype(out / total, y.dtype), (1, tq, 1, width)))
+                 ct.reshape(ct.astype(out, y.dtype), (1, tq, 1, width)))
         ct.store(lse, (row, head, tile), ct.reshape(LN_2 * (top + ct.log2(total)), (1, 1, tq)))
 
     return attention

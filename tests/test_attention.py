@@ -1,0 +1,270 @@
+"""Attention with shared key heads, unequal lengths and any positions; its parts merged, and twins.
+
+What is expected comes from `attention_cases.formula`, a head and a query at a time.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from attention_cases import formula
+from helpers import assert_close
+from ops_cases import plain
+
+from mpipar.ops import make, numpy_attention
+from mpipar.ops.cuda import attention, kernels
+
+NAMES = ("y", "lse", "dq", "dk", "dv")
+# B, Tq, Tk, H, Hkv, d.
+SIZES = [(2, 5, 7, 6, 3, 3), (1, 9, 4, 5, 1, 2), (2, 67, 131, 4, 4, 5), (1, 70, 66, 6, 2, 4)]
+
+
+@pytest.fixture(params=["plain", "tuned", "tiny tiles",
+                        pytest.param("numba", marks=pytest.mark.numba)])
+def ops(request, monkeypatch):
+    if request.param == "tiny tiles":
+        monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
+    if request.param == "plain":
+        return plain()
+    return make("cpu", "float64", kernels="numba" if request.param == "numba" else "numpy")
+
+
+class Case:
+    """Random q, k, v, dy; `kind` says how their positions lie."""
+
+    def __init__(self, rng, sizes, kind):
+        batch, queries, keys, heads, kv_heads, width = sizes
+        shapes = [(batch, queries, heads, width), *2 * [(batch, keys, kv_heads, width)]]
+        self.qkv = tuple(rng.standard_normal(shape) for shape in shapes)
+        self.dy = rng.standard_normal(shapes[0])
+        self.q_pos, self.k_pos = {
+            "shuffled": (rng.permutation(2 * queries), rng.permutation(keys)),
+            "new tokens": (np.arange(queries) + keys, np.arange(keys)),
+            "gaps": (np.arange(queries) * 3, np.arange(keys) * 2 + 1),  # query 0 sees no key
+            "ties": (np.sort(rng.integers(0, 4, queries)), np.sort(rng.integers(0, 4, keys))),
+        }[kind]
+        self.q_pos = self.q_pos[:queries]
+        self.expected = formula(*self.qkv, self.dy, self.q_pos, self.k_pos)
+
+
+def check(found, expected, tol=1e-12):
+    """Compare (y, lse, dq, dk, dv); lse of nobody is -inf in both."""
+    for name, got, wanted in zip(NAMES, found, expected, strict=True):
+        assert np.array_equal(np.isneginf(got), np.isneginf(wanted)), name
+        seen = np.isfinite(wanted)
+        assert_close(got[seen], wanted[seen], tol, name)
+
+
+def block_form(ops, case):
+    """(y, lse, dq, dk, dv) of one call over all keys."""
+    y, lse = ops.attention_block_forward(*case.qkv, case.q_pos, case.k_pos)
+    delta = ops.attention_delta(case.dy, y)
+    return y, lse, *ops.attention_block_backward(
+        case.dy, *case.qkv, lse, delta, case.q_pos, case.k_pos)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["shuffled", "new tokens", "gaps", "ties"])
+def test_both_forms_are_the_formula(ops, rng, sizes, kind):
+    case = Case(rng, sizes, kind)
+    check(block_form(ops, case), case.expected)
+    y, saved = ops.attention_forward(*case.qkv, case.q_pos, case.k_pos)
+    grads = ops.attention_backward_input(case.dy, *case.qkv, saved, case.q_pos, case.k_pos)
+    check((y, case.expected[1], *grads), case.expected)
+
+
+@pytest.mark.parametrize("form", ["attention_forward", "attention_block_forward"])
+def test_gradients_are_differences(ops, rng, form):
+    """Along a random direction of each argument, at odd sizes with shared key heads."""
+    case = Case(rng, (2, 5, 7, 6, 3, 3), "gaps")
+    function = getattr(ops, form)
+    _, saved = function(*case.qkv, case.q_pos, case.k_pos)
+    grads = block_form(ops, case)[2:] if "block" in form else ops.attention_backward_input(
+        case.dy, *case.qkv, saved, case.q_pos, case.k_pos)
+
+    def loss(*qkv):
+        return float((function(*qkv, case.q_pos, case.k_pos)[0] * case.dy).sum())
+
+    for i, grad in enumerate(grads):
+        along, step = rng.standard_normal(grad.shape), 3e-5
+        above, below = (loss(*(x + sign * step * along if j == i else x
+                               for j, x in enumerate(case.qkv))) for sign in (1, -1))
+        assert (above - below) / (2 * step) == pytest.approx(float((grad * along).sum()), rel=1e-6)
+
+
+def merge(ops, y, lse, y2, lse2):
+    ops.attention_merge(y, lse, y2, lse2)
+
+
+def block_backward(ops, *arguments):
+    return ops.attention_block_backward(*arguments)
+
+
+def by_parts(ops, case, shown=lambda case, part: (*(x[:, part] for x in case.qkv[1:]),
+                                                   case.k_pos[part]),
+             merge=merge, backward=block_backward):
+    """(y, lse, dq, dk, dv) over three parts of the keys, as a ring of three ranks has them."""
+    q, keys = case.qkv[0], len(case.k_pos)
+    parts = [slice(0, keys // 3), slice(keys // 3, keys - 2), slice(keys - 2, keys)]
+    results = []
+    for part in parts:
+        k, v, k_pos = shown(case, part)
+        results.append(ops.attention_block_forward(q, k, v, case.q_pos, k_pos))
+    y, lse = results[0]
+    for more in results[1:]:
+        merge(ops, y, lse, *more)
+    delta, dq, dkv = ops.attention_delta(case.dy, y), 0, []
+    for part in parts:
+        k, v, k_pos = shown(case, part)
+        own_dq, *own = backward(ops, case.dy, q, k, v, lse, delta, case.q_pos, k_pos)
+        dq = dq + own_dq
+        dkv.append(own)
+    return y, lse, dq, *(np.concatenate(grads, axis=1) for grads in zip(*dkv, strict=True))
+
+
+PARTED = (2, 9, 11, 6, 3, 5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["shuffled", "gaps"])
+def test_merged_parts_are_the_whole(ops, rng, kind):
+    """With gaps the first queries see no key of the later parts, and one sees none at all."""
+    case = Case(rng, PARTED, kind)
+    check(by_parts(ops, case), case.expected)
+
+
+def added_without_rescaling(ops, y, lse, y2, lse2):
+    y += y2
+    lse[...] = np.logaddexp(lse, lse2)
+
+
+def shifted_heads(case, part):
+    k, v = (np.roll(x[:, part], 1, axis=2) for x in case.qkv[1:])
+    return k, v, case.k_pos[part]
+
+
+def local_positions(case, part):
+    return *(x[:, part] for x in case.qkv[1:]), case.k_pos[part] - case.k_pos[part].min()
+
+
+def first_of_group(ops, dy, q, k, v, lse, *rest):
+    """dk and dv of one query head of each group."""
+    dq, _, _ = ops.attention_block_backward(dy, q, k, v, lse, *rest)
+    group, delta = q.shape[2] // k.shape[2], rest[0]
+    one = [x[:, :, ::group] for x in (dy, q)]
+    _, dk, dv = ops.attention_block_backward(
+        *one, k, v, lse[:, ::group], delta[:, ::group], *rest[1:])
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("twin", [
+    {"merge": added_without_rescaling}, {"shown": shifted_heads}, {"shown": local_positions},
+    {"backward": first_of_group}], ids=lambda twin: next(iter(twin.values())).__name__)
+def test_a_broken_twin_is_seen(rng, twin):
+    case = Case(rng, PARTED, "gaps")
+    with pytest.raises(AssertionError), np.errstate(all="ignore"):
+        check(by_parts(make("cpu", "float64"), case, **twin), case.expected, tol=1e-3)
+
+
+def test_a_cache_is_a_longer_array(ops, rng):
+    """Token after token against the first keys of an array whose rest is not read."""
+    batch, tokens, heads, kv_heads, width = 2, 6, 4, 2, 3
+    case = Case(rng, (batch, tokens, tokens, heads, kv_heads, width), "gaps")
+    q, k, v = case.qkv
+    positions = np.arange(tokens) + 4
+    whole, _ = ops.attention_forward(q, k, v, positions, positions)
+    cache = np.full((batch, tokens + 3, 2, kv_heads, width), np.nan)
+    for i in range(tokens):
+        cache[:, i, 0], cache[:, i, 1] = k[:, i], v[:, i]
+        y, _ = ops.attention_block_forward(
+            q[:, i : i + 1], cache[:, : i + 1, 0], cache[:, : i + 1, 1], positions[i : i + 1],
+            positions[: i + 1])
+        assert_close(y[:, 0], whole[:, i], 1e-13, f"token {i}")
+
+
+def test_heads_that_cannot_be_shared_are_refused(ops, rng):
+    q, k = rng.standard_normal((1, 3, 5, 2)), rng.standard_normal((1, 3, 2, 2))
+    with pytest.raises((AssertionError, ValueError)):
+        ops.attention_forward(q, k, k, np.arange(3), np.arange(3))
+
+
+HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
+
+
+@pytest.mark.parametrize("dtype", HALF_UNIT)
+def test_parts_of_16_bits_are_rounded_once(rng, dtype):
+    check_parts_of_16_bits(make("cpu", dtype), rng, 0)
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("dtype", HALF_UNIT)
+def test_parts_of_16_bits_on_the_gpu(cupy, rng, dtype):
+    """Probabilities and dscores are operands of products there: rounded too."""
+    check_parts_of_16_bits(make("cuda", dtype), rng, HALF_UNIT[dtype])
+
+
+def check_parts_of_16_bits(ops, rng, exact):
+    """Partial results are float32; `exact` is the error of a rounded operand."""
+    case = Case(rng, PARTED, "gaps")
+    case.qkv = tuple(x.astype(ops.dtype) for x in case.qkv)
+    case.dy = case.dy.astype(ops.dtype)
+    expected = formula(*case.qkv, case.dy, case.q_pos, case.k_pos)
+    for name in ("dy", "q_pos", "k_pos"):
+        setattr(case, name, ops.asarray(getattr(case, name)))
+    case.qkv = tuple(map(ops.asarray, case.qkv))
+    q, (k, v) = case.qkv[0], case.qkv[1:]
+    results = [ops.attention_block_forward(q, k[:, part], v[:, part], case.q_pos, case.k_pos[part])
+               for part in (slice(0, 6), slice(6, 11))]
+    (y, lse), more = results
+    assert y.dtype == lse.dtype == np.float32
+    ops.attention_merge(y, lse, *more)
+    rounded = ops.empty(y.shape)
+    ops.copy(rounded, y)
+    unit = HALF_UNIT[str(ops.dtype)]
+    assert_close(ops.to_host(y), expected[0], exact + 1e-5, "y")
+    assert_close(ops.to_host(rounded).astype(np.float64), expected[0], exact + unit, "rounded y")
+    delta = ops.attention_delta(case.dy, y)
+    grads = ops.attention_block_backward(
+        case.dy, *case.qkv, lse, delta, case.q_pos, case.k_pos)
+    for name, grad, wanted in zip(NAMES[2:], grads, expected[2:], strict=True):
+        assert grad.dtype == np.float32
+        assert_close(ops.to_host(grad), wanted, 2 * exact + 2e-5, name)
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("width", [attention.MOST_WIDTH, attention.MOST_WIDTH + 8])
+def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
+    """Shapes that no kernel takes go to the plain formula, with the same results."""
+    import fake_cupy
+
+    ops, case = make("cuda", "float32"), Case(rng, (1, 5, 7, 4, 2, width), "gaps")
+    started, call = [], fake_cupy.RawKernel.__call__
+    monkeypatch.setattr(fake_cupy.RawKernel, "__call__", lambda self, *rest, **named: (
+        started.append(self.file), call(self, *rest, **named)))
+    qkv, (dy, *positions) = tuple(map(ops.asarray, case.qkv)), map(
+        ops.asarray, (case.dy, case.q_pos, case.k_pos))
+    qkv, dy = tuple(x.astype(np.float32) for x in qkv), dy.astype(np.float32)
+    results, files = {}, {}
+
+    def run(name, *arguments):
+        started.clear()
+        results[name] = getattr(ops, name)(*arguments)
+        files[name] = set(started)
+        return results[name]
+
+    y, saved = run("attention_forward", *qkv, *positions)
+    run("attention_backward_input", dy, *qkv, saved, *positions)
+    y, lse = run("attention_block_forward", *qkv, *positions)
+    delta = run("attention_delta", dy, y)
+    run("attention_block_backward", dy, *qkv, lse, delta, *positions)
+    run("attention_merge", y.copy(), lse.copy(), y, lse)
+    for name, ran in files.items():
+        file, widest, instead = kernels.ATTENTION[name]
+        taken = file is not None and width <= widest
+        assert ran == ({file} if taken else {instead} - {None}), name
+    close = partial(check, expected=case.expected, tol=2e-5)
+    on_host = [ops.to_host(x) for x in (y, lse, *results["attention_block_backward"])]
+    close(on_host)
+    trained = [results["attention_forward"][0], lse, *results["attention_backward_input"]]
+    close([ops.to_host(x) for x in trained])
