@@ -16,6 +16,8 @@ from program import mpipar
 from bench import code_map, results
 from mpipar import cli
 from mpipar.errors import EXIT_CODES, UsageError
+from mpipar.job.environment import Launcher
+from mpipar.job.session import Session
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 
 PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
@@ -164,6 +166,8 @@ def command_problem(command):
     words = shlex.split(command)
     if words[0].endswith("mpiexec"):
         words = words[3:]
+    if any(re.fullmatch(r"[A-Z_]+|[A-Z]+\.\w+", word) for word in words[1:]):
+        return "a placeholder in place of a value"
     program = words[0].removeprefix(".venv/bin/")
     if program == "mpipar":
         try:
@@ -188,11 +192,22 @@ def test_printed_commands_can_be_typed(name, command):
 
 
 @pytest.mark.parametrize("command", [
-    "mpipar trian", "mpiexec -n 4 mpipar train --made-up 3", "mpipar schedule --pp four",
+    "mpipar trian", "mpipar trace RUN", "mpiexec -n 4 mpipar train --made-up 3",
+    "mpipar schedule --pp four",
     "python docs/made_up.py", "python -m bench.made_up", "python -m bench.matmul --made-up",
     "mpirun -n 4 mpipar train"])
 def test_a_command_that_cannot_be_typed_is_found(command):
     assert command_problem(command)
+
+
+@pytest.mark.parametrize("command", sorted({
+    command for _, command in commands() if "machine.json" not in command
+    and command.startswith(("mpipar schedule ", "mpipar explain "))}))
+def test_commands_without_mpi_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    session = Session(Launcher("none", 0, 1, 0, 1))
+    assert cli.main(shlex.split(command)[1:], session) == 0
+    assert len(capsys.readouterr().out) > 100
 
 
 @pytest.mark.slow
