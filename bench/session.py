@@ -152,9 +152,9 @@ class Bench:
             self.session.fail(HangError(lines))
 
         return Watchdog(folder, self.world.rank,
-                        lambda: (self.progress.count, self.progress.doing),
-                        lambda: {"doing": self.progress.doing}, lambda states: None, stop,
-                        0, seconds)
+                        progress=lambda: (self.progress.count, self.progress.doing),
+                        describe=lambda: {"doing": self.progress.doing},
+                        on_warn=lambda states: None, on_stop=stop, warn=0, stop=seconds)
 
     def run(self, section, sizes=None) -> list[dict]:
         """Measure a section; its rows on world rank 0. Comm: the whole world must call it."""

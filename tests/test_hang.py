@@ -77,8 +77,8 @@ def test_a_full_ring_of_spans_shows_progress_all_the_same():
 
 def test_a_state_that_is_no_longer_true_is_gone_at_the_end(tmp_path):
     reported = []
-    with Watchdog(tmp_path / "hang", 0, lambda: 0, lambda: {"inside": None}, reported.append,
-                  reported.append, 0.05, 0.0):
+    with Watchdog(tmp_path / "hang", 0, progress=lambda: 0, describe=lambda: {"inside": None},
+                  on_warn=reported.append, on_stop=reported.append, warn=0.05, stop=0.0):
         deadline = time.monotonic() + 10
         while not (tmp_path / "hang" / "rank-00000.json").exists():
             assert time.monotonic() < deadline, "no state was written"

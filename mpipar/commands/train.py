@@ -177,9 +177,10 @@ class Run:
             self.session.fail(
                 HangError([f"no progress for {run.hang_stop:g} s", *hang.explain(states, size)]))
 
-        return Watchdog(self.folder / "hang", self.grid.world_rank, lambda: hang.marker(recorder),
-                        lambda: hang.state_of(recorder, self.worker.comms), warn, stop,
-                        run.hang_warn, run.hang_stop)
+        return Watchdog(
+            self.folder / "hang", self.grid.world_rank, progress=lambda: hang.marker(recorder),
+            describe=lambda: hang.state_of(recorder, self.worker.comms),
+            on_warn=warn, on_stop=stop, warn=run.hang_warn, stop=run.hang_stop)
 
     def loop(self) -> None:
         """Take the steps, and report them. Every rank leaves at the same step.

@@ -29,7 +29,7 @@ class Watchdog:
     warn, stop: seconds, 0 for never.
     """
 
-    def __init__(self, folder: Path, world_rank: int, progress: Callable, describe: Callable,
+    def __init__(self, folder: Path, world_rank: int, *, progress: Callable, describe: Callable,
                  on_warn: Callable, on_stop: Callable, warn: float, stop: float):
         self.folder, self.world_rank = folder, world_rank
         self.progress, self.describe = progress, describe
