@@ -7,6 +7,7 @@ from numbers import Real
 from pathlib import Path
 
 from mpipar.console import output
+from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
 from mpipar.pipeline import csv_format, draw
 from mpipar.pipeline.closed_form import ClosedForm, closed_form
@@ -135,7 +136,7 @@ def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
     if args.csv:
         csv_format.write_csv(schedule, Path(args.csv), args.csv_format)
     if args.json:
-        print(json.dumps(as_dict(timeline, form), indent=1))
+        print(json.dumps(as_dict(timeline, form), indent=1, default=float))  # of fractions
         return
     picture = draw.grid(timeline)
     if args.symbols:
@@ -245,48 +246,17 @@ def compare(p: int, m: int, chunks: int | None, costs: Costs) -> str:
 
 def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
     """Everything as plain values; times are numbers in the unit of --costs."""
-    schedule = timeline.schedule
+    def values(source, names: str) -> dict:
+        return {name: getattr(source, name) for name in names.split()}
+
     return {
-        "name": schedule.name,
-        "pp_size": schedule.pp_size,
-        "num_stages": schedule.num_stages,
-        "num_microbatches": schedule.num_microbatches,
-        "placement": schedule.placement,
-        "makespan": plain(timeline.makespan),
-        "bubble_share": timeline.bubble_share,
-        "busy": plain(timeline.busy),
-        "busy_share": list(timeline.busy_share),
-        "global_bubble": plain(timeline.global_bubble),
-        "span_bubble": plain(timeline.span_bubble),
-        "peak_stash": list(timeline.peak_stash),
-        "messages": list(timeline.messages),
+        **values(timeline.schedule, "name pp_size num_stages num_microbatches placement"),
+        **values(timeline, "makespan bubble_share busy busy_share global_bubble span_bubble"),
+        **values(timeline, "peak_stash messages"),
         "closed_form": form and {
-            name: {"formula": text, "value": plain(value)}
-            for name, (text, value) in vars(form).items()
+            name: {"formula": text, "value": value} for name, (text, value) in vars(form).items()
         },
         "workers": [
-            [[str(span.instr), plain(span.start), plain(span.end)] for span in spans]
-            for spans in timeline.spans
+            [[str(span.instr), span.start, span.end] for span in spans] for spans in timeline.spans
         ],
     }
-
-
-def plain(value: Real | tuple[Real, ...] | None) -> int | float | list | None:
-    """JSON has no fractions: an int where that is exact, else a float."""
-    if isinstance(value, tuple):
-        return [plain(each) for each in value]
-    if value is None:
-        return None
-    return int(value) if value == int(value) else float(value)
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Columns of text, the first one aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if k else text.ljust(width)
-            for k, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

@@ -25,6 +25,8 @@ from mpipar.pipeline.instructions import (
     neighbours,
     on_wire,
     parts,
+    receives,
+    sends,
 )
 
 NEEDED = {"B": "F", "I": "F", "W": "I"}  # what a pass needs of the same stage and microbatch
@@ -53,14 +55,22 @@ def check(schedule: Schedule) -> CheckReport:
     nothing runs before what it needs; REDUCE_GRAD follows a stage's last backward; each message
     has one send and one receive; no ranks wait for each other in a circle.
     """
-    check_placement(schedule)
-    for pp_rank in range(schedule.pp_size):
-        for position, reason in program_problems(schedule, pp_rank):
-            raise ScheduleError.at(schedule, pp_rank, position, reason)
+    check_programs(schedule)
     messages = [0] * schedule.pp_size
     for pp_rank, _, _, sent in runnable_order(schedule):
         messages[pp_rank] += len(sent)
     return CheckReport(tuple(map(peak_stash, schedule.programs)), tuple(messages))
+
+
+def check_programs(schedule: Schedule) -> None:
+    """Prove each rank's program by itself: all but that no ranks wait for each other in a circle.
+
+    `runnable_order` proves that too, and gives the order.
+    """
+    check_placement(schedule)
+    for pp_rank in range(schedule.pp_size):
+        for position, reason in program_problems(schedule, pp_rank):
+            raise ScheduleError.at(schedule, pp_rank, position, reason)
 
 
 def check_placement(schedule: Schedule) -> None:
@@ -172,9 +182,8 @@ def wire_problems(schedule: Schedule, at: dict) -> Problems:
     wanted = {}  # wire instruction: position of its pass
     for (kind, stage, mb), position in at.items():
         if kind in COMPUTE_KINDS:
-            received, sent = neighbours(schedule, Instr(kind, stage, mb))
-            wires = [message.receive for message in received if message.is_remote]
-            wires += [message.send for message in sent if message.is_remote]
+            instr = Instr(kind, stage, mb)
+            wires = receives(schedule, instr) + sends(schedule, instr)
             wanted |= {wire[:3]: position for wire in wires}
     for wire, position in at.items():
         if wire[0] in WIRE_KINDS and wire not in wanted:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
 
-from mpipar.pipeline.check import check, runnable_order
+from mpipar.pipeline.check import check_programs, peak_stash, runnable_order
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Instr, Message, Schedule, is_compute, parts
 
@@ -73,10 +73,10 @@ class Timeline:
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of a schedule; ScheduleError if it cannot run, UsageError on wrong costs."""
-    report = check(schedule)
+    check_programs(schedule)
     duration, hop = durations(schedule, costs), costs.hop()
     spans = [[] for _ in range(schedule.pp_size)]
-    clock = [0] * schedule.pp_size
+    clock, messages = [0] * schedule.pp_size, [0] * schedule.pp_size
     arrival: dict[Message, Real] = {}
     for pp_rank, instr, received, sent in runnable_order(schedule):
         start = end = max([clock[pp_rank], *map(arrival.pop, received)])
@@ -85,9 +85,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         arrival |= dict.fromkeys(sent, end + hop)
         spans[pp_rank].append(Span(instr, start, end))
         clock[pp_rank] = end
-    peak_bytes = tuple(peak_stash_bytes(schedule, costs))
-    return Timeline(schedule, tuple(map(tuple, spans)), report.peak_stash, peak_bytes,
-                    report.messages)
+        messages[pp_rank] += len(sent)
+    return Timeline(schedule, tuple(map(tuple, spans)), tuple(map(peak_stash, schedule.programs)),
+                    tuple(peak_stash_bytes(schedule, costs)), tuple(messages))
 
 
 def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Real]:
