@@ -217,7 +217,7 @@ def test_weights_that_fix_the_shape_leave_only_the_layout_to_change():
     assert usage_problems(changed(**weights, tp=2, dp=1), 2) == [
         "--heads 1: must be a multiple of tp 2; use --tp 1"]
     assert usage_problems(changed(**weights, pp=4, dp=1), 4) == [
-        "--pp 4: every stage needs a block, but --layers is 2; use --pp 1 or 2"]
+        "--pp 4: needs as many blocks, but --layers is 2; use --pp 1 or 2"]
 
 
 def test_a_relation_is_not_judged_by_a_value_that_is_none():

@@ -23,7 +23,7 @@ def listing(values: Iterable[int], near: int, count: int = 6) -> str:
 
 
 def fitting(world_size: int, layers: int, heads: int) -> list[Layout]:
-    """Every (dp, pp, tp) that uses all ranks: tp divides the heads, a block for each stage."""
+    """Every (dp, pp, tp) that uses all ranks: tp divides the heads, pp at most the layers."""
     return [(world_size // (tp * pp), pp, tp)
             for tp in divisors(world_size) if heads % tp == 0
             for pp in divisors(world_size // tp) if pp <= layers]
@@ -48,7 +48,7 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     if tp and heads % tp:
         found.append(_heads_problem(tp, world_size, heads, 0 if fixed else d_model))
     if pp and pp > layers:
-        found.append(f"--pp {pp}: every stage needs a block, but --layers is {layers}; use --pp "
+        found.append(f"--pp {pp}: needs as many blocks, but --layers is {layers}; use --pp "
                      f"{listing(range(max(1, layers - 5), layers + 1), pp)}"
                      f"{'' if fixed else f', or --layers {pp}'}")
     if not found:
