@@ -20,18 +20,7 @@ from bench import results, too_large
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import (
-    BYTES,
-    CALLS,
-    MB,
-    NAME,
-    OPERATION,
-    PAYLOAD,
-    PHASE,
-    WIRE,
-    WIRE_BYTES,
-    Recorder,
-)
+from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.config import flags
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig
@@ -86,13 +75,13 @@ def barriers() -> list[dict]:
         world_size = config.grid.dp * config.grid.pp * config.grid.tp
         busiest = {"collectives": 0, "messages": 0, "sent": 0, "payload": 0}
         for rank in range(world_size):
-            totals = predict(config, rank).recorder.totals((2,))
+            totals = predict(config, rank).recorder.totals("operation")
             own = {
-                "collectives": sum(counter[CALLS] for (operation,), counter in totals.items()
-                                   if operation not in ("send", "recv")),
-                "messages": totals.get(("send",), [0])[CALLS],
-                "sent": sum(counter[WIRE_BYTES] for counter in totals.values()),
-                "payload": sum(counter[BYTES] for (operation,), counter in totals.items()
+                "collectives": sum(counter.calls for (operation,), counter in totals.items()
+                                   if operation not in POINT_TO_POINT),
+                "messages": totals.get(("send",), Sums()).calls,
+                "sent": sum(counter.wire_bytes for counter in totals.values()),
+                "payload": sum(counter.payload_bytes for (operation,), counter in totals.items()
                                if operation != "recv"),
             }
             busiest = {key: max(busiest[key], own[key]) for key in busiest}
@@ -143,14 +132,14 @@ def convolution() -> list[dict]:
                 config = replace(config, model=ConvnetConfig(
                     channels=config.model.d_model, image_shape=(16, 32, 3), **same))
             records = [one for one in predict(config, 0).recorder.records
-                       if one[NAME].startswith(prefix) and one[MB] == 0]
+                       if one.name.startswith(prefix) and one.mb == 0]
             rows.append({
                 "layer": f"{model}: {layer}", "cut": CUTS[cut], "tp": size,
-                "forward": ", ".join(one[OPERATION] for one in records if one[PHASE] == "F"),
-                "backward": ", ".join(one[OPERATION] for one in records if one[PHASE] == "I"),
+                "forward": ", ".join(one.operation for one in records if one.phase == "F"),
+                "backward": ", ".join(one.operation for one in records if one.phase == "I"),
                 "barriers": len(records),
-                "payload_MiB": sum(one[PAYLOAD] for one in records) / 2**20,
-                "sent_MiB": sum(one[WIRE] for one in records) / 2**20,
+                "payload_MiB": sum(one.payload_bytes for one in records) / 2**20,
+                "sent_MiB": sum(one.wire_bytes for one in records) / 2**20,
             })
     return rows
 

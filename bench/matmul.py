@@ -25,7 +25,7 @@ from bench import results
 from bench.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
-from mpipar.comm.record import WIRE_BYTES, Recorder
+from mpipar.comm.record import Recorder, Sums
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, DataError
 from mpipar.job.session import guard
@@ -67,8 +67,7 @@ def measure(case, sizes, dtype, repeats, world, full) -> dict:
     wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items()
              if not error <= TOLERANCE[dtype]]
     seconds, inside = [], []
-    recorder.reset_counters()
-    recorder.records.clear()
+    recorder.clear()
     for _ in range(repeats):
         comms.world.barrier("start")
         before, start = recorder.comm_ns(), time.perf_counter()
@@ -76,8 +75,8 @@ def measure(case, sizes, dtype, repeats, world, full) -> dict:
             product.run(phase)
         seconds.append(time.perf_counter() - start)
         inside.append((recorder.comm_ns() - before) * 1e-9)
-    totals = recorder.totals((3,))
-    sent = sum(totals.get((phase,), [0] * 4)[WIRE_BYTES] for phase in PHASES) // repeats
+    totals = recorder.totals("phase")
+    sent = sum(totals.get((phase,), Sums()).wire_bytes for phase in PHASES) // repeats
     flight, hidden = recorder.flight_ns("tp")
     comms.close()
     held, beside = memory(case, sizes, dtype, world.rank)

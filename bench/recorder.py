@@ -147,8 +147,7 @@ def measure_step(steps: int) -> tuple[int, int, float]:
     rows = Rows(ops, text, config, worker.grid)
     durations = []
     for step in range(1, steps + 1):
-        recorder.records.clear()
-        recorder.spans.clear()
+        recorder.clear()
         start = perf_counter_ns()
         worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
         durations.append(perf_counter_ns() - start)

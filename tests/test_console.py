@@ -19,7 +19,7 @@ def test_console_shows_layout_and_who_holds_what(run_of):
     assert "D 18, 6 heads, F 31, T 7, V 256, tied head; sgd, 8 rows per step" in lines[1]
     rows = [cells(line) for line in section(text, "rank host")]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
-    assert [row[2] for row in rows] == [f"pp{pp} dp0 tp{tp}" for pp in (0, 1) for tp in (0, 1)]
+    assert [row[2] for row in rows] == [f"pp{pp} tp{tp}" for pp in (0, 1) for tp in (0, 1)]
     assert rows[0][3].startswith("0: embedding, block")
     assert rows[3][3].startswith("1: ")
     assert rows[3][3].endswith("head, loss")

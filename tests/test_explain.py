@@ -12,7 +12,6 @@ from program import environment
 
 from mpipar import models
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import AXIS, NAME, OPERATION, PAYLOAD, WIRE
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.config.resolve import resolve
@@ -50,12 +49,14 @@ def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
     for world_rank in range(math.prod(layout)):
         prediction = predict(config, world_rank)
         for record in prediction.recorder.records:
-            formula = formulas.payload(record, config, 4, len(prediction.groups[record[AXIS]]))
+            formula = formulas.payload(
+                record.name, record.operation, config, 4,
+                len(prediction.groups[record.axis]))
             if formula is not None:
-                assert formula[1] == record[PAYLOAD], (formula[0], record[NAME], record[OPERATION])
-                explained.add((record[AXIS], record[OPERATION]))
+                assert formula[1] == record.payload_bytes, (formula[0], record)
+                explained.add((record.axis, record.operation))
             else:
-                assert record[NAME].startswith(("grads.", "step.norm")), record[NAME]
+                assert record.name.startswith(("grads.", "step.norm")), record.name
     messages = {("tp", "send"), ("tp", "recv")} if tp_matmul == "ring" else set()
     pipeline = {("pp", "send"), ("pp", "recv")} if layout[1] > 1 else set()
     assert explained == {("tp", "all_gather"), ("tp", "reduce_scatter")} | messages | pipeline
@@ -70,19 +71,19 @@ def assert_closed_forms(config):
         records = prediction.recorder.records
         expected = formulas.expected(
             config, schedule, split, grid, prediction.peak_bytes.get("gradients", 0))
-        axes = {one[AXIS] for one in records}
+        axes = {one.axis for one in records}
         assert expected.keys() == axes - {"tie", "mirror"}
         for axis, (text, calls, sent_text, sent) in expected.items():
-            own = [one for one in records if one[AXIS] == axis]
+            own = [one for one in records if one.axis == axis]
             assert calls in (None, len(own)), (axis, text, world_rank)
             if sent is not None:
-                assert sent == sum(one[WIRE] for one in own), (axis, sent_text, world_rank)
+                assert sent == sum(one.wire_bytes for one in own), (axis, sent_text, world_rank)
         assert {axis for axis, one in expected.items() if one.sent is not None} >= axes & {
             "tp", "pp", "dp"}
         if block := formulas.one_block(records):
             count, _, size = formulas.layer(
                 config, np.dtype(config.run.dtype).itemsize, grid_sizes.tp)
-            assert (len(block), sum(one[WIRE] for one in block)) == (count, size)
+            assert (len(block), sum(one.wire_bytes for one in block)) == (count, size)
 
 
 RING = {"sequence_parallel": True, "tp_matmul": "ring"}
@@ -133,13 +134,14 @@ def test_formulas_give_what_the_step_on_shapes_counts(case):
     for world_rank in range(dp * pp * tp):
         prediction = predict(config, world_rank)
         for record in prediction.recorder.records:
-            formula = formulas.payload(record, config, np.dtype(config.run.dtype).itemsize,
-                                       len(prediction.groups[record[AXIS]]))
+            formula = formulas.payload(
+                record.name, record.operation, config, np.dtype(config.run.dtype).itemsize,
+                len(prediction.groups[record.axis]))
             if formula is not None:
-                assert formula[1] == record[PAYLOAD], (record[NAME], record[OPERATION])
+                assert formula[1] == record.payload_bytes, (record.name, record.operation)
                 explained += 1
-            elif record[AXIS] in ("tp", "pp"):
-                raise AssertionError(f"no formula for {record[NAME]} {record[OPERATION]}")
+            elif record.axis in ("tp", "pp"):
+                raise AssertionError(f"no formula for {record.name} {record.operation}")
     assert explained
     assert_closed_forms(config)
 
@@ -157,7 +159,9 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     row = listed[2]
     # B 1 row, T 64 tokens, D 128, 4 bytes; the tp group of rank 5 is ranks 4 and 5.
     assert row[7:13] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
-    assert row[-1].startswith("mpipar/partition/row.py:")
+    for other, layer in ((listed[2], "attention"), (listed[3], "ffn")):
+        assert other[-2].startswith(f"mpipar/layers/{layer}.py:")
+        assert other[-1].startswith("mpipar/partition/row.py:")
     assert "m * (4L + 2)" in text
     (block,) = [line.split() for line in lines if line.startswith("tp, one block ")]
     assert block[3:] == ["4", "4", "128.0", "KiB", "128.0", "KiB", "8(q-1)/q", "*", "B*T*D*e"]

@@ -12,13 +12,12 @@ from bench.cut_product import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
 from mpipar.comm.grid import piece, share
 from mpipar.comm.group import Comm
-from mpipar.comm.record import Recorder, wire_bytes
+from mpipar.comm.record import Record, Recorder, wire_bytes
 from mpipar.comm.transport import NoTransport
 from mpipar.config.resolve import config_problems
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.partition import CUTS
 from mpipar.trace import pop, waits
-from mpipar.trace.trace_file import Record
 
 SMALL = """train --layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4 --num-microbatches 2
     --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split()

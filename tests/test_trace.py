@@ -116,7 +116,9 @@ def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     text = printed("trace", folder)
     assert re.search(r"^rank 1: forward of stage 0 .* rank 0 +tp block\*\.attn\.proj$", text,
                      re.MULTILINE), text
-    assert "mpipar/partition/row.py:" in text
+    # One cut, two layers: each barrier has its own place.
+    for layer in ("attention", "ffn"):
+        assert re.search(rf"mpipar/layers/{layer}\.py:\d+, cut mpipar/partition/row\.py:\d+", text)
     assert re.search(r"^tp block\*\.attn\.proj .* rank 1 \d+x", text, re.MULTILINE)
     assert all(len(line) <= 100 for line in text[:text.index("efficiency ")].splitlines())
 
@@ -206,7 +208,7 @@ def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
 
 def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 2, "clock": {}}')
+    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 3, "clock": {}}')
     assert_refused(65, ["meta.json: world_size, rank_order, layout, schedule"], "trace", tmp_path)
 
 
@@ -222,7 +224,7 @@ def with_head(change):
     ("rank-00001.jsonl", lambda texts: texts[0], r"not of rank 1 \(tp1\) in the layout"),
     ("rank-00001.jsonl", with_head({"groups": {"tp": [1]}}), "not of rank 1"),
     ("rank-00001.jsonl", with_head({"steps": [[3, 0, 9]]}), "has other steps than rank-00000"),
-    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "trace schema 7, this mpipar reads 2"),
+    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "this mpipar reads 3; make one"),
     ("rank-00001.jsonl", lambda texts: texts[1][:-30], r"line \d+: not a trace"),
     ("rank-00001.jsonl", lambda texts: "", "line 1: not a trace"),
     ("rank-00001.jsonl", lambda texts: texts[1].rsplit("\n", 4)[0] + "\n", r"\d+ lines of \d+"),

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipar.comm.checked import CheckedTransport
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.narrow import NarrowTransport
 from mpipar.comm.transport import HostTransport, NoTransport
@@ -41,7 +40,14 @@ def shares_cores(mpi_world) -> bool:
     return bool(crowded[0])
 
 
-def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options, recorder):
+def split(mpi_world, ranks: tuple[int, ...]):
+    """MPI's communicator of the group `ranks`. Comm: one Split; every rank of the world."""
+    mpi_comm = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
+    assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
+    return mpi_comm
+
+
+def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options):
     """The transport for one group of world ranks.
 
     Comm: with an MPI world, one Split over the world; so every rank must connect its groups in the
@@ -49,14 +55,12 @@ def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options, recorder):
     """
     if mpi_world is None:
         return narrow(NoTransport(ops), ops, len(ranks))
-    mpi_comm = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
-    assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
+    mpi_comm = split(mpi_world, ranks)
     if ops.device == "cpu":
         kind = HostTransport
     else:
         kind = DeviceTransport if cuda_aware() == "yes" else StagedTransport
-    wire = narrow(kind(ops, mpi_comm, options), ops, len(ranks))
-    return CheckedTransport(wire, mpi_comm, ranks, recorder) if options.check else wire
+    return narrow(kind(ops, mpi_comm, options), ops, len(ranks))
 
 
 def narrow(wire, ops, group_size: int):

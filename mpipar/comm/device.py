@@ -1,7 +1,7 @@
 """How bytes travel from device memory: straight into a CUDA-aware MPI, or staged through the host.
 
-mpi4py neither copies nor synchronizes, so the producing CUDA stream is drained before every call,
-here and nowhere else.
+mpi4py neither copies nor synchronizes. Comm has drained the stream that made an array before it
+comes here; what a transport computes itself, it drains itself.
 """
 
 from __future__ import annotations
@@ -36,57 +36,14 @@ class StagedRequest:
 class DeviceTransport(HostTransport):
     """CuPy arrays straight into a CUDA-aware MPI."""
 
-    def all_reduce(self, x, op):
-        self.ops.synchronize()
-        super().all_reduce(x, op)
-
     def iall_reduce(self, x):
         # Non-blocking reductions of device memory are not supported by the common MPI libraries.
         self.all_reduce(x, "sum")
         return Done()
 
-    def all_gather(self, x, group_size):
-        self.ops.synchronize()
-        return super().all_gather(x, group_size)
-
-    def reduce_scatter(self, x):
-        self.ops.synchronize()
-        return super().reduce_scatter(x)
-
-    def all_to_all(self, x):
-        self.ops.synchronize()
-        return super().all_to_all(x)
-
-    def broadcast(self, x, root):
-        self.ops.synchronize()
-        super().broadcast(x, root)
-
-    def reduce(self, x, root):
-        self.ops.synchronize()
-        super().reduce(x, root)
-
-    def send(self, x, peer, tag):
-        self.ops.synchronize()
-        super().send(x, peer, tag)
-
-    def recv(self, x, peer, tag):
-        self.ops.synchronize()
-        super().recv(x, peer, tag)
-
-    def isend(self, x, peer, tag):
-        self.ops.synchronize()
-        return super().isend(x, peer, tag)
-
-    def irecv(self, x, peer, tag):
-        self.ops.synchronize()
-        return super().irecv(x, peer, tag)
-
 
 class StagedTransport(HostTransport):
     """CuPy arrays by way of pinned host memory: device -> host -> MPI -> host -> device."""
-
-    def _to_host(self, x):
-        return self.ops.to_pinned(x)  # copies and drains the stream
 
     def _to_device(self, host, x):
         """Copy host to x and wait: CuPy queues the copy, and memory that is given back too early
@@ -100,40 +57,36 @@ class StagedTransport(HostTransport):
         self._to_device(host, x)
         return x
 
-    def all_reduce(self, x, op):
-        host = self._to_host(x)
-        super().all_reduce(host, op)
+    def _new(self, shape, dtype):
+        return self.ops.pinned(shape, dtype)
+
+    def _in_place(self, call, x, argument):
+        """A call that changes x, on its copy."""
+        host = self.ops.to_pinned(x)
+        call(host, argument)
         self._to_device(host, x)
 
-    def iall_reduce(self, x):
-        host = self._to_host(x)
-        request = self.mpi.Iallreduce(self.in_place, host)
-        return StagedRequest(request, host, lambda: self._to_device(host, x))
-
-    def all_gather(self, x, group_size):
-        host = self.ops.pinned((group_size, *x.shape), x.dtype)
-        self.mpi.Allgather(self._to_host(x), host)
-        return self._new_on_device(host)
-
-    def reduce_scatter(self, x):
-        host = self.ops.pinned(x.shape[1:], x.dtype)
-        self.mpi.Reduce_scatter_block(self._to_host(x), host)
-        return self._new_on_device(host)
-
-    def all_to_all(self, x):
-        host = self.ops.pinned(x.shape, x.dtype)
-        self.mpi.Alltoall(self._to_host(x), host)
-        return self._new_on_device(host)
+    def all_reduce(self, x, op):
+        self._in_place(super().all_reduce, x, op)
 
     def broadcast(self, x, root):
-        host = self._to_host(x)
-        super().broadcast(host, root)
-        self._to_device(host, x)
+        self._in_place(super().broadcast, x, root)
 
     def reduce(self, x, root):
-        host = self._to_host(x)
-        super().reduce(host, root)
-        self._to_device(host, x)
+        self._in_place(super().reduce, x, root)
+
+    def iall_reduce(self, x):
+        host = self.ops.to_pinned(x)
+        return StagedRequest(super().iall_reduce(host), host, lambda: self._to_device(host, x))
+
+    def all_gather(self, x, group_size):
+        return self._new_on_device(super().all_gather(self.ops.to_pinned(x), group_size))
+
+    def reduce_scatter(self, x):
+        return self._new_on_device(super().reduce_scatter(self.ops.to_pinned(x)))
+
+    def all_to_all(self, x):
+        return self._new_on_device(super().all_to_all(self.ops.to_pinned(x)))
 
     def send(self, x, peer, tag):
         self.isend(x, peer, tag).Wait()
@@ -142,10 +95,10 @@ class StagedTransport(HostTransport):
         self.irecv(x, peer, tag).Wait()
 
     def isend(self, x, peer, tag):
-        host = self._to_host(x)
-        return StagedRequest(self._isend(host, peer, tag), host)
+        host = self.ops.to_pinned(x)
+        return StagedRequest(super().isend(host, peer, tag), host)
 
     def irecv(self, x, peer, tag):
         host = self.ops.pinned(x.shape, x.dtype)
-        request = self.mpi.Irecv(host, peer, tag)
+        request = super().irecv(host, peer, tag)
         return StagedRequest(request, host, lambda: self._to_device(host, x))

@@ -12,79 +12,145 @@ error.
 
 from __future__ import annotations
 
-from mpipar.comm.connect import Options, connect, shares_cores
+from sys import _getframe
+from time import perf_counter_ns
+
+from mpipar.comm.checked import CallCheck
+from mpipar.comm.connect import Options, connect, shares_cores, split
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import WAITED, Recorder, perf_counter_ns
+from mpipar.comm.record import (
+    POINT_TO_POINT,
+    T_CODE,
+    T_CUT,
+    T_DEPTH,
+    T_INSTRUCTION,
+    T_SITE,
+    T_SITE_CODE,
+    T_SITE_INSTRUCTION,
+    T_WIRE,
+    TALLY,
+    WAITED,
+    Record,
+    Recorder,
+    find_site,
+)
 
 
 class Pending:
-    """A posted operation; `array` must not be touched before `wait` or a true `test`."""
+    """A posted operation; `array` must not be touched before `wait` or a true `test`.
 
-    def __init__(self, request, record, recorder, array):
+    request: None once it is done, and in a group of one.
+    """
+
+    __slots__ = ("array", "entry", "recorder", "request")
+
+    def __init__(self, request, entry, recorder, array):
         self.request = request
-        self.record = record
+        self.entry = entry
         self.recorder = recorder
         self.array = array
-        if record is not None:
-            record[WAITED] = 0  # posted, and nobody waits for it yet
+        if entry is not None:
+            entry[WAITED] = 0  # posted, and nobody waits for it yet
 
     def test(self) -> bool:
         """Let the operation progress; true when it is done (it is then recorded as done)."""
-        record = self.record
-        if record is None:
+        if self.request is None:
             return True
         if not self.request.Test():
             return False
-        record[WAITED] = perf_counter_ns()  # nobody had to wait for it
-        self.recorder.close(record)
-        self.record = self.request = None
+        self.entry[WAITED] = perf_counter_ns()  # nobody had to wait for it
+        self.recorder.close(self.entry)
+        self.request = None
         return True
 
     def wait(self):
         """Block until done and return the array."""
-        record = self.record
-        if record is not None:
-            record[WAITED] = perf_counter_ns()
+        if self.request is not None:
+            self.entry[WAITED] = perf_counter_ns()
             self.request.Wait()
-            self.recorder.close(record)
-            self.record = self.request = None
+            self.recorder.close(self.entry)
+            self.request = None
         return self.array
+
+    @property
+    def record(self) -> Record:
+        """What is recorded of it; not in a group of one."""
+        return Record._make(self.entry[:TALLY])
 
 
 class Comm:
-    """One group of ranks along `axis`: their world ranks, and this rank's place `index`."""
+    """One group of ranks along `axis`: their world ranks, and this rank's place `index`.
 
-    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire, recorder):
+    wire: its transport, None for a rank that is alone. check: compares a collective over the group
+    before it is made (--check-comm), or None.
+    """
+
+    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire, recorder, check=None):
         self.axis = axis
         self.ranks = ranks
         self.index = index
         self.size = len(ranks)
         self.wire = wire
         self.recorder = recorder
+        self.check = check
         self.seq = 0
+        on_device = wire is not None and wire.ops.device == "cuda"
+        self._drain = wire.ops.synchronize if on_device else None
+
+    def _open(self, operation, name, payload, dtype, peer=-1, tag=-1):
+        """What comes before every operation: append its entry to the record, and return it.
+
+        The stream that made the array is drained first: MPI does not wait for a device. The caller
+        of the communicator's method is two frames up from here.
+        """
+        if self._drain is not None:
+            self._drain()
+        recorder = self.recorder
+        self.seq = seq = self.seq + 1
+        phase = recorder.phase
+        key = (self.axis, name, operation, phase, payload)
+        tally = recorder.tallies.get(key) or recorder.new_tally(key, self.size, dtype)
+        # Finding a line number takes longer than all the rest, and the callers are mostly the same
+        # as last time.
+        frame = _getframe(2)
+        if tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti:
+            find_site(tally, frame)
+        elif tally[T_DEPTH]:
+            site = _getframe(2 + tally[T_DEPTH])
+            if tally[T_SITE_CODE] is not site.f_code or tally[T_SITE_INSTRUCTION] != site.f_lasti:
+                find_site(tally, frame)
+        now = perf_counter_ns()
+        entry = [
+            now, now, 0, operation, name, self.axis, seq, peer, tag, payload, tally[T_WIRE], dtype,
+            recorder.step, recorder.stage, recorder.mb, phase, tally[T_SITE], tally[T_CUT], tally,
+        ]
+        recorder.entries.append(entry)
+        if self.check is not None and operation not in POINT_TO_POINT:
+            self.check(Record._make(entry[:TALLY]))
+        return entry
 
     def all_reduce(self, x, name: str, op: str = "sum"):
         """Reduce x over the group in place (op: sum or max) and return it."""
         if self.size > 1:
-            record = self.recorder.open("all_reduce", name, self, x.nbytes, x.dtype)
+            entry = self._open("all_reduce", name, x.nbytes, x.dtype)
             self.wire.all_reduce(x, op)
-            self.recorder.close(record)
+            self.recorder.close(entry)
         return x
 
     def iall_reduce(self, x, name: str) -> Pending:
         """Post an in-place sum of x over the group; x is done after `wait`."""
         if self.size == 1:
             return Pending(None, None, None, x)
-        record = self.recorder.open("all_reduce", name, self, x.nbytes, x.dtype)
-        return Pending(self.wire.iall_reduce(x), record, self.recorder, x)
+        entry = self._open("all_reduce", name, x.nbytes, x.dtype)
+        return Pending(self.wire.iall_reduce(x), entry, self.recorder, x)
 
     def all_gather(self, x, name: str):
         """Everybody's x, stacked in group order: (...) -> (size, ...)."""
         if self.size == 1:
             return x.reshape(1, *x.shape)
-        record = self.recorder.open("all_gather", name, self, x.nbytes * self.size, x.dtype)
+        entry = self._open("all_gather", name, x.nbytes * self.size, x.dtype)
         y = self.wire.all_gather(x, self.size)
-        self.recorder.close(record)
+        self.recorder.close(entry)
         return y
 
     def reduce_scatter(self, x, name: str):
@@ -92,9 +158,9 @@ class Comm:
         assert x.shape[0] == self.size, (x.shape, self.size)
         if self.size == 1:
             return x.reshape(x.shape[1:])
-        record = self.recorder.open("reduce_scatter", name, self, x.nbytes, x.dtype)
+        entry = self._open("reduce_scatter", name, x.nbytes, x.dtype)
         y = self.wire.reduce_scatter(x)
-        self.recorder.close(record)
+        self.recorder.close(entry)
         return y
 
     def all_to_all(self, x, name: str):
@@ -102,55 +168,55 @@ class Comm:
         assert x.shape[0] == self.size, (x.shape, self.size)
         if self.size == 1:
             return x
-        record = self.recorder.open("all_to_all", name, self, x.nbytes, x.dtype)
+        entry = self._open("all_to_all", name, x.nbytes, x.dtype)
         y = self.wire.all_to_all(x)
-        self.recorder.close(record)
+        self.recorder.close(entry)
         return y
 
     def broadcast(self, x, root: int, name: str):
         """Overwrite x with the root's x (root: place in the group) and return it."""
         if self.size > 1:
-            record = self.recorder.open("broadcast", name, self, x.nbytes, x.dtype, peer=root)
+            entry = self._open("broadcast", name, x.nbytes, x.dtype, peer=root)
             self.wire.broadcast(x, root)
-            self.recorder.close(record)
+            self.recorder.close(entry)
         return x
 
     def reduce(self, x, root: int, name: str):
         """Sum x over the group on `root` (place in the group), in place; None elsewhere."""
         if self.size > 1:
-            record = self.recorder.open("reduce", name, self, x.nbytes, x.dtype, peer=root)
+            entry = self._open("reduce", name, x.nbytes, x.dtype, peer=root)
             self.wire.reduce(x, root)
-            self.recorder.close(record)
+            self.recorder.close(entry)
         return x if self.index == root else None
 
     def barrier(self, name: str) -> None:
         """Return when every member has called."""
         if self.size > 1:
-            record = self.recorder.open("barrier", name, self, 0, "")
+            entry = self._open("barrier", name, 0, "")
             self.wire.barrier()
-            self.recorder.close(record)
+            self.recorder.close(entry)
 
     def isend(self, x, peer: int, tag: int, name: str) -> Pending:
         """Post a send of x to `peer` (place in the group); x must not be written until done."""
-        record = self.recorder.open("send", name, self, x.nbytes, x.dtype, peer, tag)
-        return Pending(self.wire.isend(x, peer, tag), record, self.recorder, x)
+        entry = self._open("send", name, x.nbytes, x.dtype, peer, tag)
+        return Pending(self.wire.isend(x, peer, tag), entry, self.recorder, x)
 
     def irecv(self, x, peer: int, tag: int, name: str) -> Pending:
         """Post a receive into x from `peer`; x is valid after `wait`."""
-        record = self.recorder.open("recv", name, self, x.nbytes, x.dtype, peer, tag)
-        return Pending(self.wire.irecv(x, peer, tag), record, self.recorder, x)
+        entry = self._open("recv", name, x.nbytes, x.dtype, peer, tag)
+        return Pending(self.wire.irecv(x, peer, tag), entry, self.recorder, x)
 
     def send(self, x, peer: int, tag: int, name: str) -> None:
         """Send x and wait until it is on its way."""
-        record = self.recorder.open("send", name, self, x.nbytes, x.dtype, peer, tag)
+        entry = self._open("send", name, x.nbytes, x.dtype, peer, tag)
         self.wire.send(x, peer, tag)
-        self.recorder.close(record)
+        self.recorder.close(entry)
 
     def recv(self, x, peer: int, tag: int, name: str):
         """Receive into x and return it."""
-        record = self.recorder.open("recv", name, self, x.nbytes, x.dtype, peer, tag)
+        entry = self._open("recv", name, x.nbytes, x.dtype, peer, tag)
         self.wire.recv(x, peer, tag)
-        self.recorder.close(record)
+        self.recorder.close(entry)
         return x
 
     def neighbor(self, steps: int) -> int:
@@ -160,6 +226,12 @@ class Comm:
     def max_tag(self) -> int:
         """The largest message tag that this group's transport can carry."""
         return self.wire.max_tag()
+
+    def close(self) -> None:
+        """Free what the transport and the check hold. Comm: every member, in the same order."""
+        for held in (self.check, self.wire):
+            if held is not None:
+                held.close()
 
 
 class Comms:
@@ -178,8 +250,12 @@ class Comms:
 
         def make(axis, ranks, alone=False):
             """My group's Comm; alone: no group on this axis has several ranks, so no split."""
-            wire = None if alone else connect(ops, mpi_world, ranks, options, recorder)
-            return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder)
+            wire = check = None
+            if not alone:
+                wire = connect(ops, mpi_world, ranks, options)
+                if options.check and mpi_world is not None:
+                    check = CallCheck(split(mpi_world, ranks), ranks)
+            return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder, check)
 
         self.world = make("world", tuple(range(grid.world_size)), grid.world_size == 1)
         self.by_axis = {
@@ -205,5 +281,4 @@ class Comms:
         Comm: every rank, in the same order.
         """
         for comm in self.groups.values():
-            if comm.wire is not None:
-                comm.wire.close()
+            comm.close()

@@ -1,9 +1,14 @@
 """The recorder: every barrier and every compute span of a run, as plain values.
 
-It knows neither MPI nor other hosts' clocks. A communication record is a list that is opened when
-the operation is posted and closed when it is done, so a record whose `done_ns` is 0 is the
-operation that this rank is inside of right now. Records lie in a ring (the newest ones win); the
-counters beside the ring never overflow and give the tables that a run prints.
+It knows neither MPI nor other hosts' clocks. An operation's entry is opened when the operation is
+posted and closed when it is done, so a record whose `done_ns` is 0 is the operation that this rank
+is inside of right now. Entries lie in a ring (the newest ones win); the counters beside the ring
+never overflow and give the tables that a run prints.
+
+A record has two places. `site` is the line that crosses the barrier, `cut` the line inside the cut
+that calls the group. The rule: from the caller of the group go outwards, past `partition/` and past
+`layers/linear.py`, which runs any product. The first line beyond is the site. So ffn.down and
+attn.proj, which share a cut, have different sites.
 """
 
 from __future__ import annotations
@@ -11,31 +16,104 @@ from __future__ import annotations
 import re
 from collections import deque
 from pathlib import Path
-from sys import _getframe
 from time import perf_counter_ns
+from typing import NamedTuple
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
+CUTS = ("mpipar.partition", "mpipar.layers.linear")  # modules that cross barriers for a layer
+POINT_TO_POINT = ("send", "recv")
 
-# Positions in a record. Times are nanoseconds of this host's monotonic clock; bytes are per rank.
-FIELDS = (
-    "posted_ns", "waited_ns", "done_ns", "operation", "name", "axis", "seq", "peer", "tag",
-    "payload_bytes", "wire_bytes", "dtype", "step", "stage", "mb", "phase", "site",
-)
-POSTED, WAITED, DONE, OPERATION, NAME, AXIS, SEQ, PEER, TAG = range(9)
-PAYLOAD, WIRE, DTYPE, STEP, STAGE, MB, PHASE, SITE = range(9, 17)
-TALLY = 17  # behind the fields: what `close` adds to
 
-# What the records of one barrier share. A record must cost next to nothing, so these are found with
-# one look-up when the operation is posted: calls, nanoseconds inside, wire bytes of a call,
-# dtype, code and instruction of the last caller, and that caller as (file, line).
-T_CALLS, T_NANOSECONDS, T_WIRE, T_DTYPE, T_CODE, T_INSTRUCTION, T_SITE = range(7)
+class Record(NamedTuple):
+    """One operation of one rank. Times: ns of this host's monotonic clock. Bytes: per rank.
 
-# Fields of a compute span, and of an operation of a layer (recorded only when asked for).
-SPAN_FIELDS = ("kind", "start_ns", "end_ns", "step", "stage", "mb")
-OPERATION_FIELDS = ("layer", "function", "start_ns", "end_ns", "step", "stage", "mb", "phase")
+    waited_ns: when the rank began to wait, 0 before. peer: place in the group, -1 without one.
+    site: where a layer, or whoever calls the group, crosses the barrier, as file:line. cut: the
+    line inside the cut, "" where none is between.
+    """
 
-# Positions in a counter: calls, payload bytes, wire bytes, nanoseconds inside the operation.
-CALLS, BYTES, WIRE_BYTES, NANOSECONDS = range(4)
+    posted_ns: int
+    waited_ns: int
+    done_ns: int
+    operation: str
+    name: str
+    axis: str
+    seq: int
+    peer: int
+    tag: int
+    payload_bytes: int
+    wire_bytes: int
+    dtype: object
+    step: int
+    stage: int
+    mb: int
+    phase: str
+    site: str
+    cut: str
+
+    @property
+    def source(self) -> str:
+        """Both places in one phrase."""
+        return f"{self.site}, cut {self.cut}" if self.cut else self.site
+
+
+class Span(NamedTuple):
+    """A stretch of computing."""
+
+    kind: str
+    start_ns: int
+    end_ns: int
+    step: int
+    stage: int
+    mb: int
+
+
+class LayerOperation(NamedTuple):
+    """An operation of a layer, noted only when asked for (ops/timed_ops.py)."""
+
+    layer: str
+    function: str
+    start_ns: int
+    end_ns: int
+    step: int
+    stage: int
+    mb: int
+    phase: str
+
+
+class Key(NamedTuple):
+    """What is counted together."""
+
+    axis: str
+    name: str
+    operation: str
+    phase: str
+    dtype: str
+
+
+class Sums(NamedTuple):
+    """Calls, their bytes, and the nanoseconds that the rank was inside of them."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    nanoseconds: int = 0
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(*map(sum, zip(self, other, strict=True)))
+
+
+# An entry is a list with the fields of a Record in their order, and behind them its tally. Only
+# this file and group.py, which write entries, use positions; a reader gets a Record.
+WAITED, DONE = Record._fields.index("waited_ns"), Record._fields.index("done_ns")
+TALLY = len(Record._fields)
+
+# What the entries of one barrier share. An entry must cost next to nothing, so this is found with
+# one look-up when the operation is posted: calls, nanoseconds inside, wire bytes of a call, dtype;
+# then the last caller and what was found of it: code and instruction, how many frames further out
+# the site is, its code and instruction, and both places.
+(T_CALLS, T_NANOSECONDS, T_WIRE, T_DTYPE, T_CODE, T_INSTRUCTION, T_DEPTH, T_SITE_CODE,
+ T_SITE_INSTRUCTION, T_SITE, T_CUT) = range(11)
 
 
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
@@ -62,10 +140,17 @@ def family(name: str) -> str:
 
 def place(path: str, line: int) -> str:
     """file:line, short inside this package."""
-    try:
-        return f"{Path(path).relative_to(PACKAGE)}:{line}"
-    except ValueError:
-        return f"{path}:{line}"
+    return f"{path.removeprefix(PACKAGE)}:{line}"
+
+
+def find_site(tally: list, frame) -> None:
+    """Note in a tally the caller `frame` of a group, and the site beyond the cuts."""
+    site, depth = frame, 0
+    while site.f_globals.get("__name__", "").startswith(CUTS) and site.f_back is not None:
+        site, depth = site.f_back, depth + 1
+    cut = place(frame.f_code.co_filename, frame.f_lineno) if depth else ""
+    tally[T_CODE:] = (frame.f_code, frame.f_lasti, depth, site.f_code, site.f_lasti,
+                      place(site.f_code.co_filename, site.f_lineno), cut)
 
 
 class Recorder:
@@ -78,104 +163,101 @@ class Recorder:
     """
 
     def __init__(self, capacity: int | None = 4096):
-        self.records: deque = deque(maxlen=capacity)
-        self.spans: deque = deque(maxlen=capacity)
+        self.entries: deque[list] = deque(maxlen=capacity)
+        self._spans: deque[tuple] = deque(maxlen=capacity)
         self.operations: list = []
-        self._tallies: dict[tuple[str, str, str, str, int], list] = {}
+        # By axis, name, operation, phase, payload.
+        self.tallies: dict[tuple[str, str, str, str, int], list] = {}
         self.busy_ns: dict[str, int] = {}
         self.step = 0
         self.stage = -1
         self.mb = -1
         self.phase = "setup"
 
+    @property
+    def records(self) -> list[Record]:
+        """The records in the ring, oldest first. Other threads may ask."""
+        return [Record._make(entry[:TALLY]) for entry in list(self.entries)]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The compute spans in the ring, oldest first. Other threads may ask."""
+        return [Span._make(span) for span in list(self._spans)]
+
+    def newest(self) -> tuple:
+        """Fields of the newest record and of the newest span: what changes with every event."""
+        return tuple(tuple(ring[-1][:TALLY]) if ring else () for ring in (
+            self.entries, self._spans))
+
+    @property
+    def capacity(self) -> int | None:
+        return self.entries.maxlen
+
     def resize(self, capacity: int | None) -> None:
         """Give both rings room for `capacity` entries (None: for all); the newest are kept."""
-        self.records = deque(self.records, maxlen=capacity)
-        self.spans = deque(self.spans, maxlen=capacity)
+        self.entries = deque(self.entries, maxlen=capacity)
+        self._spans = deque(self._spans, maxlen=capacity)
 
     def reset_counters(self) -> None:
         """Start counting anew (the rings stay)."""
-        self._tallies = {}
+        self.tallies = {}
         self.busy_ns = {}
 
+    def clear(self) -> None:
+        """Empty both rings and start counting anew."""
+        self.entries.clear()
+        self._spans.clear()
+        self.reset_counters()
+
     @property
-    def counters(self) -> dict[tuple[str, str, str, str, str], list[int]]:
-        """(axis, barrier name, operation, phase, dtype) -> [calls, payload bytes, wire bytes,
-        nanoseconds].
-        """
-        counters: dict = {}
-        for (*key, payload), tally in self._tallies.items():
+    def counters(self) -> dict[Key, Sums]:
+        """What was counted, whatever has left the ring."""
+        counters: dict[Key, Sums] = {}
+        for (axis, name, operation, phase, payload), tally in self.tallies.items():
             calls = tally[T_CALLS]
             if calls:
-                counter = counters.setdefault((*key, str(tally[T_DTYPE])), [0, 0, 0, 0])
-                counter[CALLS] += calls
-                counter[BYTES] += calls * payload
-                counter[WIRE_BYTES] += calls * tally[T_WIRE]
-                counter[NANOSECONDS] += tally[T_NANOSECONDS]
+                key = Key(axis, name, operation, phase, str(tally[T_DTYPE]))
+                own = Sums(calls, calls * payload, calls * tally[T_WIRE], tally[T_NANOSECONDS])
+                counters[key] = counters.get(key, Sums()).plus(own)
         return counters
 
-    def open(self, operation, name, comm, payload, dtype, peer=-1, tag=-1):
-        """Append a record for an operation that is being posted now, and return it for `close`.
+    def new_tally(self, key: tuple, group_size: int, dtype) -> list:
+        """The tally of a barrier that is crossed for the first time; key: see `tallies`."""
+        operation, payload = key[2], key[4]
+        tally = self.tallies[key] = [
+            0, 0, wire_bytes(operation, payload, group_size), dtype, None, -1, 0, None, -1, "", ""]
+        return tally
 
-        The call site is the caller of the communicator's method: two frames up from here.
-        """
-        frame = _getframe(2)
-        comm.seq = seq = comm.seq + 1
-        phase = self.phase
-        key = (comm.axis, name, operation, phase, payload)
-        tally = self._tallies.get(key)
-        if tally is None:
-            wire = wire_bytes(operation, payload, comm.size)
-            tally = self._tallies[key] = [0, 0, wire, dtype, None, -1, None]
-        # Finding a line number takes longer than all the rest, and the caller is mostly the same as
-        # last time.
-        if tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti:
-            site = (frame.f_code.co_filename, frame.f_lineno)
-            tally[T_CODE:] = frame.f_code, frame.f_lasti, site
-        now = perf_counter_ns()
-        record = [
-            now, now, 0, operation, name, comm.axis, seq, peer, tag, payload, tally[T_WIRE], dtype,
-            self.step, self.stage, self.mb, phase, tally[T_SITE], tally,
-        ]
-        self.records.append(record)
-        return record
-
-    def close(self, record) -> None:
-        """Mark the record's operation as done now and count it."""
-        record[DONE] = now = perf_counter_ns()
-        tally = record[TALLY]
+    def close(self, entry) -> None:
+        """Mark the entry's operation as done now and count it."""
+        entry[DONE] = now = perf_counter_ns()
+        tally = entry[TALLY]
         tally[T_CALLS] += 1
-        tally[T_NANOSECONDS] += now - record[WAITED]
+        tally[T_NANOSECONDS] += now - entry[WAITED]
 
     def span(self, kind: str, start_ns: int, stage: int = -1, mb: int = -1) -> None:
         """Append a compute span that began at `start_ns` and ends now."""
         end = perf_counter_ns()
-        self.spans.append((kind, start_ns, end, self.step, stage, mb))
+        self._spans.append((kind, start_ns, end, self.step, stage, mb))
         self.busy_ns[kind] = self.busy_ns.get(kind, 0) + end - start_ns
 
-    def totals(self, by: tuple[int, ...] = (0,)) -> dict:
-        """Sum the counters over everything but the key positions in `by`.
-
-        Key positions: 0 axis, 1 barrier name, 2 operation, 3 phase, 4 dtype. Values: [calls,
-        payload bytes, wire bytes, nanoseconds].
-        """
-        sums: dict = {}
+    def totals(self, *fields: str) -> dict[tuple, Sums]:
+        """The counters summed over everything but these fields of a Key."""
+        sums: dict[tuple, Sums] = {}
         for key, counter in self.counters.items():
-            short = tuple(key[i] for i in by)
-            entry = sums.setdefault(short, [0, 0, 0, 0])
-            for i, value in enumerate(counter):
-                entry[i] += value
+            short = tuple(getattr(key, field) for field in fields)
+            sums[short] = sums.get(short, Sums()).plus(counter)
         return sums
 
     def flight_ns(self, axis: str) -> tuple[int, int]:
         """Nanoseconds from posting to the end of the messages over `axis` that are in the ring, and
         how many of these the rank went on working in.
         """
-        sent = [record for record in self.records
-                if record[AXIS] == axis and record[OPERATION] in ("send", "recv") and record[DONE]]
-        return (sum(record[DONE] - record[POSTED] for record in sent),
-                sum(record[WAITED] - record[POSTED] for record in sent))
+        sent = [record for record in self.records if record.axis == axis
+                and record.operation in POINT_TO_POINT and record.done_ns]
+        return (sum(record.done_ns - record.posted_ns for record in sent),
+                sum(record.waited_ns - record.posted_ns for record in sent))
 
     def comm_ns(self) -> int:
         """Nanoseconds that this rank has been inside communication since the counters began."""
-        return sum(counter[NANOSECONDS] for counter in self.counters.values())
+        return sum(counter.nanoseconds for counter in self.counters.values())

@@ -109,6 +109,10 @@ class HostTransport:
         self.tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
         self.patient = options.patient
 
+    def _new(self, shape, dtype):
+        """What is received into."""
+        return self.ops.empty(shape, dtype, label="buffers")
+
     def all_reduce(self, x, op):
         self.mpi.Allreduce(self.in_place, x, op=self.reduce_ops[op])
 
@@ -116,17 +120,17 @@ class HostTransport:
         return self.mpi.Iallreduce(self.in_place, x)
 
     def all_gather(self, x, group_size):
-        y = self.ops.empty((group_size, *x.shape), x.dtype, label="buffers")
+        y = self._new((group_size, *x.shape), x.dtype)
         self.mpi.Allgather(x, y)
         return y
 
     def reduce_scatter(self, x):
-        y = self.ops.empty(x.shape[1:], x.dtype, label="buffers")
+        y = self._new(x.shape[1:], x.dtype)
         self.mpi.Reduce_scatter_block(x, y)
         return y
 
     def all_to_all(self, x):
-        y = self.ops.empty(x.shape, x.dtype, label="buffers")
+        y = self._new(x.shape, x.dtype)
         self.mpi.Alltoall(x, y)
         return y
 

@@ -11,20 +11,6 @@ from dataclasses import replace
 
 from mpipar import models
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import (
-    AXIS,
-    DTYPE,
-    MB,
-    NAME,
-    OPERATION,
-    PAYLOAD,
-    PEER,
-    PHASE,
-    SITE,
-    STAGE,
-    WIRE,
-    place,
-)
 from mpipar.commands.auto import named, shortest
 from mpipar.commands.resolve import AUTO, resolve
 from mpipar.console.tables import barriers, describe_stage, nbytes, number, table
@@ -104,22 +90,23 @@ def step_time(estimate) -> str:
 
 
 def in_order(prediction, config) -> str:
-    """One row per barrier or message, as the rank comes to them."""
+    """One row per barrier or message, as the rank comes to them; site and cut: see record.py."""
     rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "dtype", "payload",
-             "formula", "sent", "factor", "source")]
+             "formula", "sent", "factor", "site", "cut")]
     for i, record in enumerate(prediction.recorder.records, 1):
-        ranks = prediction.groups[record[AXIS]]
-        dtype = record[DTYPE]
-        formula = formulas.payload(record, config, dtype.itemsize, len(ranks))
-        if record[PEER] >= 0:
-            arrow = "to" if record[OPERATION] == "send" else "from"
-            shown = f"{arrow} {ranks[record[PEER]]}"
+        ranks = prediction.groups[record.axis]
+        dtype = record.dtype
+        formula = formulas.payload(
+            record.name, record.operation, config, dtype.itemsize, len(ranks))
+        if record.peer >= 0:
+            arrow = "to" if record.operation == "send" else "from"
+            shown = f"{arrow} {ranks[record.peer]}"
         else:
             shown = ",".join(map(str, ranks))
         rows.append((
-            i, record[PHASE], record[STAGE], record[MB], record[AXIS], record[OPERATION],
-            record[NAME], shown, dtype, nbytes(record[PAYLOAD]), formula[0] if formula else "",
-            nbytes(record[WIRE]), formulas.sent(record), place(*record[SITE])))
+            i, record.phase, record.stage, record.mb, record.axis, record.operation,
+            record.name, shown, dtype, nbytes(record.payload_bytes), formula[0] if formula else "",
+            nbytes(record.wire_bytes), formulas.sent(record), record.site, record.cut))
     return table(rows, left=9)
 
 
@@ -134,16 +121,16 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
     records = prediction.recorder.records
     expected = formulas.expected(
         config, schedule, split, grid, prediction.peak_bytes.get("gradients", 0))
-    groups = {axis: [one for one in records if one[AXIS] == axis]
+    groups = {axis: [one for one in records if one.axis == axis]
               for axis in formulas.counted(records)}
     if block := formulas.one_block(records):
         groups["tp, one block"] = block
-        count, text, size = formulas.layer(config, block[0][DTYPE].itemsize, grid.tp_size)
+        count, text, size = formulas.layer(config, block[0].dtype.itemsize, grid.tp_size)
         expected["tp, one block"] = formulas.Expected("", count, text, size)
     rows = [("axis", "calls", "closed form", "", "sent", "closed form", "")]
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
         rows.append((axis, len(own), "" if count is None else count, formula,
-                     nbytes(sum(one[WIRE] for one in own)),
+                     nbytes(sum(one.wire_bytes for one in own)),
                      "" if size is None else nbytes(size), text))
     return table(rows)

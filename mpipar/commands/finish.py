@@ -26,7 +26,7 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
     """
     fact = fact | {
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
-                     if key[3] in ("F", "I", "W", "sync")],
+                     if key.phase in ("F", "I", "W", "sync")],
         "flight_ns": worker.gradsync.flight_ns, "overlapped_ns": worker.gradsync.overlapped_ns,
         "ring_ns": worker.recorder.flight_ns("tp"),
         "measured": peak_bytes, "process": process_peak(),

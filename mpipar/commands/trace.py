@@ -90,14 +90,14 @@ def print_findings(analysis: Analysis) -> None:
 
 
 def print_waits(analysis: Analysis) -> None:
-    """Causes of waiting, and totals by axis, barrier, call site and rank."""
+    """Causes of waiting, and totals by axis, barrier, source and rank."""
     steps = analysis.trace.num_steps
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
     print(cause_table(analysis.costs, steps))
     for title, key in (
             ("axis", lambda call: call.record.axis),
             ("barrier", lambda call: f"{call.record.axis} {family(call.record.name)}"),
-            ("call site", lambda call: call.record.site),
+            ("source", lambda call: call.record.source),
             ("rank", lambda call: f"rank {call.rank}")):
         print(f"\nby {title}, per step:")
         print(wait_table(title, waits.totals(analysis.waits, key), steps))

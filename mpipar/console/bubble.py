@@ -24,19 +24,19 @@ def span_facts(recorder) -> dict:
     Only steps that are whole in the ring count: the oldest may have lost its first spans.
     """
     spans = list(recorder.spans)
-    whole = {span[3] for span in spans if span[0] == "pipeline"}
+    whole = {span.step for span in spans if span.kind == "pipeline"}
     if len(whole) > 1:
         whole.discard(min(whole))
     passes, busy, pipeline = defaultdict(list), defaultdict(float), defaultdict(float)
-    for kind, start, end, step, stage, _ in spans:
-        if step not in whole:
+    for span in spans:
+        if span.step not in whole:
             continue
-        seconds = (end - start) * 1e-9
-        if kind in PASSES:
-            passes[f"{kind}{stage}"].append(seconds)
-            busy[step] += seconds
-        elif kind == "pipeline":
-            pipeline[step] += seconds
+        seconds = (span.end_ns - span.start_ns) * 1e-9
+        if span.kind in PASSES:
+            passes[f"{span.kind}{span.stage}"].append(seconds)
+            busy[span.step] += seconds
+        elif span.kind == "pipeline":
+            pipeline[span.step] += seconds
     return {
         "passes": {key: sum(values) / len(values) for key, values in passes.items()},
         "busy": {step: busy[step] for step in whole}, "pipeline": dict(pipeline),

@@ -11,7 +11,7 @@ import json
 import numpy as np
 
 from mpipar.comm.facts import gather_numbers
-from mpipar.comm.record import BYTES, CALLS, NANOSECONDS
+from mpipar.comm.record import Sums
 
 
 class Metrics:
@@ -28,9 +28,9 @@ class Metrics:
 
     def _totals(self) -> np.ndarray:
         """(axes, 3): calls, payload bytes, seconds since the run began."""
-        totals = self.recorder.totals((0,))
-        rows = [totals.get((axis,), (0, 0, 0, 0)) for axis in self.axes]
-        return np.array([[row[CALLS], row[BYTES], row[NANOSECONDS] * 1e-9] for row in rows])
+        totals = self.recorder.totals("axis")
+        rows = [totals.get((axis,), Sums()) for axis in self.axes]
+        return np.array([[row.calls, row.payload_bytes, row.nanoseconds * 1e-9] for row in rows])
 
     def skip(self) -> None:
         """Leave out what was communicated since the last step (evaluation, saving)."""

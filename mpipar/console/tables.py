@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from mpipar import models
-from mpipar.comm.record import BYTES, CALLS, NANOSECONDS, family
+from mpipar.comm.record import Key, Sums, family
 from mpipar.ops.shape_array import MEMORY_LABELS
 
 
@@ -127,19 +127,19 @@ def skipped_steps(lines: list[dict]) -> list[str]:
 def barriers(facts: list[list], steps: int, world_size: int) -> str:
     """The barriers of a step by name, summed over blocks and microbatches.
 
-    facts: for each rank a list of [axis, name, operation, phase, dtype, calls, bytes, wire bytes,
-    ns].
+    facts: for each rank a list of [*Key, *Sums].
     Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over
     ranks.
     """
     sums: dict = {}
     for world_rank, counters in enumerate(facts):
-        for axis, name, operation, phase, dtype, *counter in counters:
-            key = (axis, family(name), operation, phase, dtype)
-            entry = sums.setdefault(key, [0, 0, [0.0] * world_size])
-            entry[0] += counter[CALLS]
-            entry[1] += counter[BYTES]
-            entry[2][world_rank] += counter[NANOSECONDS] * 1e-6
+        for row in counters:
+            key, counter = Key(*row[:len(Key._fields)]), Sums(*row[len(Key._fields):])
+            entry = sums.setdefault(key._replace(name=family(key.name)),
+                                    [0, 0, [0.0] * world_size])
+            entry[0] += counter.calls
+            entry[1] += counter.payload_bytes
+            entry[2][world_rank] += counter.nanoseconds * 1e-6
     if not sums:
         return "none: one rank waits for nobody"
     rows = [("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step",

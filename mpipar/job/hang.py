@@ -7,39 +7,21 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
+from time import perf_counter_ns
 
-from mpipar.comm.record import (
-    AXIS,
-    DONE,
-    MB,
-    NAME,
-    OPERATION,
-    PEER,
-    PHASE,
-    POSTED,
-    SEQ,
-    SITE,
-    STAGE,
-    WAITED,
-    perf_counter_ns,
-    place,
-)
-
-POINT_TO_POINT = ("send", "recv")
+from mpipar.comm.record import POINT_TO_POINT, place
 
 
 def marker(recorder):
     """A value that changes with every operation, span and wait of this rank."""
-    last = recorder.records[-1] if recorder.records else (0,) * 3
     where = recorder.step, recorder.phase, recorder.mb
-    span = recorder.spans[-1] if recorder.spans else None  # not their number: a full ring keeps it
-    return where, tuple(last[POSTED:DONE + 1]), span
+    return where, recorder.newest()  # not how many there are: a full ring keeps that
 
 
 def waiting_record(recorder):
     """The record of the operation that this rank waits in, or None while it computes."""
-    for record in reversed(list(recorder.records)):  # a copy: the main thread may just go on
-        if not record[DONE] and record[WAITED]:
+    for record in reversed(recorder.records):
+        if not record.done_ns and record.waited_ns:
             return record
     return None
 
@@ -57,14 +39,13 @@ def state_of(recorder, comms) -> dict:
     record = waiting_record(recorder)
     inside = None
     if record is not None:
-        comm = comms.groups[record[AXIS]]
-        peer = record[PEER]
+        ranks = comms.groups[record.axis].ranks
         inside = {
-            "operation": record[OPERATION], "name": record[NAME], "axis": record[AXIS],
-            "seq": record[SEQ], "ranks": list(comm.ranks), "site": place(*record[SITE]),
-            "peer": comm.ranks[peer] if peer >= 0 else None, "stage": record[STAGE],
-            "mb": record[MB], "phase": record[PHASE],
-            "seconds": round((perf_counter_ns() - record[WAITED]) * 1e-9, 1),
+            "operation": record.operation, "name": record.name, "axis": record.axis,
+            "seq": record.seq, "ranks": list(ranks), "source": record.source,
+            "peer": ranks[record.peer] if record.peer >= 0 else None, "stage": record.stage,
+            "mb": record.mb, "phase": record.phase,
+            "seconds": round((perf_counter_ns() - record.waited_ns) * 1e-9, 1),
         }
     return {"step": recorder.step, "phase": recorder.phase, "stage": recorder.stage,
             "mb": recorder.mb, "inside": inside, "stack": stack}
@@ -82,7 +63,7 @@ def doing(state: dict | None) -> str:
     target = f" {'to' if inside['operation'] == 'send' else 'from'} rank {inside['peer']}" \
         if inside["peer"] is not None else ""
     return (f"waits in {inside['operation']} {inside['name']}{target} ({inside['axis']}, {at})"
-            f" for {inside['seconds']} s at {inside['site']}")
+            f" for {inside['seconds']} s at {inside['source']}")
 
 
 def explain(states: dict[int, dict], world_size: int) -> list[str]:

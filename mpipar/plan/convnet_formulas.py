@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 from mpipar.comm.grid import share
-from mpipar.comm.record import NAME, OPERATION, family
+from mpipar.comm.record import family
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.models.convnet import stem_size, stream_size
 
@@ -27,9 +27,9 @@ CARRIED = {  # (name, operation): letters of what travels, besides B*e; up and d
 FORWARD = {"gather": "all_gather", "reduce": "all_reduce"}
 
 
-def letters(record, ffn_cut: str) -> tuple[str, ...] | None:
-    """Letters of a record's payload; None where it is no activation."""
-    name, operation = family(record[NAME]).removeprefix("block*."), record[OPERATION]
+def letters(name: str, operation: str, ffn_cut: str) -> tuple[str, ...] | None:
+    """Letters of an operation's payload; None where it is no activation."""
+    name = family(name).removeprefix("block*.")
     if name in ("up", "down"):
         forward = operation == FORWARD.get(ffn_cut)
         wide = ffn_cut != "pair" and (name == "up") == forward
@@ -37,17 +37,18 @@ def letters(record, ffn_cut: str) -> tuple[str, ...] | None:
     return CARRIED.get((name, operation))
 
 
-def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
-    """(formula, bytes) of a record's payload, None where there is no formula."""
+def payload(name: str, operation: str, config, itemsize: int, group_size: int,
+            ) -> tuple[str, int] | None:
+    """(formula, bytes) of an operation's payload, None where there is no formula."""
     num_rows = rows_per_microbatch(config)
-    if record[NAME] == "loss" and record[OPERATION] == "all_gather":
+    if name == "loss" and operation == "all_gather":
         return "q * 3*B*e", group_size * 3 * num_rows * itemsize
-    found = letters(record, config.model.ffn_cut)
+    found = letters(name, operation, config.model.ffn_cut)
     if found is None:
         return None
     sizes = {"S0": math.prod(stem_size(config.model)), "S": math.prod(stream_size(config.model)),
              "D": config.model.channels, "F": config.model.ffn}
-    if record[OPERATION] == "all_gather":
+    if operation == "all_gather":
         sizes |= {letter: share(sizes[letter], group_size) * group_size for letter in "DF"}
     return (f"B*{'*'.join(found)}*e",
             num_rows * itemsize * math.prod(sizes[letter] for letter in found))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpipar.comm.grid import share
-from mpipar.comm.record import NAME, OPERATION, family
+from mpipar.comm.record import family
 from mpipar.data.rows import rows_per_microbatch
 
 OF_THE_STREAM = {  # barriers and messages that carry D numbers for each token
@@ -34,33 +34,34 @@ def sizes(config, itemsize: int) -> Sizes:
     return Sizes(rows, model.seq_len, model.d_model, model.ffn, itemsize)
 
 
-def width(record, ffn_cut: str) -> str | None:
-    """Width of what the record carries per token: D, F, or None where it is no activation."""
-    name = family(record[NAME]).removeprefix("block*.")
+def width(name: str, operation: str, ffn_cut: str) -> str | None:
+    """Width of what the operation carries per token: D, F, or None where it is no activation."""
+    name = family(name).removeprefix("block*.")
     if name in ("ffn.up", "ffn.down") and ffn_cut != "pair":
         # Of products that stand alone, the first makes F forward, the second takes F backward.
-        forward = record[OPERATION] == {"gather": "all_gather", "reduce": "all_reduce"}[ffn_cut]
+        forward = operation == {"gather": "all_gather", "reduce": "all_reduce"}[ffn_cut]
         return "F" if (name == "ffn.up") == forward else "D"
     return "D" if name in OF_THE_STREAM else None
 
 
-def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
-    """(formula, bytes) of a record's payload, None where there is no formula.
+def payload(name: str, operation: str, config, itemsize: int, group_size: int,
+            ) -> tuple[str, int] | None:
+    """(formula, bytes) of an operation's payload, None where there is no formula.
 
     With sequence parallelism messages carry a tp rank's tokens, collectives those of all.
     """
     letters, tp = sizes(config, itemsize), config.grid.tp
-    if record[NAME] == "loss" and record[OPERATION] == "all_gather":
+    if name == "loss" and operation == "all_gather":
         return "q * 3*B*T*e", group_size * 3 * letters.B * letters.T * itemsize
-    found = width(record, config.model.ffn_cut)
+    found = width(name, operation, config.model.ffn_cut)
     if found is None:
         return None
     formula, tokens, numbers = f"B*T*{found}*e", letters.T, getattr(letters, found)
     if config.model.sequence_parallel:
         tokens = share(letters.T, tp) * tp  # the last rank's are padded
-        if record[OPERATION] in ("send", "recv"):
+        if operation in ("send", "recv"):
             formula, tokens = f"{formula}/tp", tokens // tp
-    elif record[OPERATION] == "all_gather":
+    elif operation == "all_gather":
         numbers = share(numbers, tp) * tp  # likewise
     return formula, letters.B * tokens * numbers * itemsize
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 import numpy as np
 
-from mpipar.comm.record import AXIS, MB, NAME, OPERATION
 from mpipar.models.stage import stage_parts
 from mpipar.plan import convnet_formulas, decoder_formulas
 
@@ -19,14 +18,16 @@ FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": 
 FORMULAS = {"decoder": decoder_formulas, "convnet": convnet_formulas}
 
 
-def payload(record, config, itemsize: int, group_size: int) -> tuple[str, int] | None:
-    """(formula, bytes) of a record's payload, None where there is no formula."""
-    return FORMULAS[config.model.model].payload(record, config, itemsize, group_size)
+def payload(name: str, operation: str, config, itemsize: int, group_size: int,
+            ) -> tuple[str, int] | None:
+    """(formula, bytes) of an operation's payload, None where there is no formula."""
+    return FORMULAS[config.model.model].payload(
+        name, operation, config, itemsize, group_size)
 
 
 def sent(record) -> str:
     """The factor from payload to bytes sent, as text."""
-    return FACTORS.get(record[OPERATION], "1" if record[OPERATION] == "send" else "0")
+    return FACTORS.get(record.operation, "1" if record.operation == "send" else "0")
 
 
 class Expected(NamedTuple):
@@ -54,8 +55,7 @@ def expected(config, schedule, stage_layers, grid, gradient_bytes: int) -> dict[
         # Neighbours on one rank hand over without a message; a mirror's are of two directions.
         hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
                    for stage in stages for other in (stage - 1, stage + 1))
-        text, size = payload({NAME: "activations", OPERATION: "send"}, config,
-                             _itemsizes(config)[0], 2)
+        text, size = payload("activations", "send", config, _itemsizes(config)[0], 2)
         found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
                                f"{m[1]} * {hops} * {text}", m[0] * hops * size)
     if grid.dp_size > 1:  # how often: by buckets, and by what is summed over further groups
@@ -98,14 +98,14 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
 
 def one_block(records) -> list:
     """The records over tp of the first block and microbatch among them."""
-    inside = [one for one in records if one[AXIS] == "tp" and one[NAME].startswith("block")]
-    first = [(one[NAME].split(".")[0], one[MB]) for one in inside[:1]]
-    return [one for one in inside if [(one[NAME].split(".")[0], one[MB])] == first]
+    inside = [one for one in records if one.axis == "tp" and one.name.startswith("block")]
+    first = [(one.name.split(".")[0], one.mb) for one in inside[:1]]
+    return [one for one in inside if [(one.name.split(".")[0], one.mb)] == first]
 
 
 def counted(records) -> dict[str, int]:
     """{axis: calls} of a step's records."""
     counts: dict[str, int] = {}
     for record in records:
-        counts[record[AXIS]] = counts.get(record[AXIS], 0) + 1
+        counts[record.axis] = counts.get(record.axis, 0) + 1
     return counts

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import AXIS, NAME, OPERATION, PAYLOAD, PHASE
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import HOP, Machine
@@ -64,8 +63,8 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
 
 def largest_message(steps) -> int:
     """Bytes of the largest message between stages in some ranks' steps on shapes."""
-    return max((record[PAYLOAD] for step in steps for record in step.recorder.records
-                if record[OPERATION] == "send" and record[PHASE] not in ("sync", "opt")), default=0)
+    return max((record.payload_bytes for step in steps for record in step.recorder.records
+                if record.operation == "send" and record.phase not in ("sync", "opt")), default=0)
 
 
 def schedule_costs(machine: Machine, config) -> Costs:
@@ -108,14 +107,14 @@ def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> flo
     """
     seconds = 0.0
     for record in step.recorder.records:
-        if record[NAME] != BUCKET and record[PHASE] not in ("sync", "opt"):
+        if record.name != BUCKET and record.phase not in ("sync", "opt"):
             continue
-        ranks = len(step.groups[record[AXIS]])
-        operation = "iall-reduce" if record[NAME] == BUCKET else (
-            record[OPERATION].replace("_", "-"))
-        found = machine.estimate(operation, record[PAYLOAD], ranks)
+        ranks = len(step.groups[record.axis])
+        operation = "iall-reduce" if record.name == BUCKET else (
+            record.operation.replace("_", "-"))
+        found = machine.estimate(operation, record.payload_bytes, ranks)
         if found.extrapolated:
-            outside.add(f"{operation} of {record[PAYLOAD]} bytes")
+            outside.add(f"{operation} of {record.payload_bytes} bytes")
         together = 1 < ranks < len(step.groups["world"])
         seconds += found.seconds * (machine.contention_factor(operation) if together else 1)
     return seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -63,10 +62,10 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
         record = call.record
         return record.axis, family(record.name), record.operation
 
-    sites: dict = {}
+    sources: dict = {}
     for own in analysis.waits.calls:
         for call in own:
-            sites.setdefault(key(call), Counter())[call.record.site] += 1
+            sources.setdefault(key(call), Counter())[call.record.source] += 1
     steps, rows = analysis.trace.num_steps, []
     for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
         last, times = entry.last.most_common(1)[0] if entry.last else (-1, 0)
@@ -77,6 +76,6 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
             "transfer_ms": entry.transfer_ns * 1e-6 / steps,
             "longest_ms": entry.longest_wait_ns * 1e-6, "last": last, "times": times,
             "events": sum(entry.last.values()),
-            "site": re.sub(r"^mpipar/", "", sites[axis, name, operation].most_common(1)[0][0]),
+            "source": sources[axis, name, operation].most_common(1)[0][0].replace("mpipar/", ""),
         })
     return rows

@@ -104,7 +104,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
     trace = analysis.trace
     kept_steps, shortest, thinned = thin(analysis, most_slices)
     tables: dict[str, dict] = {name: {} for name in (
-        "names", "sites", "axes", "collectives", "layers", "functions", "phases")}
+        "names", "sources", "axes", "collectives", "layers", "functions", "phases")}
 
     def index(table, value):
         return tables[table].setdefault(value, len(tables[table]))
@@ -125,7 +125,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                 _us(record.waited_ns), _us(call.wait_ns), _us(call.transfer_ns),
                 index("names", record.name), index("axes", record.axis),
                 index("collectives", record.operation), record.payload_bytes, record.wire_bytes,
-                index("sites", record.site), call.late, record.stage, record.mb, record.step,
+                index("sources", record.source), call.late, record.stage, record.mb, record.step,
                 numbers.get(id(call.event), -1), record.phase])
         operations = [[_us(one.start_ns), _us(one.end_ns - one.start_ns),
                        index("phases", one.phase), one.stage, one.mb, one.step,

@@ -13,10 +13,11 @@ import json
 from bisect import bisect_right
 from pathlib import Path
 
+from mpipar.comm.record import POINT_TO_POINT
 from mpipar.console import output
 from mpipar.trace.segments import COMPUTE
 from mpipar.trace.trace_file import Trace
-from mpipar.trace.waits import POINT_TO_POINT, Call, Event, Waits
+from mpipar.trace.waits import Call, Event, Waits
 
 ROWS = ("compute", "wait", "transfer")
 MARK_NS = 1000  # length of a slice that only carries an arrow, where nothing shorter follows
@@ -122,7 +123,7 @@ def _facts(call: Call) -> dict:
     record = call.record
     facts = {"axis": record.axis, "operation": record.operation, "bytes": record.payload_bytes,
              "sent": record.wire_bytes, "wait us": call.wait_ns / 1000,
-             "transfer us": call.transfer_ns / 1000, "source": record.site, "step": record.step,
+             "transfer us": call.transfer_ns / 1000, "source": record.source, "step": record.step,
              "stage": record.stage, "mb": record.mb, "phase": record.phase}
     if call.event is not None:
         facts["ranks"] = ",".join(map(str, call.event.ranks))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from mpipar.trace.trace_file import RankTrace, Span, Trace
+from mpipar.comm.record import Span
+from mpipar.trace.trace_file import RankTrace, Trace
 from mpipar.trace.waits import Call, Waits
 
 COMPUTE = ("F", "B", "I", "W", "opt", "data")

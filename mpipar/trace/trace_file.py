@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import DONE, FIELDS, OPERATION_FIELDS, SITE, SPAN_FIELDS, STEP, WAITED, WIRE
+from mpipar.comm.record import LayerOperation, Record, Span
 from mpipar.errors import DataError
-from mpipar.job.hang import place
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 
-SCHEMA = 2
+SCHEMA = 3
 META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
              "batch_size", "dtype", "clock")
 SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
 
-Record = namedtuple("Record", FIELDS)
-Span = namedtuple("Span", SPAN_FIELDS)
-LayerOperation = namedtuple("LayerOperation", OPERATION_FIELDS)
 MIXED = "the files of trace/ must be of one run"
 HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
 
@@ -139,10 +134,16 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
 
     Raises OSError. Comm: none.
     """
-    sites = {site: i for i, site in enumerate(dict.fromkeys(record[SITE] for record in records))}
+    sites: dict[str, int] = {}
+
+    def index(site):
+        return sites.setdefault(site, len(sites))
+
+    rows = [record._replace(dtype=str(record.dtype), site=index(record.site), cut=index(record.cut))
+            for record in records]
     head = {
-        "mpipar_trace": SCHEMA, **head, "fields": FIELDS, "span_fields": SPAN_FIELDS,
-        "operation_fields": OPERATION_FIELDS, "sites": [place(*site) for site in sites],
+        "mpipar_trace": SCHEMA, **head, "fields": Record._fields, "span_fields": Span._fields,
+        "operation_fields": LayerOperation._fields, "sites": list(sites),
         "lines": len(records) + len(spans) + len(operations),
     }
     path = rank_path(folder, head["world_rank"])
@@ -150,10 +151,7 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
     partial = path.with_suffix(".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(json.dumps(head) + "\n")
-        for record in records:
-            values = [*record[:WIRE + 1], str(record[WIRE + 1]), *record[STEP:SITE]]
-            file.write(json.dumps(["r", *values, sites[record[SITE]]]) + "\n")
-        for letter, entries in (("s", spans), ("o", operations)):
+        for letter, entries in (("r", rows), ("s", spans), ("o", operations)):
             file.writelines(json.dumps([letter, *entry]) + "\n" for entry in entries)
     os.replace(partial, path)
 
@@ -212,7 +210,8 @@ def _load(path: Path) -> tuple[dict, CommonClock, list[Grid]]:
 def _checked(path: Path, head) -> dict:
     if not isinstance(head, dict) or head.get("mpipar_trace") != SCHEMA:
         found = head.get("mpipar_trace") if isinstance(head, dict) else None
-        raise DataError(f"{path}: trace schema {found}, this mpipar reads {SCHEMA}")
+        raise DataError(f"{path}: trace schema {found}, this mpipar reads {SCHEMA};"
+                        f" {HOW_TO}")
     return head
 
 
@@ -224,29 +223,31 @@ def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
             head = _checked(path, json.loads(file.readline()))
             rank = head["world_rank"]
 
-            def common(entry, *positions):
-                for i in positions:
-                    entry[i] = clock.common_ns(rank, entry[i])
-                return entry
+            def common(entry, *fields):
+                return entry._replace(**{
+                    field: clock.common_ns(rank, getattr(entry, field)) for field in fields})
 
             trace = RankTrace(
                 rank, head["host"], head["place"], tuple(head["stages"]),
                 {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
-                [tuple(common(step, 1, 2)) for step in head["steps"]], complete=head["complete"],
+                [(step, clock.common_ns(rank, start), clock.common_ns(rank, end))
+                 for step, start, end in head["steps"]], complete=head["complete"],
                 cores=tuple(head["cores"]))
             end = head["steps"][-1][2] if head["steps"] else 0
             for line in file:
                 number += 1
                 letter, *entry = json.loads(line)
                 if letter == "r":
-                    entry[SITE] = head["sites"][entry[SITE]]
-                    if not entry[DONE]:  # the rank failed in it, or before it waited for it
-                        entry[WAITED], entry[DONE] = entry[WAITED] or end, end
-                    trace.records.append(Record(*common(entry, 0, 1, 2)))
+                    record = Record(*entry)
+                    if not record.done_ns:  # the rank failed in it, or before it waited for it
+                        record = record._replace(waited_ns=record.waited_ns or end, done_ns=end)
+                    record = record._replace(site=head["sites"][record.site],
+                                             cut=head["sites"][record.cut])
+                    trace.records.append(common(record, "posted_ns", "waited_ns", "done_ns"))
                 elif letter == "s":
-                    trace.spans.append(Span(*common(entry, 1, 2)))
+                    trace.spans.append(common(Span(*entry), "start_ns", "end_ns"))
                 else:
-                    trace.operations.append(LayerOperation(*common(entry, 2, 3)))
+                    trace.operations.append(common(LayerOperation(*entry), "start_ns", "end_ns"))
             wanted = 1 + head["lines"]
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
         raise DataError(f"{path}, line {number}: not a trace: {error!r}") from None

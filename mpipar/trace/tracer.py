@@ -11,11 +11,8 @@ from time import perf_counter_ns
 from mpipar import models
 from mpipar.comm.clock import CommonClock, clock_identity, measure, shared_clocks
 from mpipar.comm.grid import AXES
-from mpipar.comm.record import SPAN_FIELDS, STEP
 from mpipar.console.tables import describe_stage
 from mpipar.trace import trace_file
-
-SPAN_STEP = SPAN_FIELDS.index("step")
 
 
 def trace_steps(text: str | None) -> tuple[int, int] | None:
@@ -81,7 +78,7 @@ class Tracer:
 
     def _begin(self) -> None:
         recorder = self.worker.recorder
-        self.capacity = recorder.records.maxlen
+        self.capacity = recorder.capacity
         recorder.resize(None)  # until LAST nothing may be lost
         self.owners = shared_clocks(self.world, clock_identity())
         self.before = measure(self.world, self.owners)
@@ -120,8 +117,8 @@ class Tracer:
             "steps": self.steps, "complete": complete, "cores": sorted(os.sched_getaffinity(0)),
         }
         trace_file.write_rank(
-            self.folder, head, [r for r in recorder.records if r[STEP] in numbers],
-            [s for s in recorder.spans if s[SPAN_STEP] in numbers], recorder.operations)
+            self.folder, head, [record for record in recorder.records if record.step in numbers],
+            [span for span in recorder.spans if span.step in numbers], recorder.operations)
         if worker.grid.world_rank == 0:
             clock = CommonClock(tuple(self.owners), self.before, after or {})
             trace_file.write_meta(self.folder, self._meta(clock))

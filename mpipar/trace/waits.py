@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from mpipar.trace.trace_file import Record, Trace
-
-POINT_TO_POINT = ("send", "recv")
+from mpipar.comm.record import POINT_TO_POINT, Record
+from mpipar.trace.trace_file import Trace
 
 
 @dataclass(slots=True)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 
-from mpipar.comm.record import DONE, POSTED, WAITED
-
 
 class GradSync:
     """Owns the pending all-reduces of one step. comms: the groups of this rank; stages: {stage:
@@ -48,11 +46,12 @@ class GradSync:
         over each of those groups and one over dp.
         """
         for pending in self.pending:
-            record = pending.record
+            is_done = pending.request is None
             pending.wait()
-            if record is not None:
-                self.flight_ns += record[DONE] - record[POSTED]
-                self.overlapped_ns += record[WAITED] - record[POSTED]
+            if not is_done:
+                record = pending.record
+                self.flight_ns += record.done_ns - record.posted_ns
+                self.overlapped_ns += record.waited_ns - record.posted_ns
         self.pending = []
         for stage in sorted(self.stages):
             flat = self.stages[stage].flat

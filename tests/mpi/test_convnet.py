@@ -3,6 +3,7 @@ formulas; and planted bugs that the comparison must find.
 """
 
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from small_model import (
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
-from mpipar.comm.record import NAME, OPERATION, PAYLOAD, PHASE, Recorder
+from mpipar.comm.record import Recorder
 from mpipar.config.model import ConvnetConfig
 from mpipar.data.images import ImageSet, Rows
 from mpipar.inference.classify import accuracy
@@ -101,25 +102,25 @@ def test_other_schedules_equal_one_rank(schedule):
 @pytest.mark.parametrize("ffn_cut", CUTS)
 def test_records_are_those_predicted_and_follow_the_formulas(layout, ffn_cut):
     config = convnet(layout, 2, ffn_cut)
-    what = (OPERATION, NAME, PHASE, PAYLOAD)
+    what = attrgetter("operation", "name", "phase", "payload_bytes", "site", "cut")
     real = real_step(config)
     predicted = predict(config, WORLD.rank).recorder.records
-    assert [[one[i] for i in what] for one in real] == [[one[i] for i in what] for one in predicted]
+    assert list(map(what, real)) == list(map(what, predicted))
     q = config.grid.tp
     for record in real:
-        found = formulas.payload(record, config, 8, q)
+        found = formulas.payload(record.name, record.operation, config, 8, q)
         if found is not None:
-            assert found[1] == record[PAYLOAD], (record, found)
+            assert found[1] == record.payload_bytes, (record, found)
         else:
-            assert record[NAME].startswith(("grads.", "step.")), record
+            assert record.name.startswith(("grads.", "step.")), record
     if q == 1:
         return
     # By hand, per microbatch: B 5 or 10 images of 3 x 4 places, 8 bytes; 5 or 11 channels, which
     # are gathered in equal pieces: 3 of 2 or 2 of 3, 3 of 4 or 2 of 6.
     num_rows = config.train.batch_size // (config.grid.dp * 2)
     narrow, wide, *equal = (8 * num_rows * 3 * 4 * channels for channels in (5, 11, 6, 12))
-    blocks = [one for one in real if one[NAME].startswith("block0.")]
-    sums, gathers = (sorted(one[PAYLOAD] for one in blocks if one[OPERATION] == operation)
+    blocks = [one for one in real if one.name.startswith("block0.")]
+    sums, gathers = (sorted(one.payload_bytes for one in blocks if one.operation == operation)
                      for operation in ("all_reduce", "all_gather"))
     apart = ([narrow, narrow, wide, wide], sorted(equal * 2))
     expected = {"pair": ([narrow] * 4, []), "gather": apart, "reduce": apart}

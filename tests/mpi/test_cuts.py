@@ -3,6 +3,7 @@ equal the formulas, and planted bugs are caught.
 """
 
 import tracemalloc
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -13,28 +14,15 @@ from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
 from mpipar.comm.grid import piece, share
 from mpipar.comm.group import Comm
-from mpipar.comm.record import (
-    AXIS,
-    BYTES,
-    CALLS,
-    DTYPE,
-    NAME,
-    OPERATION,
-    PAYLOAD,
-    PEER,
-    PHASE,
-    TAG,
-    WIRE,
-    WIRE_BYTES,
-    Recorder,
-)
+from mpipar.comm.record import Recorder, Sums
 from mpipar.partition import ring, shares, tokens
 
 TOLERANCE = 1e-12
 HERE = cases(WORLD.size)
 # Nothing divides by 2 or 3; less than one token and one channel for each rank; everything divides.
 SIZES = [Sizes(3, 5, 7, 11), Sizes(1, 1, 2, 1), Sizes(2, 24, 48, 72)]
-WHAT = (OPERATION, NAME, AXIS, PEER, TAG, PAYLOAD, WIRE, DTYPE, PHASE)
+WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
+                  "dtype", "phase", "site", "cut")
 
 
 @pytest.fixture(autouse=True)
@@ -162,8 +150,8 @@ def sent_bytes(case, sizes, product):
 @pytest.mark.parametrize("case", HERE, ids=str)
 def test_bytes_on_the_wire_follow_the_formula(case, sizes):
     product, recorder = run(case, sizes)
-    totals = recorder.totals((3,))
-    sent = tuple(totals.get((phase,), [0] * 3)[WIRE_BYTES] for phase in PHASES)
+    totals = recorder.totals("phase")
+    sent = tuple(totals.get((phase,), Sums()).wire_bytes for phase in PHASES)
     assert sent == sent_bytes(case, sizes, product)
     _, q, d = case
     barriers = {
@@ -172,7 +160,7 @@ def test_bytes_on_the_wire_follow_the_formula(case, sizes):
         "column_ring": (2 * (q - 1),) * 3, "row_ring": (2 * (q - 1), 2 * (q - 1), 0),
         "2d": (2 * q,) * 3, "2.5d": (2 * q * (q > 1), 2 * q * (q > 1), 2 * q * (q > 1) + (d > 1)),
     }[case[0]]
-    calls = tuple(totals.get((phase,), [0])[CALLS] for phase in PHASES)
+    calls = tuple(totals.get((phase,), Sums()).calls for phase in PHASES)
     assert calls == (barriers if WORLD.size > 1 else (0, 0, 0))
 
 
@@ -197,11 +185,11 @@ def shape_run(case, sizes):
 def test_shapes_only_run_predicts_every_record(case, sizes):
     _, recorder = run(case, sizes)
     _, predicted, _ = shape_run(case, sizes)
-    assert [[record[i] for i in WHAT] for record in recorder.records] == [
-        [record[i] for i in WHAT] for record in predicted.records]
-    real, shapes = recorder.totals((0, 2, 3)), predicted.totals((0, 2, 3))
-    assert {key: value[BYTES] for key, value in real.items()} == {
-        key: value[BYTES] for key, value in shapes.items()}
+    assert list(map(WHAT, recorder.records)) == list(map(WHAT, predicted.records))
+    fields = "axis", "operation", "phase"
+    real, shapes = recorder.totals(*fields), predicted.totals(*fields)
+    assert {key: value.payload_bytes for key, value in real.items()} == {
+        key: value.payload_bytes for key, value in shapes.items()}
 
 
 MEMORY_SIZES = Sizes(1, 192, 239, 335)  # the last rank's channels are padded

@@ -63,7 +63,7 @@ def check_step(cuda_aware, config):
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
     if WORLD.size > 1:
-        assert type(worker.comms.world.wire.wire) is kind
+        assert type(worker.comms.world.wire) is kind
     worker.initialize(SPREAD)
     rows = Rows(ops, tokens(), config, worker.grid)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))

@@ -141,11 +141,11 @@ def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
     worker, step = worker_of(config)
     step(1)
     worker.close()
-    real = [[record[i] for i in WHAT] for record in worker.recorder.records]
+    real = list(map(WHAT, worker.recorder.records))
     predicted = predict(config, WORLD.rank).recorder
-    assert real == [[record[i] for i in WHAT] for record in predicted.records]
-    narrow = {(key[0], key[1]) for key in predicted.counters if key[4] == dtype}
-    wide = {(key[0], key[1]) for key in predicted.counters if key[4] == "float32"}
+    assert real == list(map(WHAT, predicted.records))
+    narrow = {key[:2] for key in predicted.counters if key.dtype == dtype}
+    wide = {key[:2] for key in predicted.counters if key.dtype == "float32"}
     assert {axis for axis, name in narrow} <= {"pp", "tp"}
     assert all(axis in ("dp", "tie") or name in ("loss", "grads.tp") for axis, name in wide)
 
@@ -174,7 +174,7 @@ def test_memory_is_predicted(layout):
 def test_sums_are_made_in_float32_and_the_same_everywhere(size, dtype):
     ops, recorder = ops_module.make("cpu", dtype), Recorder()
     everyone = tuple(range(WORLD.size))
-    wire = connect(ops, WORLD, everyone, Options(), recorder)
+    wire = connect(ops, WORLD, everyone, Options())
     comm = Comm("tp", everyone, WORLD.rank, wire, recorder)
     parts = np.random.default_rng(size).standard_normal((WORLD.size, size, 3)).astype(ops.dtype)
     expected = parts.astype(np.float32).sum(axis=0).astype(ops.dtype)
@@ -251,7 +251,6 @@ def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch)
 
 def test_sixteen_bits_are_moved_by_the_transport_that_knows_them(dtype):
     for name, expected in ((dtype, True), ("float32", False)):
-        wire = connect(ops_module.make("cpu", name), WORLD, tuple(range(WORLD.size)), Options(),
-                       Recorder())
+        wire = connect(ops_module.make("cpu", name), WORLD, tuple(range(WORLD.size)), Options())
         assert isinstance(wire, NarrowTransport) == expected
         wire.close()

@@ -3,33 +3,22 @@ formulas.
 """
 
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from small_model import LAYOUTS, MODEL, WORLD, real_step, small_config, tokens
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, share
-from mpipar.comm.record import (
-    AXIS,
-    DTYPE,
-    MB,
-    NAME,
-    OPERATION,
-    PAYLOAD,
-    PEER,
-    PHASE,
-    STAGE,
-    TAG,
-    WIRE,
-    Recorder,
-)
+from mpipar.comm.record import Recorder, Sums
 from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
 from mpipar.plan.predict import predict
 from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
-WHAT = (OPERATION, NAME, AXIS, PEER, TAG, PAYLOAD, WIRE, DTYPE, STAGE, MB, PHASE)
+WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
+                  "dtype", "stage", "mb", "phase", "site", "cut")
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
@@ -38,9 +27,9 @@ WHAT = (OPERATION, NAME, AXIS, PEER, TAG, PAYLOAD, WIRE, DTYPE, STAGE, MB, PHASE
 def test_shapes_only_run_predicts_every_record(layout, ffn_cut, schedule):
     config = small_config(layout, schedule=schedule, model=replace(MODEL, ffn_cut=ffn_cut))
     _, recorder = real_step(config)
-    real = [[record[i] for i in WHAT] for record in recorder.records]
+    real = list(map(WHAT, recorder.records))
     predicted = predict(config, WORLD.rank).recorder
-    assert real == [[record[i] for i in WHAT] for record in predicted.records]
+    assert real == list(map(WHAT, predicted.records))
     counts = {key: counter[:3] for key, counter in recorder.counters.items()}
     assert counts == {key: counter[:3] for key, counter in predicted.counters.items()}
     assert bool(real) == (WORLD.size > 1)
@@ -64,7 +53,7 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
     column = 8 * num_rows * MODEL.seq_len  # bytes of a channel
     act, wide = column * MODEL.d_model, column * MODEL.ffn
     apart = column * tp * (share(MODEL.d_model, tp) + share(MODEL.ffn, tp))  # in equal pieces
-    totals = recorder.totals((0, 2, 3))
+    totals = recorder.totals("axis", "operation", "phase")
     per_mb = {key: [value / num_microbatches for value in counter[:2]]
               for key, counter in totals.items() if key[0] == "tp"}
     if tp == 1:
@@ -92,19 +81,19 @@ def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
     dp, pp, _ = layout
     config = small_config(layout, 5, schedule="1f1b")
     worker, recorder = real_step(config)
-    totals = recorder.totals((0, 1, 2))
+    totals = recorder.totals("axis", "name", "operation")
     mb_bytes = 8 * config.train.batch_size // (dp * 5) * MODEL.seq_len * MODEL.d_model
     below, above = worker.grid.pp_rank > 0, worker.grid.pp_rank < pp - 1
-    sends = totals.get(("pp", "activations", "send"), [0, 0])[:2]
-    assert sends == [5 * above, 5 * above * mb_bytes]
-    sends = totals.get(("pp", "gradients", "send"), [0, 0])[:2]
-    assert sends == [5 * below, 5 * below * mb_bytes]
-    tie = totals.get(("tie", "grads.tie", "all_reduce"), [0])[0]
+    sends = totals.get(("pp", "activations", "send"), Sums())[:2]
+    assert sends == (5 * above, 5 * above * mb_bytes)
+    sends = totals.get(("pp", "gradients", "send"), Sums())[:2]
+    assert sends == (5 * below, 5 * below * mb_bytes)
+    tie = totals.get(("tie", "grads.tie", "all_reduce"), Sums()).calls
     assert tie == (pp > 1 and (not below or not above))
     grads = sum(stage.flat.size * stage.flat.grad.itemsize for stage in worker.stages.values())
-    reduced = sum(counter[1] for key, counter in totals.items() if key[0] == "dp")
+    reduced = sum(counter.payload_bytes for key, counter in totals.items() if key[0] == "dp")
     assert reduced == (grads if dp > 1 else 0)
-    world = [counter[0] for key, counter in totals.items() if key[0] == "world"]
+    world = [counter.calls for key, counter in totals.items() if key[0] == "world"]
     assert world == ([1] if WORLD.size > 1 else [])
 
 

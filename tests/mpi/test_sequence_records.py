@@ -11,7 +11,7 @@ from test_records import WHAT, blocks_of
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, share
-from mpipar.comm.record import DONE, NAME, OPERATION, PHASE, POSTED, WAITED, Recorder
+from mpipar.comm.record import Recorder, Sums
 from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
 from mpipar.plan.predict import predict
@@ -31,8 +31,7 @@ def test_shapes_only_run_predicts_every_record(layout, schedule, tp_matmul):
     config = small_config(layout, schedule=schedule, model=cut_model(tp_matmul))
     _, recorder = real_step(config)
     predicted = predict(config, WORLD.rank).recorder
-    assert [[record[i] for i in WHAT] for record in recorder.records] == [
-        [record[i] for i in WHAT] for record in predicted.records]
+    assert list(map(WHAT, recorder.records)) == list(map(WHAT, predicted.records))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 5])
@@ -50,7 +49,7 @@ def test_barriers_follow_the_formula(layout, num_microbatches):
     act = 8 * num_rows * share(MODEL.seq_len, tp) * tp * MODEL.d_model  # with its padding
     stats = 3 * 8 * num_rows * MODEL.seq_len * tp
     found = {key[1:]: [value / num_microbatches for value in counter[:3]]
-             for key, counter in recorder.totals((0, 2, 3)).items()
+             for key, counter in recorder.totals("axis", "operation", "phase").items()
              if key[0] == "tp" and key[2] in "FIW"}
 
     def barriers(count, extra=0):
@@ -76,9 +75,9 @@ def test_one_sum_of_replicated_gradients_a_step(layout, tp_matmul, norm, vectors
     worker, recorder = real_step(config)
     blocks = sum(len(stage) for stage in blocks_of(worker))
     last = worker.schedule.num_stages - 1 in worker.stages
-    sums = [counter[:2] for key, counter in recorder.totals((0, 1)).items()
+    sums = [counter[:2] for key, counter in recorder.totals("axis", "name").items()
             if key == ("tp", "grads.tp")]
-    assert sums == [[1, 8 * vectors * (2 * blocks + last) * MODEL.d_model]]
+    assert sums == [(1, 8 * vectors * (2 * blocks + last) * MODEL.d_model)]
 
 
 @all_layouts
@@ -87,14 +86,14 @@ def test_ring_sends_as_many_bytes_in_pieces(layout):
     plain, ring = (real_step(small_config(layout, 2, model=cut_model(way)))[1] for way in MATMULS)
 
     def sent(recorder, kinds):
-        return sum(counter[2] for key, counter in recorder.totals((0, 1, 2)).items()
-                   if key[0] == "tp" and key[1].startswith("block") and key[2] in kinds)
+        return sum(counter.wire_bytes for key, counter in recorder.counters.items()
+                   if key.axis == "tp" and key.name.startswith("block") and key.operation in kinds)
 
     collectives = ("all_gather", "reduce_scatter")
     assert sent(ring, ("send",)) == sent(plain, collectives) > 0
     assert sent(ring, collectives) == sent(plain, ("send",)) == 0
-    messages = Counter((record[NAME], record[PHASE]) for record in ring.records
-                       if record[OPERATION] == "recv" and record[NAME].startswith("block"))
+    messages = Counter((record.name, record.phase) for record in ring.records
+                       if record.operation == "recv" and record.name.startswith("block"))
     # qkv and up: one ring each way and one for the weight gradient; proj and down: one each way.
     per_layer = {("attn.qkv", "FIW"), ("ffn.up", "FIW"), ("attn.proj", "FI"), ("ffn.down", "FI")}
     names = {name for name, _ in messages}
@@ -102,8 +101,8 @@ def test_ring_sends_as_many_bytes_in_pieces(layout):
         phases = next(p for part, p in per_layer if name.endswith(part))
         assert {p: messages[name, p] for p in phases} == dict.fromkeys(phases, 2 * (tp - 1))
     for record in ring.records:
-        if record[OPERATION] == "recv":
-            assert record[POSTED] <= record[WAITED] <= record[DONE]
+        if record.operation == "recv":
+            assert record.posted_ns <= record.waited_ns <= record.done_ns
 
 
 @all_layouts
@@ -113,8 +112,9 @@ def test_pipeline_messages_carry_a_share(layout):
     worker, recorder = real_step(config)
     size = 8 * config.train.batch_size // (dp * 5) * share(MODEL.seq_len, tp) * MODEL.d_model
     above = worker.grid.pp_rank < pp - 1
-    sends = recorder.totals((0, 1, 2)).get(("pp", "activations", "send"), [0, 0])[:2]
-    assert sends == [5 * above, 5 * above * size]
+    totals = recorder.totals("axis", "name", "operation")
+    sends = totals.get(("pp", "activations", "send"), Sums())[:2]
+    assert sends == (5 * above, 5 * above * size)
 
 
 @both_matmuls

@@ -17,7 +17,7 @@ from small_model import EMPTY_STAGES, LAYOUTS, MODEL, WORLD, small_config
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.record import Recorder, Sums
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import generate
 from mpipar.train.verify import serial_config
@@ -181,12 +181,11 @@ def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
     worker.initialize()
     worker.recorder.reset_counters()
     checkpoint.save(worker, folder)
-    largest = max((record[9] for record in worker.recorder.records), default=0)
+    largest = max((record.payload_bytes for record in worker.recorder.records), default=0)
     row = 8 * max(3 * MODEL.d_model, MODEL.ffn)
     assert largest <= max(600, row)
-    sent = sum(counter[1] for key, counter in worker.recorder.counters.items() if key[2] == "send")
-    received = sum(
-        counter[1] for key, counter in worker.recorder.counters.items() if key[2] == "recv")
+    sent = worker.recorder.totals("operation").get(("send",), Sums()).payload_bytes
+    received = worker.recorder.totals("operation").get(("recv",), Sums()).payload_bytes
     assert sent == 0 or WORLD.rank > 0
     assert (received > 0) == (WORLD.rank == 0 and layout[1] * layout[2] > 1)
     assert WORLD.allreduce(sent) == WORLD.allreduce(received)

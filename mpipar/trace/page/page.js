@@ -132,9 +132,9 @@ const COLUMNS = [
   ["longest wait ms", "longest_ms", row => row.longest_ms.toFixed(2)],
   ["mostly last", "last", row => row.last < 0 ? "" : `rank ${row.last} (${row.times} of `
     + `${row.events})`],
-  ["source", "site", row => row.site],
+  ["source", "source", row => row.source],
 ];
-const TEXT = new Set(["axis", "name", "operation", "site"]);
+const TEXT = new Set(["axis", "name", "operation", "source"]);
 
 /** What a click does, the keyboard does too. */
 function onPress(target, act) {
@@ -173,7 +173,7 @@ function barriers(timeline) {
     for (const [, key, show] of COLUMNS) {
       const cell = element("td", "", { class: TEXT.has(key) ? "text" : "" });
       if (key === "axis") cell.append(swatch(`axis-${row.axis}`), ` ${row.axis}`);
-      else cell.append(key === "site" ? element("code", show(row)) : show(row));
+      else cell.append(key === "source" ? element("code", show(row)) : show(row));
       made.append(cell);
     }
     onPress(made, () => focus(timeline, made.classList.contains("chosen") ? null : row));

@@ -126,7 +126,7 @@ Object.assign(Timeline.prototype, {
       ["bytes", `${bytes(call[CALL.bytes])} (sends ${bytes(call[CALL.sent])})`],
       ["wait", milliseconds(call[CALL.wait]) + (late >= 0 ? ` for rank ${late}` : "")],
       ["transfer", milliseconds(call[CALL.transfer])],
-      ["source", d.sites[call[CALL.site]]]]];
+      ["source", d.sources[call[CALL.source]]]]];
   },
 
   /** Outline what the pointer is on: a barrier on all its ranks, and arrows from the late one. */

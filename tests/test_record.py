@@ -1,0 +1,68 @@
+"""Where a barrier is in the source: the line of the layer, beside the line of the cut."""
+
+from itertools import pairwise
+
+import pytest
+from config_helpers import changed
+from helpers import REPOSITORY
+
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
+from mpipar.comm.record import Recorder
+from mpipar.config.resolve import resolve
+from mpipar.ops import make
+from mpipar.partition import CUTS
+from mpipar.plan.predict import predict
+
+LAYERS = {"attn.qkv": "self.qkv.", "attn.proj": "self.proj.", "ffn.up": "self.up.",
+          "ffn.down": "self.down."}
+
+
+def line_of(place):
+    path, line = place.split(":")
+    return (REPOSITORY / path).read_text().splitlines()[int(line) - 1]
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"sequence_parallel": True}, {"sequence_parallel": True, "tp_matmul": "ring"}], ids=str)
+def test_every_barrier_of_a_product_is_on_its_layer_s_line(change):
+    config, _ = resolve(changed(tp=2, pp=1, dp=1, **change), 2)
+    found = {}
+    for record in predict(config, 1).recorder.records:
+        if not record.name.startswith("block"):
+            continue
+        layer = record.name.split(".", 1)[1]
+        assert LAYERS[layer] in line_of(record.site), record
+        assert record.cut.startswith("mpipar/partition/"), record
+        assert "comm." in line_of(record.cut), record
+        found.setdefault(layer, set()).add(record.site)
+    assert {"attn.proj", "ffn.down"} <= found.keys()
+    for one, other in pairwise(found):
+        assert not found[one] & found[other]
+
+
+def test_who_calls_the_group_itself_has_no_cut():
+    config, _ = resolve(changed(tp=1, pp=2, dp=2), 4)
+    places = {record.name: (record.site, record.cut) for record in
+              predict(config, 3).recorder.records}
+    assert places["activations"][0].startswith("mpipar/pipeline/engine.py:")
+    assert places["grads.bucket"][0].startswith("mpipar/train/gradsync.py:")
+    assert {cut for _, cut in places.values()} == {""}
+
+
+def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
+    ops, recorder = make("shapes", "float64"), Recorder()
+    comm = Comms.solo(ops, Grid(0, tp_size=2), recorder).tp
+    x, w = ops.empty((1, 3, 4)), ops.empty((4, 5))
+
+    def cross():
+        return CUTS["row"].forward(ops, x, w, comm, "y")
+
+    for _ in range(2):
+        cross()
+        CUTS["row"].forward(ops, x, w, comm, "y")
+    first, second, *rest = [record.site for record in recorder.records]
+    assert first != second
+    assert rest == [first, second]
+    assert "test_record.py:" in first
+    assert len({record.cut for record in recorder.records}) == 1
