@@ -18,8 +18,8 @@ __device__ inline int lane_id() { return threadIdx.x % 32; }
 // Sign -1: rows are keys. With the sign before all positions both are the one comparison.
 struct Span { long long low, high; };
 
-// The lowest and highest signed position of Rows rows of `count`. Every warp finds it for itself, as
-// below: all get the same, without a barrier.
+// The lowest and highest signed position of Rows rows of `count`. Every warp finds it for itself,
+// as below: all get the same, without a barrier.
 template <int Rows, int Sign>
 __device__ inline Span span_of(const long long *positions, int first, int count) {
     Span span = {LAST, -LAST};

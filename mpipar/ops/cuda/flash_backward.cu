@@ -7,8 +7,8 @@
 // that keeps keys sums dk = factor ds^T q and dv = p^T dy. They are one function: rows (a, b) stay,
 // columns (c, d) pass by, q and dy or k and v,
 //     s = a c^T, dp = b d^T, first += ds c, second += p d,
-// where the sums of the second are wanted for keys only. Of keys, the columns are the queries of each
-// head that uses this key head, one head after another. A warp's rows of ds and p are its own
+// where the sums of the second are wanted for keys only. Of keys, the columns are the queries of
+// each head that uses this key head, one head after another. A warp's rows of ds and p are its own
 // sums, so that they are the left side of the next product where they are.
 //
 // Global traffic of a step: 2 Columns Width values of c and d per 6 (dq) or 8 (dk, dv) Rows Columns
@@ -109,8 +109,8 @@ __device__ inline void walk(int first, int members, const HeadRows<const T> &a,
 
 // Both: q and dq (B, Tq, H, d), k, v, dk and dv (B, Tk, Hkv, d), whose strides are those of
 // flash_forward; gradients have out_stride values from token to token, of T or, if wide, of float;
-// dy (B, Tq, H, d) without gaps, lse and delta (B, H, Tq); d <= Width. Grid: ceil(Tq / Rows) * B * H
-// for dq, ceil(Tk / Rows) * B * Hkv for dk and dv; block (2 * Rows): a warp has 16 rows. Dynamic
+// dy (B, Tq, H, d) without gaps, lse and delta (B, H, Tq); d <= Width. Grid: ceil(Tq / Rows) * B *
+// H for dq, ceil(Tk / Rows) * B * Hkv for dk and dv; block (2 * Rows): a warp has 16 rows. Dynamic
 // shared memory: two tiles of rows, four of columns; for float32 scratch memory. Blocks: how many a
 // processor's registers must be enough for. What walks longest begins first: the last queries, the
 // first keys.

@@ -3,10 +3,10 @@
 // gets y = 0. Query head h uses key head h / (heads / kv_heads).
 //
 // A block walks over the tiles of keys that any of its queries sees: in training about half of
-// them. Scores exist for one tile of keys at a time, in registers. A row's softmax is begun with the
-// keys so far: a new largest score `top` shrinks what was summed before (online softmax, Milakov and
-// Gimelshein 2018; Dao et al. 2022). lse = log of the sum of exp(score), of no key -infinity;
-// backward needs it, and who merges the results for several sets of keys.
+// them. Scores exist for one tile of keys at a time, in registers. A row's softmax is begun with
+// the keys so far: a new largest score `top` shrinks what was summed before (online softmax,
+// Milakov and Gimelshein 2018; Dao et al. 2022). lse = log of the sum of exp(score), of no key
+// -infinity; backward needs it, and who merges the results for several sets of keys.
 //
 // Global traffic of a step: 2 Keys Width values of k and v per 4 Queries Keys Width FLOPs, so
 // 2 Queries / s FLOP/byte for values of s bytes: 32 in float32 with 64 queries, 128 in bf16 with

@@ -1,5 +1,6 @@
-// Causal softmax over the rows of attention's scores (matrices, queries, keys), in place, a block per
-// row; for heads that flash_forward.cu has no tile for. Query i sees key j if k_pos[j] <= q_pos[i].
+// Causal softmax over the rows of attention's scores (matrices, queries, keys), in place, a block
+// per row; for heads that flash_forward.cu has no tile for. Query i sees key j if k_pos[j] <=
+// q_pos[i].
 //
 // Forward: three passes over a row, which after the first comes from a cache; 2s bytes per element
 // of s bytes from global memory. Backward: 3s. Below 3 FLOP/byte: memory decides. Compare with the
