@@ -8,7 +8,8 @@ import fake_cupy
 import pytest
 from helpers import find_launcher, run_command
 
-from mpipar.commands.doctor import gpu_awareness, ranges, rank_facts, remarks
+from mpipar.comm.connect import stated_awareness
+from mpipar.commands.doctor import ranges, rank_facts, remarks
 from mpipar.job import gpus
 from mpipar.job.environment import (
     THREAD_VARIABLES,
@@ -137,11 +138,13 @@ def test_doctor_shows_the_user_s_threads(no_outer_launcher):
         ("Open MPI", None, {}, 0, "unknown"),
         ("Open MPI", None, {}, 1, "yes"),
         ("Open MPI", None, {}, None, "unknown"),
+        ("Open MPI", "mpi,system", {"MPIPAR_CUDA_AWARE": "yes"}, 0, "yes"),
+        ("MPICH", "mpi,cuda", {"MPIPAR_CUDA_AWARE": "no"}, 1, "no"),
         ("CRAY MPICH", None, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None, "yes"),
     ],
 )
 def test_gpu_awareness_is_never_guessed(library, kinds, environ, support, verdict):
-    assert gpu_awareness(library, kinds, environ, support).split()[0] == verdict
+    assert stated_awareness(library, kinds, environ, support)[0] == verdict
 
 
 def test_remarks_say_what_is_wrong_with_the_table():

@@ -69,23 +69,43 @@ def narrow(wire, ops, group_size: int):
 
 
 def cuda_aware() -> str:
-    """Whether this MPI takes device pointers: yes, no or unknown, asked without risking a crash.
+    """Whether this MPI takes device pointers: yes, no or unknown, which is staged."""
+    return gpu_awareness()[0]
 
-    A wrong yes is a segmentation fault, so anything but a clear statement of the library or of the
-    user's environment (MPIPAR_CUDA_AWARE=yes|no) is unknown, and unknown is staged through the
-    host.
-    """
-    stated = os.environ.get("MPIPAR_CUDA_AWARE")
-    if stated in ("yes", "no"):
-        return stated
-    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
-        return "yes"
+
+def gpu_awareness() -> tuple[str, str]:
+    """What this process knows of `stated_awareness`."""
     from mpi4py import MPI
 
-    kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")  # MPI 4.1
-    if kinds is not None:
-        return "yes" if "cuda" in kinds else "no"
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds")  # MPI 4.1
+    info.Free()
     try:
-        return "yes" if ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support() else "no"
+        support = int(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
     except (OSError, AttributeError):
-        return "unknown"
+        support = None
+    return stated_awareness(MPI.Get_library_version(), kinds, os.environ, support)
+
+
+def stated_awareness(library: str, kinds: str | None, environ, support: int | None,
+                     ) -> tuple[str, str]:
+    """Whether MPI takes device pointers, yes, no or unknown, and how that is known.
+
+    Never tried out: a wrong yes is a segmentation fault. So anything but a clear statement of the
+    library or of the user is unknown, and unknown is staged through the host. `kinds`: the value of
+    the MPI-4.1 info key mpi_memory_alloc_kinds. `support`: MPIX_Query_cuda_support(), if there is
+    one. A no of that function is believed of MPICH alone: Open MPI's only tells how it was built,
+    and with UCX below it may take device pointers all the same.
+    """
+    stated = environ.get("MPIPAR_CUDA_AWARE")
+    if stated in ("yes", "no"):
+        return stated, f"MPIPAR_CUDA_AWARE={stated}"
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
+        return "yes", "MPICH_GPU_SUPPORT_ENABLED=1"
+    if kinds is not None:
+        return "yes" if "cuda" in kinds else "no", f"mpi_memory_alloc_kinds: {kinds}"
+    if support:
+        return "yes", "MPIX_Query_cuda_support"
+    if support == 0 and library.startswith("MPICH"):
+        return "no", "MPIX_Query_cuda_support"
+    return "unknown", "buffers will go through host memory"

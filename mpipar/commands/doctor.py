@@ -3,7 +3,6 @@
 Only facts that the ranks can see themselves; what cannot be known safely is called unknown.
 """
 
-import ctypes
 import os
 import platform
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import threadpoolctl
 
 from mpipar import __version__
+from mpipar.comm.connect import gpu_awareness
 from mpipar.comm.facts import gather_facts
 from mpipar.errors import EXIT_OK
 from mpipar.job import gpus
@@ -59,47 +59,16 @@ def own_device(host_rank: int) -> dict:
     return own | {"device": f"{index} of {count}: {name}, PCI {own['gpu']}"}
 
 
-def gpu_awareness(library: str, kinds: str | None, environ, cuda_support: int | None) -> str:
-    """Whether MPI takes GPU buffers: yes, no or unknown, and how it is known.
-
-    Never tried out: a library that does not would crash on the pointer. `kinds`: the value of the
-    MPI-4.1 info key mpi_memory_alloc_kinds; `cuda_support`: MPIX_Query_cuda_support(), if there is
-    one. A no of that function is believed of MPICH alone: Open MPI's only tells how it was built,
-    and with UCX below it may take GPU buffers all the same.
-    """
-    if kinds is not None:
-        return f"{'yes' if 'cuda' in kinds else 'no'} (mpi_memory_alloc_kinds: {kinds})"
-    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
-        return "yes (MPICH_GPU_SUPPORT_ENABLED=1)"
-    if cuda_support:
-        return "yes (MPIX_Query_cuda_support)"
-    if cuda_support == 0 and library.startswith("MPICH"):
-        return "no (MPIX_Query_cuda_support)"
-    return "unknown (buffers will go through host memory)"
-
-
-def query_cuda_support(path: str) -> int | None:
-    """MPIX_Query_cuda_support() of the library below mpi4py's extension file; None without one."""
-    try:
-        return int(ctypes.CDLL(path).MPIX_Query_cuda_support())
-    except (OSError, AttributeError):
-        return None
-
-
 def job_lines(session, facts: list[dict]) -> list[str]:
     """The lines about the whole job."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().split("\n", maxsplit=1)[0].strip("\0 ")
-    info = session.world.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds")
-    info.Free()
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
               MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
     hosts = {fact["host"] for fact in facts}
     versions = {"mpipar": __version__, "Python": platform.python_version(),
                 "NumPy": np.__version__, "mpi4py": mpi4py.__version__}
-    aware = gpu_awareness(library, kinds, os.environ, query_cuda_support(MPI.__file__))
     rows = [
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("MPI library", " ".join(library.split())),
@@ -107,7 +76,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
         ("thread level", levels[MPI.Query_thread()]),
-        ("GPU-aware MPI", aware),
+        ("GPU-aware MPI", "{} ({})".format(*gpu_awareness())),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
     ]
