@@ -70,7 +70,7 @@ def shown(cut: str, q: int, d: int) -> str:
     return {"2d": f"{q} x {q}", "2.5d": f"{q} x {q} x {d}"}.get(cut, str(q))
 
 
-def connect(cut, q, d, world_rank, ops, recorder, mpi_world=None, options=None):
+def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=None):
     """(groups to close, what the cut takes as `comm`). Comm: that of Comms; every rank at once."""
     if cut not in ("2d", "2.5d"):
         comms = Comms(Grid(world_rank, tp_size=q), ops, recorder, mpi_world, options)

@@ -58,7 +58,7 @@ def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
 def measure(case, sizes, dtype, repeats, world, full) -> dict:
     """This rank's figures of one cut. Comm: the cut's, and a barrier before each repetition."""
     ops, recorder = ops_module.make("cpu", dtype), Recorder(1 << 16)
-    comms, comm = connect(*case, world.rank, ops, recorder, world)
+    comms, comm = connect(*case, world.rank, ops, recorder, mpi_world=world)
     product = CutProduct(ops, recorder, case[0], comm, sizes)
     product.take(full)
     for phase in PHASES:

@@ -81,8 +81,8 @@ def torch_side(torch, args, batch, device="cpu", compiled=False) -> TorchDecoder
     alone.initialize()
     weights = {param.name: param.data for stage in alone.stages.values()
                for param in stage.flat.params}
-    return TorchDecoder(torch, config, batch, weights, device, compiled,
-                        getattr(torch, args.dtype), alone.loss_scale.value)
+    return TorchDecoder(torch, config, batch, weights, device=device, compiled=compiled,
+                        dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value)
 
 
 def step_flops(args) -> int:

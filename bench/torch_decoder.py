@@ -19,8 +19,8 @@ class TorchDecoder:
     goes backward, and the gradients are divided by it.
     """
 
-    def __init__(self, torch, config, batch, weights, device="cpu", compiled=False, dtype=None,
-                 loss_scale=1.0):
+    def __init__(self, torch, config, batch, weights, *, device="cpu", compiled=False,
+                 dtype=None, loss_scale=1.0):
         self.torch, self.functional, self.config = torch, torch.nn.functional, config
         self.device, self.loss_scale = device, loss_scale
         self.tokens, self.targets = (

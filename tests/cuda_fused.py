@@ -37,9 +37,9 @@ class HostLoader:
         edit = self.edit if file == self.edited else None
         if self.sanitizer is not None:
             self.reports.append((name, *run_sanitized(self.sanitizer, file, name, grid, block,
-                                                      arguments, shared_bytes, edit)))
+                                                      arguments, shared_bytes, edit=edit)))
             edit = None
-        run_kernel(file, name, grid, block, arguments, shared_bytes, self.order, edit)
+        run_kernel(file, name, grid, block, arguments, shared_bytes, order=self.order, edit=edit)
 
 
 def hosts():

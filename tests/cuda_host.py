@@ -124,7 +124,8 @@ def _shape(grid, block):
     return (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
 
 
-def run_kernel(file, name, grid, block, args, shared_bytes=0, order=1, edit=None, together=None):
+def run_kernel(file, name, grid, block, args, shared_bytes=0, *, order=1, edit=None,
+               together=None):
     """Run one kernel in this process; order = -1 runs threads and blocks backwards.
 
     together: instantiations to compile at once (default: those that `kernels.KERNELS` lists).
@@ -147,7 +148,7 @@ def run_kernel(file, name, grid, block, args, shared_bytes=0, order=1, edit=None
         raise KernelError(message.decode())
 
 
-def run_sanitized(sanitizer, file, name, grid, block, args, shared_bytes=0, edit=None):
+def run_sanitized(sanitizer, file, name, grid, block, args, shared_bytes=0, *, edit=None):
     """Run one kernel under "thread" or "address" sanitizer; return (exit code, what it printed).
 
     The arrays keep what they hold: their values come from run_kernel.

@@ -35,7 +35,7 @@ def run(case, sizes, sync_sends=False):
     """All three functions of a cut; returns the product and the recorder. Comm: the cut's."""
     ops, recorder = ops_module.make("cpu", "float64"), Recorder()
     options = Options(sync_sends, check=True)
-    comms, comm = connect(*case, WORLD.rank, ops, recorder, WORLD, options)
+    comms, comm = connect(*case, WORLD.rank, ops, recorder, mpi_world=WORLD, options=options)
     product = CutProduct(ops, recorder, case[0], comm, sizes)
     product.take(whole(sizes, "float64"))
     for phase in PHASES:
@@ -238,7 +238,7 @@ def test_memory_follows_the_formula(case):
         return
     assert tuple(extra) == expected
     ops, recorder = ops_module.make("cpu", "float64"), Recorder()
-    comms, comm = connect(*case, WORLD.rank, ops, recorder, WORLD)
+    comms, comm = connect(*case, WORLD.rank, ops, recorder, mpi_world=WORLD)
     product = CutProduct(ops, recorder, case[0], comm, MEMORY_SIZES)
     product.take(whole(MEMORY_SIZES, "float64"))
     for phase in PHASES:  # the ops get their tile buffers
