@@ -82,7 +82,7 @@ def check_step(cuda_aware, config):
 @pytest.mark.parametrize("case", cases(WORLD.size), ids=str)
 def test_every_cut_on_the_device(cuda_aware, case):
     ops, recorder, sizes = ops_module.make("cuda", "float64"), Recorder(), Sizes(2, 5, 7, 9)
-    comms, comm = connect_cut(*case, WORLD.rank, ops, recorder, WORLD)
+    comms, comm = connect_cut(*case, WORLD.rank, ops, recorder, mpi_world=WORLD)
     product, full = CutProduct(ops, recorder, case[0], comm, sizes), whole(sizes, "float64")
     product.take(full)
     for phase in PHASES:
