@@ -135,7 +135,8 @@ def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dt
             "cross_entropy_stats": 1, "cross_entropy_backward": 1}
     counts = {name: microbatches * count for name, count in once.items()}
     counts["add_slabs"] = microbatches * (4 * blocks + (2 if norm == "layer" else 1) * norms)
-    counts["adamw" if dtype == "float32" else "adamw_with_copy"] = 2  # with and without decay
+    updates = "adamw" if dtype == "float32" else "adamw_with_copy"
+    counts[updates] = 2 * blocks + 2  # by unit, with and without decay
     assert {name: started.count(name) for name in started} == counts
     # position_forward: x and the table; backward of both tables: dy.
     assert len(widened) == (0 if dtype == "float32" else microbatches * 4)
