@@ -3,7 +3,7 @@
     python -m bench.tiles [--json FILE]
     python -m bench.tiles --device cuda [--json FOLDER]    # three tables, gpu_*.json
 
-CPU: each chain of mpipar/ops/numpy_ops.py runs over a tile of elements, and attention
+CPU: each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
 (numpy_attention.py) over a tile of queries. Small tiles starve on the interpreter, large ones fall
 out of the cache, and a large tile of queries works on the hidden triangle too. Before anything is
 timed, every tile's result is compared with the plain functions of array_ops.py.
@@ -45,7 +45,7 @@ from bench import results, tiles_gpu
 from bench.tiles_attention import HEAD_WIDTH, backward, parts
 from mpipar.config.flags import count
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
-from mpipar.ops import make, numpy_attention, numpy_ops
+from mpipar.ops import make, numpy_attention, numpy_tiles
 from mpipar.ops.array_ops import ArrayOps
 
 ELEMENTS = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
@@ -64,7 +64,7 @@ class Chain:
     bytes: int
     flops: int = 0
     tiles: tuple = ELEMENTS
-    constant: tuple = (numpy_ops, "TILE")
+    constant: tuple = (numpy_tiles, "TILE")
 
 
 def parse(argv):

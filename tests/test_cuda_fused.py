@@ -5,8 +5,8 @@ import pytest
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
 from ops_cases import plain
 
-from mpipar.ops.array_ops import EMPTY_MAX
 from mpipar.ops.cuda.fused import Fused
+from mpipar.ops.loss_ops import EMPTY_MAX
 
 SIZES = [(1, 1), (3, 130), (75, 33)]  # rows, columns: not multiples of a warp or of a slab
 

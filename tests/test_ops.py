@@ -5,8 +5,8 @@ import pytest
 from helpers import assert_close
 from ops_cases import LARGE, SMALL, call_every_op, parts, plain, positions_of
 
-from mpipar.ops import make, numpy_attention, numpy_ops
-from mpipar.ops.array_ops import EMPTY_MAX
+from mpipar.ops import make, numpy_attention, numpy_ops, numpy_tiles
+from mpipar.ops.loss_ops import EMPTY_MAX
 
 DIFFERENCES = 1e-6
 
@@ -24,7 +24,7 @@ def implementation_of(name, dtype="float64"):
 def ops(request, monkeypatch):
     """An implementation in float64; tiny tiles make small arrays cross every tile border."""
     if request.param == "tuned in tiny tiles":
-        monkeypatch.setattr(numpy_ops, "TILE", 16)
+        monkeypatch.setattr(numpy_tiles, "TILE", 16)
         monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
     return implementation_of(request.param)
 
@@ -221,7 +221,7 @@ def test_argmax_takes_the_lowest_of_equals(ops):
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("implementation", ["tuned", COMPILED])
 def test_tuned_equals_plain(monkeypatch, implementation, sizes, kind):
-    monkeypatch.setattr(numpy_ops, "TILE", 4096)
+    monkeypatch.setattr(numpy_tiles, "TILE", 4096)
     monkeypatch.setattr(numpy_ops, "PRODUCT_TILE", 1)  # 64 rows of a weight gradient at a time
     expected = call_every_op(plain(), sizes, kind)
     for name, value in call_every_op(implementation_of(implementation), sizes, kind).items():

@@ -88,7 +88,7 @@ def test_wrong_shapes_are_refused_with_both_numbers(ops):
     x = ops.zeros((2, 3, 5))
     with pytest.raises(AssertionError, match=r"\(2, 3, 5\), \(4, 7\)"):
         ops.matmul(x, ops.zeros((4, 7)))
-    with pytest.raises(AssertionError, match=r"\(5, 6\).*\(2, 3, 7\)"):
+    with pytest.raises(AssertionError, match=r"\(2, 3, 7\), \(5, 6\)"):
         ops.matmul_tn_add(x, ops.zeros((2, 3, 7)), ops.zeros((5, 6)))
     with pytest.raises(AssertionError, match=r"\(4, 7\), \(2, 3, 5\)"):
         x.reshape(4, 7)

@@ -1,9 +1,11 @@
 """Every array function of the layers written plainly, for NumPy and CuPy alike.
 
-This is the readable version: the oracle of the tests and what runs on CuPy. `name_forward`
-computes, `name_backward_input` gives the gradient of the input, `name_backward_weight` ADDS the
-gradient of a parameter to the array it is given. Products have BLAS's letters: `n` an operand as it
-is, `t` its transpose. Results are new C-contiguous arrays or say so.
+These formulas are what runs: CuPy takes the arrays whole, NumPy a tile of rows at a time
+(`numpy_tiles`). A formula may work in place on its own temporaries; it changes no argument unless
+it says so. `name_forward` computes, `name_backward_input` gives the gradient of the input,
+`name_backward_weight` ADDS the gradient of a parameter to the array it is given. Products have
+BLAS's letters: `n` an operand as it is, `t` its transpose. Results are new C-contiguous arrays or
+say so.
 B batch, T tokens, D model width, H heads, d = D/H, V vocabulary (here the columns of one shard),
 N tokens of a microbatch (B*T), K and M the inner and outer width of a product.
 """
@@ -14,15 +16,14 @@ import numpy as np
 
 from mpipar.ops.array_attention import ArrayAttention
 from mpipar.ops.image_ops import ImageOps
+from mpipar.ops.loss_ops import LossOps
 
 # GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); arXiv 1606.08415.
 GELU_A = math.sqrt(2.0 / math.pi)
 GELU_B = 0.044715 * GELU_A
-# Stands for the maximum over no columns. Finite: (it - true maximum) is never inf - inf = NaN.
-EMPTY_MAX = -1e30
 
 
-class ArrayOps(ArrayAttention, ImageOps):
+class ArrayOps(ArrayAttention, LossOps, ImageOps):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
     takes_16_bits = ()  # functions that compute on 16-bit operands as they are, summing in float32
@@ -53,6 +54,14 @@ class ArrayOps(ArrayAttention, ImageOps):
         """Return x as a NumPy array (on the CPU: x itself)."""
         return x
 
+    def pinned(self, shape, dtype):
+        """Return an uninitialised host array from which copies to the device run fastest."""
+        return np.empty(shape, dtype)
+
+    def to_pinned(self, x):
+        """Return x in such a host array (on the CPU: x itself)."""
+        return self.to_host(x)
+
     def synchronize(self):
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
@@ -76,6 +85,10 @@ class ArrayOps(ArrayAttention, ImageOps):
         x += y
         return x
 
+    def add_parts(self, parts):
+        """Return the sum of parts (P, ...) over its first dimension."""
+        return parts.sum(axis=0)
+
     def sum(self, x):
         """Return the sum of x as a host float, accumulated in float64."""
         return float(x.sum(dtype=np.float64))
@@ -83,6 +96,23 @@ class ArrayOps(ArrayAttention, ImageOps):
     def square_sum(self, x):
         """Return the sum of squares of x as a host float, accumulated in float64."""
         return float(self.xp.square(x.astype(np.float64)).sum())
+
+    # Sums along one dimension, of which the functions below are made.
+
+    def _row_sums(self, x):
+        """Return the sum of each row of x (..., D)."""
+        return x.sum(axis=-1)
+
+    def _row_dots(self, x, y):
+        """Return the sum of each row of x y, both (..., D)."""
+        return (x * y).sum(axis=-1)
+
+    def _column_sums(self, x, factors=None):
+        """Return the sum (D,) over the rows of x (..., D), each times its factor (...)."""
+        rows = as_rows(x)
+        if factors is not None:
+            rows = rows * factors.reshape(-1, 1)
+        return rows.sum(axis=0)
 
     # Products. Of y = x w, dx = dy w^T is `matmul_nt` and dw += x^T dy is `matmul_tn_add`.
 
@@ -108,21 +138,33 @@ class ArrayOps(ArrayAttention, ImageOps):
     def bias_backward_weight(self, dy, db):
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
-        db += as_rows(dy).sum(axis=0)
+        db += self._column_sums(dy)
 
     # GELU. x * x * x, never x**3: a power is computed through logarithms, 70 times slower.
 
     def gelu_forward(self, x):
-        """Return the tanh form of GELU of x."""
-        a, b, half, one = map(self.scalar, (GELU_A, GELU_B, 0.5, 1.0))
-        return half * x * (one + self.xp.tanh(x * (a + b * x * x)))
+        """Return the tanh form of GELU of x: 0.5 x (1 + tanh(x (A + B x^2)))."""
+        y = self.xp.tanh(x * (GELU_A + GELU_B * x * x))
+        y += 1.0
+        y *= x
+        y *= 0.5
+        return y
 
     def gelu_backward_input(self, dy, x):
-        """Return dx = dy GELU'(x), where t = tanh(u): 0.5 (1 + t) + 0.5 x (1 - t^2) u'."""
-        a, b, half, one, three = map(self.scalar, (GELU_A, GELU_B, 0.5, 1.0, 3.0))
+        """Return dx = dy GELU'(x): with t = tanh(u), that is 0.5 (1 + t) (1 + (1 - t) x u')."""
         square = x * x
-        t = self.xp.tanh(x * (a + b * square))
-        return dy * half * ((one + t) + x * (one - t * t) * (a + three * b * square))
+        t = self.xp.tanh(x * (GELU_A + GELU_B * square))
+        slope = square  # x u', over what is no longer needed
+        slope *= 3.0 * GELU_B
+        slope += GELU_A
+        slope *= x
+        slope *= 1.0 - t
+        slope += 1.0
+        t += 1.0
+        t *= slope
+        t *= 0.5
+        t *= dy
+        return t
 
     def bias_gelu_forward(self, x, b):
         """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
@@ -135,35 +177,42 @@ class ArrayOps(ArrayAttention, ImageOps):
 
         Zhang and Sennrich 2019, arXiv 1910.07467.
         """
-        square = (x * x).mean(axis=-1)
+        square = self._row_dots(x, x) / self.scalar(x.shape[-1])
         rstd = self.scalar(1.0) / self.xp.sqrt(square + self.scalar(eps))
-        return x * rstd[..., None] * w, rstd
+        y = x * rstd[..., None]
+        y *= w
+        return y, rstd
 
     def rmsnorm_backward_input(self, dy, x, w, rstd):
         """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
         g, xhat = dy * w, x * rstd[..., None]
-        slope = (g * xhat).mean(axis=-1, keepdims=True)
-        return (g - xhat * slope) * rstd[..., None]
+        slope = self._row_dots(g, xhat) / self.scalar(x.shape[-1])
+        xhat *= slope[..., None]
+        g -= xhat
+        g *= rstd[..., None]
+        return g
 
     def rmsnorm_backward_weight(self, dy, x, rstd, dw):
         """Add the sum of dy xhat to dw (D,)."""
-        dw += as_rows(dy * (x * rstd[..., None])).sum(axis=0)
+        dw += self._column_sums(dy * x, rstd)
 
     def layernorm_forward(self, x, w, b, eps):
         """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
-        mean = x.mean(axis=-1)
-        y, rstd = self.rmsnorm_forward(x - mean[..., None], w, eps)
-        return y + b, mean, rstd
+        mean = self._row_sums(x) / self.scalar(x.shape[-1])
+        y, rstd = ArrayOps.rmsnorm_forward(self, x - mean[..., None], w, eps)
+        y += b
+        return y, mean, rstd
 
     def layernorm_backward_input(self, dy, x, w, mean, rstd):
         """Return dx = c - mean(c), where c is the gradient of x - mean."""
-        centered = self.rmsnorm_backward_input(dy, x - mean[..., None], w, rstd)
-        return centered - centered.mean(axis=-1, keepdims=True)
+        c = ArrayOps.rmsnorm_backward_input(self, dy, x - mean[..., None], w, rstd)
+        c -= (self._row_sums(c) / self.scalar(x.shape[-1]))[..., None]
+        return c
 
     def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
         """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-        self.rmsnorm_backward_weight(dy, x - mean[..., None], rstd, dw)
-        self.bias_backward_weight(dy, db)
+        ArrayOps.rmsnorm_backward_weight(self, dy, x - mean[..., None], rstd, dw)
+        db += self._column_sums(dy)
 
     # Embeddings. A table shard holds the rows of the ids [start, start + rows).
 
@@ -193,62 +242,6 @@ class ArrayOps(ArrayAttention, ImageOps):
         """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
         self.xp.add.at(dtable, positions, dy.sum(axis=0))
 
-    # Loss over a vocabulary shard: columns j with start + j >= num_valid are padding, worth -inf.
-
-    def cross_entropy_forward(self, logits, targets, start, num_valid):
-        """Return stats (N, 3): maximum, sum of exp(logit - maximum), logit of the target or 0.
-
-        logits (N, V), targets (N,) global ids below num_valid. A shard that is all padding gives
-        (EMPTY_MAX, 0, 0).
-        """
-        valid = logits[:, : valid_columns(logits, start, num_valid)]
-        stats = self.xp.zeros((logits.shape[0], 3), self.dtype)
-        stats[:, 0] = self.scalar(EMPTY_MAX)
-        if valid.shape[1]:
-            self._max_and_sum(valid, stats)
-            column, inside = self._local_rows(targets, start, valid.shape[1])
-            picked = valid[self.xp.arange(len(targets)), column]
-            stats[:, 2] = self.xp.where(inside, picked, self.scalar(0.0))
-        return stats
-
-    def _max_and_sum(self, valid, stats):
-        """Write the maximum of each row of valid and the sum of exp(it - maximum) to stats."""
-        stats[:, 0] = valid.max(axis=1)
-        stats[:, 1] = self.xp.exp(valid - stats[:, :1]).sum(axis=1)
-
-    def cross_entropy_combine(self, stats):
-        """Return (loss (N,), lse (N,)) from the stats of all shards (shards, N, 3)."""
-        top = stats[..., 0].max(axis=0)
-        total = (stats[..., 1] * self.xp.exp(stats[..., 0] - top)).sum(axis=0)
-        lse = top + self.xp.log(total)
-        return lse - stats[..., 2].sum(axis=0), lse
-
-    def cross_entropy_backward_input(self, logits, targets, lse, start, num_valid, scale):
-        """Write (softmax - onehot) * scale over logits (padding: 0) and return that array."""
-        columns = valid_columns(logits, start, num_valid)
-        valid = logits[:, :columns]
-        logits[:, columns:] = self.scalar(0.0)
-        self._scaled_softmax(valid, lse, scale)
-        column, inside = self._local_rows(targets, start, columns)
-        rows = self.xp.nonzero(inside)[0]
-        valid[rows, column[rows]] -= self.scalar(scale)  # one target a row: no index occurs twice
-        return logits
-
-    def _scaled_softmax(self, valid, lse, scale):
-        """Write softmax * scale over valid."""
-        valid[...] = self.xp.exp(valid - lse[:, None]) * self.scalar(scale)
-
-    def argmax_forward(self, logits, start, num_valid, noise=None):
-        """Return (N, 2) float64: the best of logits (+ noise) and its global id, the lowest."""
-        valid = logits[:, : valid_columns(logits, start, num_valid)]
-        best = self.xp.empty((logits.shape[0], 2), np.float64)
-        best[:, 0], best[:, 1] = -np.inf, start
-        if valid.shape[1]:
-            score = valid if noise is None else valid + noise[:, : valid.shape[1]]
-            best[:, 0] = score.max(axis=1)
-            best[:, 1] += score.argmax(axis=1)
-        return best
-
     # Updates of flat buffers in place.
 
     def sgd_step(self, data, grad, lr):
@@ -266,10 +259,16 @@ class ArrayOps(ArrayAttention, ImageOps):
         m *= cast(beta1)
         m += cast(1.0 - beta1) * grad
         v *= cast(beta2)
-        v += cast(1.0 - beta2) * (grad * grad)
+        square = grad * grad
+        square *= cast(1.0 - beta2)
+        v += square
+        root = self.xp.sqrt(v)
+        root *= cast((1.0 - beta2**step) ** -0.5)
+        root += cast(eps)
+        update = m / root
+        update *= cast(lr / (1.0 - beta1**step))
         data *= cast(1.0 - lr * weight_decay)
-        root = self.xp.sqrt(v) * cast((1.0 - beta2**step) ** -0.5) + cast(eps)
-        data -= cast(lr / (1.0 - beta1**step)) * m / root
+        data -= update
         if copy is not None:
             self.copy(copy, data)
 
@@ -277,8 +276,3 @@ class ArrayOps(ArrayAttention, ImageOps):
 def as_rows(x):
     """Return x (..., K) as a matrix (rows, K)."""
     return x.reshape(-1, x.shape[-1])
-
-
-def valid_columns(logits, start, num_valid):
-    """Return how many leading columns of a shard are no padding."""
-    return min(max(num_valid - start, 0), logits.shape[1])

@@ -7,12 +7,12 @@ kernels, which compute in float32. There are no such kernels for float64.
 
 import numpy as np
 
-from mpipar.ops.array_ops import valid_columns
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
 from mpipar.ops.cuda.fused import Fused
 from mpipar.ops.cuda.loader import Loader
 from mpipar.ops.cuda.tile_model import TileModelAttention
 from mpipar.ops.cupy_ops import CupyOps, cuda_tile
+from mpipar.ops.loss_ops import valid_columns
 
 # What takes operands of 16 bits as they are, beside products.
 FUSED_16_BITS = (

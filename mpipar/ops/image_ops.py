@@ -78,3 +78,30 @@ def _tile(x, width, row, column):
     """Return entry (row, column) of each whole tile of x (B, H, W, C), as a view."""
     rows, columns = (length // width * width for length in x.shape[1:3])
     return x[:, row:rows:width, column:columns:width]
+
+
+# What the table of functions cannot say: (sizes that follow from a window, shapes of scratch).
+
+
+def _unfold_sizes(sizes, given):
+    kernel, stride, padding = (given[name] for name in ("kernel", "stride", "padding"))
+    batch, height, width, channels = (sizes[letter] for letter in "BHWC")
+    more = {"P": out_length(height, kernel, stride, padding),
+            "Q": out_length(width, kernel, stride, padding), "K": kernel * kernel * channels}
+    padded = (batch, height + 2 * padding, width + 2 * padding, channels)
+    # Without padding the gradient is the scratch array itself.
+    return more, [padded] if padding or "dy" not in given else []
+
+
+def _maxpool_sizes(sizes, given):
+    batch, height, width, channels = (sizes[letter] for letter in "BHWC")
+    side = given["width"]
+    more = {"P": height // side, "Q": width // side}
+    tiles = (side * side, batch, *more.values(), channels)
+    return more, [] if "dy" in given else [tiles]
+
+
+IMAGE_SIZES = {
+    "unfold_forward": _unfold_sizes, "unfold_backward_input": _unfold_sizes,
+    "maxpool_forward": _maxpool_sizes, "maxpool_backward_input": _maxpool_sizes,
+}

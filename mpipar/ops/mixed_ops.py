@@ -10,30 +10,12 @@ norms and softmax, losses and the optimizer are float32 and never rounded.
 import ml_dtypes
 import numpy as np
 
+from mpipar.ops.functions import EXACT_IN_16_BITS, FUNCTIONS, MEMORY
+
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
-# Function: which of its results are activations. The others stay float32.
-ACTIVATIONS = {
-    "matmul": (0,), "matmul_nt": (0,), "gelu_forward": (0,),
-    "gelu_backward_input": (0,), "layernorm_forward": (0,), "layernorm_backward_input": (0,),
-    "rmsnorm_forward": (0,), "rmsnorm_backward_input": (0,),
-    "attention_forward": (0, 1), "attention_backward_input": (0, 1, 2), "position_forward": (0,),
-    "unfold_forward": (0,), "unfold_backward_input": (0,), "maxpool_forward": (0,),
-    "maxpool_backward_input": (0,), "meanpool_forward": (0,), "meanpool_backward_input": (0,),
-    # Added to float32 gradients, or float32 results.
-    "matmul_tn_add": (), "bias_backward_weight": (), "layernorm_backward_weight": (),
-    "rmsnorm_backward_weight": (),
-    "embedding_backward_weight": (), "position_backward_weight": (), "cross_entropy_forward": (),
-    "argmax_forward": (), "attention_block_forward": (), "attention_block_backward": (),
-    "attention_delta": (),
-}
-# These move values, add two numbers of one type (which rounds once as it is), or work on what is
-# float32 anyway.
-PASSED = (
-    "asarray", "to_host", "to_pinned", "pinned", "synchronize", "fill", "copy",
-    "scale", "accumulate", "bias_forward", "embedding_forward", "sum", "square_sum",
-    "cross_entropy_combine", "attention_merge", "sgd_step", "adamw_step",
-)
+# What the shapes count and what the kernels are told by: neither takes nor gives an array.
+FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "recorder")
 
 
 def quiet(function):
@@ -50,37 +32,56 @@ class MixedOps:
     def __init__(self, exact, dtype):
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
         self.dtype, self.statistics = DTYPES[dtype], exact.dtype
-        for name, results in ACTIVATIONS.items():
-            setattr(self, name, quiet(self._rounded(getattr(exact, name), results)))
-        for name in (*PASSED, *exact.takes_16_bits):
-            if hasattr(exact, name):  # what only some devices need is missing on the others
-                setattr(self, name, quiet(getattr(exact, name)))
+        direct = (*MEMORY, *EXACT_IN_16_BITS, *exact.takes_16_bits)
+        for name in (*MEMORY, *FUNCTIONS):
+            if name in direct:
+                self._use(name, getattr(exact, name))
+            else:
+                self._use(name, self._rounded(getattr(exact, name), FUNCTIONS[name]))
+
+    def _use(self, name, function):
+        """Take a function, unless this class has an own one."""
+        if not hasattr(MixedOps, name):
+            setattr(self, name, quiet(function))
 
     def __getattr__(self, name):
-        """What the shapes count: flops, live, peak."""
-        return getattr(self.exact, name)
+        if name in FACTS:
+            return getattr(self.exact, name)
+        raise AttributeError(f"{name}: the table of functions does not say what becomes of 16 bits")
 
-    def _rounded(self, function, results):
-        """The function on widened arguments, the results at these places rounded.
+    def _rounded(self, function, line):
+        """The function on widened arguments, its activations rounded: results and arguments.
 
         out: arrays to round all results to, of a function that takes some.
         """
 
         def call(*arguments, out=None, **named):
-            made = function(*map(self._wide, arguments), **named)
+            given = line.bind(arguments, named)
+            wide = {name: self._wide(x) for name, x in given.items()}
+            made = function(*[wide[name] for name in list(wide)[: len(arguments)]],
+                            **{name: wide[name] for name in named})
+            made = made if isinstance(made, tuple) else (made,)
             if out is not None:
                 for to, x in zip(out, made, strict=True):
                     self.copy(to, x)
                 return out
-            if not isinstance(made, tuple):
-                return made.astype(self.dtype) if results else made
-            return tuple(x.astype(self.dtype) if i in results else x for i, x in enumerate(made))
+            for part in line.takes:
+                if part.written and wide.get(part.name) is not given.get(part.name):
+                    self.copy(given[part.name], wide[part.name])
+            results = tuple(
+                given[part.name] if part.name in given else self._narrow(part, x)
+                for part, x in zip(line.gives, made, strict=False))
+            return results if len(results) > 1 else results[0] if results else None
 
         return call
 
     def _wide(self, x):
         """x in float32 where it is an array of 16 bits."""
         return x.astype(self.statistics) if getattr(x, "dtype", None) == self.dtype else x
+
+    def _narrow(self, part, x):
+        """Result x of the exact function, rounded if it is an activation."""
+        return x if part.kind else x.astype(self.dtype)
 
     def empty(self, shape, dtype=None, label="stash"):
         """Return an uninitialised array."""
@@ -90,18 +91,6 @@ class MixedOps:
         """Return an array of zeros."""
         return self.exact.zeros(shape, self.dtype if dtype is None else dtype, label)
 
-    @quiet
-    def add_parts(self, parts):
-        """Return the sum of parts (size, ...) over its first dimension, rounded once."""
-        return self._wide(parts).sum(axis=0).astype(self.dtype)
-
     def bias_gelu_forward(self, x, b):
         """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
         return self.gelu_forward(self.bias_forward(x, b))
-
-    @quiet
-    def cross_entropy_backward_input(self, logits, targets, lse, start, num_valid, scale):
-        """Write (softmax - onehot) * scale, made in float32, over logits and return that array."""
-        self.copy(logits, self.exact.cross_entropy_backward_input(
-            self._wide(logits), targets, lse, start, num_valid, scale))
-        return logits

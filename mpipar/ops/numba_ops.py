@@ -90,9 +90,10 @@ class NumbaOps(NumpyOps):
     def _softmax_backward_tile(self, probs, at, dprobs):
         self.kernels.softmax_backward(dprobs, probs, at.start)
 
-    def _max_and_sum(self, valid, stats):
-        np.max(valid, axis=1, out=stats[:, 0])
-        self.kernels.exp_sum(valid, stats[:, 0], stats[:, 1])
+    def _exp_sums(self, valid, top):
+        total = np.empty(len(valid), self.dtype)
+        self.kernels.exp_sum(valid, top, total)
+        return total
 
     def _scaled_softmax(self, valid, lse, scale):
         self.kernels.scaled_softmax(valid, lse, self.scalar(scale))

@@ -2,7 +2,7 @@
 
 The real engine and the real layers run on these, which makes the cost model the code itself. Every
 function allocates what the one of `NumpyOps` allocates; its tile buffers, bounded by a constant,
-are not counted. B T D H d V N as in `array_ops`.
+are not counted. Shapes and types of results are those that the table of `functions` says.
 """
 
 from collections import Counter
@@ -10,12 +10,13 @@ from collections import Counter
 import numpy as np
 
 from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.functions import FUNCTIONS, flops, shape_of
+from mpipar.ops.image_ops import IMAGE_SIZES
 from mpipar.ops.shape_array import Ledger, ShapeArray
 from mpipar.ops.shape_attention import ShapeAttention
-from mpipar.ops.shape_image_ops import ShapeImageOps
 
 
-class ShapeOps(ShapeAttention, ShapeImageOps):
+class ShapeOps(ShapeAttention):
     """The array functions on `ShapeArray`.
 
     flops: phase -> FLOPs of products (2 M K N each).
@@ -70,166 +71,54 @@ class ShapeOps(ShapeAttention, ShapeImageOps):
         """Return a NumPy array of zeros in the shape of x."""
         return np.zeros(x.shape, x.dtype)
 
+    def pinned(self, shape, dtype):
+        """Return an uninitialised host array."""
+        return np.empty(shape, dtype)
+
+    def to_pinned(self, x):
+        """Return a NumPy array of zeros in the shape of x."""
+        return self.to_host(x)
+
     def synchronize(self):
         """Do nothing."""
 
-    # Elementwise basics.
+    def _call(self, function, given):
+        """Return what a function of the table returns; count its FLOPs and bytes."""
+        sizes = function.sizes(given)
+        more, scratch = IMAGE_SIZES.get(function.name, _no_image)(sizes, given)
+        for letter, length in more.items():
+            assert sizes.setdefault(letter, length) == length, (function.text, letter, sizes, more)
+        if count := flops(function.name, sizes):
+            self._count(count)
+        held = [self.empty(shape) for shape in scratch]
+        real = [x.dtype for _, x in function.arrays(given) if x.dtype.kind not in "iu"]
+        results = tuple(self._result(part, sizes, given, real) for part in function.gives)
+        del held
+        return results if len(results) > 1 else results[0] if results else None
 
-    def fill(self, x, value):
-        """Do nothing: x keeps its shape."""
-
-    def copy(self, dst, src):
-        """Check that both have the same shape."""
-        assert dst.shape == src.shape, (dst.shape, src.shape)
-
-    def scale(self, x, factor):
-        """Return x itself."""
-        return x
-
-    def accumulate(self, x, y):
-        """Check the shapes and return x itself."""
-        assert x.shape == y.shape, (x.shape, y.shape)
-        return x
-
-    def sum(self, x):
-        """Return 0.0."""
-        return 0.0
-
-    def square_sum(self, x):
-        """Return 0.0."""
-        return 0.0
-
-    # Products.
-
-    def matmul(self, x, w):
-        """(..., K) times (K, M) gives (..., M)."""
-        assert x.shape[-1] == w.shape[0], (x.shape, w.shape)
-        self._count(2 * x.size * w.shape[1])
-        return self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
-
-    def matmul_nt(self, x, w):
-        """(..., M) and (K, M) give (..., K)."""
-        assert x.shape[-1] == w.shape[1], (x.shape, w.shape)
-        self._count(2 * x.size * w.shape[0])
-        return self.empty((*x.shape[:-1], w.shape[0]), x.dtype)
-
-    def matmul_tn_add(self, x, y, out):
-        """(..., K) and (..., M) are added to (K, M)."""
-        assert x.shape[:-1] == y.shape[:-1], (x.shape, y.shape)
-        assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
-        self._count(2 * x.size * y.shape[-1])
-
-    def bias_forward(self, y, b):
-        """Return y itself."""
-        assert y.shape[-1:] == b.shape, (y.shape, b.shape)
-        return y
-
-    def bias_backward_weight(self, dy, db):
-        """Check the shapes."""
-        assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
-
-    # GELU and norms.
-
-    def gelu_forward(self, x):
-        """Return a new array shaped like x."""
-        return self.empty(x.shape, x.dtype)
-
-    def bias_gelu_forward(self, x, b):
-        """Return a new array shaped like x."""
-        return self.gelu_forward(self.bias_forward(x, b))
-
-    def gelu_backward_input(self, dy, x):
-        """Return a new array shaped like x."""
-        assert dy.shape == x.shape, (dy.shape, x.shape)
-        return self.empty(x.shape, x.dtype)
-
-    def rmsnorm_forward(self, x, w, eps):
-        """Return (y, rstd)."""
-        assert x.shape[-1:] == w.shape, (x.shape, w.shape)
-        return self.empty(x.shape, x.dtype), self.empty(x.shape[:-1])
-
-    def rmsnorm_backward_input(self, dy, x, w, rstd):
-        """Return dx."""
-        _check_norm(dy, x, rstd)
-        assert x.shape[-1:] == w.shape, (x.shape, w.shape)
-        return self.empty(x.shape, x.dtype)
-
-    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
-        """Check the shapes."""
-        _check_norm(dy, x, rstd)
-        assert x.shape[-1:] == dw.shape, (x.shape, dw.shape)
-
-    def layernorm_forward(self, x, w, b, eps):
-        """Return (y, mean, rstd)."""
-        assert x.shape[-1:] == w.shape == b.shape, (x.shape, w.shape, b.shape)
-        return self.empty(x.shape, x.dtype), self.empty(x.shape[:-1]), self.empty(x.shape[:-1])
-
-    def layernorm_backward_input(self, dy, x, w, mean, rstd):
-        """Return dx."""
-        _check_norm(dy, x, mean, rstd)
-        assert x.shape[-1:] == w.shape, (x.shape, w.shape)
-        return self.empty(x.shape, x.dtype)
-
-    def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
-        """Check the shapes."""
-        _check_norm(dy, x, mean, rstd)
-        assert x.shape[-1:] == dw.shape == db.shape, (x.shape, dw.shape, db.shape)
-
-    # Embeddings.
-
-    def embedding_forward(self, ids, table, start):
-        """Return (..., D)."""
-        return self.empty((*ids.shape, table.shape[1]), table.dtype)
-
-    def embedding_backward_weight(self, ids, dy, dtable, start):
-        """Check the shapes."""
-        assert dy.shape == (*ids.shape, dtable.shape[1]), (dy.shape, ids.shape, dtable.shape)
-
-    def position_forward(self, x, positions, table):
-        """Return a new array shaped like x (B, T, D)."""
-        assert x.shape[1:] == (*positions.shape, table.shape[1]), (x.shape, positions.shape)
-        return self.empty(x.shape)
-
-    def position_backward_weight(self, positions, dy, dtable):
-        """Check the shapes."""
-        assert dy.shape[1:] == (*positions.shape, dtable.shape[1]), (dy.shape, positions.shape)
-
-    # Loss over a vocabulary shard.
-
-    def cross_entropy_forward(self, logits, targets, start, num_valid):
-        """Return stats (N, 3)."""
-        assert logits.shape[:1] == targets.shape, (logits.shape, targets.shape)
-        return self.empty((logits.shape[0], 3))
-
-    def cross_entropy_combine(self, stats):
-        """Return (loss (N,), lse (N,))."""
-        assert stats.shape[2:] == (3,), stats.shape
-        return self.empty(stats.shape[1:2]), self.empty(stats.shape[1:2])
-
-    def cross_entropy_backward_input(self, logits, targets, lse, start, num_valid, scale):
-        """Return logits itself."""
-        assert logits.shape[:1] == targets.shape == lse.shape, (logits.shape, targets.shape)
-        return logits
-
-    def argmax_forward(self, logits, start, num_valid, noise=None):
-        """Return (N, 2) float64."""
-        assert noise is None or noise.shape == logits.shape, (noise.shape, logits.shape)
-        return self.empty((logits.shape[0], 2), np.float64)
-
-    # Updates of flat buffers.
-
-    def sgd_step(self, data, grad, lr):
-        """Check the shapes."""
-        assert data.shape == grad.shape, (data.shape, grad.shape)
-
-    def adamw_step(
-        self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
-    ):
-        """Check the shapes."""
-        shapes = [x.shape for x in (data, grad, m, v, copy) if x is not None]
-        assert len(set(shapes)) == 1, shapes
+    def _result(self, part, sizes, given, real):
+        """Return one result; real: types of the arguments that are real numbers."""
+        if part.kind == "host":
+            return 0.0
+        if part.name in given:
+            return given[part.name]
+        dtype = {"": real[0], "sum": self.statistics}.get(part.kind, part.kind)
+        return self.empty(shape_of(part.dims, sizes), dtype)
 
 
-def _check_norm(dy, x, *statistics):
-    assert dy.shape == x.shape, (dy.shape, x.shape)
-    assert {one.shape for one in statistics} == {x.shape[:-1]}, (statistics, x.shape)
+def _no_image(sizes, given):
+    """Return (no more sizes, no scratch arrays)."""
+    return {}, ()
+
+
+def _counted(function):
+    """Return the method that counts a function of the table."""
+    def method(self, *arguments, **named):
+        return self._call(function, function.bind(arguments, named))
+
+    return method
+
+
+for _name, _function in FUNCTIONS.items():
+    if not hasattr(ShapeOps, _name):  # attention has more to say than a line
+        setattr(ShapeOps, _name, _counted(_function))

@@ -7,9 +7,8 @@ only passes calls on.
 from sys import _getframe
 from time import perf_counter_ns
 
-# What makes or moves arrays belongs to no layer.
-PLUMBING = ("empty", "zeros", "asarray", "to_host", "to_pinned", "pinned", "synchronize",
-            "scalar")
+from mpipar.ops.functions import FUNCTIONS
+
 PARTITION = "mpipar.partition"
 
 
@@ -35,10 +34,8 @@ class TimedOps:
     def __init__(self, ops, recorder):
         self.active = False
         self._ops = ops
-        for name in dir(ops):
-            function = getattr(ops, name)
-            if callable(function) and not name.startswith("_") and name not in PLUMBING:
-                setattr(self, name, self._timed(name, function, recorder))
+        for name in FUNCTIONS:
+            setattr(self, name, self._timed(name, getattr(ops, name), recorder))
 
     def __getattr__(self, name):
         return getattr(self._ops, name)

@@ -1,0 +1,61 @@
+"""Every implementation has the functions of the table and no others."""
+
+import sys
+
+import fake_cupy
+import pytest
+from ops_cases import plain
+
+from mpipar.comm.record import Recorder
+from mpipar.ops import make
+from mpipar.ops.cuda.fused import Fused
+from mpipar.ops.functions import FUNCTIONS, MEMORY, ROWS
+from mpipar.ops.timed_ops import TimedOps
+
+IMPLEMENTATIONS = {
+    "plain": lambda: plain("float32"),
+    "numpy": lambda: make("cpu", "float32"),
+    "numba": lambda: make("cpu", "float32", kernels="numba"),
+    "cupy": lambda: make("cuda", "float32", kernels="plain"),
+    "fused": lambda: make("cuda", "float32", kernels="fused"),
+    "mixed": lambda: make("cpu", "bfloat16"),
+    "mixed on cupy": lambda: make("cuda", "float16"),
+    "shapes": lambda: make("shapes", "float32"),
+    "mixed shapes": lambda: make("shapes", "bfloat16"),
+    "timed": lambda: TimedOps(make("cpu", "float32"), Recorder()),
+}
+# Beside array functions: a cast, what the shapes count.
+OTHERS = {"scalar", "reset_peak", "stacked_products"}
+# The kernels that stand behind functions of the fused implementation.
+KERNELS = {"column_sums", "causal_softmax_forward", "causal_softmax_backward",
+           "cross_entropy_stats", "cross_entropy_backward"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.numba) if name == "numba"
+                                  else name for name in IMPLEMENTATIONS])
+def test_every_implementation_has_the_same_functions(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    ops = IMPLEMENTATIONS[name]()
+    expected = {*FUNCTIONS, *MEMORY}
+    missing = [one for one in expected if not callable(getattr(ops, one, None))]
+    assert not missing
+    public = {one for one in dir(ops) if not one.startswith("_")
+              and callable(getattr(ops, one)) and not isinstance(getattr(ops, one), type)}
+    more = public - expected - OTHERS - (KERNELS if isinstance(ops, Fused) else set())
+    assert not more, "no line of the table"
+
+
+def test_a_line_says_what_it_reads_and_writes():
+    """What the driver relies on: a function of rows has rows, and makes all results or none."""
+    for name in ROWS:
+        function = FUNCTIONS[name]
+        assert any(part.by_row for part in function.takes), name
+        assert len(function.makes) in (0, len(function.gives)), name
+
+
+def test_arguments_that_do_not_fit_a_line_are_refused():
+    ops = make("cpu", "float32")
+    for call in (ops.gelu_forward, lambda: ops.gelu_forward(1, 2),
+                 lambda: ops.gelu_forward(y=1), lambda: ops.gelu_forward(1, x=1)):
+        with pytest.raises(TypeError, match=r"gelu_forward takes x\[\.\.\] -> y\[\.\.\]"):
+            call()
