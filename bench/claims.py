@@ -3,7 +3,7 @@
     python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
     python -m bench.claims convolution [--json FILE]      # barriers of one layer: convnet, decoder
-    mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how busy the workers are, measured
+    mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
 
 Barriers and memory come from the shapes-only run, which the tests hold equal to the records of real
@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import tempfile
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from bench import results, too_large
 from mpipar import ops as ops_module
-from mpipar.comm.facts import gather_facts
+from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.config import flags
@@ -26,12 +29,14 @@ from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import OF_EVERY_FAMILY, Config
-from mpipar.console.bubble import bubble_rows, span_facts
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens
 from mpipar.job.session import guard
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan.predict import predict
+from mpipar.trace import segments, trace_file
+from mpipar.trace.analysis import analyse
+from mpipar.trace.tracer import Tracer
 from mpipar.train.worker import Worker
 
 MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
@@ -152,42 +157,55 @@ HYBRIDS = [
 
 
 def hybrids(world) -> list[dict] | None:
-    """Measured steps of four workers: busy share, share of time in communication, tokens/s.
+    """Measured steps of four workers: how they spend their time, and tokens/s, from traced runs.
 
+    useful: compute spans less the communication inside them. waiting: blocked until the last rank
+    arrived. transfer: blocked from there to done. idle: the rest. Shares of all ranks' time.
     Comm: everything of a few training steps per layout; rows on world rank 0, None elsewhere.
     """
     rows = []
     tokens, _ = load_tokens((), 256)
     for layout, num_microbatches, schedule in HYBRIDS:
         config = configure(layout, num_microbatches, schedule)
-        ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
-        worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
-        worker.initialize()
-        data = Rows(ops, tokens, config, worker.grid)
-        seconds, inside = [], []
-        for step in range(1, STEPS + 1):
-            before = recorder.comm_ns()
-            result = worker.train_step(
-                step, lambda mb, data=data, step=step: data.train(step, mb))
-            seconds.append(result.step_seconds)
-            inside.append((recorder.comm_ns() - before) * 1e-9 / result.step_seconds)
-        worker.close()
-        facts = gather_facts(world, {
-            "spans": span_facts(recorder), "pp_rank": worker.grid.pp_rank,
-            "seconds": statistics.median(seconds[1:]), "inside": statistics.median(inside[1:])})
-        if facts is None:
-            continue
-        bubble = bubble_rows([fact["spans"] for fact in facts],
-                             [fact["pp_rank"] for fact in facts], worker.schedule)
-        step_s = max(fact["seconds"] for fact in facts)
-        rows.append({
-            "layout": named(layout), "schedule": schedule if "pp" in layout else "-",
-            "busy_share": statistics.mean(row[1] for row in bubble),
-            "busy_share_simulated": statistics.mean(row[3] for row in bubble),
-            "in_communication": statistics.mean(fact["inside"] for fact in facts),
-            "step_ms": step_s * 1e3, "tokens_per_s": worker.num_tokens / step_s,
-        })
+        config = replace(config, run=replace(config.run, trace=f"2:{STEPS}"))
+        with tempfile.TemporaryDirectory() as own:
+            folder = broadcast_text(world, own)
+            seconds = median_step(config, tokens, world, folder)
+            all_seconds = gather_facts(world, seconds)  # and every rank has written its file
+            if all_seconds is None:
+                continue
+            step_s = max(all_seconds)
+            rows.append({
+                "layout": named(layout), "schedule": schedule if "pp" in layout else "-",
+                **time_shares(analyse(trace_file.read(folder))), "step_ms": step_s * 1e3,
+                "tokens_per_s": config.train.batch_size * config.model.seq_len / step_s})
     return rows if world.rank == 0 else None
+
+
+def median_step(config, tokens, world, folder: str) -> float:
+    """Train STEPS steps with a trace in `folder`; median seconds of this rank's traced ones.
+
+    Comm: everything of those steps and of their trace.
+    """
+    ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
+    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
+    worker.initialize()
+    data, tracer = Rows(ops, tokens, config, worker.grid), Tracer(worker, world, Path(folder))
+    seconds = []
+    for step in range(1, STEPS + 1):
+        with tracer.step(step):
+            result = worker.train_step(step, lambda mb, step=step: data.train(step, mb))
+        seconds.append(result.step_seconds)
+    worker.close()
+    return statistics.median(seconds[1:])
+
+
+def time_shares(analysis) -> dict[str, float]:
+    """useful, waiting, transfer and idle of an analysed trace; they add to 1."""
+    sums = sum(map(segments.by_kind, analysis.segments), Counter())
+    shares = {"useful": sum(sums[kind] for kind in segments.COMPUTE), "waiting": sums["wait"],
+              "transfer": sums["transfer"], "idle": sums["other"]}
+    return {name: length / sums.total() for name, length in shares.items()}
 
 
 def main(argv, session) -> int:

@@ -4,10 +4,13 @@ traced run, and what the model has learned.
 
 from __future__ import annotations
 
+import os
+
 from mpipar.comm.facts import gather_facts
 from mpipar.console import tables as console
 from mpipar.console.bubble import bubble_rows, bubble_table, span_facts
 from mpipar.console.memory import process_peak
+from mpipar.console.shares import crowded, share_facts, share_table
 from mpipar.data import images, rows
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.source import BYTE_VOCABULARY
@@ -31,6 +34,7 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
         "ring_ns": worker.recorder.flight_ns("tp"),
         "measured": peak_bytes, "process": process_peak(),
         "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
+        "shares": share_facts(worker.recorder), "cores": len(os.sched_getaffinity(0)),
     }
     facts = gather_facts(world, fact)
     if facts:
@@ -39,12 +43,17 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
         log("\n" + console.overlap(facts))
         if console.ring_overlap(facts):
             log(console.ring_overlap(facts))
+        log("\nshares of a step:")
+        log(share_table([fact["shares"] for fact in facts], [fact["place"] for fact in facts]))
         if worker.grid.pp_size > 1:
             rows = bubble_rows([fact["spans"] for fact in facts],
                                [fact["pp_rank"] for fact in facts], worker.schedule)
             log(f"\nbusy share and bubble of {worker.schedule.name},"
                 " simulated from the measured passes:")
             log(bubble_table(rows))
+            note = crowded([fact["host"] for fact in facts], [fact["cores"] for fact in facts])
+            if note:
+                log(note)
         log("\nmemory per rank, peak of the first step:")
         log(console.measured_memory(facts))
 

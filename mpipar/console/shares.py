@@ -1,0 +1,72 @@
+"""What share of a step each rank computes, communicates, and does neither; without a trace.
+
+Useful: compute spans less the communication inside them, as a trace counts it too. In
+communication: blocked in a call of a group, whether inside a span or not. Rest: Python, posting
+messages, and waiting for a core where ranks share cores. A step lasts from the start of its
+pipeline span to the end of its optimizer span.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+
+from mpipar.console.tables import table
+
+COMPUTE = ("F", "B", "I", "W", "opt", "data")
+
+
+def share_facts(recorder) -> dict:
+    """Seconds of this rank, summed over the steps that are whole in the ring: useful,
+    communication, rest.
+    """
+    spans, starts, ends = defaultdict(list), {}, {}
+    for span in recorder.spans:
+        if span.kind in COMPUTE:
+            spans[span.step].append((span.start_ns, span.end_ns))
+        if span.kind == "pipeline":
+            starts[span.step] = span.start_ns
+        if span.kind == "opt":
+            ends[span.step] = span.end_ns
+    whole = starts.keys() & ends.keys()
+    if len(whole) > 1:
+        whole.discard(min(whole))  # the oldest may have lost its first spans
+    sums: Counter = Counter()
+    for step in whole:
+        sums["rest"] += ends[step] - starts[step]
+        sums["useful"] += sum(end - start for start, end in spans[step])
+        spans[step].sort()
+    for record in recorder.records:
+        if record.step in whole and record.waited_ns and record.done_ns > record.waited_ns:
+            if not starts[record.step] <= record.waited_ns <= ends[record.step]:
+                continue  # what follows a step: metrics, saving
+            blocked = record.done_ns - record.waited_ns
+            sums["communication"] += blocked
+            own = spans[record.step]
+            place = bisect_right(own, (record.waited_ns, ends[record.step])) - 1
+            if place >= 0 and record.waited_ns < own[place][1]:
+                sums["useful"] -= blocked
+    sums["rest"] -= sums["useful"] + sums["communication"]
+    return {name: sums[name] * 1e-9 for name in ("useful", "communication", "rest")}
+
+
+def share_table(facts: list[dict], places: list[str]) -> str:
+    """The shares of each rank; they add to 1. facts: `share_facts` of every rank."""
+    rows = [("rank", "place", "useful", "in communication", "rest")]
+    for world_rank, (fact, place) in enumerate(zip(facts, places, strict=True)):
+        total = sum(fact.values())
+        rows.append((world_rank, place, *(f"{value / total:.1%}" for value in fact.values())))
+    return table(rows, left=2)
+
+
+def crowded(hosts: list[str], cores: list[int]) -> str | None:
+    """What to say where a host has more ranks than cores; hosts and cores of every rank."""
+    ranks = Counter(hosts)
+    found = {host: (ranks[host], have) for host, have in zip(hosts, cores, strict=True)
+             if ranks[host] > have}
+    if not found:
+        return None
+    told = ", ".join(f"{count} ranks share {have} core{'s' * (have > 1)} of {host}"
+                     for host, (count, have) in found.items())
+    return (f"{told}: a rank also waits for a core,\nso passes last longer and measured shares"
+            " differ from simulated ones")
