@@ -70,7 +70,7 @@ def assert_closed_forms(config):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
         records = prediction.recorder.records
         expected = formulas.expected(
-            config, schedule, split, grid, prediction.peak_bytes.get("gradients", 0))
+            config, schedule, split, grid, prediction.num_params)
         axes = {one.axis for one in records}
         assert expected.keys() == axes - {"tie", "mirror"}
         for axis, (text, calls, sent_text, sent) in expected.items():

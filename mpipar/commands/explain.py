@@ -120,7 +120,7 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
     """Counted and expected calls and bytes sent, by axis, and over tp for one block."""
     records = prediction.recorder.records
     expected = formulas.expected(
-        config, schedule, split, grid, prediction.peak_bytes.get("gradients", 0))
+        config, schedule, split, grid, prediction.num_params)
     groups = {axis: [one for one in records if one.axis == axis]
               for axis in formulas.counted(records)}
     if block := formulas.one_block(records):

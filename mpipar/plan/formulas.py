@@ -39,8 +39,8 @@ class Expected(NamedTuple):
     sent: float | None = None
 
 
-def expected(config, schedule, stage_layers, grid, gradient_bytes: int) -> dict[str, Expected]:
-    """{axis: Expected} of one rank. gradient_bytes: of all its gradients.
+def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str, Expected]:
+    """{axis: Expected} of one rank. num_params: its parameters, without the buffers' padding.
 
     L here is the number of blocks on this rank, m of microbatches. A schedule whose ranks hold a
     second stage for the other direction sends half of the microbatches each way.
@@ -59,6 +59,7 @@ def expected(config, schedule, stage_layers, grid, gradient_bytes: int) -> dict[
         found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
                                f"{m[1]} * {hops} * {text}", m[0] * hops * size)
     if grid.dp_size > 1:  # how often: by buckets, and by what is summed over further groups
+        gradient_bytes = num_params * _itemsizes(config)[1]
         found["dp"] = Expected(sent_formula="2(q-1)/q * gradients",
                                sent=2 * (grid.dp_size - 1) / grid.dp_size * gradient_bytes)
     if grid.world_size > 1:
