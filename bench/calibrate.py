@@ -25,7 +25,7 @@ from bench.curves import (
     REDUCTION,
     contention,
     curves,
-    describe,
+    describe_machine,
     duplex,
     fittable,
     overhead,
@@ -158,7 +158,7 @@ def main(argv, session) -> int:
             (*curves(rows), *reduction), duplex(rows), contention(rows), overhead(rows), products,
             tuple(units), provenance(heads, args.files or [args.json] * bool(args.json)))
         machine_file.save(machine, args.out)
-        print(describe(machine))
+        print(describe_machine(machine))
     return EXIT_OK
 
 

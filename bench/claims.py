@@ -59,7 +59,7 @@ def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", *
     return resolve(config, axes["dp"] * axes["pp"] * axes["tp"])[0]
 
 
-def named(layout: dict) -> str:
+def layout_name(layout: dict) -> str:
     """The layout as text."""
     return " x ".join(f"{axis} {size}" for axis, size in layout.items())
 
@@ -91,7 +91,7 @@ def barriers() -> list[dict]:
             }
             busiest = {key: max(busiest[key], own[key]) for key in busiest}
         rows.append({
-            "layout": named(layout) + variant,
+            "layout": layout_name(layout) + variant,
             "collectives_per_step": busiest["collectives"],
             "messages_sent_per_step": busiest["messages"],
             "payload_MiB": busiest["payload"] / 2**20, "sent_MiB": busiest["sent"] / 2**20,
@@ -107,7 +107,7 @@ def memory() -> list[dict]:
         world_size = config.grid.dp * config.grid.pp * config.grid.tp
         fullest = max((predict(config, rank) for rank in range(world_size)),
                       key=lambda prediction: prediction.peak_total)
-        rows.append({"layout": named(layout) + variant} | {
+        rows.append({"layout": layout_name(layout) + variant} | {
             f"{label}_MiB": fullest.peak_bytes.get(label, 0) / 2**20 for label in MEMORY_LABELS
         } | {"peak_MiB": fullest.peak_total / 2**20})
     return rows
@@ -176,7 +176,7 @@ def hybrids(world) -> list[dict] | None:
                 continue
             step_s = max(all_seconds)
             rows.append({
-                "layout": named(layout), "schedule": schedule if "pp" in layout else "-",
+                "layout": layout_name(layout), "schedule": schedule if "pp" in layout else "-",
                 **time_shares(analyse(trace_file.read(folder))), "step_ms": step_s * 1e3,
                 "tokens_per_s": config.train.batch_size * config.model.seq_len / step_s})
     return rows if world.rank == 0 else None
@@ -225,7 +225,7 @@ def main(argv, session) -> int:
         rows = {"barriers": barriers, "memory": memory, "convolution": convolution}[args.table]()
     if rows is None:
         return 0
-    print(results.table(rows))
+    print(results.markdown_table(rows))
     if args.json:
         facts = too_large.MODEL if args.table == "limit" else {
             "rows_per_step": 16, "microbatches": 8, **MODEL}

@@ -49,7 +49,7 @@ def by_operation(rows) -> dict[tuple, list[float]]:
             for key, launches in found.items()}
 
 
-def compare(a_rows, b_rows) -> list[Comparison]:
+def compare_rows(a_rows, b_rows) -> list[Comparison]:
     """Every operation that both have, in A's order."""
     a, b = by_operation(a_rows), by_operation(b_rows)
     keys = [key for key in a if key in b]
@@ -96,7 +96,7 @@ def main(argv, session) -> int:
     parser.add_argument("a", metavar="A", help="of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
     args = parser.parse_args(argv)
-    found = compare(*(records.rows_of([one], tell=True) for one in (args.a, args.b)))
+    found = compare_rows(*(records.rows_of([one], tell=True) for one in (args.a, args.b)))
     if not found:
         raise DataError(f"{args.a} and {args.b} have no operation in common: run the same cases, "
                         "sizes and ranks with the same --buffers and --sync for both")

@@ -108,7 +108,7 @@ def step_seconds(world, ops, config) -> float:
     The batch is made beforehand. Comm: the steps', and a barrier before and behind each.
     """
     worker = started(world, ops, config)
-    batch, rounds = data.of(config.model).blank_batch(ops, config), []
+    batch, rounds = data.data_of(config.model).blank_batch(ops, config), []
     for number in range(ROUNDS):
         seconds = []
         for step in range(STEPS + 1):

@@ -104,7 +104,7 @@ def rate(us_per_byte: float) -> str:
     return f"{1e-3 / us_per_byte:.2f}" if us_per_byte else "-"
 
 
-def describe(machine: Machine) -> str:
+def describe_machine(machine: Machine) -> str:
     """The fitted pieces as a table, and the other numbers."""
     rows = [("operation", "link", "ranks", "from_bytes", "to_bytes", "latency_us", "95 %", "GB/s",
              "95 %", "held out")]

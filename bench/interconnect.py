@@ -133,7 +133,7 @@ def chosen_sizes(args) -> tuple[int, ...]:
 def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section]:
     """What to measure; host_size: ranks of a host. Raises UsageError with all problems."""
     inner = plans.Inner(args.inner, host_size)
-    found = plans.problems(args.cases, args.layout, world_size)
+    found = plans.case_problems(args.cases, args.layout, world_size)
     if args.overlap is not None:
         found += plans.overlap_problems(args.cases, args.layout, args.overlap)
     if not args.cases:
@@ -274,11 +274,11 @@ def main(argv, session) -> int:
         rows = sweep(bench, sections, args.launch, writer, bounds)
         code = EXIT_INTERRUPTED if bench.stopped else EXIT_OK
         if world.rank == 0:
-            code = report(args, bench, rows, writer, code)
+            code = print_outcome(args, bench, rows, writer, code)
     return int(broadcast_text(world, str(code)))
 
 
-def report(args, bench, rows, writer, code: int) -> int:
+def print_outcome(args, bench, rows, writer, code: int) -> int:
     """The end on world rank 0; returns the exit code."""
     conclude(rows)
     problems = [f"refused: {text}" for text in bench.refused]

@@ -56,7 +56,7 @@ def main(argv=None) -> int:
     found = rows()
     if args.json:
         results.write(args.json, "bench.kernels", found, nvrtc=nvrtc.Nvrtc().version())
-    print(results.table(found))
+    print(results.markdown_table(found))
     return 0
 
 

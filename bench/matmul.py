@@ -55,7 +55,7 @@ def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
     return held, worst
 
 
-def measure(case, sizes, dtype, repeats, world, full) -> dict:
+def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
     """This rank's figures of one cut. Comm: the cut's, and a barrier before each repetition."""
     ops, recorder = ops_module.make("cpu", dtype), Recorder(1 << 16)
     comms, comm = connect(*case, world.rank, ops, recorder, mpi_world=world)
@@ -140,7 +140,7 @@ def main(argv, session) -> int:
                          if args.json and world.rank == 0 else [])
     full = whole(sizes, args.dtype)
     for case in cases(world.size):
-        fact = measure(case, sizes, args.dtype, args.repeats, world, full)
+        fact = measure_product(case, sizes, args.dtype, args.repeats, world, full)
         facts = gather_facts(world, fact)
         wrong = np.array([len(fact["wrong"])])
         world.Allreduce(wrong.copy(), wrong)
@@ -153,7 +153,7 @@ def main(argv, session) -> int:
             rows.append(row(case, world.size, facts))
     if world.rank == 0:
         rows.sort(key=lambda one: one["ranks"])
-        print(results.table(rows))
+        print(results.markdown_table(rows))
         if args.json:
             results.write(args.json, "bench.matmul", rows, **sizes._asdict(), dtype=args.dtype)
     return 0

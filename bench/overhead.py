@@ -43,7 +43,7 @@ def overheads(rows) -> list[dict]:
     return lines
 
 
-def problems(lines) -> list[str]:
+def latency_problems(lines) -> list[str]:
     """Latencies at which mpipar.comm costs more than is allowed."""
     found = []
     for line in lines:
@@ -66,12 +66,12 @@ def main(argv, session) -> int:
     lines = overheads(records.rows_of([args.file], tell=True))
     if not lines:
         raise DataError(f"{args.file}: nothing that was done through mpipar.comm and by mpi4py")
-    print(results.table(lines))
+    print(results.markdown_table(lines))
     if args.write:
         head = runs[0].head
         results.write(str(results.ROOT / RESULT), "bench.overhead", lines,
                       **{name: head[name] for name in ("library", "buffers", "dtype")})
-    found = problems(lines)
+    found = latency_problems(lines)
     for text in found:
         print(text, file=sys.stderr)
     return EXIT_CHECK_FAILED if found else EXIT_OK

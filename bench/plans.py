@@ -115,7 +115,7 @@ def read_pair(text: str, world_size: int) -> tuple[int, int]:
     return tuple(map(int, pair))
 
 
-def problems(cases, layout: str | None, world_size: int) -> list[str]:
+def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
     """What is wrong with the choice of cases."""
     found = [f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
              for case in cases if case not in CASES]

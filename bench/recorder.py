@@ -178,7 +178,7 @@ def main(argv, session) -> int:
     if world.rank > 0:
         return 0
     rows = [dict(zip(COLUMNS, (name, *numbers), strict=True)) for name, numbers in costs.items()]
-    print(f"per record; limit {CALL_LIMIT_NS} ns\n{results.table(rows)}")
+    print(f"per record; limit {CALL_LIMIT_NS} ns\n{results.markdown_table(rows)}")
     worst = max(cost for name, (_, _, cost, _) in costs.items() if name != "span")
     shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
     busiest = max(range(world.size), key=shares.__getitem__)

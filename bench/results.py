@@ -90,7 +90,7 @@ def text(value) -> str:
     return str(value)
 
 
-def table(rows: list[dict]) -> str:
+def markdown_table(rows: list[dict]) -> str:
     """Rows as a Markdown table."""
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
@@ -102,7 +102,7 @@ def markdown(result: dict) -> str:
     """The rows as a table, and a line that says where they were measured."""
     assert result["schema"] == SCHEMA, f"schema {result['schema']}, this reads {SCHEMA}"
     facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-    return f"{table(result['rows'])}\n\n`{result['bench']}`: {facts}"
+    return f"{markdown_table(result['rows'])}\n\n`{result['bench']}`: {facts}"
 
 
 def pages() -> list[Path]:

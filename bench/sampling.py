@@ -118,7 +118,7 @@ def told(team, orders) -> list[int]:
     return values.tolist()
 
 
-def measure(team, cases: dict, plan: Plan, progress, stopping,
+def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
             ahead_ns: int = 0) -> dict[str, Outcome]:
     """{way: Outcome} of this rank. stopping(): whether somebody asked this rank to end.
 

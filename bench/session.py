@@ -15,7 +15,7 @@ import numpy as np
 from bench import overlap, results
 from bench.buffers import Arena, cache_bytes
 from bench.groups import link_of, make_group, place_fact
-from bench.sampling import ELSEWHERE, Plan, Progress, collect, measure, on_common_clock
+from bench.sampling import ELSEWHERE, Plan, Progress, collect, measure_cases, on_common_clock
 from bench.starts import MEANING
 from bench.statistics import (
     bandwidths,
@@ -26,8 +26,7 @@ from bench.statistics import (
     times_us,
 )
 from mpipar import ops as ops_module
-from mpipar.comm.clock import CommonClock, clock_identity, shared_clocks
-from mpipar.comm.clock import measure as measure_clock
+from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem, HangError
@@ -104,7 +103,7 @@ class Bench:
 
     def _look_at_clocks(self) -> None:
         """How far this rank's clock is ahead of world rank 0's. Comm: messages, one broadcast."""
-        self.clock_before = measure_clock(self.world, self.owners)
+        self.clock_before = measure_clocks(self.world, self.owners)
         text = json.dumps({str(owner): sample.offset_ns
                            for owner, sample in self.clock_before.items()})
         offsets = json.loads(broadcast_text(self.world, text))
@@ -181,7 +180,7 @@ class Bench:
             cases = {via: section.make(setup, via) for via in self.ways(section)}
             if section.num_tests is not None:
                 cases = overlap.with_computing(group.team, section, setup, cases, self.progress)
-            outcomes = measure(group.team, cases, self.plan, self.progress,
+            outcomes = measure_cases(group.team, cases, self.plan, self.progress,
                                lambda: self.session.stop_requested, self.ahead_ns)
             case = next(iter(cases.values()))
             fact = {"ways": {via: list(outcome) for via, outcome in outcomes.items()},

@@ -131,7 +131,7 @@ def disagreement(found, wanted, dtype) -> str | None:
     return None
 
 
-def measure(sides, names, repeats, world) -> np.ndarray:
+def measure_steps(sides, names, repeats, world) -> np.ndarray:
     """This rank's (names, repetitions, three): seconds of both parts, of them in communication.
 
     The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step
@@ -218,7 +218,7 @@ def their_sides(args, batch, world) -> tuple[list[str], dict]:
                          for name, compiled in kinds.items() if world.rank == 0}
 
 
-def compare(args, world, host_rank) -> int:
+def compare_sides(args, world, host_rank) -> int:
     """Check, measure, print; returns the exit code. Comm: as `measure`, and a few sums."""
     batch = random_batch(args)
     sides = our_sides(args, batch, world, host_rank)
@@ -235,21 +235,21 @@ def compare(args, world, host_rank) -> int:
         if problem:
             print(f"not timed, the models differ: {problem}", file=sys.stderr)
         return EXIT_CHECK_FAILED
-    seconds = gather_numbers(world, measure(sides, names, args.repeats, world))
+    seconds = gather_numbers(world, measure_steps(sides, names, args.repeats, world))
     if seconds is not None:
         facts = device_facts(args)
-        report(args, rows(args, names, seconds, facts.get("peak_tflops")), world.size, facts)
+        print_sides(args, rows(args, names, seconds, facts.get("peak_tflops")), world.size, facts)
     return 0
 
 
-def report(args, found, num_ranks, facts):
+def print_sides(args, found, num_ranks, facts):
     """Print the table and write the file."""
     print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
           f"{args.seq_len} tokens, V {args.vocab_size}, {args.dtype}, {num_ranks} rank(s), "
           f"{args.threads} thread(s), {args.repeats} steps, "
           + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_torch" in found[0]
              else "PyTorch is not installed"))
-    print(results.table(found))
+    print(results.markdown_table(found))
     if args.json:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "numba")
                     if importlib.util.find_spec(name)}
@@ -266,7 +266,7 @@ def main(argv, session) -> int:
     results.check_writable(args.json, session)
     args.threads = args.threads or world.size
     with threadpool_limits(max(1, args.threads // world.size)):
-        return compare(args, world, session.host_rank)
+        return compare_sides(args, world, session.host_rank)
 
 
 if __name__ == "__main__":

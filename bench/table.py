@@ -127,7 +127,7 @@ def as_markdown(rows) -> str:
         line = [cell for name, cell in zip(columns, line, strict=True) if name]
         ranks = "+".join(map(str, row["ranks"]))
         lines.append(dict(zip(names, (row["case"], ranks, row["mode"], *line), strict=True)))
-    return results.table(lines) if lines else ""
+    return results.markdown_table(lines) if lines else ""
 
 
 def as_text(rows) -> str:

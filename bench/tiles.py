@@ -200,7 +200,7 @@ def run(args) -> None:
         rows = [row for name, chain in chains(args).items()
                 for row in sweep(name, chain, args, peak)]
     print("one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak))
-    print(results.table(rows))
+    print(results.markdown_table(rows))
     if args.json:
         results.write(args.json, "bench.tiles", rows, tokens=args.rows, width=args.width,
                       seq_len=args.seq_len, heads=args.heads, repeats=args.repeats, **peak)

@@ -117,7 +117,7 @@ def run(args) -> None:
                                  ("attention", partial(tiles_attention.rows, args=args), {}),
                                  ("memory", partial(tiles_memory.rows, args=args), sizes)):
         rows = measure(gpu)
-        print(f"\n{name} on {gpu.name}\n\n{results.table(rows)}", flush=True)
+        print(f"\n{name} on {gpu.name}\n\n{results.markdown_table(rows)}", flush=True)
         if args.json:
             results.write(str(Path(args.json) / f"gpu_{name}.json"), "bench.tiles", rows,
                           **gpu.facts(), **facts)

@@ -43,7 +43,7 @@ def test_cost_of_the_wrapper_is_checked_where_it_is_promised(size, bare, ours, k
     (line,) = overhead.overheads(rows)
     assert line["more_us"] == pytest.approx(ours - bare)
     assert line["launches"] == 3
-    assert (overhead.problems([line]) == []) is kept
+    assert (overhead.latency_problems([line]) == []) is kept
 
 
 def test_spread_between_launches_stands_beside_that_inside():

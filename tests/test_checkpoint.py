@@ -129,7 +129,7 @@ def test_all_wrong_tensors_at_once(model):
                for name, x in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(DataError) as caught:
         loaded(folder)
-    assert checkpoint.problems(worker_for(folder).config) == caught.value.problems
+    assert checkpoint.weight_problems(worker_for(folder).config) == caught.value.problems
     found = sorted(problem.split("tensor ")[1] for problem in caught.value.problems)
     assert found == [
         "h.0.attn.c_proj.weight is [12, 13] in the file, [12, 12] in the model",

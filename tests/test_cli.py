@@ -64,7 +64,7 @@ def test_output_to_a_full_disk_is_no_defect():
 
 
 def test_a_broken_disk_is_said_without_saying_which_way():
-    broken = failure.report(OSError(errno.EIO, "Input/output error", "text.txt"), "rank 0")
+    broken = failure.error_report(OSError(errno.EIO, "Input/output error", "text.txt"), "rank 0")
     assert broken.exit_code == 74
     assert broken.what == ("text.txt can't be read or written: Input/output error",)
 

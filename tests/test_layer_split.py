@@ -96,7 +96,7 @@ def test_a_split_that_is_given_is_taken():
 ], ids=["decoder", "convnet"])
 def test_flops_of_units(one, wider):
     """A head in proportion to its classes; a decoder's block as the products of its formulas."""
-    model = models.of(one)
+    model = models.model_of(one)
     more = model.unit_flops(replace(one, **wider))
     assert more.head == 3 * model.unit_flops(one).head == 2 * 8 * 30
     assert more[:2] == model.unit_flops(one)[:2]

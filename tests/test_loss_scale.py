@@ -12,7 +12,7 @@ from mpipar.errors import NonFiniteError
 from mpipar.layers.loss import CrossEntropy
 from mpipar.layers.param import FlatParams
 from mpipar.train.gradsync import GradSync
-from mpipar.train.loss_scale import FIRST, LossScale, problems
+from mpipar.train.loss_scale import FIRST, LossScale, loss_scale_problems
 
 TOKENS = np.random.default_rng(2).integers(0, 17, 500).astype(np.uint8)
 
@@ -46,7 +46,7 @@ def test_types_with_the_range_of_float32_have_none():
     ({"loss_scale": 3e-5, "dtype": "float16"}, "use 3.0517578125e-05"),
 ])  # fmt: skip
 def test_flags_that_would_do_nothing_or_round_are_refused(values, words):
-    found = problems(changed(**values))
+    found = loss_scale_problems(changed(**values))
     assert len(found) == 1
     assert words in found[0]
 

@@ -122,7 +122,7 @@ try:
     output.write_text(folder / "report.html", "<html>" * 10)
 except errors.OutputError as error:
     said.append(str(error))
-said.append(failure.claim([folder / "errors"], 0, failure.report(ValueError("no"), "")))
+said.append(failure.claim([folder / "errors"], 0, failure.error_report(ValueError("no"), "")))
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 print(said)
 """

@@ -204,6 +204,8 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
     assert after.splitlines()[0].startswith("order.csv: 3 workers, 6 stages, 4 microbatches")
     panel = slice(3, 7)
     assert after.splitlines()[panel] == before.splitlines()[panel]
+    printed = run(f"v-half --pp 3 --num-microbatches 4 --csv - --csv-format {form}", capsys)
+    assert printed.splitlines() == path.read_text().splitlines()
     text = run(f"dualpipe --csv {path}", capsys)
     assert "its form is our own" in text
 
@@ -213,6 +215,7 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
     [
         ("", ["which schedule?", "zb-h1"]),
         ("1f1", ["did you mean 1f1b?"]),
+        ("1f1b --json --csv -", ["--json and --csv - both print"]),
         ("dualpipe --pp 3 --costs 1,x --latency -1",
          ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 is odd"]),
         ("1f1b --costs 1,1", ["--costs 1,1: use three numbers"]),

@@ -8,7 +8,7 @@ import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 from program import PROGRAM, environment, mpipar
 
-from mpipar.commands.auto import named
+from mpipar.commands.auto import with_schedule_name
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
 from mpipar.train.worker import configured_schedule
@@ -87,7 +87,8 @@ def test_auto_measures_ranks_and_writes_down_what_it_chose(tmp_path):
 @pytest.mark.parametrize(("chosen", "stages"), [("1f1b", 2), ("zb-v", 4), ("interleaved", 6)])
 def test_chunks_reach_the_chosen_schedule_only_where_they_are_free(chosen, stages):
     grid = GridConfig(pp=2, num_microbatches=4, schedule="auto", chunks=3)
-    assert configured_schedule(named(Config(grid=grid), chosen).grid).num_stages == stages
+    config = with_schedule_name(Config(grid=grid), chosen)
+    assert configured_schedule(config.grid).num_stages == stages
 
 
 def test_groups_are_for_auto_to_choose():

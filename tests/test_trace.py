@@ -135,6 +135,7 @@ def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
     _, folder = delayed
     page, events = tmp_path / "page.html", tmp_path / "events.json"
     text = printed("trace", folder, "--html", page, "--perfetto", events)
+    assert [line.split(": ")[0] for line in text.splitlines()] == [str(events), str(page)]
     assert f"{page}: open it in a browser" in text
     assert page.read_text() == (folder / "report.html").read_text()
     found = json.loads(events.read_text())["traceEvents"]

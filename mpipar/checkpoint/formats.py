@@ -12,7 +12,7 @@ from mpipar.checkpoint import own as own_format
 from mpipar.errors import DataError
 
 
-def of(model):
+def format_of(model):
     """The form of a ModelConfig's model: Hugging Face's, where that describes it."""
     return hf_format if (model.model, model.norm) == ("decoder", "layer") else own_format
 

@@ -34,9 +34,9 @@ def all_params(config, stage_layers) -> list[tuple[int, object]]:
     """(stage, Param) of every tensor, whole and without memory: the real layers on shapes."""
     ops = ops_module.make("shapes", "float32")
     solo = Context(ops, Comms.solo(ops))
-    tables, found, form = {}, [], formats.of(config)
+    tables, found, form = {}, [], formats.format_of(config)
     for number in range(len(stage_layers)):
-        stage = models.of(config).Stage(solo, config, number, stage_layers, tables)
+        stage = models.model_of(config).Stage(solo, config, number, stage_layers, tables)
         found += [(number, param) for param in stage.flat.params]
     return sorted(found, key=lambda item: form.short_name(item[1].name))
 
@@ -76,7 +76,7 @@ def stream(worker, array_of):
     """
     ops, grid, world = worker.ops, worker.grid, worker.comms.world
     mine = {param.name: param for stage in worker.stages.values() for param in stage.flat.params}
-    disk_shape = formats.of(worker.config.model).disk_shape
+    disk_shape = formats.format_of(worker.config.model).disk_shape
     for stage, param in all_params(worker.config.model, worker.stage_layers):
         pp_rank = worker.schedule.rank_of(stage, 0)
         shards = grid.tp_size if param.cut_axis is not None else 1
@@ -122,7 +122,7 @@ def save(worker, folder: Path) -> None:
     Raises OutputError on rank 0 when the disk refuses. Comm: see `stream`.
     """
     params = all_params(worker.config.model, worker.stage_layers)
-    form, dtype = formats.of(worker.config.model), worker.ops.statistics
+    form, dtype = formats.format_of(worker.config.model), worker.ops.statistics
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for _, param in params:
         nbytes = math.prod(param.shape) * dtype.itemsize
@@ -164,7 +164,7 @@ def _replace(path: Path, pieces) -> None:
         raise
 
 
-def problems(config) -> list[str]:
+def weight_problems(config) -> list[str]:
     """What is wrong with the tensors that a run starts from; their names and shapes alone are read.
 
     A config.json that can't be used was told where the model's shape was read from it.
@@ -209,7 +209,7 @@ def _open(folder: str):
 
 def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
     """Parameter name -> tensor name in the file, and what is missing or does not fit."""
-    names, found, wrong, form = set(file.keys()), {}, [], formats.of(model)
+    names, found, wrong, form = set(file.keys()), {}, [], formats.format_of(model)
     for _, param in all_params(model, (model.layers,)):
         options = [form.file_name(param.name), form.short_name(param.name)]
         name = next((option for option in options if option in names), None)

@@ -62,7 +62,8 @@ def best_sample(trips) -> Sample:
     return Sample(local, local - (sent + received) / 2, (received - sent) / 2)
 
 
-def measure(mpi_world, owners, clock: Callable[[], int] = perf_counter_ns) -> dict[int, Sample]:
+def measure_clocks(mpi_world, owners,
+                   clock: Callable[[], int] = perf_counter_ns) -> dict[int, Sample]:
     """{lowest rank of a clock: Sample} on world rank 0, {} elsewhere. owners: `shared_clocks`.
 
     Comm: for each clock but world rank 0's, ROUND_TRIPS ping-pongs of 8 bytes with its lowest rank,

@@ -40,7 +40,7 @@ def with_schedule(session, inputs, machine_path: str | None = None):
         return shortest(config, costs or schedule_costs(machine_file.load(machine_path), config))
 
     name, notes = session.agree(chosen)
-    config = named(config, broadcast_text(world, name))
+    config = with_schedule_name(config, broadcast_text(world, name))
     return replace(inputs, config=config, notes=[*inputs.notes, *notes])
 
 
@@ -56,7 +56,7 @@ def shortest(config, costs) -> tuple[str, list[str]]:
     return name, [f"--schedule auto: {name} has the shortest simulated step", ranking(candidates)]
 
 
-def named(config, schedule: str):
+def with_schedule_name(config, schedule: str):
     """The config with a schedule's name, and --chunks only where it is free."""
     looped = FAMILIES[schedule].placement == "looped"
     return replace(config, grid=replace(config.grid, schedule=schedule,

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from mpipar import models
 from mpipar.comm.grid import AXES, Grid
-from mpipar.commands.auto import named, shortest
+from mpipar.commands.auto import shortest, with_schedule_name
 from mpipar.commands.resolve import AUTO, resolve
-from mpipar.console.tables import barriers, describe_stage, nbytes, number, table
+from mpipar.console.tables import barriers, describe_stage, nbytes, short_count, table
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.ops.shape_array import MEMORY_LABELS
@@ -44,10 +44,10 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         raise UsageError(problems)
     if config.grid.schedule == AUTO:
         name, why = shortest(config, schedule_costs(machine, config))
-        config = named(config, name)
+        config = with_schedule_name(config, name)
         print("\n".join([*why, ""]))
     grid = Grid.of(config.grid, world_rank)
-    schedule, model = configured_schedule(config.grid), models.of(config.model)
+    schedule, model = configured_schedule(config.grid), models.model_of(config.model)
     split = models.layer_split(config, schedule)
     stages = schedule.stages_of(grid.pp_rank)
     estimate = step_estimate(machine, config) if machine else None
@@ -67,7 +67,7 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     else:
         print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")
     print("\nFLOPs of products: " + (", ".join(
-        f"{phase} {number(flops)}" for phase, flops in prediction.flops.items()) or "none"))
+        f"{phase} {short_count(flops)}" for phase, flops in prediction.flops.items()) or "none"))
     print("memory at the peak: " + ", ".join(
         f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}" for label in MEMORY_LABELS)
         + f"; together {nbytes(prediction.peak_total)}")

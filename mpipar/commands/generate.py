@@ -84,6 +84,6 @@ def prepare(reading, run_folder: str, world_size: int, host_rank: int):
             return error.problems
         return []
 
-    checks = [(prompt_problems, UsageError), (checkpoint.problems, DataError)]
+    checks = [(prompt_problems, UsageError), (checkpoint.weight_problems, DataError)]
     config, _ = resolve(replace(reading, config=one_row), world_size, checks)
     return config, ops_module.make_for(config.run, host_rank), found["prompt"]

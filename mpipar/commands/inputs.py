@@ -40,7 +40,7 @@ def prepare(reading, world_size: int, host_rank: int, checks=()) -> Inputs:
 
     def data_problems(config):
         try:
-            found["parts"], found["what"] = data.of(config.model).load(config)
+            found["parts"], found["what"] = data.data_of(config.model).load(config)
         except DataError as error:
             return error.problems
         return []
@@ -60,7 +60,7 @@ def prepare(reading, world_size: int, host_rank: int, checks=()) -> Inputs:
         return []
 
     checks = [*checks, (prompt_problems, UsageError), (data_problems, DataError),
-              (checkpoint.problems, DataError), (device_problems, EnvironmentProblem)]
+              (checkpoint.weight_problems, DataError), (device_problems, EnvironmentProblem)]
     config, notes = resolve(reading, world_size, checks)
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from mpipar import ops
 from mpipar.checkpoint import formats
 from mpipar.config.grid import GridConfig
 from mpipar.config.reading import Reading
@@ -13,10 +12,11 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, build, settings
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, UserError, combine
+from mpipar.ops import kernel_problems
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.schedules.catalog import num_stages, schedule_problems
-from mpipar.trace import tracer
-from mpipar.train import loss_scale
+from mpipar.trace.tracer import trace_problems
+from mpipar.train.loss_scale import loss_scale_problems
 
 AUTO = "auto"  # the schedule whose name is chosen after the costs have been measured
 
@@ -36,8 +36,8 @@ def resolve(reading: Reading, world_size: int,
             config = with_weights_shape(reading, formats.model_settings(config.run.init_from))
         except UserError as error:
             errors.append(error)
-    checks = ((stage_problems, UsageError), (tracer.problems, UsageError),
-              (loss_scale.problems, UsageError), (ops.problems, UsageError), *checks)
+    checks = ((stage_problems, UsageError), (trace_problems, UsageError),
+              (loss_scale_problems, UsageError), (kernel_problems, UsageError), *checks)
     config, notes, found = complete(config, world_size, checks, reading.bad)
     errors += found
     if errors:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
@@ -17,6 +18,7 @@ from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule
 from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.pipeline.svg import svg
 
+STDOUT = "-"  # a file of this name is standard output
 EPILOG = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
 backward; I and W are its halves, input gradient and weight gradient. Costs are those of one stage;
@@ -50,7 +52,8 @@ def add_parser(subparsers) -> None:
     add("--compare", action="store_true", help="table all schedules for these counts")
     add("--svg", metavar="FILE", help="draw into an SVG file")
     add("--json", action="store_true", help="print everything as JSON and nothing else")
-    add("--csv", metavar="FILE", help="write in the format of torch.distributed.pipelining")
+    add("--csv", metavar="FILE", help="write in the format of torch.distributed.pipelining;"
+        " with - print that and nothing else")
     add("--csv-format", choices=csv_format.FORMATS, default="compute_only",
         help="passes only, or also sends and receives (default compute_only)")
     add("--from-csv", metavar="FILE", help="read, prove and draw a schedule from such a file")
@@ -72,10 +75,12 @@ def run(args: argparse.Namespace) -> int:
                            "--group-size", "--symbols", "--svg", "--json", "--csv")
     else:
         problems += name_problems(args)
+    if args.json and args.csv == STDOUT:
+        problems.append("--json and --csv - both print; name a file for --csv, or leave --json out")
     if problems:
         raise UsageError(problems)
     if args.compare:
-        print(compare(args.pp, args.num_microbatches, args.chunks, costs))
+        print(compare_schedules(args.pp, args.num_microbatches, args.chunks, costs))
         return EXIT_OK
     if args.from_csv is not None:
         schedule = csv_format.read_csv(Path(args.from_csv))
@@ -133,6 +138,9 @@ def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
     form = None if args.group_size else closed_form(schedule, costs)
     if args.svg:
         output.write_text(Path(args.svg), svg(timeline, title(schedule)))
+    if args.csv == STDOUT:
+        csv_format.print_csv(schedule, sys.stdout, args.csv_format)
+        return
     if args.csv:
         csv_format.write_csv(schedule, Path(args.csv), args.csv_format)
     if args.json:
@@ -216,7 +224,7 @@ def workers(timeline: Timeline) -> str:
     return table(rows)
 
 
-def compare(p: int, m: int, chunks: int | None, costs: Costs) -> str:
+def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
     """All schedules for one p, m: what each costs and saves, or why it cannot be used."""
     rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
     notes = []

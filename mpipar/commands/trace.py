@@ -21,12 +21,14 @@ def add_arguments(parser) -> None:
     """The run folder and the two files that can be written."""
     parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train --trace")
     parser.add_argument("--perfetto", metavar="FILE",
-                        help="write Chrome JSON for ui.perfetto.dev to this file")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page to this file")
+                        help="write Chrome JSON for ui.perfetto.dev to this file,"
+                        " and print no tables")
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained page to this file,"
+                        " and print no tables")
 
 
 def run(args) -> int:
-    """Print the tables of a traced run and write the files that were asked for.
+    """Print the tables of a traced run, or write the files that were asked for, a line each.
 
     Raises UsageError where both are one file, DataError where there is no trace, OutputError where
     a file can't be written. Comm: none.
@@ -35,7 +37,9 @@ def run(args) -> int:
         raise UsageError(f"--html and --perfetto both name {args.html}: give two files")
     trace = trace_file.read(args.run_folder)
     analysis = analyse(trace)
-    written = write_files(args, analysis)  # before the tables, of which somebody may read the head
+    if args.html is not None or args.perfetto is not None:
+        write_files(args, analysis)
+        return EXIT_OK
     print(f"{trace.size()}, {trace.num_steps} steps of"
           f" {trace.meta['schedule']['name']} in {(trace.end - trace.start) * 1e-6:.1f} ms;"
           f" clocks: {trace.clock.describe()}")
@@ -56,21 +60,17 @@ def run(args) -> int:
     if analysis.waits.unmatched:
         print(f"\n{len(analysis.waits.unmatched)} operations have no partner in the trace: all"
               " transfer")
-    if written:
-        print("\n" + "\n".join(written))
     return EXIT_OK
 
 
-def write_files(args, analysis: Analysis) -> list[str]:
-    """Write what was asked for, and return what to say of it."""
-    said = []
+def write_files(args, analysis: Analysis) -> None:
+    """Write what was asked for, and say so."""
     if args.perfetto is not None:
         count = perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
-        said.append(f"{args.perfetto}: {count:,} events; open it in https://ui.perfetto.dev")
+        print(f"{args.perfetto}: {count:,} events; open it in https://ui.perfetto.dev")
     if args.html is not None:
         thinned = html.write(analysis, Path(args.html))
-        said.append(f"{args.html}: open it in a browser" + (f"; {thinned}" if thinned else ""))
-    return said
+        print(f"{args.html}: open it in a browser" + (f"; {thinned}" if thinned else ""))
 
 
 def print_findings(analysis: Analysis) -> None:

@@ -116,7 +116,7 @@ class Run:
         schedule = configured_schedule(config.grid)
         # One proof for all: a schedule that could hang never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
-        model = models.of(config.model)
+        model = models.model_of(config.model)
         split = models.layer_split(config, schedule)
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
         log(console.headline(config, self.world.size, len(hosts), schedule.num_stages))
@@ -156,7 +156,7 @@ class Run:
             self.session.agree(lambda: checkpoint.load(self.worker, config.run.init_from))
         else:
             self.worker.initialize()
-        self.rows = data.of(config.model).Rows(ops, self.inputs.train_part, config, self.grid)
+        self.rows = data.data_of(config.model).Rows(ops, self.inputs.train_part, config, self.grid)
         # The same axes on every rank, also where this one is in no group of several (a tie has two
         # members).
         axes = [*self.worker.comms.by_axis, "world"]

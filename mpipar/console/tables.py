@@ -38,7 +38,7 @@ def nbytes(count: float) -> str:
     raise AssertionError
 
 
-def number(count: float) -> str:
+def short_count(count: float) -> str:
     """A count as 1.2k or 3.4M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
@@ -57,8 +57,8 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
         f" {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"
         f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
-        f"model {run.preset}: {models.of(model).describe(model)}; {config.train.optimizer},"
-        f" {config.train.batch_size} rows per step"
+        f"model {run.preset}: {models.model_of(model).describe_model(model)};"
+        f" {config.train.optimizer}, {config.train.batch_size} rows per step"
     )
 
 
@@ -78,7 +78,7 @@ def holdings(facts: list[dict]) -> str:
     """Who holds what: one row per rank."""
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
     rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
-              number(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
+              short_count(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
     return table(rows, left=5)
 
 
@@ -111,7 +111,7 @@ def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}"
         f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
-        f" | {seconds_per_step * 1e3:.0f} ms | {number(per_second)} {unit}/s"
+        f" | {seconds_per_step * 1e3:.0f} ms | {short_count(per_second)} {unit}/s"
         f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
         f" | eta {left // 60}:{left % 60:02d}"
     )

@@ -9,6 +9,6 @@ from mpipar.data import images, rows
 DATA = {"decoder": rows, "convnet": images}
 
 
-def of(config):
+def data_of(config):
     """The module of what a ModelConfig's model reads."""
     return DATA[config.model]

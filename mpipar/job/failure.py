@@ -32,7 +32,7 @@ class Report:
     trace: str
 
 
-def report(error: BaseException, where: str, saved: str = "") -> Report:
+def error_report(error: BaseException, where: str, saved: str = "") -> Report:
     """The report of an exception; a traceback only for what is not the user's doing.
 
     saved: the folder of the weights if the run has written its last ones.

@@ -105,7 +105,7 @@ class Session(Interruptible):
             return result
         if self.world.Get_rank() == failing[0]:
             everywhere = len(failing) == len(codes)
-            failure.show(failure.report(error, "" if everywhere else self._place()))
+            failure.show(failure.error_report(error, "" if everywhere else self._place()))
         raise AgreedError(codes[failing[0]])
 
     def _gather_code(self, code: int) -> bytearray:
@@ -153,7 +153,8 @@ class Session(Interruptible):
         alone = self.world is None
         # before MPI, a mistake is the same on every rank (a flag) or on a host (its installation)
         place = "" if alone and isinstance(error, UsageError) else self._place()
-        found = failure.report(error, place + (f", thread {thread}" if thread else ""), self.saved)
+        place += f", thread {thread}" if thread else ""
+        found = failure.error_report(error, place, self.saved)
         if alone:
             per_host = isinstance(error, EnvironmentProblem | KeyboardInterrupt)
             code, record = found.exit_code, None

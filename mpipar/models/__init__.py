@@ -1,6 +1,6 @@
 """Models as sequences of layers, cut into the stages that a pipeline runs.
 
-A model is a module with `Stage`, `unit_flops`, `describe`, `ENTRY` and `CUT`; what it
+A model is a module with `Stage`, `unit_flops`, `describe_model`, `ENTRY` and `CUT`; what it
 reads is in mpipar/data, its form on disk in mpipar/formats.
 """
 
@@ -10,7 +10,7 @@ from mpipar.models.stage import balanced_layers
 MODELS = {"decoder": decoder, "convnet": convnet}
 
 
-def of(config):
+def model_of(config):
     """The module of a ModelConfig's model."""
     return MODELS[config.model]
 
@@ -19,5 +19,6 @@ def layer_split(config, schedule) -> tuple[int, ...]:
     """Blocks of each stage of a Config's model: --stage-layers, or balanced over the schedule's
     ranks.
     """
+    flops = model_of(config.model).unit_flops(config.model)
     return config.grid.stage_layers or balanced_layers(
-        config.model.layers, of(config.model).unit_flops(config.model), schedule.stages_by_rank)
+        config.model.layers, flops, schedule.stages_by_rank)

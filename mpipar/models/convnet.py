@@ -121,7 +121,7 @@ def unit_flops(config) -> UnitFlops:
         2 * config.channels * config.classes)
 
 
-def describe(config) -> str:
+def describe_model(config) -> str:
     """The sizes of a resolved ModelConfig, for a headline."""
     image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
                                                              stream_size(config)))

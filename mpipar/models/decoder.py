@@ -92,7 +92,7 @@ def unit_flops(config) -> UnitFlops:
     return UnitFlops(0, block, 2 * width * config.vocab_size)
 
 
-def describe(config) -> str:
+def describe_model(config) -> str:
     """The sizes of a resolved ModelConfig, for a headline."""
     return (f"{config.layers} layers, D {config.d_model}, {config.heads} heads, F {config.ffn},"
             f" T {config.seq_len}, V {config.vocab_size}{', tied head' if config.tied else ''}"

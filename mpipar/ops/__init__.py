@@ -56,7 +56,7 @@ def shapes_for(run, recorder):
     return make("shapes", run.dtype, recorder, run.kernels or _default(run.device, run.dtype))
 
 
-def problems(config):
+def kernel_problems(config):
     """Return what is wrong with who is to compute and how, as texts."""
     run, found = config.run, []
     own = KERNELS[run.device]

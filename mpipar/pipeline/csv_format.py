@@ -13,6 +13,7 @@ import csv
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline.check import check
@@ -27,19 +28,24 @@ SKIPPED = ("UNSHARD", "RESHARD")
 WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
 
 
-def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> None:
-    """Write a schedule; raises OutputError if the file cannot be written."""
+def print_csv(schedule: Schedule, file: TextIO, form: str = "compute_only") -> None:
+    """Write a schedule to an open text file, as standard output is one."""
     assert form in FORMATS, form
+    if schedule.placement == "mirror":
+        file.write(MIRROR_LINE + "\n")
+    writer = csv.writer(file, lineterminator="\n")
+    for pp_rank, program in enumerate(schedule.programs):
+        if form == "compute_only":
+            writer.writerow(str(instr) for instr in program if is_compute(instr))
+        else:
+            writer.writerow(map(str, lower(schedule, pp_rank)))
+
+
+def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> None:
+    """Write a schedule to a file; raises OutputError if the file cannot be written."""
     try:
         with path.open("w", newline="", encoding="ascii") as file:
-            if schedule.placement == "mirror":
-                file.write(MIRROR_LINE + "\n")
-            writer = csv.writer(file)
-            for pp_rank, program in enumerate(schedule.programs):
-                if form == "compute_only":
-                    writer.writerow(str(instr) for instr in program if is_compute(instr))
-                else:
-                    writer.writerow(map(str, lower(schedule, pp_rank)))
+            print_csv(schedule, file, form)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
 

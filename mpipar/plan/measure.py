@@ -29,7 +29,7 @@ from mpipar.train.worker import Worker
 REPEATS = 5  # after one warm-up; medians are taken
 
 
-def units_of(stage: int, stage_layers) -> range:
+def stage_units(stage: int, stage_layers) -> range:
     """Units of a stage: 0 is the first layer, 1 .. L the blocks, L + 1 norm, head and loss."""
     first = 1 + sum(stage_layers[:stage])
     last = first + stage_layers[stage]
@@ -40,7 +40,7 @@ def units_of(stage: int, stage_layers) -> range:
 def unit_counts(config, schedule) -> tuple[int, ...]:
     """How many units each stage of the schedule has, for `Costs.merged`."""
     split = models.layer_split(config, schedule)
-    return tuple(len(units_of(stage, split)) for stage in range(len(split)))
+    return tuple(len(stage_units(stage, split)) for stage in range(len(split)))
 
 
 def one_pass(groups, batch, x, dy, observe):
@@ -82,7 +82,7 @@ def measure_times(worker) -> dict:
     Comm: what the layers cross over tp.
     """
     ops, config = worker.ops, worker.config
-    batch = data.of(config.model).blank_batch(ops, config)
+    batch = data.data_of(config.model).blank_batch(ops, config)
     activation = activation_shape(worker, batch)
     rng = np.random.default_rng(0)
     x, dy = (ops.asarray(rng.standard_normal(activation).astype(ops.dtype)) for _ in range(2))
@@ -97,7 +97,7 @@ def measure_times(worker) -> dict:
 
     for _ in range(1 + REPEATS):
         for number, stage in worker.stages.items():
-            units = units_of(number, worker.stage_layers)
+            units = stage_units(number, worker.stage_layers)
             groups = list(zip(units, stage.units, strict=True))
             one_pass(groups, batch, x, dy, observe)
     return {kind: {unit: median(times[1:]) for unit, times in units.items()}
@@ -112,7 +112,7 @@ def measure_hop(worker) -> float:
     pp = worker.comms.pp
     if pp.size == 1:
         return 0.0
-    batch = data.of(worker.config.model).blank_batch(worker.ops, worker.config)
+    batch = data.data_of(worker.config.model).blank_batch(worker.ops, worker.config)
     x = worker.ops.zeros(activation_shape(worker, batch), label="buffers")
     times = []
     for _ in range(1 + 2 * REPEATS):
@@ -136,7 +136,7 @@ def unit_memory(config) -> dict:
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
-    stage = models.of(config.model).Stage(
+    stage = models.model_of(config.model).Stage(
         Context(ops, comms), config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2
     kept: dict = {"f": {}, "i": {}, "w": {}}
@@ -147,7 +147,7 @@ def unit_memory(config) -> dict:
         kept[kind][unit] = sum(ops.live.values()) - before
         return result
 
-    batch = data.of(config.model).blank_batch(ops, config)
+    batch = data.data_of(config.model).blank_batch(ops, config)
     one_pass(list(enumerate(stage.units)), batch, None, None, observe)
     moments = len(OPTIMIZERS[config.train.optimizer].kinds)
     copies = 1 + moments + (ops.dtype != ops.statistics)

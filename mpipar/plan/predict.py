@@ -42,7 +42,7 @@ def predict(config, world_rank: int) -> Prediction:
     recorder = Recorder(capacity=1 << 20)
     ops = ops_module.shapes_for(config.run, recorder)
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
-    blank_batch = data.of(config.model).blank_batch
+    blank_batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
                       {axis: comm.ranks for axis, comm in worker.comms.groups.items()},

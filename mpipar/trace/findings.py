@@ -52,7 +52,7 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
         return []
     work = work_ms(trace, segments)
     model, split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
-    units = models.of(model).unit_flops(model)
+    units = models.model_of(model).unit_flops(model)
     least, expected, headless = {}, {}, {}
     for place in places:
         members = [rank for rank in trace.ranks if rank.place["pp"] == place]

@@ -54,7 +54,7 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
     model = model_config(meta["model"])
     return {
         "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
-        "model": f"{models.of(model).describe(model)};"
+        "model": f"{models.model_of(model).describe_model(model)};"
                  f" {meta['batch_size']} rows per step,"
                  f" {meta['schedule']['num_microbatches']} microbatches, {meta['dtype']}",
         "clock": trace.clock.describe(), "thinned": thinned,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from time import perf_counter_ns
 
 from mpipar import models
-from mpipar.comm.clock import CommonClock, clock_identity, measure, shared_clocks
+from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.grid import AXES
 from mpipar.console.tables import describe_stage
 from mpipar.trace import trace_file
@@ -22,7 +22,7 @@ def trace_steps(text: str | None) -> tuple[int, int] | None:
     return (first, last) if 1 <= first <= last else None
 
 
-def problems(config) -> list[str]:
+def trace_problems(config) -> list[str]:
     """What is wrong with --trace and --trace-ops."""
     text, steps = config.run.trace, config.train.steps
     if text is None:
@@ -57,8 +57,8 @@ class Tracer:
     def step(self, number: int):
         """Around one training step.
 
-        Comm: the clock measurement before FIRST and after LAST, see `clock.measure`. A rank that
-        fails in a traced step writes what it has, without MPI.
+        Comm: the clock measurement before FIRST and after LAST, see `clock.measure_clocks`. A rank
+        that fails in a traced step writes what it has, without MPI.
         """
         if not self.first <= number <= self.last:
             yield
@@ -81,18 +81,19 @@ class Tracer:
         self.capacity = recorder.capacity
         recorder.resize(None)  # until LAST nothing may be lost
         self.owners = shared_clocks(self.world, clock_identity())
-        self.before = measure(self.world, self.owners)
+        self.before = measure_clocks(self.world, self.owners)
         if self.timed_ops is not None:
             self.timed_ops.active = True
 
     def finish(self) -> bool:
         """Write the trace if one was begun and is not written yet; returns whether there is one.
 
-        Comm: the clock measurement, see `clock.measure`; every rank calls it after the same step.
+        Comm: the clock measurement, see `clock.measure_clocks`; every rank calls it after the same
+        step.
         """
         if not self.steps or self.written:
             return self.written
-        after = measure(self.world, self.owners)
+        after = measure_clocks(self.world, self.owners)
         self._write(complete=True, after=after)
         if self.timed_ops is not None:
             self.timed_ops.active = False
@@ -125,12 +126,13 @@ class Tracer:
 
     def _meta(self, clock: CommonClock) -> dict:
         worker, config = self.worker, self.worker.config
+        entry = models.model_of(config.model).ENTRY
         return {
             "world_size": worker.grid.world_size, "rank_order": worker.grid.order,
             "layout": {axis: worker.grid.axis_size(axis) for axis in AXES},
             "schedule": trace_file.schedule_json(worker.schedule),
             "stage_layers": list(worker.stage_layers),
-            "stages": [describe_stage(stage, worker.stage_layers, models.of(config.model).ENTRY)
+            "stages": [describe_stage(stage, worker.stage_layers, entry)
                        for stage in range(worker.schedule.num_stages)],
             "model": asdict(config.model), "batch_size": config.train.batch_size,
             "dtype": config.run.dtype, "device": config.run.device,

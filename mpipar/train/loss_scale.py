@@ -44,7 +44,7 @@ class LossScale:
         return self.dynamic and self.value > SMALLEST
 
 
-def problems(config) -> list[str]:
+def loss_scale_problems(config) -> list[str]:
     """Flags of the loss scale without a float16 to scale for, or a scale that rounds."""
     run = config.run
     found = []

@@ -61,7 +61,7 @@ def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
         checkpoint.load(worker, config.run.init_from)
     else:
         worker.initialize(SPREAD)
-    rows = data.of(config.model).Rows(ops, part, config, grid)
+    rows = data.data_of(config.model).Rows(ops, part, config, grid)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, lambda param: param.grad)
     worker.optimizer.step(config.train.lr, 1)
@@ -91,7 +91,7 @@ def one_rank_tensors(config, part):
     return step_tensors(serial_config(config), part, Grid(0))
 
 
-def compare(config, part, mpi_world=None, expected=one_rank_tensors,
+def compare_with_one_rank(config, part, mpi_world=None, expected=one_rank_tensors,
             host_rank=0) -> list[Difference]:
     """All differences between this layout and one rank, on world rank 0; empty elsewhere.
 

@@ -72,7 +72,7 @@ class Worker:
         self.config, self.grid, self.ops, self.recorder = config, grid, ops, recorder
         self.schedule = configured_schedule(config.grid)
         self.program = lower(self.schedule, grid.pp_rank)
-        model = models.of(config.model)
+        model = models.model_of(config.model)
         self.stage_layers = models.layer_split(config, self.schedule)
         # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and
         # stages that a bidirectional schedule holds twice ("mirror"). Their gradients are summed

@@ -20,7 +20,7 @@ from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.data.rows import Rows
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.train.verify import compare, one_rank_tensors, serial_config, step_tensors
+from mpipar.train.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
 from mpipar.train.worker import Worker
 
 WORLD = MPI.COMM_WORLD
@@ -103,7 +103,7 @@ def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors)
     part: what is trained on; the random tokens by default. expected: gives one rank's tensors. The
     verdict is world rank 0's, and all ranks raise with it. Comm: a step, two streams, a broadcast.
     """
-    found = compare(config, tokens() if part is None else part, WORLD, expected)
+    found = compare_with_one_rank(config, tokens() if part is None else part, WORLD, expected)
     bad = [f"{d.kind} of {d.name}: {d.error:.1e} at {d.where}" for d in found if not d.ok]
     count = np.array([len(bad)])
     WORLD.Bcast(count)

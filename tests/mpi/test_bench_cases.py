@@ -19,7 +19,7 @@ from bench.cases import COMM, Setup
 from bench.compositions import TwoLevel, UnevenAllToAll
 from bench.groups import make_group, ranks_of_a_host
 from bench.posted import PostedAllReduce
-from bench.sampling import Plan, Progress, measure
+from bench.sampling import Plan, Progress, measure_cases
 from mpipar import ops as ops_module
 from mpipar.comm.record import Recorder
 
@@ -44,7 +44,7 @@ def outcomes(section, transport, ops, policy):
         cases = {via: section.make(setup, via) for via in ways}
         if section.num_tests is not None:
             cases = overlap.with_computing(group.team, section, setup, cases, Progress())
-        found = measure(group.team, cases, PLAN, Progress(), lambda: False)
+        found = measure_cases(group.team, cases, PLAN, Progress(), lambda: False)
         for case in cases.values():
             case.close()
         group.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.sampling import Plan, Progress, batch, measure
+from bench.sampling import Plan, Progress, batch, measure_cases
 from bench.starts import BarrierStart, DeadlineStart, NoStart
 
 WORLD = MPI.COMM_WORLD
@@ -50,7 +50,7 @@ class Nothing:
 def skews(sync, team, ahead_ns=0):
     """Median ns between the ranks' entries into the iterations that were in time."""
     plan = Plan(budget=0.01, warm_up=2, least=COUNT, check=False, sync=sync)
-    outcome = measure(team, {"": Nothing()}, plan, Progress(), lambda: False, ahead_ns)[""]
+    outcome = measure_cases(team, {"": Nothing()}, plan, Progress(), lambda: False, ahead_ns)[""]
     entered = np.array(WORLD.allgather(outcome.entered))
     late = sorted({one for each in WORLD.allgather(outcome.late) for one in each})
     assert entered.shape[1] >= COUNT

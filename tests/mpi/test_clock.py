@@ -5,7 +5,7 @@ from time import perf_counter_ns, sleep
 import pytest
 from small_model import WORLD
 
-from mpipar.comm.clock import CommonClock, measure, shared_clocks
+from mpipar.comm.clock import CommonClock, measure_clocks, shared_clocks
 from mpipar.comm.facts import gather_facts
 
 HOST = WORLD.rank % 2 if WORLD.size < 8 else WORLD.rank // 3  # "hosts" of several ranks
@@ -33,11 +33,11 @@ def test_ranks_of_a_host_are_found():
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_planted_clocks_are_brought_together():
     owners = shared_clocks(WORLD, f"host {HOST}")
-    before = measure(WORLD, owners, clock)
+    before = measure_clocks(WORLD, owners, clock)
     first = perf_counter_ns()
     sleep(0.3)
     last = perf_counter_ns()
-    after = measure(WORLD, owners, clock)
+    after = measure_clocks(WORLD, owners, clock)
     true_times = [first, (first + last) // 2, last]
     facts = gather_facts(WORLD, {"true": true_times, "shown": [planted(t) for t in true_times],
                                  "drift": DRIFT})
@@ -54,4 +54,4 @@ def test_planted_clocks_are_brought_together():
 
 
 def test_one_clock_is_left_as_it_is():
-    assert measure(WORLD, [0] * WORLD.size, clock) == {}
+    assert measure_clocks(WORLD, [0] * WORLD.size, clock) == {}

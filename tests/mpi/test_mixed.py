@@ -22,7 +22,7 @@ from mpipar.errors import NonFiniteError
 from mpipar.plan.predict import predict
 from mpipar.train import worker as train
 from mpipar.train.gradsync import GradSync
-from mpipar.train.verify import compare
+from mpipar.train.verify import compare_with_one_rank
 from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
@@ -66,7 +66,7 @@ def assert_equals_one_rank(config):
     roundings = ROUNDINGS["tp" if config.grid.tp > 1 else "rows"]
     limit = roundings * HALF_UNIT[config.run.dtype]
     bad = [f"tensors differ: {d.kind} of {d.name}: {d.error:.1e}"
-           for d in compare(config, tokens(), WORLD) if not d.error <= limit]
+           for d in compare_with_one_rank(config, tokens(), WORLD) if not d.error <= limit]
     on_all_ranks(", ".join(bad[:5]))
 
 
