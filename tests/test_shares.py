@@ -43,6 +43,16 @@ def test_only_whole_steps_count():
     assert facts == pytest.approx({"useful": 8e-3, "communication": 7e-3, "rest": 5e-3})
 
 
+def test_steps_that_have_lost_records_do_not_count():
+    """The ring of the records is full sooner: of step 1 only spans are left, of step 2 a part."""
+    spans = [(kind, (start + 30 * step, end + 30 * step), step)
+             for step in (1, 2, 3) for kind, (start, end), _ in SPANS]
+    calls = [(start + 30 * step, end + 30 * step, step)
+             for step in (2, 3) for start, end, _ in CALLS][1:]
+    facts = share_facts(Past(spans, calls))
+    assert facts == pytest.approx({"useful": 8e-3, "communication": 7e-3, "rest": 5e-3})
+
+
 def test_hosts_with_more_ranks_than_cores_are_named():
     assert crowded(["a", "a", "b"], [2, 2, 1]) is None
     assert crowded(["a", "a", "a", "b"], [2, 2, 2, 4]).startswith("3 ranks share 2 cores of a: ")

@@ -17,7 +17,7 @@ COMPUTE = ("F", "B", "I", "W", "opt", "data")
 
 
 def share_facts(recorder) -> dict:
-    """Seconds of this rank, summed over the steps that are whole in the ring: useful,
+    """Seconds of this rank, summed over the steps that are whole in both rings: useful,
     communication, rest.
     """
     spans, starts, ends = defaultdict(list), {}, {}
@@ -28,15 +28,18 @@ def share_facts(recorder) -> dict:
             starts[span.step] = span.start_ns
         if span.kind == "opt":
             ends[span.step] = span.end_ns
+    records = recorder.records
     whole = starts.keys() & ends.keys()
+    if records:  # a step has more records than spans: of older steps only spans are left
+        whole = {step for step in whole if step >= records[0].step}
     if len(whole) > 1:
-        whole.discard(min(whole))  # the oldest may have lost its first spans
+        whole.discard(min(whole))  # the oldest may have lost its first spans or records
     sums: Counter = Counter()
     for step in whole:
         sums["rest"] += ends[step] - starts[step]
         sums["useful"] += sum(end - start for start, end in spans[step])
         spans[step].sort()
-    for record in recorder.records:
+    for record in records:
         if record.step in whole and record.waited_ns and record.done_ns > record.waited_ns:
             if not starts[record.step] <= record.waited_ns <= ends[record.step]:
                 continue  # what follows a step: metrics, saving
