@@ -1,8 +1,8 @@
 """The desync check: before each collective the ranks of a group agree that they make the same call.
 
 MPI does not check this: ranks that meet in different collectives hang, or one of them returns
-garbage. A Comm hands over the record of the call that it is about to make (--check-comm). The
-check's own messages travel on a communicator of their own and are not in the records.
+garbage. With --check-comm, a Comm hands over the record of each call before it makes it. The check
+sends its messages on a communicator of its own and keeps them out of the records.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TEXT_BYTES = 400  # of one rank's description, when they differ
 class CallCheck:
     """Compares a call over the group `ranks`. mpi_comm: their communicator, for this alone.
 
-    Raises HangError on every rank of the group, with the same text that says who calls what, when
-    they differ. Comm: one all-reduce of 16 bytes for each collective, and one all-gather when they
-    differ.
+    Raises HangError on every rank of the group when they differ. Its text is the same everywhere
+    and says who calls what.
+    Comm: one all-reduce of 16 bytes for each collective, and one all-gather when they differ.
     """
 
     def __init__(self, mpi_comm, ranks):

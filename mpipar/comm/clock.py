@@ -1,10 +1,11 @@
 """One clock for all ranks: which ranks share one, and how far the others are off.
 
 Processes of one host and one time namespace read the same monotonic clock, which is used as it is.
-Between hosts the offset is measured by ping-pong with world rank 0, before and after the traced
-steps: of many round trips the shortest counts, its midpoint is taken for the instant at which the
-other clock was read, and half of it bounds the error. Two offsets make a line: the drift.
-Times are nanoseconds.
+
+Between hosts, ping-pong with world rank 0 measures the offset, before and after the traced steps.
+Of many round trips the shortest counts. The other clock is taken to be read at its midpoint, and
+half of its length bounds the error. The two offsets give a line, whose slope is the drift. Times
+are nanoseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Sample:
 
 
 def clock_identity() -> str:
-    """The same text on all ranks that read one monotonic clock: host, boot, time namespace."""
+    """A text that is the same on all ranks that read one monotonic clock: host, boot, time
+    namespace.
+    """
     def read(function, path):
         try:
             return function(path)
@@ -66,8 +69,9 @@ def measure_clocks(mpi_world, owners,
                    clock: Callable[[], int] = perf_counter_ns) -> dict[int, Sample]:
     """{lowest rank of a clock: Sample} on world rank 0, {} elsewhere. owners: `shared_clocks`.
 
-    Comm: for each clock but world rank 0's, ROUND_TRIPS ping-pongs of 8 bytes with its lowest rank,
-    outside the records. Every rank calls it; where all share a clock nobody communicates.
+    Every rank calls it. If all share a clock, nobody communicates.
+    Comm: ROUND_TRIPS ping-pongs of 8 bytes with the lowest rank of each clock but world rank 0's,
+    outside the records.
     """
     message = np.zeros(1, np.int64)
     samples = {}
@@ -92,8 +96,9 @@ def measure_clocks(mpi_world, owners,
 class CommonClock:
     """Translates every rank's times to world rank 0's clock.
 
-    owners: for each world rank the lowest rank with the same clock. before, after: Samples by
-    owner; where `after` is missing (the run ended too early) the drift counts as zero.
+    owners: for each world rank, the lowest rank with the same clock.
+    before, after: Samples by owner. If `after` is missing (the run ended too early), the drift
+    counts as zero.
     """
 
     owners: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which transport a group gets: by what ranks share, what MPI can do, what the user asked."""
+"""Which transport a group gets: by what ranks share, what MPI can do, and what the user asks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from mpipar.comm.transport import HostTransport, NoTransport
 
 
 class Options(NamedTuple):
-    """How the wire behaves: sync_sends: a send is done only when it is matched. check: compare
-    every collective over its group first. patient: a rank that waits for a message gives its core
-    away in between.
+    """How the wire behaves.
+
+    sync_sends: a send is done only when it is matched.
+    check: compare every collective over its group first.
+    patient: a rank that waits for a message gives its core away in between.
     """
 
     sync_sends: bool = False
@@ -41,7 +43,7 @@ def shares_cores(mpi_world) -> bool:
 
 
 def split(mpi_world, ranks: tuple[int, ...]):
-    """MPI's communicator of the group `ranks`. Comm: one Split; every rank of the world."""
+    """MPI's communicator of the group `ranks`. Comm: one Split, by every rank of the world."""
     mpi_comm = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
     assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     return mpi_comm
@@ -50,8 +52,8 @@ def split(mpi_world, ranks: tuple[int, ...]):
 def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options):
     """The transport for one group of world ranks.
 
-    Comm: with an MPI world, one Split over the world; so every rank must connect its groups in the
-    same order (a rank that is alone in its group too).
+    Comm: with an MPI world, one Split over the world. So every rank must connect its groups in the
+    same order, even a rank that is alone in its group.
     """
     if mpi_world is None:
         return narrow(NoTransport(ops), ops, len(ranks))
@@ -64,12 +66,12 @@ def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options):
 
 
 def narrow(wire, ops, group_size: int):
-    """The transport itself, or what makes it fit for 16-bit numbers where the ops have such."""
+    """The transport itself, or a wrapper for 16-bit numbers if the ops compute with them."""
     return NarrowTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
 
 
 def cuda_aware() -> str:
-    """Whether this MPI takes device pointers: yes, no or unknown, which is staged."""
+    """Whether this MPI takes device pointers: yes, no or unknown. Unknown is staged."""
     return gpu_awareness()[0]
 
 
@@ -91,11 +93,12 @@ def stated_awareness(library: str, kinds: str | None, environ, support: int | No
                      ) -> tuple[str, str]:
     """Whether MPI takes device pointers, yes, no or unknown, and how that is known.
 
-    Never tried out: a wrong yes is a segmentation fault. So anything but a clear statement of the
-    library or of the user is unknown, and unknown is staged through the host. `kinds`: the value of
-    the MPI-4.1 info key mpi_memory_alloc_kinds. `support`: MPIX_Query_cuda_support(), if there is
-    one. A no of that function is believed of MPICH alone: Open MPI's only tells how it was built,
-    and with UCX below it may take device pointers all the same.
+    It is never tried out, because a wrong yes is a segmentation fault. Only a clear statement of
+    the library or of the user counts. Anything else is unknown, and is staged through the host.
+
+    kinds: the value of the MPI-4.1 info key mpi_memory_alloc_kinds.
+    support: MPIX_Query_cuda_support(), if there is one. Its no is believed of MPICH alone. Open
+    MPI's only tells how it was built, and with UCX below it may take device pointers all the same.
     """
     stated = environ.get("MPIPAR_CUDA_AWARE")
     if stated in ("yes", "no"):

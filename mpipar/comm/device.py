@@ -1,7 +1,7 @@
 """How bytes travel from device memory: straight into a CUDA-aware MPI, or staged through the host.
 
-mpi4py neither copies nor synchronizes. Comm has drained the stream that made an array before it
-comes here; what a transport computes itself, it drains itself.
+mpi4py neither copies nor synchronizes. Before an array comes here, Comm has drained the stream that
+made it. A transport drains the stream itself after what it computes itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from mpipar.comm.transport import Done, HostTransport
 
 
 class StagedRequest:
-    """An MPI request on host memory, and what is left to do when it completes (for receives)."""
+    """An MPI request on host memory, and what to do when it completes (for receives)."""
 
     def __init__(self, request, keep, finish=None):
         self.request = request
@@ -34,20 +34,22 @@ class StagedRequest:
 
 
 class DeviceTransport(HostTransport):
-    """CuPy arrays straight into a CUDA-aware MPI."""
+    """Hands CuPy arrays straight to a CUDA-aware MPI."""
 
     def iall_reduce(self, x):
-        # Non-blocking reductions of device memory are not supported by the common MPI libraries.
+        # The common MPI libraries do not support non-blocking reductions of device memory.
         self.all_reduce(x, "sum")
         return Done()
 
 
 class StagedTransport(HostTransport):
-    """CuPy arrays by way of pinned host memory: device -> host -> MPI -> host -> device."""
+    """Sends CuPy arrays through pinned host memory: device -> host -> MPI -> host -> device."""
 
     def _to_device(self, host, x):
-        """Copy host to x and wait: CuPy queues the copy, and memory that is given back too early
-        holds the next message before this one has been read.
+        """Copy host to x and wait.
+
+        CuPy only queues the copy. Host memory given back before it runs would already hold the next
+        message.
         """
         x.set(host)
         self.ops.synchronize()
@@ -61,7 +63,7 @@ class StagedTransport(HostTransport):
         return self.ops.pinned(shape, dtype)
 
     def _in_place(self, call, x, argument):
-        """A call that changes x, on its copy."""
+        """Make a call that changes x, on a copy of x in host memory."""
         host = self.ops.to_pinned(x)
         call(host, argument)
         self._to_device(host, x)

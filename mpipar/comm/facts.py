@@ -1,5 +1,6 @@
-"""Small facts of all ranks to world rank 0, or back, outside the records: a report is not a barrier
-of training.
+"""Small facts of all ranks to world rank 0, or back.
+
+They stay out of the records, because a report is not a barrier of training.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rank arithmetic: where a rank stands in the grid pp x dp x cp x tp, and who is in its groups.
 
-By default `world_rank = ((pp_rank*dp_size + dp_rank)*cp_size + cp_rank)*tp_size + tp_rank`: the
-axis with the most traffic (tp) is innermost, so its groups are neighbours and cross the slowest
-links least. `order` names the axes from outermost to innermost. Pure arithmetic: no MPI here, so
-every rank of every layout can be asked.
+By default `world_rank = ((pp_rank*dp_size + dp_rank)*cp_size + cp_rank)*tp_size + tp_rank`. The
+axis with the most traffic (tp) is innermost. So its groups are neighbours and cross the slowest
+links least. `order` names the axes from outermost to innermost. There is no MPI here, so every rank
+of every layout can be asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 def share(length: int, parts: int) -> int:
-    """Length of each of `parts` equal pieces of an axis: the last ones are padded."""
+    """Length of each of `parts` equal pieces of an axis; the last ones are padded."""
     return -(-length // parts)
 
 
@@ -94,20 +94,21 @@ class Grid:
         return [dict(zip(axes, place, strict=True)) for place in product(*ranges)]
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """World ranks of the places that differ from this one in `axes` alone, as `places` orders
-        them.
+        """World ranks of the places that differ from this one in `axes` alone, in the order of
+        `places`.
         """
         return tuple(self.at(**place) for place in self.places(axes))
 
     def partition(self, axis: str, groups) -> list[tuple[int, ...]]:
-        """World ranks of groups of coordinates along `axis`: each group at every place on the other
-        axes.
+        """World ranks of groups of coordinates along `axis`.
+
+        Each group appears once for every place on the other axes.
         """
         others = self.places([other for other in AXES if other != axis])
         return [tuple(self.at(**place, **{axis: i}) for i in sorted(group))
                 for group in groups for place in others]
 
     def describe(self) -> str:
-        """As in `pp1 tp0`: the place on the axes that have several ranks."""
+        """The place on the axes that have several ranks, as in `pp1 tp0`."""
         return " ".join(f"{axis}{self.axis_rank(axis)}" for axis in AXES
                         if self.axis_size(axis) > 1) or "one rank"

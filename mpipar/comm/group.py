@@ -1,13 +1,13 @@
 """The wire: the only module that moves data between ranks.
 
-One `Comm` per group. Each call has a `name=` (the barrier that a reader finds in tables and
-traces), appends one record, and is a no-op in a group of one: no layer ever asks how many ranks
-there are. Reductions work in place on the array they are given. How bytes travel is the transport's
-business (`mpipar/comm/connect.py`).
+There is one `Comm` per group. Each call has a `name=`: the barrier that a reader finds in tables
+and traces. Each call appends one record. In a group of one it does nothing, so no layer ever asks
+how many ranks there are. Reductions work in place on the array they are given. How bytes travel is
+the transport's business (`mpipar/comm/connect.py`).
 
-Who must make the same call: every member of the group, in the same order; for send and recv, the
-peer with the same tag. What breaks otherwise: a hang, or a wrong sum on some ranks without any
-error.
+Every member of the group must make the same calls in the same order; for send and recv, the peer
+with the same tag. If one member skips or reorders a call, the job hangs, or some ranks get a wrong
+sum without any error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpipar.comm.record import (
 
 
 class Pending:
-    """A posted operation; `array` must not be touched before `wait` or a true `test`.
+    """A posted operation. Do not touch `array` before `wait`, or before `test` returns true.
 
     request: None once it is done, and in a group of one.
     """
@@ -53,7 +53,7 @@ class Pending:
             entry[WAITED] = 0  # posted, and nobody waits for it yet
 
     def test(self) -> bool:
-        """Let the operation progress; true when it is done (it is then recorded as done)."""
+        """Let the operation progress; when it is done, record that and return true."""
         if self.request is None:
             return True
         if not self.request.Test():
@@ -74,15 +74,15 @@ class Pending:
 
     @property
     def record(self) -> Record:
-        """What is recorded of it; not in a group of one."""
+        """The operation's record. There is none in a group of one."""
         return Record._make(self.entry[:TALLY])
 
 
 class Comm:
     """One group of ranks along `axis`: their world ranks, and this rank's place `index`.
 
-    wire: its transport, None for a rank that is alone. check: compares a collective over the group
-    before it is made (--check-comm), or None.
+    wire: its transport; None for a rank that is alone.
+    check: compares a collective over the group before it is made (--check-comm), or None.
     """
 
     def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire, recorder, check=None):
@@ -100,8 +100,8 @@ class Comm:
     def _open(self, operation, name, payload, dtype, peer=-1, tag=-1):
         """What comes before every operation: append its entry to the record, and return it.
 
-        The stream that made the array is drained first: MPI does not wait for a device. The caller
-        of the communicator's method is two frames up from here.
+        It first drains the stream that made the array, because MPI does not wait for a device. The
+        caller of the communicator's method is two frames up from here.
         """
         if self._drain is not None:
             self._drain()
@@ -110,8 +110,8 @@ class Comm:
         phase = recorder.phase
         key = (self.axis, name, operation, phase, payload)
         tally = recorder.tallies.get(key) or recorder.new_tally(key, self.size, dtype)
-        # Finding a line number takes longer than all the rest, and the callers are mostly the same
-        # as last time.
+        # Finding a line number takes longer than all the rest, and most callers are the same as
+        # last time.
         frame = _getframe(2)
         if tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti:
             find_site(tally, frame)
@@ -164,7 +164,9 @@ class Comm:
         return y
 
     def all_to_all(self, x, name: str):
-        """Part j of x (size, ...) goes to rank j; returns what the others sent here, same shape."""
+        """Send part j of x (size, ...) to rank j; returns what the others sent here, in the same
+        shape.
+        """
         assert x.shape[0] == self.size, (x.shape, self.size)
         if self.size == 1:
             return x
@@ -238,7 +240,7 @@ class Comms:
     """All groups of one rank: `world`, one per axis, and further ones by name.
 
     `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group. All
-    ranks take part in making them; a rank that is in none of them is alone.
+    ranks take part in making them. A rank that is in none of them is alone.
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
@@ -249,7 +251,9 @@ class Comms:
         options = options._replace(patient=shares_cores(mpi_world))
 
         def make(axis, ranks, alone=False):
-            """My group's Comm; alone: no group on this axis has several ranks, so no split."""
+            """My group's Comm. alone: no group on this axis has several ranks, so there is no
+            split.
+            """
             wire = check = None
             if not alone:
                 wire = connect(ops, mpi_world, ranks, options)
@@ -269,14 +273,11 @@ class Comms:
 
     @classmethod
     def solo(cls, ops, grid=None, recorder=None) -> Comms:
-        """The groups of one rank of `grid` (default: of one rank) without MPI: nothing is sent.
-
-        Comm: none.
-        """
+        """The groups of one rank of `grid` (default: of one rank) without MPI: nothing is sent."""
         return cls(grid or Grid(0), ops, recorder or Recorder())
 
     def close(self) -> None:
-        """Free the communicators: MPI has only some two thousand.
+        """Free the communicators, because MPI has only some two thousand.
 
         Comm: every rank, in the same order.
         """

@@ -1,10 +1,12 @@
-"""How sixteen-bit numbers travel: MPI neither knows bfloat16 nor adds it.
+"""How sixteen-bit numbers travel: MPI does not know bfloat16 and cannot add it.
 
-Between a Comm and its transport. What only moves goes as 16-bit integers. The parts of a sum travel
-in 16 bits too, which is what halves the bytes: each rank gets everybody's part of its share
-(all-to-all), adds them up in float32, rounds once, and the shares are gathered. These are the bytes
-of a ring all-reduce, and every rank ends with the same numbers. Arrays of other types pass: weight
-gradients are float32 and summed by MPI.
+This layer stands between a Comm and its transport. Data that only moves goes as 16-bit integers.
+The parts of a sum travel in 16 bits too, which halves the bytes. An all-to-all gives each rank
+everybody's part of its share. The rank adds the parts in float32 and rounds once. An all-gather
+then joins the shares. These are the bytes of a ring all-reduce, and every rank ends with the same
+numbers.
+
+Arrays of other types pass unchanged. Weight gradients are float32, and MPI sums them.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ class NarrowTransport:
         self.wire, self.ops, self.group_size = wire, ops, group_size
 
     def __getattr__(self, name):
-        return getattr(self.wire, name)  # what moves no numbers passes: barrier, max_tag, close
+        return getattr(self.wire, name)  # calls that move no numbers: barrier, max_tag, close
 
     def _is_narrow(self, x):
         return x.dtype == self.ops.dtype
 
     def _moved(self, x):
-        """The same memory as MPI may see it."""
+        """The same memory, in a type that MPI knows."""
         return x.view("uint16") if self._is_narrow(x) else x
 
     def _received(self, y, x):
-        """What has arrived, in the type of x."""
+        """The received memory, in the type of x."""
         return y.view(x.dtype) if self._is_narrow(x) else y
 
     def all_reduce(self, x, op):
@@ -39,7 +41,7 @@ class NarrowTransport:
         assert op == "sum", op
         parts = self.ops.zeros((self.group_size, share(x.size, self.group_size)), label="buffers")
         self.ops.copy(parts.reshape(-1)[:x.size], x.reshape(-1))
-        self.ops.synchronize()  # the parts are made here, behind Comm's own
+        self.ops.synchronize()  # the parts are made here, after Comm's own
         own = self.reduce_scatter(parts)
         self.ops.synchronize()
         whole = self.all_gather(own, self.group_size)

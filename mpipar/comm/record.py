@@ -1,13 +1,13 @@
 """The recorder: every barrier and every compute span of a run, as plain values.
 
 It knows neither MPI nor other hosts' clocks. An operation's entry is opened when the operation is
-posted and closed when it is done, so a record whose `done_ns` is 0 is the operation that this rank
-is inside of right now. Entries lie in a ring (the newest ones win); the counters beside the ring
-never overflow and give the tables that a run prints.
+posted and closed when it is done. So a record whose `done_ns` is 0 is the operation that this rank
+is inside of right now. Entries lie in a ring that keeps the newest ones. The counters beside the
+ring never overflow, and the tables of a run come from them.
 
-A record has two places. `site` is the line that crosses the barrier, `cut` the line inside the cut
-that calls the group. The rule: from the caller of the group go outwards, past `partition/` and past
-`layers/linear.py`, which runs any product. The first line beyond is the site. So ffn.down and
+A record has two places. `site` is the line that crosses the barrier. `cut` is the line inside the
+cut that calls the group. The rule: from the caller of the group go outwards, past `partition/` and
+past `layers/linear.py`, which runs any product. The first line beyond is the site. So ffn.down and
 attn.proj, which share a cut, have different sites.
 """
 
@@ -27,9 +27,10 @@ POINT_TO_POINT = ("send", "recv")
 class Record(NamedTuple):
     """One operation of one rank. Times: ns of this host's monotonic clock. Bytes: per rank.
 
-    waited_ns: when the rank began to wait, 0 before. peer: place in the group, -1 without one.
-    site: where a layer, or whoever calls the group, crosses the barrier, as file:line. cut: the
-    line inside the cut, "" where none is between.
+    waited_ns: when the rank began to wait; 0 before.
+    peer: its place in the group; -1 without one.
+    site: where a layer, or whoever calls the group, crosses the barrier, as file:line.
+    cut: the line inside the cut; "" if there is no cut between.
     """
 
     posted_ns: int
@@ -69,7 +70,7 @@ class Span(NamedTuple):
 
 
 class LayerOperation(NamedTuple):
-    """An operation of a layer, noted only when asked for (ops/timed_ops.py)."""
+    """An operation of a layer, noted only on request (ops/timed_ops.py)."""
 
     layer: str
     function: str
@@ -92,7 +93,7 @@ class Key(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Calls, their bytes, and the nanoseconds that the rank was inside of them."""
+    """Calls, their bytes, and the nanoseconds that the rank spent inside them."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -103,15 +104,15 @@ class Sums(NamedTuple):
         return Sums(*map(sum, zip(self, other, strict=True)))
 
 
-# An entry is a list with the fields of a Record in their order, and behind them its tally. Only
-# this file and group.py, which write entries, use positions; a reader gets a Record.
+# An entry is a list: the fields of a Record in their order, then its tally. Only this file and
+# group.py write entries and use positions. A reader gets a Record.
 WAITED, DONE = Record._fields.index("waited_ns"), Record._fields.index("done_ns")
 TALLY = len(Record._fields)
 
-# What the entries of one barrier share. An entry must cost next to nothing, so this is found with
-# one look-up when the operation is posted: calls, nanoseconds inside, wire bytes of a call, dtype;
-# then the last caller and what was found of it: code and instruction, how many frames further out
-# the site is, its code and instruction, and both places.
+# What the entries of one barrier share. An entry must cost next to nothing, so one look-up finds
+# it when the operation is posted. First come calls, nanoseconds inside, wire bytes of a call and
+# dtype. Then comes the last caller (code and instruction), and what was found of it: how many
+# frames further out the site is, the site's code and instruction, and both places.
 (T_CALLS, T_NANOSECONDS, T_WIRE, T_DTYPE, T_CODE, T_INSTRUCTION, T_DEPTH, T_SITE_CODE,
  T_SITE_INSTRUCTION, T_SITE, T_CUT) = range(11)
 
@@ -119,10 +120,10 @@ TALLY = len(Record._fields)
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     """Bytes that one rank sends for a payload of `payload` bytes, by the ring algorithm.
 
-    The payload is the whole vector for all_reduce, the whole output for all_gather, the whole input
-    for reduce_scatter and all_to_all. broadcast and reduce go from rank to rank along a chain: all
-    but one send the payload, and each rank is booked the mean. Source: the bus-bandwidth factors of
-    nccl-tests.
+    The payload is the whole vector for all_reduce, the whole output for all_gather, and the whole
+    input for reduce_scatter and all_to_all. broadcast and reduce go from rank to rank along a
+    chain. All but one rank send the payload, and each rank is booked the mean. Source: the
+    bus-bandwidth factors of nccl-tests.
     """
     if operation == "all_reduce":
         return 2 * (group_size - 1) * payload // group_size
@@ -158,7 +159,7 @@ class Recorder:
 
     The engine and the loop set `step, stage, mb, phase` before they call anything that may
     communicate. phase is F, I, W (compute of a schedule), sync (gradients, norm), opt, data, eval,
-    save or setup. `operations` holds one entry for each operation of a layer, where the ops are
+    save or setup. `operations` holds one entry for each operation of a layer, if the ops are
     wrapped for it (ops/timed_ops.py).
     """
 
@@ -194,7 +195,7 @@ class Recorder:
         return self.entries.maxlen
 
     def resize(self, capacity: int | None) -> None:
-        """Give both rings room for `capacity` entries (None: for all); the newest are kept."""
+        """Give both rings room for `capacity` entries (None: for all). The newest ones are kept."""
         self.entries = deque(self.entries, maxlen=capacity)
         self._spans = deque(self._spans, maxlen=capacity)
 
@@ -211,7 +212,7 @@ class Recorder:
 
     @property
     def counters(self) -> dict[Key, Sums]:
-        """What was counted, whatever has left the ring."""
+        """The counters, which include what has left the ring."""
         counters: dict[Key, Sums] = {}
         for (axis, name, operation, phase, payload), tally in self.tallies.items():
             calls = tally[T_CALLS]
@@ -250,8 +251,11 @@ class Recorder:
         return sums
 
     def flight_ns(self, axis: str) -> tuple[int, int]:
-        """Nanoseconds from posting to the end of the messages over `axis` that are in the ring, and
-        how many of these the rank went on working in.
+        """Flight time of the messages over `axis` that are in the ring, and how much of it was
+        hidden.
+
+        Both are nanoseconds. Flight goes from posting to the end; its hidden part ends when the
+        rank begins to wait.
         """
         sent = [record for record in self.records if record.axis == axis
                 and record.operation in POINT_TO_POINT and record.done_ns]

@@ -1,14 +1,14 @@
 """How bytes travel from host memory, or do not travel at all.
 
-Upper-case mpi4py buffer calls only. `mpipar/comm/connect.py` chooses a transport for each group;
-device memory has its own (`mpipar/comm/device.py`).
+Only upper-case mpi4py calls on buffers are used. `mpipar/comm/connect.py` chooses a transport for
+each group. Device memory has its own transports (`mpipar/comm/device.py`).
 """
 
 from __future__ import annotations
 
 import time
 
-POLLS_BEFORE_SLEEP = 20  # a message that is nearly there is not slept over
+POLLS_BEFORE_SLEEP = 20  # no sleep for a message that is nearly there
 POLL_SECONDS = 50e-6
 
 
@@ -23,7 +23,9 @@ class Done:
 
 
 class NoTransport:
-    """One process, no data: the shapes-only run. Receives leave the (numberless) array as it is."""
+    """One process and no data: the shapes-only run. Receives leave the array, which has no numbers,
+    as it is.
+    """
 
     def __init__(self, ops):
         self.ops = ops
@@ -74,10 +76,9 @@ class NoTransport:
 class PatientRequest:
     """A receive that polls with short sleeps, for hosts with more ranks than cores.
 
-    MPI's own wait spins, and the core that it takes is the one that the awaited rank needs.
-    Measured with 4 ranks on 2 cores: the default run's step takes 76 ms this way and 85 ms with
-    Wait. Collectives stay with MPI: their members arrive within a shorter time of each other than a
-    sleep takes.
+    MPI's own wait spins, and takes the core that the awaited rank needs. Measured with 4 ranks on 2
+    cores: the default run's step takes 76 ms this way and 85 ms with Wait. Collectives stay with
+    MPI, because their members arrive less than one sleep apart.
     """
 
     def __init__(self, request):
@@ -93,7 +94,7 @@ class PatientRequest:
 
 
 class HostTransport:
-    """NumPy arrays straight into MPI."""
+    """Hands NumPy arrays straight to MPI."""
 
     def __init__(self, ops, mpi_comm, options):
         from mpi4py import MPI
@@ -102,15 +103,16 @@ class HostTransport:
         self.mpi = mpi_comm
         self.in_place = MPI.IN_PLACE
         self.reduce_ops = {"sum": MPI.SUM, "max": MPI.MAX}
-        # Synchronous sends return only when matched: a program that works with them never leans on
-        # buffering inside MPI, whatever the message size.
+        # Synchronous sends return only when matched. A program that works with them never relies on
+        # buffers inside MPI, whatever the message size.
+
         self._send = mpi_comm.Ssend if options.sync_sends else mpi_comm.Send
         self._isend = mpi_comm.Issend if options.sync_sends else mpi_comm.Isend
         self.tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
         self.patient = options.patient
 
     def _new(self, shape, dtype):
-        """What is received into."""
+        """A new array to receive into."""
         return self.ops.empty(shape, dtype, label="buffers")
 
     def all_reduce(self, x, op):

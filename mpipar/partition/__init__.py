@@ -6,16 +6,19 @@ Every cut has the same three functions. The barriers of products are visible lin
     backward_input(ops, dy, w, comm, name, sizes)     -> dx, dy as backward_weight wants it
     backward_weight(ops, x, dy, dw, comm, name, sizes)        dw += x^T dy
 
-w (K, N) is this rank's shard. Where a width does not divide, every shard has the size of the first
-and the last ones are padded with zeros, which changes no product (see shares.py).
+w (K, N) is this rank's shard. If the group does not divide a width, every shard has the size of the
+first. The last ones are padded with zeros, which change no product (see shares.py).
 
-comm: the group; for 2d and 2.5d a `summa.Mesh` of groups. sizes: T, K and N of the uncut product,
-for the cuts that put pieces together (gather, reduce, *_sp, *_ring); the others do not read it.
-shard_axis: which axis of w is cut (None: both). bias_is_cut: whether a rank holds only its own
-columns of y, and so of the bias. tokens_are_cut: whether a rank holds only its own tokens of x or
-y; such a cut reads sizes.tokens. ops: what multiplies; a convolution gives its own product, whose w
-has the rows of a patch for each channel, so x's last axis and not w's first one is what a cut goes
-by.
+ops: what multiplies. A convolution gives its own product, whose w has the rows of a patch for each
+channel. So a cut goes by x's last axis and not by w's first one.
+comm: the group; for 2d and 2.5d it is a `summa.Mesh` of groups.
+sizes: T, K and N of the uncut product. Only the cuts that join pieces read it (gather, reduce,
+*_sp, *_ring).
+
+Each cut also states three facts:
+shard_axis: which axis of w is cut (None: both).
+bias_is_cut: whether a rank holds only its own columns of y, and so of the bias.
+tokens_are_cut: whether a rank holds only its own tokens of x or y. Such a cut reads sizes.tokens.
 """
 
 from typing import NamedTuple
@@ -41,9 +44,9 @@ CUTS = {
 
 
 class Sizes(NamedTuple):
-    """Of a product before it is cut: x (.., tokens, inner), w (inner, outer).
+    """The sizes of a product before it is cut: x (.., tokens, inner), w (inner, outer).
 
-    tokens: None where the cut does not divide them.
+    tokens: None if the cut does not divide the tokens.
     """
 
     tokens: int | None

@@ -1,7 +1,8 @@
-"""Cut by output channels, the outputs left where they are: y (.., N/q) = x (.., K) @ w (K, N/q).
+"""Cut by output channels; the outputs stay where they are: y (.., N/q) = x (.., K) @ w (K, N/q).
 
-Every rank reads all of x and makes its own columns of y, so forward needs no barrier. Each rank's
-dx = dy @ w^T is only its columns' part of the sum over N: one all-reduce, backward.
+Every rank reads all of x and makes its own columns of y, so forward needs no barrier. Backward,
+each rank's dx = dy @ w^T is only its columns' part of the sum over N. One all-reduce adds the
+parts.
 """
 
 shard_axis = 1
@@ -10,7 +11,7 @@ tokens_are_cut = False
 
 
 def forward(ops, x, w, comm, name, sizes=None):
-    """y (.., N/q) of x (.., K). Comm: none."""
+    """y (.., N/q) of x (.., K)."""
     return ops.matmul(x, w)
 
 
@@ -20,5 +21,5 @@ def backward_input(ops, dy, w, comm, name, sizes=None):
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
-    """dw (K, N/q) += x^T dy. Comm: none."""
+    """dw (K, N/q) += x^T dy."""
     ops.matmul_tn_add(x, dy, dw)

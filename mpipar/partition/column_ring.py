@@ -1,4 +1,4 @@
-"""column_sp with its all-gathers and its reduce-scatter cut in pieces: see ring.py.
+"""The cut column_sp with its all-gathers and its reduce-scatter sent in pieces: see ring.py.
 
 While this rank multiplies the tokens of one rank, those of the next are on their way.
 """

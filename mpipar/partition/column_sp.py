@@ -1,8 +1,8 @@
 """The column cut with tokens cut between the products: y (B, T, N/q) of x (B, T/q, K).
 
-All-gather, then multiply; backward, a reduce-scatter of dx takes the place of the all-reduce. Only
-this rank's tokens of x are kept for the weight gradient, which therefore gathers them again. See
-shares.py for a T that q does not divide.
+Forward gathers x and multiplies. Backward, a reduce-scatter of dx takes the place of the
+all-reduce. A rank keeps only its own tokens of x, so the weight gradient gathers x again. shares.py
+says what happens if q does not divide T.
 """
 
 from mpipar.partition import tokens as held

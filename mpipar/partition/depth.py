@@ -1,8 +1,9 @@
 """Cut over d grids of q x q ranks (2.5d, "depth"): less traffic for more memory.
 
-The rows of x and y are cut over the d grids, each of which runs SUMMA on its share with a copy of
-w's blocks. So x travels 1/d as far, w as in one grid of q x q, and the weight gradient is summed
-over the grids: one more barrier. Sources: Solomonik and Demmel, 2011; Tesseract, arXiv 2105.14500.
+The d grids share the rows of x and y. Each grid runs SUMMA on its rows with its own copy of w's
+blocks. So x travels 1/d as far, and w as far as in one grid of q x q. The weight gradient is then
+summed over the grids, which is one more barrier. Sources: Solomonik and Demmel, 2011; Tesseract,
+arXiv 2105.14500.
 """
 
 from mpipar.partition import summa
@@ -23,7 +24,10 @@ def backward_input(ops, dy, w, mesh, name, sizes=None):
 
 
 def backward_weight(ops, x, dy, dw, mesh, name, sizes=None):
-    """dw (K/q, N/q) += x^T dy. Comm: that of summa.backward_weight, one all_reduce over depth."""
+    """dw (K/q, N/q) += x^T dy.
+
+    Comm: that of summa.backward_weight, and one all_reduce over depth.
+    """
     part = ops.zeros(dw.shape)
     summa.backward_weight(ops, x, dy, part, mesh, name)
     ops.accumulate(dw, mesh.depth.all_reduce(part, name))

@@ -1,10 +1,9 @@
-"""Cut by output channels, the outputs collected again: the textbook's picture of a partitioned
-layer.
+"""Cut by output channels, with the outputs gathered: the textbook's picture of a partitioned layer.
 
 y (.., N) = all-gather of x (.., K) @ w (K, N/q). Each layer stands alone, with a whole input and a
 whole output. Every product takes an all-gather forward and an all-reduce backward. The column and
-row cuts take one all-reduce each way for a *pair* of products. The gradients are the same; this
-cut is here for comparison.
+row cuts take one all-reduce each way for a *pair* of products. The gradients are the same. This cut
+is here for comparison.
 """
 
 from mpipar.partition import shares
@@ -27,5 +26,5 @@ def backward_input(ops, dy, w, comm, name, sizes=None):
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
-    """dw (K, N/q) += x^T (own columns of dy (.., N)). Comm: none."""
+    """dw (K, N/q) += x^T (own columns of dy (.., N))."""
     ops.matmul_tn_add(x, shares.own(ops, dy, -1, comm), dw)

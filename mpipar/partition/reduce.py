@@ -1,9 +1,9 @@
-"""Cut by input channels, each layer alone: y (.., N) = sum over ranks of its x (.., K/q) @ w (K/q,
-N).
+"""Cut by input channels, each layer alone: y (.., N) = sum over ranks of x (.., K/q) @ w (K/q, N).
 
-The mirror image of the `gather` cut. x is whole on every rank, each takes its own channels of it
-and all sum what they make: one all-reduce forward, and one all-gather backward, because each rank
-makes only its own channels of dx. Same gradients; it is here to be compared.
+This is the mirror image of the `gather` cut. x is whole on every rank, and each rank multiplies its
+own channels of it. Forward, one all-reduce adds the products. Backward, each rank makes only its
+own channels of dx, so one all-gather joins them. The gradients are the same. This cut is here for
+comparison.
 """
 
 from mpipar.partition import row, shares
@@ -25,5 +25,5 @@ def backward_input(ops, dy, w, comm, name, sizes):
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
-    """dw (K/q, N) += (own channels of x)^T dy. Comm: none."""
+    """dw (K/q, N) += (own channels of x)^T dy."""
     ops.matmul_tn_add(shares.own(ops, x, -1, comm), dy, dw)

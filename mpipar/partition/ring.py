@@ -1,9 +1,10 @@
-"""Collective products: an all-gather or reduce-scatter in q pieces, each of which travels round the
-ring of the ranks while the one before it is multiplied.
+"""Collective products: each piece of an all-gather or reduce-scatter travels while another is
+multiplied.
 
-A barrier of the whole group becomes q - 1 messages to the next neighbour, with as many bytes. What
-is hidden of them is between posted and waited in their records. Source: Wang et al., Overlap
-communication with dependent computation via decomposition, ASPLOS 2023.
+The q pieces go round the ring of the ranks. A barrier of the whole group becomes q - 1 messages to
+the next neighbour, with as many bytes in all. In their records, the time between posted and waited
+is the part that computing hides. Source: Wang et al., Overlap communication with dependent
+computation via decomposition, ASPLOS 2023.
 """
 
 TAG = 0  # messages of a pair arrive in the order in which they are sent
@@ -12,8 +13,9 @@ TAG = 0  # messages of a pair arrive in the order in which they are sent
 def pieces(ops, x, comm, name):
     """Yield (place, its x) of every rank, from this one backwards; meanwhile the next one comes.
 
-    All x have one shape. A piece is valid until the next one is asked for: two buffers take turns.
-    Comm: size - 1 times one isend to the next place, one irecv from the one before.
+    All x have one shape. A piece is valid until the next one is asked for, because two buffers take
+    turns.
+    Comm: size - 1 times one isend to the next place and one irecv from the one before.
     """
     place, block = comm.index, x
     buffers = [ops.empty(x.shape, label="buffers") for _ in range(min(2, comm.size - 1))]
@@ -32,9 +34,9 @@ def total(ops, product, comm, name):
     """The sum over all ranks of their product(this rank's place).
 
     product(place) makes, into a new array, this rank's part of the sum that belongs to `place`. The
-    sum of each place starts behind it and goes once round the ring; a part is added where it
-    passes, and the sum is rounded there where activations have 16 bits.
-    Comm: size - 1 times one isend to the next place, one irecv from the one before.
+    sum of each place starts at the next rank and goes once round the ring. Every rank adds its
+    part as the sum passes. Activations of 16 bits are rounded at each addition.
+    Comm: size - 1 times one isend to the next place and one irecv from the one before.
     """
     sum_so_far = product(comm.neighbor(-1))
     after = ops.empty(sum_so_far.shape, label="buffers")

@@ -1,7 +1,8 @@
 """Cut by input channels: y (.., N) = sum over ranks of x (.., K/q) @ w (K/q, N).
 
-The other half of a pair: it reads what a column cut left behind and pays with one all-reduce,
-forward. Backward, dy is whole on every rank and each rank makes its own channels of dx: no barrier.
+This is the other half of a pair: it reads what a column cut left behind. Forward, one all-reduce
+adds the products. Backward, dy is whole on every rank and each rank makes its own channels of dx,
+so there is no barrier.
 """
 
 shard_axis = 0
@@ -15,10 +16,10 @@ def forward(ops, x, w, comm, name, sizes=None):
 
 
 def backward_input(ops, dy, w, comm, name, sizes=None):
-    """dx (.., K/q) of dy (.., N). Comm: none."""
+    """dx (.., K/q) of dy (.., N)."""
     return ops.matmul_nt(dy, w), dy
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
-    """dw (K/q, N) += x^T dy. Comm: none."""
+    """dw (K/q, N) += x^T dy."""
     ops.matmul_tn_add(x, dy, dw)

@@ -1,4 +1,4 @@
-"""row_sp with its reduce-scatter and its all-gather cut in pieces: see ring.py.
+"""The cut row_sp with its reduce-scatter and its all-gather sent in pieces: see ring.py.
 
 While the sum of one rank's tokens is on its way, this rank multiplies those of the next.
 """
@@ -33,5 +33,5 @@ def backward_input(ops, dy, w, comm, name, sizes):
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes):
-    """dw (K/q, N) += x^T dy over all tokens. Comm: none."""
+    """dw (K/q, N) += x^T dy over all tokens."""
     ops.matmul_tn_add(x, dy, dw)

@@ -1,7 +1,7 @@
 """The row cut with tokens cut between the products: y (B, T/q, N) of x (B, T, K/q).
 
-The sum over ranks is a reduce-scatter: each rank gets its own tokens of y. Backward, dy is gathered
-once, for the input gradient and the weight gradient. See shares.py for a T that q does not divide.
+Forward, a reduce-scatter sums over the ranks and gives each one its own tokens of y. Backward
+gathers dy once, for both gradients. shares.py says what happens if q does not divide T.
 """
 
 from mpipar.partition import tokens as held
@@ -23,5 +23,5 @@ def backward_input(ops, dy, w, comm, name, sizes):
 
 
 def backward_weight(ops, x, dy, dw, comm, name, sizes):
-    """dw (K/q, N) += x^T dy over all tokens. Comm: none."""
+    """dw (K/q, N) += x^T dy over all tokens."""
     ops.matmul_tn_add(x, dy, dw)

@@ -1,8 +1,7 @@
-"""Equal pieces of an axis, one for each rank of a group, whatever its length.
+"""Equal pieces of an axis of any length, one for each rank of a group.
 
-Where q does not divide the length, every piece is as long as the first, ceil(length/q), and the
-last ones are padding, or hold nothing else: zeros go in, what comes of them is zero, and what is
-put together again leaves it away.
+If q does not divide the length, every piece has ceil(length/q) entries. The last ones are padded
+with zeros, and may hold nothing else. Padding stays zero and is dropped when the pieces are joined.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from mpipar.comm.grid import piece, share
 
 
 def own(ops, x, axis, comm):
-    """This rank's piece of x along an axis: a view, or a copy where it needs padding."""
+    """This rank's piece of x along an axis: a view, or a copy if it needs padding."""
     length = x.shape[axis]
     return pad(ops, _part(x, axis, piece(length, comm.size, comm.index)), axis,
                share(length, comm.size))
 
 
 def pad(ops, x, axis, length):
-    """x with zeros up to `length` along an axis; x itself where none are missing."""
+    """x with zeros up to `length` along an axis; x itself if it is long enough."""
     if x.shape[axis] == length:
         return x
     shape = list(x.shape)
@@ -29,7 +28,10 @@ def pad(ops, x, axis, length):
 
 
 def join(ops, pieces, axis, length):
-    """The whole array, `length` long on an axis, of everybody's pieces (q, ...); of one, itself."""
+    """The whole array, `length` long on an axis, from everybody's pieces (q, ...).
+
+    A single piece is returned as it is.
+    """
     if len(pieces) == 1:
         return pieces[0]
     shape = list(pieces.shape[1:])

@@ -8,9 +8,9 @@ block, or collects the sum of everybody's:
     backward_input   w along the columns, dx in the rows      dx[i, l] = sum_j dy[i, j] w[l, j]^T
     backward_weight  x along the rows,  dw in the columns     dw[l, j] = sum_i x[i, l]^T dy[i, j]
 
-No rank ever holds more than one block beside its own of each of the two that travel. Every function
-sends (q-1)/q^2 of the two whole matrices that travel in it, per rank. Source: van de Geijn and
-Watts, SUMMA, 1997.
+Two matrices travel in each function. A rank holds its own block of each, and at most one more. Per
+rank, every function sends (q-1)/q^2 of these two whole matrices. Source: van de Geijn and Watts,
+SUMMA, 1997.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ tokens_are_cut = False
 class Mesh(NamedTuple):
     """The groups of a rank: its row and column of the q x q grid, and its place in other grids.
 
-    row.index counts along N (and K of x), column.index along the rows of x (and K of w). depth: the
-    ranks at the same place of each grid, for the 2.5d cut.
+    row.index counts along N (and K of x). column.index counts along the rows of x (and K of w).
+    depth: the ranks at the same place of each grid, for the 2.5d cut.
     """
 
     row: Comm
@@ -70,7 +70,7 @@ def backward_weight(ops, x, dy, dw, mesh, name, sizes=None):
 def _blocks(ops, own, comm, name):
     """Everybody's block in group order, in one buffer: use each before you ask for the next.
 
-    Comm: a broadcast for each.
+    Comm: one broadcast of each block.
     """
     other = own if comm.size == 1 else ops.empty(own.shape, label="buffers")
     for root in range(comm.size):

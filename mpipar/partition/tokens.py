@@ -1,11 +1,13 @@
-"""How the ranks of a tensor-parallel group hold the tokens between one pair of products and the
-next.
+"""How a tensor-parallel group holds the tokens between one pair of products and the next.
 
-Whole: every rank holds all T tokens; a sum over ranks is an all-reduce. Cut (sequence parallelism):
-each rank holds T/q of them, so norms and residuals run on a share and are kept only once; the
-all-reduce becomes a reduce-scatter, and an all-gather comes before the next product. See shares.py
-for a T that q does not divide. Letters: B batch, T tokens, D width, q ranks of the group. Source:
-Korthikanti et al., arXiv 2205.05198.
+Whole: every rank holds all T tokens. A sum over ranks is an all-reduce.
+
+Cut (sequence parallelism): each rank holds T/q of them. Norms and residuals then run on a share and
+are kept only once. The all-reduce becomes a reduce-scatter, and an all-gather comes before the next
+product. shares.py says what happens if q does not divide T.
+
+Letters: B batch, T tokens, D width, q ranks of the group. Source: Korthikanti et al., arXiv
+2205.05198.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def scatter(ops, y, comm, name):
 class WholeTokens:
     """Every rank of the group holds all tokens.
 
-    cuts: of the two products of a pair. partial_groups: groups over which the gradients of
-    parameters that work on held tokens are partial.
+    cuts: the cuts of the two products of a pair. partial_groups: for parameters that work on held
+    tokens, the groups over which their gradients are partial.
     """
 
     cuts = ("column", "row")
@@ -50,11 +52,11 @@ class WholeTokens:
         return tokens
 
     def positions(self, positions):
-        """Positions of the tokens that this rank holds, of the positions (T,) of all."""
+        """The positions of the tokens that this rank holds, out of all positions (T,)."""
         return positions
 
     def gather(self, x, tokens, name):
-        """All tokens (B, T, D) of what the ranks hold. Comm: none."""
+        """All tokens (B, T, D) of what the ranks hold."""
         return x
 
     def scatter(self, y, name):
@@ -63,7 +65,7 @@ class WholeTokens:
 
 
 class CutTokens(WholeTokens):
-    """Each rank of the group holds ceil(T/q) tokens, the last ones padded."""
+    """Each rank of the group holds ceil(T/q) tokens; the last ones are padded."""
 
     partial_groups = ("tp",)
 
@@ -75,7 +77,7 @@ class CutTokens(WholeTokens):
         return share(tokens, self.comm.size)
 
     def positions(self, positions):
-        """Padding is at position 0: its gradient is zero."""
+        """Padding is at position 0, because its gradient is zero."""
         return shares.own(self.ops, positions, 0, self.comm)
 
     def gather(self, x, tokens, name):
@@ -91,7 +93,7 @@ PAIRS = {"plain": ("column_sp", "row_sp"), "ring": ("column_ring", "row_ring")}
 
 
 def hold(ops, config, comm):
-    """How a model with this ModelConfig holds its tokens over a group. Comm: none."""
+    """How a model with this ModelConfig holds its tokens over a group."""
     if comm.size == 1 or not config.sequence_parallel:
         return WholeTokens(ops, comm)
     return CutTokens(ops, comm, PAIRS[config.tp_matmul])
