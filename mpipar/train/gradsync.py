@@ -1,11 +1,11 @@
 """Gradient synchronization: sums over the groups that hold partial gradients, the norm, and
 clipping.
 
-Gradients lie in one flat buffer per stage. Most are partial over dp only: they are cut into buckets
-whose all-reduces start as soon as the stage has finished its last backward, while other stages
-still compute. A tied table that lies on two pipeline ranks is first summed over those two (group
-"tie"), then over dp, when everything else is done: a sum that starts earlier would make one end
-wait for the other's backward.
+Gradients lie in one flat buffer per stage. Most are partial over dp only. These are cut into
+buckets. Their all-reduces start as soon as the stage has finished its last backward, while other
+stages still compute. A tied table can lie on two pipeline ranks. It is first summed over those two
+(group "tie"), then over dp, after everything else. An earlier sum would make one end wait for the
+other's backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import math
 
 
 class GradSync:
-    """Owns the pending all-reduces of one step. comms: the groups of this rank; stages: {stage:
-    Stage}.
+    """Owns the pending all-reduces of one step.
+
+    comms: the groups of this rank. stages: {stage: Stage}.
     """
 
     def __init__(self, ops, stages, comms, recorder, bucket_bytes):
@@ -62,7 +63,7 @@ class GradSync:
                     self.comms.dp.all_reduce(flat.grad[run], "grads.late")
 
     def test(self) -> None:
-        """Let pending all-reduces progress (MPI does nothing while nobody asks)."""
+        """Let pending all-reduces progress: MPI may do nothing until it is called."""
         for pending in self.pending:
             pending.test()
 
@@ -72,14 +73,17 @@ class GradSync:
             self.ops.fill(stage.flat.grad, 0)
 
     def square_sum(self) -> float:
-        """This rank's share of the squared gradient norm: owned parameters, first dp replica."""
+        """This rank's share of the squared gradient norm.
+
+        Only owned parameters of the first dp replica count.
+        """
         if self.comms.dp.index > 0:
             return 0.0
         return sum((self.ops.square_sum(stage.flat.grad[run])
                     for stage in self.stages.values() for run in stage.flat.owned), 0.0)
 
     def unscale(self, loss_scale: float) -> None:
-        """Divide all gradients by the factor that the loss was multiplied by."""
+        """Divide all gradients by the factor that multiplied the loss."""
         if loss_scale != 1:
             for stage in self.stages.values():
                 self.ops.scale(stage.flat.grad, 1 / loss_scale)

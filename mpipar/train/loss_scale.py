@@ -1,9 +1,9 @@
-"""The loss scale of float16, whose smallest number is 6e-8: without it most gradients would be
-zero.
+"""The loss scale of float16: without it most gradients would round to zero.
 
-The loss is multiplied by a power of two before the backward pass and the summed gradients are
-divided by it. A step in which any rank finds a gradient that is not finite is skipped by all of
-them. Source: Micikevicius et al., arXiv 1710.03740; factors and interval of PyTorch's GradScaler.
+The smallest float16 number is 6e-8. A power of two multiplies the loss before the backward pass,
+and the summed gradients are divided by it. If any rank finds a gradient that is not finite, all
+ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and interval are those
+of PyTorch's GradScaler.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ SMALLEST = 1.0  # gradients that overflow at this scale are not the scale's faul
 class LossScale:
     """`value` halves after a step that overflowed and doubles after `interval` good ones.
 
-    The same on every rank, because what it hears is. dynamic: false for types with the range of
-    float32, whose scale is 1 for ever. skipped: steps so far without an update.
+    Every rank has the same value, because `update` tells all of them the same. dynamic: false for
+    types with the range of float32, whose scale stays 1. skipped: number of steps so far without an
+    update.
     """
 
     def __init__(self, run):
@@ -28,7 +29,7 @@ class LossScale:
         self.good = self.skipped = 0
 
     def update(self, overflow: bool) -> None:
-        """Take in whether this step's gradients overflowed on any rank. Comm: none."""
+        """Adapt the scale. overflow: whether this step's gradients overflowed on any rank."""
         if not self.dynamic:
             return
         if overflow:
@@ -45,7 +46,7 @@ class LossScale:
 
 
 def loss_scale_problems(config) -> list[str]:
-    """Flags of the loss scale without a float16 to scale for, or a scale that rounds."""
+    """What is wrong with the loss scale's flags: given without float16, or not a power of two."""
     run = config.run
     found = []
     for flag, value in (("--loss-scale", run.loss_scale),

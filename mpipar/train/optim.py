@@ -1,6 +1,6 @@
 """Optimizers over flat buffers of master weights, and the learning rate of a step.
 
-Weight decay is decoupled and applies to matrices and embedding tables; biases and norms are exempt.
+Weight decay is decoupled. It applies to matrices and embedding tables, not to biases and norms.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ import math
 
 
 class Sgd:
-    """master -= lr * grad. No moments, no decay: a wrong gradient scale shows at once."""
+    """master -= lr * grad.
+
+    SGD has no moments and no decay, so a wrong gradient scale shows at once.
+    """
 
     kinds = ()  # of moments
 
@@ -17,13 +20,13 @@ class Sgd:
         self.ops, self.stages = ops, stages
 
     def step(self, lr: float, step: int) -> None:
-        """Update all parameters of this rank; step counts from 1. Comm: none."""
+        """Update all parameters of this rank; step counts from 1."""
         for stage in self.stages.values():
             self.ops.sgd_step(stage.flat.master, stage.flat.grad, lr)
             stage.flat.publish()
 
     def state(self) -> dict:
-        """{kind: {stage: flat buffer}} of all that an update reads and changes."""
+        """{kind: {stage: flat buffer}} of all buffers that an update reads and changes."""
         return {"master": {number: stage.flat.master for number, stage in self.stages.items()}}
 
 
@@ -41,7 +44,7 @@ class AdamW(Sgd):
             for kind in self.kinds}
 
     def step(self, lr: float, step: int) -> None:
-        """Update all parameters of this rank; step counts from 1. Comm: none."""
+        """Update all parameters of this rank; step counts from 1."""
         config = self.config
         for number, stage in self.stages.items():
             flat = stage.flat
@@ -60,7 +63,10 @@ OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}
 
 
 def learning_rate(config, step: int) -> float:
-    """Learning rate of `step` (from 1): linear warm-up, then a cosine down to min_lr_ratio * lr."""
+    """Learning rate of `step`: a linear warm-up, then a cosine down to min_lr_ratio * lr.
+
+    `step` counts from 1.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     span = max(1, config.steps - config.warmup_steps)

@@ -1,8 +1,7 @@
-"""The proof any user can run: one float64 step in this layout and on one rank, compared parameter
-by parameter.
+"""The proof any user can run: one float64 step in this layout, compared with one rank's.
 
-Same seed, same rows; the one-rank step runs the whole batch as one microbatch, so it shares no
-schedule, no message and no reduction with the layout under test.
+Both steps use the same seed and rows. Every parameter is compared. The one-rank step runs the whole
+batch as one microbatch. So it shares no schedule, message or reduction with the layout under test.
 """
 
 from __future__ import annotations
@@ -42,7 +41,10 @@ def serial_config(config):
 
 
 def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
-    """Whole tensors by name on world rank 0, nothing elsewhere. Comm: see `checkpoint.stream`."""
+    """Whole tensors by name on world rank 0, an empty dict elsewhere.
+
+    Comm: see `checkpoint.stream`.
+    """
     blocks: dict[str, list] = {}
     for name, _, _, block in stream(worker, array_of):
         blocks.setdefault(name, []).append(block)
@@ -50,10 +52,9 @@ def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
 
 
 def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
-    """Run one plain step; returns (loss, norm, gradients, weights after the update) as whole
-    tensors.
+    """Run one step; return (loss, norm, gradients, weights after the update) as whole tensors.
 
-    Comm: everything that a training step crosses, and two streams to world rank 0.
+    Comm: all barriers of a training step, and two streams to world rank 0.
     """
     ops = ops_module.make_for(config.run, host_rank)
     worker = Worker(config, grid, ops, Recorder(), mpi_world)
@@ -71,8 +72,9 @@ def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
 
 
 def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
-    """Largest difference of every tensor: |a-b| <= tolerance * max(max|b|, 1e-3 * g), g the largest
-    |b|.
+    """The largest difference of every tensor.
+
+    It is ok where |a-b| <= TOLERANCE * max(max|b|, 1e-3 * g). g is the largest |b| of all tensors.
     """
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     largest = max(float(np.abs(x).max()) for x in expected.values())
@@ -87,17 +89,17 @@ def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
 
 
 def one_rank_tensors(config, part):
-    """`step_tensors` of one rank: what every layout has to give."""
+    """`step_tensors` of one rank, which every layout must equal."""
     return step_tensors(serial_config(config), part, Grid(0))
 
 
 def compare_with_one_rank(config, part, mpi_world=None, expected=one_rank_tensors,
             host_rank=0) -> list[Difference]:
-    """All differences between this layout and one rank, on world rank 0; empty elsewhere.
+    """All differences between this layout and one rank, on world rank 0; an empty list elsewhere.
 
-    config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: gives the
-    tensors of one rank; a caller that compares many layouts of one model may keep them.
-    host_rank: place of this process on its host.
+    config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: a function
+    that gives the tensors of one rank. A caller that compares many layouts of one model may keep
+    them. host_rank: place of this process on its host.
     """
     world_rank = mpi_world.rank if mpi_world else 0
     parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world,

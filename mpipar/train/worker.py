@@ -1,7 +1,7 @@
-"""One rank's part of a training run: what it holds, and a training step in execution order.
+"""One rank's part of a training run: what it holds, and the order of a training step.
 
-The same Worker runs under MPI on numbers, alone on one rank, and without MPI on shapes (the cost
-model): they differ in the `ops` and the transport that they are given, not in a line of code.
+The same Worker runs on numbers under MPI, on numbers alone on one rank, and on shapes without MPI.
+The last is the cost model. They differ only in the `ops` and the transport that they are given.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from mpipar.train.optim import OPTIMIZERS, learning_rate
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step: mean loss in nats per token, norm of the whole gradient.
+    """What all ranks know after a step.
 
-    loss_scale: of this step's backward pass, None where nothing is scaled. skipped: the gradients
-    overflowed, on some rank, and no weight has changed.
+    loss: mean in nats per token. grad_norm: of the whole gradient.
+
+    loss_scale: of this step's backward pass, None where nothing is scaled. skipped: whether the
+    gradients overflowed on some rank, so that no weight has changed.
     """
 
     step: int
@@ -46,8 +48,8 @@ class StepResult:
 def configured_schedule(grid_config):
     """The schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
 
-    Raises UsageError for counts that the schedule can't take, or a file that can't be read or can't
-    run.
+    Raises UsageError for counts that the schedule cannot take, and for a file that cannot be read
+    or run.
     """
     if grid_config.schedule_csv is not None:
         return read_csv(Path(grid_config.schedule_csv))
@@ -64,8 +66,9 @@ def holders(schedule, stages) -> tuple[int, ...]:
 class Worker:
     """Stages, groups, engine, gradient synchronization and optimizer of one rank.
 
-    config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None for no
-    MPI. Comm: makes the groups, one split over the world each; every rank must build its Worker.
+    config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None without
+    MPI.
+    Comm: makes the groups with one split over the world each; every rank must build its Worker.
     """
 
     def __init__(self, config, grid, ops, recorder, mpi_world=None):
@@ -74,7 +77,7 @@ class Worker:
         self.program = lower(self.schedule, grid.pp_rank)
         model = models.model_of(config.model)
         self.stage_layers = models.layer_split(config, self.schedule)
-        # Copies of one tensor on several pipeline ranks: tied tables at both ends ("tie"), and
+        # Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and
         # stages that a bidirectional schedule holds twice ("mirror"). Their gradients are summed
         # over these groups.
         last = self.schedule.num_stages - 1
@@ -99,7 +102,7 @@ class Worker:
         self.num_tokens = config.train.batch_size * config.model.targets_per_row
 
     def _context(self, stage) -> Context:
-        """What the layers of a stage work with.
+        """The Context of a stage's layers.
 
         Each tensor has one owner: the rank that runs its first stage on microbatch 0.
         """
@@ -112,11 +115,11 @@ class Worker:
                         schedule.rank_of(0, 0) == pp_rank))
 
     def close(self) -> None:
-        """Free the groups, when nothing more will be sent. Comm: every rank must call it."""
+        """Free the groups when nothing more will be sent. Comm: every rank must call it."""
         self.comms.close()
 
     def initialize(self, spread: float = 0.0) -> None:
-        """Give every parameter its initial values, the same model on every layout. Comm: none.
+        """Give every parameter its initial values: the same model on every layout.
 
         spread: see `FlatParams.initialize`.
         """
@@ -124,12 +127,11 @@ class Worker:
             stage.flat.initialize(self.config.run.seed, spread)
 
     def gradients(self, step: int, get_batch, stop_asked=False) -> tuple[float, float, bool]:
-        """Run forward and backward of one step; returns (mean loss, gradient norm, whether to
-        stop).
+        """Run forward and backward of one step; return (mean loss, gradient norm, whether to stop).
 
         get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
-        mean loss over the global batch, on every rank that holds the parameter; where one is not
-        finite on any rank, the norm is not finite on all of them.
+        mean loss over the global batch, on every rank that holds the parameter. If a gradient is
+        not finite on any rank, the norm is not finite on all of them.
         Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums,
         and one all_reduce of three numbers over world.
         """
@@ -153,10 +155,12 @@ class Worker:
         return loss / self.num_tokens, math.sqrt(squares), stop > 0
 
     def train_step(self, step: int, get_batch, stop_asked=False) -> StepResult:
-        """One optimizer update, or none where float16 gradients overflowed; step counts from 1.
+        """Run one training step; update the weights unless float16 gradients overflowed.
 
-        Raises NonFiniteError on every rank, before any weight changes, when the loss is not finite,
-        or a gradient for which no smaller loss scale is left.
+        `step` counts from 1.
+
+        Raises NonFiniteError on every rank, before any weight changes, when the loss is not finite.
+        A gradient that is not finite raises it too, unless a smaller loss scale is left.
         """
         start = perf_counter_ns()
         loss, norm, stop = self.gradients(step, get_batch, stop_asked)
@@ -184,8 +188,9 @@ class Worker:
             + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""))
 
     def forward(self, num_microbatches: int, get_batch) -> dict:
-        """Forward passes alone; returns the last stage's outputs by microbatch, where this rank has
-        it.
+        """Run forward passes alone; return the last stage's outputs by microbatch.
+
+        Ranks without the last stage return an empty dict.
 
         Outputs are sums of token losses, or logits (N, V/tp) for batches without targets.
         Comm: the sends and receives of the forward passes, and the layers' forward barriers.
@@ -198,8 +203,8 @@ class Worker:
     def evaluate(self, rows) -> tuple[float, int]:
         """Mean loss in nats per token over one sweep of held-out rows, and the number of tokens.
 
-        Raises NonFiniteError on every rank when the loss is not finite: after the last update no
-        step is left that would find it.
+        Raises NonFiniteError on every rank when the loss is not finite. After the last update no
+        later step would find it.
         Comm: one sweep of forward passes and one all_reduce over world.
         """
         total, count = 0.0, rows.rows_of_sweep() * self.config.model.targets_per_row
