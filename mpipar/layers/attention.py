@@ -1,9 +1,10 @@
 """Causal multi-head attention, cut by heads.
 
-One fused product makes q, k and v of this rank's heads (column cut), each rank attends over its own
-heads, and the output projection (row cut) sums the heads of all ranks: one all-reduce forward, one
-backward. With tokens cut between the products x and y are (B, T/tp, D), and the barriers those of
-that pair. Letters: B batch, T tokens, D model width, H heads, d head width.
+One fused product with a column cut makes q, k and v of this rank's heads. Each rank attends over
+its own heads. The output projection, with a row cut, sums the heads of all ranks. That takes one
+all-reduce forward and one backward. Where tokens are cut between the products, x and y are (B,
+T/tp, D) and the barriers are those of that pair of cuts. Letters: B batch, T tokens, D model width,
+H heads, d head width.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from mpipar.layers.linear import Linear
 
 
 class Attention:
-    """softmax(q k^T / sqrt(d)) v with positions telling which keys a query may see."""
+    """softmax(q k^T / sqrt(d)) v; positions tell which keys a query may see."""
 
     def __init__(self, context, name, d_model, heads, *, std, out_std):
         self.ops, self.name = context.ops, name
@@ -51,5 +52,5 @@ class Attention:
 
 
 def _parts(packed):
-    """Return the three views (B, T, H, d) of a packed (B, T, 3, H, d) array, no copy."""
+    """The three views (B, T, H, d) of a packed (B, T, 3, H, d) array, without a copy."""
     return tuple(packed[:, :, i] for i in range(3))

@@ -1,4 +1,4 @@
-"""What every layer of a stage needs to know of the rank that it works on."""
+"""What every layer of a stage needs to know about its rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpipar.partition.tokens import WholeTokens
 class Copies(NamedTuple):
     """Copies of a tensor on other pipeline ranks.
 
-    groups: over which the gradients of all copies are summed. owner: whether norms and files count
-    the copy of this rank.
+    groups: the groups over which the gradients of all copies are summed. owner: whether norms and
+    files count this rank's copy.
     """
 
     groups: tuple[str, ...] = ()
@@ -28,8 +28,8 @@ class Context:
     """Array functions, groups, and what this rank holds.
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
-    which tokens this rank holds between two products (by default all of them). copies: of the
-    stage's parameters; tied: of a table that the first and the last stage share.
+    which tokens this rank holds between two products, by default all of them. copies: those of the
+    stage's parameters. tied: those of a table that the first and the last stage share.
     """
 
     ops: object
@@ -48,12 +48,12 @@ class Context:
 
     @property
     def data_size(self) -> int:
-        """How many ranks hold the same shard and read other data: dp x cp."""
+        """How many ranks hold the same shard and read different data: dp x cp."""
         return len(self.comms.grid.group("dp", "cp"))
 
     def pair(self, cut: str) -> tuple[str, str]:
-        """The cuts of two products of which one reads the other's result.
+        """The cuts of two products, where the second reads the first one's result.
 
-        cut: `pair` for those that fit the tokens held, or a cut that both have.
+        cut: `pair` for the two that fit the tokens held, or the name of one cut for both.
         """
         return self.held.cuts if cut == "pair" else (cut, cut)

@@ -1,10 +1,10 @@
 """Convolution cut by channels, and pooling.
 
-A convolution is a product of each patch of the image, (k, k, C) numbers, with a matrix (k*k*C, N):
-so the cuts of products (mpipar/partition) are its cuts, by output channels N or input channels C.
-Every rank has all places of the image, and what travels are whole images of some channels, never
-patches. Letters: B images, H and W height and width, C channels in, N channels out, k width of the
-kernel, P and Q height and width of what comes out.
+A convolution multiplies each patch of the image, (k, k, C) numbers, by a matrix (k*k*C, N). So the
+cuts of products (mpipar/partition) apply, by output channels N or input channels C. Every rank has
+all places of the image. Whole images of some channels travel, never patches. Letters: B images, H
+and W their height and width, C channels in, N channels out. k is the kernel's width, P and Q are
+the output's height and width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpipar.partition import Sizes
 class PatchProduct:
     """The product of every patch of x (B, H, W, C) with w (k*k*C, N), in place of `ops` in a cut.
 
-    name: of the layer, for --trace-ops. size: (H, W), which the shape of y does not tell. empty,
+    name: of the layer, for --trace-ops. size: (H, W), which y's shape does not determine. empty,
     zeros, copy: those of `ops`, for what a cut does with images.
     """
 
@@ -37,15 +37,18 @@ class PatchProduct:
         return self.ops.unfold_backward_input(dpatches, shape, *self.window)
 
     def matmul_tn_add(self, x, dy, dw):
-        """dw (k*k*C, N) += patches^T dy; the patches are made again, k*k times what x takes."""
+        """dw (k*k*C, N) += patches^T dy.
+
+        The patches are made again rather than kept: they take k*k times the memory of x.
+        """
         self.ops.matmul_tn_add(self.ops.unfold_forward(x, *self.window), dy, dw)
 
 
 class Conv(Linear):
     """y (B, P, Q, N) = patches of x (B, H, W, C) @ w + b: a Linear layer with another product.
 
-    size: (H, W). channels: (C, N). The weight's logical shape is (k, k, C, N), cut on C or N. Comm:
-    that of the cut.
+    size: (H, W). channels: (C, N). The weight's logical shape is (k, k, C, N), cut on C or N.
+    Comm: the barriers of the cut.
     """
 
     def __init__(self, context, name, size, channels, *, cut, std, kernel=3, stride=1, padding=1):
@@ -56,7 +59,7 @@ class Conv(Linear):
 
 
 class MaxPool:
-    """The largest of each 2 x 2 tile, by channel; a last odd row or column is left away."""
+    """The largest of each 2 x 2 tile, by channel; a last odd row or column is dropped."""
 
     params = ()
     width = 2
@@ -65,18 +68,18 @@ class MaxPool:
         self.ops, self.name = context.ops, name
 
     def forward(self, x, stash):
-        """y (B, H/2, W/2, C) of x (B, H, W, C). Comm: none."""
+        """y (B, H/2, W/2, C) of x (B, H, W, C)."""
         y, places = self.ops.maxpool_forward(x, self.width)
         stash[self.name, "places"] = places, x.shape
         return y
 
     def backward_input(self, dy, stash):
-        """dx (B, H, W, C) of dy (B, H/2, W/2, C). Comm: none."""
+        """dx (B, H, W, C) of dy (B, H/2, W/2, C)."""
         return self.ops.maxpool_backward_input(
             dy, *stash.pop((self.name, "places")), self.width)
 
     def backward_weight(self, stash):
-        """There is no weight. Comm: none."""
+        """There is no weight."""
 
 
 class MeanPool:
@@ -88,13 +91,13 @@ class MeanPool:
         self.ops, self.name = context.ops, name
 
     def forward(self, x, stash):
-        """y (B, C) of x (B, H, W, C). Comm: none."""
+        """y (B, C) of x (B, H, W, C)."""
         stash[self.name, "shape"] = x.shape
         return self.ops.meanpool_forward(x)
 
     def backward_input(self, dy, stash):
-        """dx (B, H, W, C) of dy (B, C). Comm: none."""
+        """dx (B, H, W, C) of dy (B, C)."""
         return self.ops.meanpool_backward_input(dy, stash.pop((self.name, "shape")))
 
     def backward_weight(self, stash):
-        """There is no weight. Comm: none."""
+        """There is no weight."""

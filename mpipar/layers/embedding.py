@@ -1,8 +1,8 @@
 """Token and position embedding, the token table cut by vocabulary.
 
-Each rank looks up the tokens whose rows it holds and leaves zeros for the others; one sum over the
-ranks leaves each with the embedding of the tokens that it holds (see partition/tokens.py). Letters:
-B batch, T tokens, D model width, V vocabulary.
+Each rank looks up the tokens whose rows it holds and writes zeros for the others. One sum over the
+ranks gives each the embedding of the tokens that it holds (see partition/tokens.py). Letters: B
+batch, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Embedding:
         return self.ops.position_forward(y, positions, self.positions.data)
 
     def backward_input(self, dy, stash):
-        """Nothing below wants a gradient: keeps dy for the tables. Comm: none."""
+        """Keep dy for the tables; no layer below needs a gradient."""
         stash[self.name, "dy"] = dy
 
     def backward_weight(self, stash):

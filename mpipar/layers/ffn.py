@@ -1,10 +1,10 @@
 """Feed-forward network: widen, GELU, narrow.
 
-A pair (column, row) cuts the first product by its output channels and the second by its input
-channels, so the wide activations never travel: one all-reduce forward, one backward. (gather,
-gather) cuts both by output channels and collects after each, as textbooks draw a partitioned layer.
-With tokens cut between the products x and y are (B, T/tp, D), and the barriers those of that pair.
-Letters: B batch, T tokens, D model width, F ffn width.
+The pair (column, row) cuts the first product by its output channels and the second by its input
+channels. So the wide activations never travel: there is one all-reduce forward and one backward.
+(gather, gather) cuts both by output channels and collects after each, as textbooks draw a
+partitioned layer. Where tokens are cut between the products, x and y are (B, T/tp, D) and the
+barriers are those of that pair of cuts. Letters: B batch, T tokens, D model width, F ffn width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mpipar.layers.linear import Linear
 
 
 class FeedForward:
-    """y = gelu(x @ w_up + b_up) @ w_down + b_down. cuts: of the two products."""
+    """y = gelu(x @ w_up + b_up) @ w_down + b_down. cuts: the names of the two products' cuts."""
 
     def __init__(self, context, name, d_model, ffn, *, cuts, std, out_std):
         self.ops, self.name = context.ops, name

@@ -15,12 +15,13 @@ class Linear:
     """y = x @ w + b.
 
     in_shape, out_shape: logical shapes of the two sides, e.g. (D,) and (3, H, d); the weight's is
-    in_shape + out_shape. cut: a name of `partition.CUTS`; it divides the inputs or the outputs, and
-    in_axis or out_axis says which axis of in_shape or out_shape that is: the heads, the channels.
-    std: of the initial weights.
+    in_shape + out_shape. cut: a name of `partition.CUTS`, which divides the inputs or the outputs.
+    in_axis, out_axis: which axis of in_shape or out_shape the cut divides, such as heads or
+    channels. std: standard deviation of the initial weights.
 
-    The bias of a column cut is cut with the outputs; for the others it is whole on every rank and
-    added once, after the barrier (adding it before a row cut's sum would count it once per rank).
+    A column cut divides the bias with the outputs. For the other cuts the bias is whole on every
+    rank and added once, after the barrier. Added before a row cut's sum, it would count once per
+    rank.
     """
 
     def __init__(self, context, name, in_shape, out_shape, *, cut, std, in_axis=0, out_axis=0):
@@ -40,7 +41,7 @@ class Linear:
         return array.reshape(math.prod(array.shape[:self.num_in]), -1)
 
     def _sizes(self, stash):
-        """Of the uncut product, for the cut; how many tokens there are where it divides them."""
+        """Sizes of the uncut product, with the number of tokens where the cut divides them."""
         if not self.cut.tokens_are_cut:
             return self.sizes
         return self.sizes._replace(tokens=stash.batch.shape[1])

@@ -13,9 +13,10 @@ from mpipar.layers.param import Param
 
 
 class Head:
-    """logits (N, V/tp) = x @ table^T. The table is stored (V, D), as an embedding's is, so the
-    roles of the product's three functions are exchanged: forward multiplies by the transposed
-    table.
+    """logits (N, V/tp) = x @ table^T.
+
+    The table is stored (V, D), as an embedding's is. So the product's three functions exchange
+    their roles: forward multiplies by the transposed table.
     """
 
     def __init__(self, context, table: Param):
@@ -24,7 +25,7 @@ class Head:
         self.params = [table]
 
     def forward(self, x, stash):
-        """logits (N, V/tp) of x (B, T, D), of which this rank holds its tokens.
+        """logits (N, V/tp) of x (B, T, D), the tokens that this rank holds.
 
         Comm: held.gather over tp.
         """
@@ -33,16 +34,16 @@ class Head:
         return self.ops.matmul_nt(x.reshape(-1, x.shape[-1]), self.table.data)
 
     def backward_input(self, dy, stash):
-        """dx (B, T, D) of the tokens held, of dlogits (N, V/tp).
+        """dx (B, T, D) of the tokens held, from dlogits (N, V/tp).
 
-        Comm: held.scatter over tp (each rank knows its rows of the table only).
+        Comm: held.scatter over tp (each rank has only its own rows of the table).
         """
         stash[self.name, "dy"] = dy
         dx = self.ops.matmul(dy, self.table.data)
         return self.held.scatter(dx.reshape(stash[self.name, "x"].shape), self.name)
 
     def backward_weight(self, stash):
-        """Accumulate the table's gradient. Comm: none."""
+        """Accumulate the table's gradient."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
         self.ops.matmul_tn_add(dy, x.reshape(-1, x.shape[-1]), self.table.grad)
 
@@ -50,8 +51,8 @@ class Head:
 class CrossEntropy:
     """Sum over the microbatch of -log softmax(logits)[target].
 
-    `scale`, set before the first backward of a step, is 1 / number of tokens in the global batch:
-    with it the gradients of all microbatches and data-parallel ranks add up to those of the mean
+    `scale` is set before the first backward of a step. It is 1 / number of tokens in the global
+    batch. So the gradients of all microbatches and data-parallel ranks add up to those of the mean
     loss.
     """
 
@@ -64,7 +65,7 @@ class CrossEntropy:
         self.scale = 1.0
 
     def forward(self, logits, stash):
-        """Sum of the token losses, a float; without targets the logits pass.
+        """Sum of the token losses, a float; without targets the logits unchanged.
 
         Comm: one all_gather over tp.
         """
@@ -77,10 +78,10 @@ class CrossEntropy:
         return self.ops.sum(loss)
 
     def backward_input(self, dy, stash):
-        """dlogits (N, V/tp), written over the logits; dy is None. Comm: none."""
+        """dlogits (N, V/tp), written over the logits; dy is None."""
         logits, targets, lse = stash.pop((self.name, "logits"))
         return self.ops.cross_entropy_backward_input(
             logits, targets, lse, self.start, self.vocab_size, self.scale)
 
     def backward_weight(self, stash):
-        """There is no weight. Comm: none."""
+        """There is no weight."""

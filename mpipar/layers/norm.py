@@ -6,11 +6,11 @@ from mpipar.layers.param import Param
 
 
 class Norm:
-    """Each token by its own statistics; parameters whole on every rank.
+    """Normalizes each token by its own statistics; the parameters are whole on every rank.
 
-    Where the ranks of a group hold different tokens, the parameters' gradients are sums over it. A
-    kind of norm gives `fills`, the initial values of its parameters, and its array functions:
-    forward gives y and the statistics that both backward functions take.
+    Where the ranks of a group hold different tokens, the parameters' gradients are summed over it.
+    A kind of norm gives `fills`, the initial values of its parameters, and its array functions.
+    Forward returns y and the statistics that both backward functions take.
     """
 
     def __init__(self, context, name, d_model, *, eps=1e-5):
@@ -21,19 +21,19 @@ class Norm:
         self._forward, self._backward_input, self._backward_weight = self._functions(self.ops)
 
     def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D). Comm: none."""
+        """y (B, T, D) of x (B, T, D)."""
         y, *statistics = self._forward(x, *(param.data for param in self.params), self.eps)
         stash[self.name, "x"] = x, *statistics
         return y
 
     def backward_input(self, dy, stash):
-        """dx (B, T, D) of dy (B, T, D). Comm: none."""
+        """dx (B, T, D) of dy (B, T, D)."""
         stash[self.name, "dy"] = dy
         x, *statistics = stash[self.name, "x"]
         return self._backward_input(dy, x, self.params[0].data, *statistics)
 
     def backward_weight(self, stash):
-        """Accumulate the gradients of the parameters. Comm: none."""
+        """Accumulate the gradients of the parameters."""
         kept, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
         self._backward_weight(dy, *kept, *(param.grad for param in self.params))
 

@@ -1,6 +1,4 @@
-"""Parameters: global name, logical shape, the one axis that is cut, and the same start on any
-layout.
-"""
+"""Parameters: global name, logical shape, cut axis, and the same initial values on any layout."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ class Param:
     """One tensor of the model, or this rank's shard of it.
 
     name: global name, the same on every layout. shape: logical N-d shape of the whole tensor.
-    cut_axis: the axis that is cut over tp (None: every rank of tp holds a replica).
-    std: standard deviation of the initial normal values; `fill` instead sets a constant.
-    decay: whether weight decay applies (matrices and embeddings yes, biases and norms no).
-    partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; the
-    stage's by default.
+    cut_axis: the axis that is cut over tp. With None every rank of tp holds a replica.
+    std: standard deviation of the initial normal values. fill: a constant to start from instead.
+    decay: whether weight decay applies: to matrices and embeddings, not to biases and norms.
+    partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; by
+    default the stage's.
 
-    grad_groups: names of all groups over which the gradient is still partial when the last backward
-    of the step is done, besides dp. owner: false for replicas and tied copies, which norms and
-    files must not count again. unit: which layer of the stage it belongs to, counted from the
-    first; the stage sets it. data, grad, master: views into the flat buffers of the stage, set by
-    `FlatParams`; layers read data, the optimizer and files have to do with master.
+    grad_groups: names of the groups, besides dp, over which the gradient is still partial after the
+    step's last backward. owner: false for replicas and tied copies, which norms and files must not
+    count again. unit: the unit of the stage that it belongs to, counted from the first; the stage
+    sets it. data, grad, master: views into the flat buffers of the stage, set by `FlatParams`.
+    Layers read data; the optimizer and files use master.
     """
 
     def __init__(self, context, name, shape, *, cut_axis=None, std=0.0, fill=None, decay=True,
@@ -68,11 +66,12 @@ class Param:
     def initial_rows(self, seed: int, spread: float = 0.0):
         """Yield (local row, values) for each first-axis row of this shard, without padding.
 
-        Normal values of deviation `std`; for biases and norms `spread`, around their constant.
+        The values are normal with deviation `std`. Those of biases and norms have deviation
+        `spread` around their constant.
 
-        Row i of the whole tensor is a pure function of (seed, name, i): Philox keyed by a hash of
-        seed and name, its counter set to i << 64. So any layout starts from the same model, and no
-        rank ever makes more than one row of a tensor it does not own.
+        Row i of the whole tensor is a pure function of (seed, name, i). Philox is keyed by a hash
+        of seed and name, and its counter is set to i << 64. So any layout starts from the same
+        model, and no rank ever makes more than one row of a tensor it does not own.
         """
         key = int.from_bytes(hashlib.sha256(f"{seed}:{self.name}".encode()).digest()[:16], "little")
         start, stop = self.bounds()
@@ -92,20 +91,23 @@ class Param:
 
 
 class FlatParams:
-    """Data, gradients and master weights of a list of parameters, each in one flat buffer, every
-    Param a view into all three.
+    """Data, gradients and master weights of a list of parameters, each kind in one flat buffer.
+
+    Every Param is a view into all three buffers.
 
     With 16-bit data, gradients and master weights are float32: an update is often too small to
     change a 16-bit number. Otherwise the master weights are the data.
 
-    Order: parameters whose gradient needs only dp first, then by further groups; inside each, the
-    units from the last to the first, as their gradients are completed; inside each unit, those with
-    decay first. So an optimizer update is two long runs for each unit, and a bucket of gradients or
-    a group's sum is a slice. At the end are zeros, up to a multiple of `pieces`.
+    Parameters whose gradient needs only dp come first, then the others by their further groups.
+    Inside each, units go from the last to the first, as their gradients are completed. Inside each
+    unit, parameters with decay come first. So an optimizer update is two long runs for each unit,
+    and a bucket of gradients or a group's sum is a slice. Zeros fill the end up to a multiple of
+    `pieces`.
 
-    pieces: ranks of the data group, each of which can own an equal share of the buffers. size: of
-    all parameters, without those zeros. by_groups: (grad_groups, slice) of each run of parameters;
-    by_decay: (decay, slice); owned: slices. units: {unit: its slices}, one for each grad_groups.
+    pieces: number of ranks of the data group, each of which can own an equal share of the buffers.
+    size: elements of all parameters, without those zeros. by_groups: (grad_groups, slice) of each
+    run of parameters. by_decay: (decay, slice) of each run. owned: slices of the parameters that
+    this rank owns. units: {unit: its slices}, one slice for each grad_groups.
     """
 
     def __init__(self, ops, params, pieces=1):
@@ -144,10 +146,10 @@ class FlatParams:
         return found
 
     def initialize(self, seed: int, spread: float = 0.0) -> None:
-        """Set every parameter to its initial values (padding stays zero). Comm: none.
+        """Set every parameter to its initial values; padding stays zero.
 
         spread: standard deviation around the constant of biases and norms. Training starts them at
-        0 and 1; a comparison that is to see a bias counted twice must not.
+        0 and 1. A comparison needs a spread: a zero bias that is counted twice is still zero.
         """
         for param in self.params:
             if param.fill is not None and not spread:
@@ -160,6 +162,6 @@ class FlatParams:
         self.publish()
 
     def publish(self) -> None:
-        """Round the master weights, which have changed, to what the layers read. Comm: none."""
+        """Round the changed master weights to the data that the layers read."""
         if self.master is not self.data:
             self.ops.copy(self.data, self.master)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class Stash(dict):
-    """Arrays by (layer name, what it is), and the microbatch they belong to, if a layer reads it.
+    """Arrays by (layer name, kind), and the microbatch they belong to, for layers that read it.
 
-    Nothing in it may alias a buffer that a later receive writes: the engine receives every message
-    into a buffer of its own and gives that buffer away.
+    No array in it may alias a buffer that a later receive writes. So the engine receives every
+    message into a new buffer, which then belongs to the layers.
     """
 
     def __init__(self, batch=None):
