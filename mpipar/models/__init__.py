@@ -1,7 +1,7 @@
 """Models as sequences of layers, cut into the stages that a pipeline runs.
 
-A model is a module with `Stage`, `unit_flops`, `describe_model`, `ENTRY` and `CUT`; what it
-reads is in mpipar/data, its form on disk in mpipar/formats.
+A model is a module with `Stage`, `unit_flops`, `describe_model`, `ENTRY` and `CUT`; what it reads
+is in mpipar/data, its form on disk in mpipar/checkpoint.
 """
 
 from mpipar.models import convnet, decoder
@@ -16,9 +16,7 @@ def model_of(config):
 
 
 def layer_split(config, schedule) -> tuple[int, ...]:
-    """Blocks of each stage of a Config's model: --stage-layers, or balanced over the schedule's
-    ranks.
-    """
+    """Number of blocks of each stage: --stage-layers, or balanced over the schedule's ranks."""
     flops = model_of(config.model).unit_flops(config.model)
     return config.grid.stage_layers or balanced_layers(
         config.model.layers, flops, schedule.stages_by_rank)

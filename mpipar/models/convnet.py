@@ -2,8 +2,8 @@
 
     stem -> block 0 -> ... -> block L-1 -> final norm -> mean over places -> head -> loss
 
-The stem is a convolution, GELU and a 2 x 2 pooling. A block is x = x + down(gelu(up(norm(x)))): two
-convolutions, whose cuts are those of a decoder's feed-forward network. Letters: B images, P and Q
+The stem is a convolution, GELU and a 2 x 2 pooling. A block is x = x + down(gelu(up(norm(x)))). Its
+two convolutions have the cuts of a decoder's feed-forward network. Letters: B images, P and Q
 height and width behind the stem, D channels of the stream, F channels inside a block, V classes.
 """
 
@@ -25,7 +25,10 @@ CUT = "channels, classes"  # what tp divides
 
 
 def deviation(channels: int) -> float:
-    """Of initial weights: keeps the variance through GELU, which halves it (arXiv 1502.01852)."""
+    """Standard deviation of initial weights.
+
+    It keeps the variance through GELU, which halves it (arXiv 1502.01852).
+    """
     return math.sqrt(2 / (KERNEL**2 * channels))
 
 
@@ -36,14 +39,14 @@ def stem_size(config) -> tuple[int, int]:
 
 
 def stream_size(config) -> tuple[int, int]:
-    """(P, Q): behind the pooling."""
+    """(P, Q), the height and width behind the stem's pooling."""
     return tuple(side // MaxPool.width for side in stem_size(config))
 
 
 class Stem:
     """y (B, P, Q, D) = pool(gelu(conv(images))), cut by output channels and collected.
 
-    Images have few channels: there is nothing to cut on the input side.
+    Images have few channels, so there is nothing to cut on the input side.
     """
 
     def __init__(self, context, config):
@@ -61,12 +64,12 @@ class Stem:
         return self.pool.forward(self.ops.gelu_forward(h), stash)
 
     def backward_input(self, dy, stash):
-        """No gradient of the images is wanted: keeps dy for the convolution. Comm: none."""
+        """Keep dy for the convolution; nobody needs a gradient of the images."""
         da = self.pool.backward_input(dy, stash)
         stash[self.name, "dy"] = self.ops.gelu_backward_input(da, stash.pop((self.name, "h")))
 
     def backward_weight(self, stash):
-        """Accumulate the gradients of the convolution. Comm: none."""
+        """Accumulate the gradients of the convolution."""
         self.conv.backward_weight(stash)
 
 
@@ -83,8 +86,9 @@ class ConvPair(FeedForward):
 
 
 class Block:
-    """x = x + pair(norm(x)). Comm: one all_reduce over tp forward, one backward; with another
-    --ffn-cut than pair, those of the cuts.
+    """x = x + pair(norm(x)).
+
+    Comm: one all_reduce over tp forward and one backward, or the barriers of another --ffn-cut.
     """
 
     def __init__(self, context, index, config):
@@ -113,7 +117,7 @@ class Block:
 
 
 def unit_flops(config) -> UnitFlops:
-    """FLOPs per image. A convolution: 2 k^2 times places, channels in and channels out."""
+    """FLOPs per image. A convolution takes 2 k^2 times places, channels in and channels out."""
     wide, stem = math.prod(stream_size(config)), math.prod(stem_size(config))
     return UnitFlops(
         2 * KERNEL**2 * stem * config.image_shape[2] * config.channels,
@@ -131,7 +135,7 @@ def describe_model(config) -> str:
 
 
 class Stage(LayerRun):
-    """A stage of the network. No parameter is shared between stages: `tables` stays empty."""
+    """A stage of the network. Stages share no parameter, so `tables` stays empty."""
 
     def __init__(self, context, config, stage, stage_layers, tables):
         self.shape = (*stream_size(config), config.channels)

@@ -1,11 +1,10 @@
-"""The GPT-2 decoder as a sequence of layers, and a Stage: the contiguous run of them that one stage
-computes.
+"""The GPT-2 decoder as a sequence of layers, and its Stage, a contiguous run of them.
 
     embedding -> block 0 -> ... -> block L-1 -> final norm -> head -> loss
 
-Pre-norm blocks: x = x + attention(norm1(x)); x = x + ffn(norm2(x)). A stage with the first block
-also holds the embedding, one with the last block also the final norm, head and loss. Letters: B
-batch, T tokens, D model width.
+A pre-norm block is x = x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds
+the embedding, and the last one the final norm, head and loss. Letters: B batch, T tokens, D model
+width.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ TOKENS = "embedding.tokens"  # the table that a tied head shares
 class Block:
     """One transformer block.
 
-    Comm: two all_reduces over tp forward, two backward. With another --ffn-cut than pair, or held
-    tokens that are cut: those of the cuts.
+    Comm: two all_reduces over tp forward and two backward. With another --ffn-cut than pair, or
+    where the held tokens are cut, the barriers are those of the cuts.
     """
 
     def __init__(self, context, index, config):
         self.ops = context.ops
         name, d_model = f"block{index}", config.d_model
-        # Residual branches start smaller so that the stream's variance does not grow with depth
-        # (GPT-2).
+        # As in GPT-2, residual branches start smaller so that the stream's variance does not grow
+        # with depth.
         out_std = STD / math.sqrt(2 * config.layers)
         norm = NORMS[config.norm]
         self.norm1 = norm(context, f"{name}.norm1", d_model)
@@ -74,7 +73,7 @@ class Block:
 def shared_table(context, name: str, config, tables) -> Param:
     """The (V, D) table of this name, cut by vocabulary: token embedding or LM head.
 
-    tables: those that this rank already holds; a new one is added.
+    tables: those that this rank already holds. A new table is added to them.
     """
     if name not in tables:
         tied = config.tied and name == TOKENS
@@ -84,9 +83,7 @@ def shared_table(context, name: str, config, tables) -> Param:
 
 
 def unit_flops(config) -> UnitFlops:
-    """FLOPs per token: a block 8 D^2 + 4 D F + 4 T D, the head 2 D V; the embedding multiplies
-    nothing.
-    """
+    """FLOPs per token: a block takes 8 D^2 + 4 D F + 4 T D, the head 2 D V, the embedding none."""
     width, ffn = config.d_model, config.ffn or 4 * config.d_model
     block = 8 * width**2 + 4 * width * ffn + 4 * config.seq_len * width
     return UnitFlops(0, block, 2 * width * config.vocab_size)
@@ -102,8 +99,8 @@ def describe_model(config) -> str:
 class Stage(LayerRun):
     """A stage of the decoder.
 
-    tables: the token tables this rank already holds, by name; a tied table that lies on the same
-    rank as another stage's is that same Param, so the tie is a local sum and no message.
+    tables: the token tables this rank already holds, by name. If both stages of a tied table lie on
+    one rank, they share one Param. Then the tie is a local sum and needs no message.
     """
 
     def __init__(self, context, config, stage, stage_layers, tables):
@@ -125,9 +122,7 @@ class Stage(LayerRun):
         super().__init__(context, stage, units, loss=loss, elsewhere=elsewhere)
 
     def out_shape(self, batch) -> tuple[int, ...]:
-        """Shape of the activations that leave this stage, (B, tokens held, D); those that enter it
-        are alike.
-        """
+        """Shape of the activations that enter or leave this stage, (B, tokens held, D)."""
         batch_size, tokens = batch.shape
         return (batch_size, self.held.length(tokens), self.width)
 

@@ -1,4 +1,4 @@
-"""What the stages of all models are: a contiguous run of layers."""
+"""What the stages of all models share: each is a contiguous run of layers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from mpipar.layers.param import FlatParams
 
 
 class LayerRun:
-    """Layers in order, and their parameters in flat buffers; a model derives its own from it.
+    """Layers in order, and their parameters in flat buffers; a model's Stage derives from it.
 
     units: lists of layers, each with forward, backward_input, backward_weight and params. A unit is
     what comes before the blocks, a block, or what comes after them. loss: the last layer on the
-    last stage, else None. elsewhere: names of parameters that another stage's buffers hold.
-    in_shape(batch), out_shape(batch), given by the model: shapes of the activations that enter and
+    last stage, else None. elsewhere: names of parameters that another stage's buffers hold. The
+    model gives in_shape(batch) and out_shape(batch), the shapes of the activations that enter and
     leave.
     """
 
     def __init__(self, context, stage, units, *, loss=None, elsewhere=()):
         self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss
         self.layers = [layer for layers in units for layer in layers]
-        # One Param per name: a tied table may be in two layers here, or belong to another stage's
-        # buffers. Its gradient is complete with that of the first unit that has it.
+        # There is one Param per name: a tied table may be in two layers here, or belong to another
+        # stage's buffers. Its gradient is complete with that of the first unit that has it.
         own = {}
         for unit, layers in enumerate(units):
             for param in (param for layer in layers for param in layer.params):
@@ -31,7 +31,7 @@ class LayerRun:
         self.flat = FlatParams(context.ops, own.values(), context.data_size)
 
     def set_loss_scale(self, scale: float) -> None:
-        """What the loss backward multiplies by: 1 / number of targets in the global batch."""
+        """Set the loss's backward factor: loss scale / number of targets in the global batch."""
         if self.loss is not None:
             self.loss.scale = scale
 
@@ -54,7 +54,7 @@ class LayerRun:
         assert not stash, f"stage {self.stage} left {list(stash)} in the stash"
 
     def backward(self, dy, stash, recorder):
-        """Both halves, layer by layer, so that each layer's stash is freed as early as possible."""
+        """Run both halves layer by layer, so that each layer's stash is freed early."""
         for layer in reversed(self.layers):
             recorder.phase = "I"
             dy = layer.backward_input(dy, stash)
@@ -74,7 +74,7 @@ def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool,
 class UnitFlops(NamedTuple):
     """FLOPs of the products in a model's forward: the layers below the blocks, a block, the head.
 
-    Per image or token: only their ratios count.
+    They are per image or per token; only their ratios count.
     """
 
     entry: float
@@ -89,13 +89,14 @@ def stage_flops(units: UnitFlops, stage_layers, stage: int) -> tuple[float, floa
 
 
 def balanced_layers(layers: int, units: UnitFlops, stages_by_rank) -> tuple[int, ...]:
-    """Blocks per stage, so that the busiest pipeline rank has as few FLOPs as possible.
+    """Blocks per stage such that the busiest pipeline rank has as few FLOPs as possible.
 
     stages_by_rank: the stages that each rank holds. A stage may hold no block.
 
-    Block by block, each to the rank that has least to do, and there to the stage that has least to
-    do. No other split has a less busy rank, as all blocks cost the same. Of equal ranks the later
-    one takes the block, since the first ranks stash more microbatches; of equal stages the earlier.
+    Each block in turn goes to the least busy rank, and there to the least busy stage. All blocks
+    cost the same, so no other split has a less busy busiest rank. Of equal ranks the later one
+    takes the block, since the first ranks stash more microbatches. Of equal stages the earlier one
+    takes it.
     """
     ranks = list(dict.fromkeys(map(tuple, stages_by_rank)))  # two mirror ranks hold the same stages
     num_stages = 1 + max(stage for stages in ranks for stage in stages)
