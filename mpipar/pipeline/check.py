@@ -1,11 +1,11 @@
 """The proof that a schedule can run: order, complete gradients, matched messages, no hang.
 
-What is assumed of the engine: a compute instruction waits for its own receives and for nothing
-else; sends and receives never block by themselves; at the end every send is matched. A synchronous
-send is complete once its receive is posted, which a rank does before it waits for the data. So a
-schedule can hang only where ranks wait for each other's results in a circle.
+The proof assumes three facts about the engine. A compute instruction waits for its own receives and
+for nothing else. Sends and receives never block by themselves. At the end every send is matched. A
+synchronous send is complete once its receive is posted, which a rank does before it waits for the
+data. So a schedule can hang only where ranks wait for each other's results in a circle.
 
-First each program is proved by itself; `at` says where a part (kind, stage, mb) stands in it. Then
+First each program is proved by itself. `at` says where a part (kind, stage, mb) stands in it. Then
 all programs run together, each as far as its messages let it.
 """
 
@@ -29,10 +29,10 @@ from mpipar.pipeline.instructions import (
     sends,
 )
 
-NEEDED = {"B": "F", "I": "F", "W": "I"}  # what a pass needs of the same stage and microbatch
+NEEDED = {"B": "F", "I": "F", "W": "I"}  # which pass of the stage and microbatch must run before
 RIVAL = {"B": "I", "I": "B"}  # the two forms of a backward exclude each other
 STASH_CHANGE = {"F": 1, "B": -1, "W": -1}  # a stash lives until its last reader
-NEVER = inf  # the position of what does not happen: behind all others
+NEVER = inf  # the position of a part that is missing: behind all others
 Problems = Iterator[tuple[int, str]]  # position, and what is wrong there
 
 
@@ -40,8 +40,8 @@ Problems = Iterator[tuple[int, str]]  # position, and what is wrong there
 class CheckReport:
     """What the proof found, by pipeline rank.
 
-    peak_stash: most chunk-activations held at once, each from its F until its B or W.
-    messages: point-to-point messages sent in one step.
+    peak_stash: most chunk-activations held at once. Each is held from its F until its B or W.
+    messages: number of point-to-point messages sent in one step.
     """
 
     peak_stash: tuple[int, ...]
@@ -51,9 +51,9 @@ class CheckReport:
 def check(schedule: Schedule) -> CheckReport:
     """Prove that the schedule can run, or raise ScheduleError at an instruction that cannot.
 
-    Each (stage, mb) runs exactly one F and one B, or one F, one I and one W, all on its rank;
-    nothing runs before what it needs; REDUCE_GRAD follows a stage's last backward; each message
-    has one send and one receive; no ranks wait for each other in a circle.
+    Each (stage, mb) runs exactly one F and one B, or one F, one I and one W, all on its rank. No
+    pass runs before what it needs. REDUCE_GRAD follows a stage's last backward. Each message has
+    one send and one receive. No ranks wait for each other in a circle.
     """
     check_programs(schedule)
     messages = [0] * schedule.pp_size
@@ -63,9 +63,9 @@ def check(schedule: Schedule) -> CheckReport:
 
 
 def check_programs(schedule: Schedule) -> None:
-    """Prove each rank's program by itself: all but that no ranks wait for each other in a circle.
+    """Prove each rank's program by itself: everything except that no ranks wait in a circle.
 
-    `runnable_order` proves that too, and gives the order.
+    `runnable_order` proves that, and gives the order.
     """
     check_placement(schedule)
     for pp_rank in range(schedule.pp_size):
@@ -74,7 +74,7 @@ def check_programs(schedule: Schedule) -> None:
 
 
 def check_placement(schedule: Schedule) -> None:
-    """The numbers of stages, ranks and microbatches fit the placement."""
+    """Raise ScheduleError unless stages, ranks and microbatches fit the placement."""
     p, stages, m = schedule.pp_size, schedule.num_stages, schedule.num_microbatches
     fits = {
         "linear": stages == p,
@@ -91,7 +91,7 @@ def check_placement(schedule: Schedule) -> None:
 
 
 def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
-    """What is wrong with a rank's program by itself; only the first is sure to be the cause."""
+    """What is wrong with a rank's program by itself; later problems may follow from the first."""
     program, held, at = schedule.programs[pp_rank], schedule.stages_of(pp_rank), {}
     if not program:
         yield 0, "this rank has nothing to do"
@@ -131,7 +131,7 @@ def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: tuple)
 
 
 def order_problems(schedule: Schedule, at: dict) -> Problems:
-    """Each pass stands behind what it needs of this rank, neighbouring stages included."""
+    """Passes that stand before what they need from this rank, neighbouring stages included."""
     for (kind, stage, mb), position in at.items():
         needed = {}  # what: where
         if kind in NEEDED:
@@ -155,7 +155,7 @@ def order_problems(schedule: Schedule, at: dict) -> Problems:
 
 
 def missing_parts(schedule: Schedule, pp_rank: int, at: dict) -> Iterator[str]:
-    """The passes and sums of this rank that do not stand in its program."""
+    """The passes and sums of this rank that its program lacks."""
     for stage in schedule.stages_of(pp_rank):
         for mb in range(schedule.num_microbatches):
             if schedule.rank_of(stage, mb) == pp_rank:
@@ -171,14 +171,14 @@ def missing_parts(schedule: Schedule, pp_rank: int, at: dict) -> Iterator[str]:
 
 
 def reduce_problems(at: dict) -> Problems:
-    """A stage's gradients are summed behind its last backward."""
+    """Sums of a stage's gradients that stand before its last backward."""
     for (kind, stage, _), position in at.items():
         if kind in ("B", "W") and position > (reduced := at["REDUCE_GRAD", stage, -1]):
             yield reduced, f"stage {stage} has a backward at position {position}"
 
 
 def wire_problems(schedule: Schedule, at: dict) -> Problems:
-    """Each message of a pass has one wire instruction: a receive before it, or a send behind it."""
+    """Messages without their one wire instruction: a receive before the pass or a send after."""
     wanted = {}  # wire instruction: position of its pass
     for (kind, stage, mb), position in at.items():
         if kind in COMPUTE_KINDS:
@@ -213,8 +213,8 @@ def runnable_order(
     """All instructions in an order in which they can run: (rank, instruction, received, sent).
 
     received, sent: see `on_wire`. Only the wait for a message blocks, so any order of running the
-    ranks ends the same way: at the end of all programs, or with ScheduleError and the circle of
-    ranks that wait for each other.
+    ranks ends the same way. Either all programs end, or ScheduleError names the circle of ranks
+    that wait for each other.
     """
     programs = [iter(program) for program in schedule.programs]
     following = [next(program, None) for program in programs]  # what each rank runs next
@@ -253,7 +253,7 @@ def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
 
 
 def pass_of(schedule: Schedule, pp_rank: int, message: Message) -> str:
-    """The pass of a rank that needs the message, or that makes it, in words."""
+    """The pass of a rank that needs or makes the message, in words."""
     return next(
         f"rank {pp_rank} position {position} ({instr})"
         for position, instr in enumerate(schedule.programs[pp_rank])

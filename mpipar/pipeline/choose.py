@@ -18,8 +18,9 @@ OVER = "needs more memory than a rank has"
 class Candidate:
     """One schedule as it was considered.
 
-    makespan: simulated step. peak_bytes: weights and stash of the fullest rank. messages: sent by
-    all ranks. None where the schedule cannot take the counts. verdict: FITS, or why it is out.
+    makespan: time of the simulated step. peak_bytes: weights and stash of the fullest rank.
+    messages: number sent by all ranks. These three are None where the schedule cannot take the
+    counts. verdict: FITS, or why it is rejected.
     """
 
     name: str
@@ -36,12 +37,12 @@ def choose_schedule(
     memory_cap_bytes: Real,
     chunks: int | None = None,
 ) -> tuple[str, tuple[Candidate, ...]]:
-    """Name of the shortest schedule under the cap, and all schedules, best first.
+    """The name of the shortest schedule under the cap, and all candidates, best first.
 
-    costs_of(schedule) -> Costs of the model cut into its stages (see Costs.merged and
-    Costs.divided). memory_cap_bytes is for weight_bytes and stash on one rank. Of
-    equally short schedules the smaller one is taken, then the one with fewer messages. UsageError
-    when none fits, with what the smallest one needs.
+    costs_of(schedule) gives the Costs of the model cut into its stages (see Costs.merged and
+    Costs.divided). memory_cap_bytes limits weight_bytes and stash on one rank. Of equally short
+    schedules the one with less memory wins, then the one with fewer messages. Raises UsageError
+    when none fits, and says what the smallest one needs.
     """
     table = [
         consider_schedule(name, pp_size, num_microbatches, costs_of, memory_cap_bytes, chunks)
@@ -61,7 +62,7 @@ def choose_schedule(
 
 
 def preference(candidate: Candidate) -> tuple[Real, ...]:
-    """What to sort by, best first: those that fit by makespan, then size, then messages."""
+    """The sort key, best first: those that fit before others, then makespan, bytes, messages."""
     numbers = (candidate.makespan, candidate.peak_bytes, candidate.messages)
     return (candidate.verdict != FITS, *(number or 0 for number in numbers))
 
@@ -74,7 +75,7 @@ def consider_schedule(
     memory_cap_bytes: Real,
     chunks: int | None,
 ) -> Candidate:
-    """Simulate one schedule; chunks counts for the looped schedules, the others fix their own."""
+    """Simulate one schedule; only looped schedules use `chunks`, the others fix their own."""
     if FAMILIES[name].placement != "looped":
         chunks = None
     found = schedule_problems(name, pp_size, num_microbatches, chunks)

@@ -1,8 +1,8 @@
-"""What is known in closed form about a schedule with equal stages, to print beside the simulation.
+"""Closed forms of a schedule with equal stages, to print beside the simulation.
 
-Letters: p ranks, m microbatches, v stages per rank, g the largest group of an interleaved schedule,
-f i w costs of a stage, b = i + w. Sources: the papers named at the schedules. Each form is printed
-only for the counts and costs for which the tests find it equal to the simulation.
+Letters: p ranks, m microbatches, v stages per rank. g is the largest group of an interleaved
+schedule, f i w are the costs of a stage, b = i + w. Sources: the papers named at the schedules.
+Each form is printed only for counts and costs for which the tests find it equal to the simulation.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Counts(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A formula as text and as a function; holds(counts, f, i, w) says where it is right."""
+    """A formula as text and as a function; holds(counts, f, i, w) says whether it is valid."""
 
     text: str
     value: Callable
@@ -37,8 +37,9 @@ class ClosedForm:
     """Texts and values; a value is None where no form is known for these counts and costs.
 
     bubble: makespan minus the busy time of a rank, when links cost nothing. peak_stash: most
-    chunk-activations on a rank (v-half, v-min: never more). messages: sent by all ranks together.
-    hops: how many times the latency of a link lengthens the step, while it is short.
+    chunk-activations on a rank; for v-half and v-min an upper bound. messages: number sent by all
+    ranks together. hops: how many latencies of a link a step takes longer, while the latency is
+    short.
     """
 
     bubble: tuple[str, Real | None]
@@ -124,7 +125,7 @@ HOPS = {
 
 
 def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
-    """The forms of a schedule that `make` made without a group size; None for unequal stages."""
+    """The forms of a schedule of `make_schedule` without a group size; None for unequal stages."""
     unequal = any(isinstance(cost, tuple) for cost in (costs.f, costs.i, costs.w))
     if schedule.name not in PEAKS or unequal:
         return None

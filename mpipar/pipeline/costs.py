@@ -11,15 +11,15 @@ PER_STAGE = ("f", "i", "w", "stash_bytes", "kept_bytes", "weight_bytes")
 
 @dataclass(frozen=True)
 class Costs:
-    """Time and memory by stage: a tuple with a value for each stage, or a number for all of them.
+    """Time and memory by stage: a tuple has a value for each stage, a number holds for all of them.
 
-    Time in any one unit (seconds where measured); ints and Fractions are computed with exactly.
+    Times have any one unit, seconds where measured. Arithmetic with ints and Fractions is exact.
     f, i, w: forward, input gradient, weight gradient of one microbatch; a full backward is i + w.
     overlap: cost of OVERLAP_F_B divided by that of its forward and backward one after the other.
-    latency: from the end of a pass to the start of the one that waits for its result elsewhere.
-    bandwidth: bytes per unit of time of a link, None for unlimited. message_bytes: one activation.
-    stash_bytes: kept from F to B or I. kept_bytes: of these, what stays from I to W.
-    weight_bytes: weights, gradients and optimizer state of one copy of a stage.
+    latency: from the end of a pass to the start of the pass on another rank that waits for its
+    result. bandwidth: bytes per unit of time of a link, None for unlimited. message_bytes: one
+    activation. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I
+    to W. weight_bytes: weights, gradients and optimizer state of one copy of a stage.
     """
 
     f: Real | tuple[Real, ...] = 1
@@ -34,7 +34,7 @@ class Costs:
     weight_bytes: Real | tuple[Real, ...] = 0
 
     def by_stage(self, name: str, num_stages: int) -> tuple[Real, ...]:
-        """The values of a per-stage field; raises UsageError unless there is one for each stage."""
+        """The values of a per-stage field; raises UsageError unless each stage has one."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (value,) * num_stages
@@ -49,7 +49,7 @@ class Costs:
         return self.latency + self.message_bytes / self.bandwidth
 
     def divided(self, parts: int) -> "Costs":
-        """The costs of stages that are each 1/parts of these; messages stay as they are."""
+        """The costs of stages that are each 1/parts of these; messages keep their size."""
         share = Fraction(1, parts)
         scaled = {}
         for name in PER_STAGE:

@@ -1,12 +1,12 @@
 """Schedules as CSV files, in the form that torch.distributed.pipelining writes and reads.
 
-A row is a rank, a cell an instruction such as 2F0 (stage 2, forward, microbatch 0); empty cells are
-idle time and mean nothing here. Its "compute_only" files hold passes, its "compute_comms" files
-also SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are read over, as weights are
+A row is a rank. A cell is an instruction such as 2F0 (stage 2, forward, microbatch 0). Empty cells
+are idle time, which is ignored here. "compute_only" files hold passes, "compute_comms" files also
+SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are skipped, because weights are
 not sharded over the step here.
 
-The mirror placement (dualpipe) has no counterpart there, where a stage lives on one rank. Its file
-begins with a line of its own, MIRROR_LINE, at which torch.distributed.pipelining stops.
+The mirror placement (dualpipe) has no counterpart in PyTorch, where a stage lives on one rank. Its
+file begins with the line MIRROR_LINE, at which torch.distributed.pipelining stops.
 """
 
 import csv
@@ -29,7 +29,7 @@ WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
 
 
 def print_csv(schedule: Schedule, file: TextIO, form: str = "compute_only") -> None:
-    """Write a schedule to an open text file, as standard output is one."""
+    """Write a schedule to an open text file, such as standard output."""
     assert form in FORMATS, form
     if schedule.placement == "mirror":
         file.write(MIRROR_LINE + "\n")
@@ -51,7 +51,7 @@ def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> Non
 
 
 def read_csv(path: Path) -> Schedule:
-    """The schedule in a file, proved; UsageError names what cannot be read or cannot run."""
+    """The proved schedule of a file; UsageError names what cannot be read or cannot run."""
     try:
         with path.open(newline="", encoding="ascii") as file:
             lines = file.read().splitlines()
@@ -125,7 +125,7 @@ def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> 
         raise UsageError(
             f"{path}: {num_stages} stages on {p} ranks: not one on each rank, nor a multiple"
         )
-    # A file with a mistake still belongs to the placement that most of it fits; check names it.
+    # A file with a mistake still belongs to the placement that most of it fits. check names it.
     return max(
         candidates,
         key=lambda each: sum(each.rank_of(stage, mb) == home for home, stage, mb in homes),

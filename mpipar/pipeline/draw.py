@@ -1,7 +1,7 @@
 """A timeline as text: the worker x time grid, and the symbols F_k, B_k in time order.
 
-In the grid a row is a worker (pipeline rank); a cell names its pass, F3, or 2F3 for stage 2 where a
-rank holds several stages, and is as long as the pass; dots are idle time.
+In the grid a row is a worker (pipeline rank). A cell is as long as its pass and names it: F3, or
+2F3 for stage 2 where a rank holds several stages. Dots are idle time.
 """
 
 from bisect import bisect_right
@@ -12,7 +12,7 @@ from mpipar.pipeline.instructions import Instr, Schedule, is_compute, parts
 from mpipar.pipeline.simulate import Span, Timeline
 
 WIDTH = 100  # characters of a line
-MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatches
+MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatch numbers
 
 
 def label(timeline: Timeline, instr: Instr) -> str:
@@ -24,7 +24,7 @@ def label(timeline: Timeline, instr: Instr) -> str:
 
 
 def compute_spans(timeline: Timeline) -> list[list[Span]]:
-    """By rank, the spans that take time."""
+    """The spans that take time, by rank."""
     return [
         [span for span in spans if is_compute(span.instr) and span.end > span.start]
         for spans in timeline.spans
@@ -104,15 +104,16 @@ def ruler(first: int, length: int, scale: Real) -> str:
 
 
 def tick_step(least: Real) -> Real:
-    """The first of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ... that is not less; exact from 1 on."""
+    """The first of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ... not below `least`; exact from 1 on."""
     power = 10 ** floor(log10(least))
     return next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least)
 
 
 def symbols(timeline: Timeline, width: int = WIDTH) -> str:
-    """What every worker starts and when: a line for each time at which a pass starts.
+    """What every worker starts and when, with a line for each time at which a pass starts.
 
-    F_3 is the forward of microbatch 3, F_3^2 that of its stage 2. Blocks of as many workers as fit.
+    F_3 is the forward of microbatch 3, F_3^2 that of its stage 2. A block shows as many workers as
+    fit.
     """
     rows = compute_spans(timeline)
     times = sorted({span.start for spans in rows for span in spans})

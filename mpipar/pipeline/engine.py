@@ -1,9 +1,9 @@
 """The engine: runs any schedule's program on one rank.
 
-The program (see `lower`) is a list of instructions; the engine is one method per kind. Wire
-instructions never block: RECV posts a receive into a buffer of its own, SEND posts a send and keeps
-the array alive until it is done. A compute instruction waits for its own receive, and for nothing
-else; that rule is what the checker proves free of deadlock even when every send is synchronous.
+The program (see `lower`) is a list of instructions; the engine has one method per kind. Wire
+instructions never block. RECV posts a receive into a new buffer. SEND posts a send and keeps the
+array alive until the send is done. A compute instruction waits for its own receive and for nothing
+else. The checker proves this rule free of deadlock, even when every send is synchronous.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from time import perf_counter_ns
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.instructions import Instr, Schedule, neighbours, parts
 
-# What travels up belongs to forward, what travels down to input gradients.
+# Messages that travel up belong to forward, those that travel down to input gradients.
 PHASE_OF = {"F": "F", "B": "I"}
 NAME_OF = {"F": "activations", "B": "gradients"}
 
 
 def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The forward passes of a schedule on its first microbatches, in its order: to evaluate or
-    generate.
+    """The forward passes of a schedule on its first microbatches, in its order.
+
+    Evaluation and generation run them.
     """
     programs = tuple(
         tuple(instr._replace(kind="F", stage_b=-1, mb_b=-1) for instr in program
@@ -33,8 +34,8 @@ def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
 class Engine:
     """Executes programs over the stages that this rank holds.
 
-    stages: {stage: Stage}. schedule: gives rank_of(stage, mb). comm: the pipeline group.
-    gradsync: told at REDUCE_GRAD that a stage's gradients are complete on this rank.
+    stages: {stage: Stage}. schedule: gives rank_of(stage, mb). comm: the pipeline group. gradsync:
+    REDUCE_GRAD tells it that a stage's gradients are complete on this rank.
     """
 
     def __init__(self, ops, stages, schedule, comm, recorder, gradsync):
@@ -46,12 +47,11 @@ class Engine:
             assert highest <= comm.max_tag(), (highest, comm.max_tag())
 
     def run(self, program, get_batch, training=True):
-        """Run one program; returns the outputs of the last stage by microbatch, where this rank has
-        it.
+        """Run one program; return the last stage's outputs by microbatch, {} where it is elsewhere.
 
         get_batch(mb) gives the rows of a microbatch. With training=False nothing is kept for a
-        backward. Comm: the program's sends and receives over pp, plus what the stages' layers do
-        over tp.
+        backward.
+        Comm: the program's sends and receives over pp, and the layers' barriers over tp.
         """
         self.get_batch, self.training = get_batch, training
         self.stashes, self.inbox, self.outbox = {}, {}, {}
@@ -59,8 +59,7 @@ class Engine:
         for instr in program:
             self.recorder.stage, self.recorder.mb = instr.stage, instr.mb
             getattr(self, f"_{instr.kind.lower()}")(instr)
-            # Messages progress only while somebody asks after them; finished sends free their
-            # arrays.
+            # MPI may move messages only while it is called; finished sends free their arrays.
             self.sending = [send for send in self.sending if not send.test()]
             self.gradsync.test()
         for send in self.sending:
@@ -79,13 +78,11 @@ class Engine:
         return self.batches[mb]
 
     def _tag(self, direction, stage, mb):
-        """A tag of its own for each message: with two ranks, next and previous are the same
-        neighbour.
-        """
+        """A unique tag for each message: of two ranks, next and previous are the same neighbour."""
         return (stage * self.schedule.num_microbatches + mb) * 2 + (direction == "B")
 
-    # Wire instructions. inbox: pending receives by message. outbox: arrays by message, made here
-    # and not yet taken or sent.
+    # Wire instructions. inbox: pending receives by message. outbox: arrays by message that were
+    # made here and are not yet taken or sent.
 
     def _recv_f(self, instr):
         self._receive(instr)
@@ -100,7 +97,7 @@ class Engine:
         self._send(instr)
 
     def _receive(self, instr):
-        """Post the receive of what enters a stage, into a buffer that then belongs to the stage."""
+        """Post the receive of a stage's input, into a buffer that then belongs to the stage."""
         (message,), _ = neighbours(self.schedule, instr)
         self.recorder.phase = PHASE_OF[message.direction]
         shape = self.stages[message.stage].in_shape(self._batch(message.mb))
@@ -109,7 +106,7 @@ class Engine:
             buffer, message.source, self._tag(*message[:3]), NAME_OF[message.direction])
 
     def _send(self, instr):
-        """Post the send of what a stage has made."""
+        """Post the send of a stage's result."""
         _, (message,) = neighbours(self.schedule, instr)
         self.recorder.phase = PHASE_OF[message.direction]
         self.sending.append(self.comm.isend(
@@ -117,9 +114,7 @@ class Engine:
             NAME_OF[message.direction]))
 
     def _take(self, instr):
-        """What enters a stage: received, or left by another stage of this same rank; None where
-        nothing does.
-        """
+        """A stage's input, received or left by a stage of this rank; None at the model's ends."""
         for message in neighbours(self.schedule, instr)[0]:
             if message.is_remote:
                 return self.inbox.pop(message).wait()
@@ -127,7 +122,7 @@ class Engine:
         return None
 
     def _give(self, instr, x):
-        """Leave what a pass has made for its send, or for another stage of this same rank."""
+        """Leave a pass's result for its send, or for another stage of this rank."""
         for message in neighbours(self.schedule, instr)[1]:
             self.outbox[message] = x
 
@@ -171,7 +166,7 @@ class Engine:
         self._span("W", start, instr.stage, instr.mb)
 
     def _overlap_f_b(self, instr):
-        """F of one microbatch, then B of another: one process has nothing to overlap them with."""
+        """F of one microbatch, then B of another: one process cannot overlap them."""
         forward, backward = (Instr(*part) for part in parts(instr))
         self._f(forward)
         self.recorder.stage, self.recorder.mb = backward.stage, backward.mb
@@ -182,5 +177,5 @@ class Engine:
         self.gradsync.start(instr.stage)
 
     def _span(self, kind, start, stage, mb):
-        self.ops.synchronize()  # a span ends when the device is done, not when it was asked
+        self.ops.synchronize()  # a span ends when the device is done, not when the work is queued
         self.recorder.span(kind, start, stage, mb)

@@ -1,5 +1,4 @@
-"""The words of a pipeline schedule: Instr, Schedule, Message; neighbours; and the lowering to wire
-instructions.
+"""The words of a pipeline schedule, who sends what to whom, and the lowering to wire instructions.
 
 The words are those of torch.distributed.pipelining, and so is the text form: 2F0 = stage 2,
 forward, microbatch 0.
@@ -17,8 +16,8 @@ WIRE_KINDS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
 class Instr(NamedTuple):
     """One instruction of one rank; stage_b and mb_b belong to OVERLAP_F_B and are -1 elsewhere.
 
-    F forward, B full backward, I input gradient, W weight gradient; OVERLAP_F_B: F(stage, mb), then
-    B(stage_b, mb_b); REDUCE_GRAD: the stage's gradients are complete on this rank.
+    F forward, B full backward, I input gradient, W weight gradient. OVERLAP_F_B: F(stage, mb), then
+    B(stage_b, mb_b). REDUCE_GRAD: the stage's gradients are complete on this rank.
     SEND_F (s, mb): output of stage s, to the rank of stage s+1. RECV_F (s, mb): input of stage s.
     SEND_B (s, mb): input gradient of s, to the rank of s-1. RECV_B (s, mb): output gradient of s.
     """
@@ -51,10 +50,10 @@ def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
 class Schedule:
     """One training step of a pipeline as a value: for each pipeline rank its instructions in order.
 
-    placement: which rank holds a stage. linear: s on rank s. looped: s on rank s mod pp_size.
-    v: rank r holds r and 2*pp_size-1-r. mirror: two copies of each stage, rank s for the first half
-    of the microbatches, rank pp_size-1-s for the second half. wired: the programs state their sends
-    and receives themselves, as a schedule read from a file may; see lower.
+    placement: which rank holds a stage. linear: stage s is on rank s. looped: s is on rank s mod
+    pp_size. v: rank r holds r and 2*pp_size-1-r. mirror: each stage has two copies, on rank s for
+    the first half of the microbatches and on rank pp_size-1-s for the second half. wired: the
+    programs state their own sends and receives, as a schedule from a file may; see lower.
     """
 
     name: str
@@ -96,7 +95,7 @@ class ScheduleError(UsageError):
 
     @classmethod
     def at(cls, schedule: Schedule, pp_rank: int, position: int, reason: str) -> Self:
-        """The error for one position of a rank's program; just behind the program is allowed."""
+        """The error for one position of a rank's program, or for its end."""
         program = schedule.programs[pp_rank]
         instr = program[position] if position < len(program) else "end of the program"
         return cls(
@@ -105,10 +104,10 @@ class ScheduleError(UsageError):
 
 
 class Message(NamedTuple):
-    """What a stage hands to its neighbour: an activation (direction F) or an input gradient (B).
+    """What a stage gives to its neighbour: an activation (direction F) or an input gradient (B).
 
-    stage: the one that it enters. source, target: the pipeline ranks that make and need it. Where
-    both are one rank, it is handed over there and nothing is sent.
+    stage: the stage that takes it. source, target: the pipeline ranks that make and need it. Where
+    both are one rank, it stays there and nothing is sent.
     """
 
     direction: str
@@ -119,7 +118,7 @@ class Message(NamedTuple):
 
     @property
     def from_stage(self) -> int:
-        """The stage that it leaves."""
+        """The stage that sends it."""
         return self.stage - 1 if self.direction == "F" else self.stage + 1
 
     @property
@@ -146,10 +145,11 @@ ENDS = {"F": ("F", True, True), "B": ("B", True, True), "I": ("B", True, True),
 
 
 def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
-    """Who sends what to whom, the one rule: the messages that instr takes and those that it gives.
+    """The one rule of who sends what to whom: the messages that instr takes and gives.
 
-    Activations go up by one stage, input gradients down by one; nothing enters or leaves the model
-    at its ends. A pass takes and gives, RECV only takes, SEND only gives, all others do neither.
+    Activations go up by one stage, input gradients down by one. No message enters or leaves the
+    model at its ends. A pass takes and gives, RECV only takes, SEND only gives, all others do
+    neither.
     """
     taken, given = [], []
     for kind, stage, mb in parts(instr):
@@ -171,12 +171,12 @@ def receives(schedule: Schedule, instr: Instr) -> list[Instr]:
 
 
 def sends(schedule: Schedule, instr: Instr) -> list[Instr]:
-    """The sends of what a pass made; none where the consumer is on the same rank."""
+    """The sends of a pass's result; none where the consumer is on the same rank."""
     return [message.send for message in neighbours(schedule, instr)[1] if message.is_remote]
 
 
 def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
-    """The messages between ranks for which instr waits, and those that leave its rank behind it.
+    """The messages between ranks that instr waits for, and those that leave its rank after it.
 
     A pass waits. Its results leave at once, or, in a wired schedule, at their SEND.
     """
@@ -189,10 +189,10 @@ def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Messa
 def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
     """The program of pp_rank with wire instructions, which the engine runs.
 
-    A receive is posted one compute instruction ahead of the one that needs it, so that its data
-    can arrive during the other; a send stands right behind its producer. Both are non-blocking:
-    only a compute instruction waits, and only for its own receives. The peers' programs follow
-    from the same rule, so nothing is agreed at run time. A wired schedule is kept as it is.
+    A receive is posted one compute instruction before the one that needs it, so that its data can
+    arrive meanwhile. A send stands right after its producer. Both are non-blocking: only a compute
+    instruction waits, and only for its own receives. The peers' programs follow from the same rule,
+    so nothing is agreed at run time. A wired schedule stays as it is.
     """
     program = schedule.programs[pp_rank]
     if schedule.wired:

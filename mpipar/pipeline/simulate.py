@@ -1,8 +1,8 @@
 """How long a schedule takes: start and end of each instruction, given the costs of passes and hops.
 
-A rank runs its instructions one after the other, each as soon as its data has arrived; sending
-costs the sender nothing and links do not queue. Arithmetic is that of the costs: exact for ints
-and Fractions.
+A rank runs its instructions one after the other, each as soon as its data has arrived. Sending
+costs the sender nothing, and links do not queue. Times have the type of the costs, so they are
+exact for ints and Fractions.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class Span(NamedTuple):
 class Timeline:
     """The simulated step, by pipeline rank.
 
-    spans: every instruction in program order. peak_stash: most chunk-activations held at once, and
-    peak_stash_bytes what they take. messages: sent in the step.
+    spans: every instruction in program order. peak_stash: most chunk-activations held at once.
+    peak_stash_bytes: the most bytes held at once. messages: number sent in the step.
     """
 
     schedule: Schedule
@@ -44,7 +44,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[Real, ...]:
-        """Time each rank computes."""
+        """The time each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
@@ -54,12 +54,12 @@ class Timeline:
 
     @property
     def global_bubble(self) -> tuple[Real, ...]:
-        """Time each rank does not compute, from the first pass anywhere to the last anywhere."""
+        """The time each rank idles, from the first pass anywhere to the last anywhere."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def span_bubble(self) -> tuple[Real, ...]:
-        """Time each rank does not compute between its own first and last pass."""
+        """The time each rank idles between its own first and last pass."""
         return tuple(
             spans[-1].end - next(span.start for span in spans if is_compute(span.instr)) - busy
             for spans, busy in zip(self.spans, self.busy, strict=True)

@@ -11,9 +11,9 @@ from mpipar.pipeline.draw import compute_spans, label, short_number, tick_step
 from mpipar.pipeline.simulate import Span, Timeline
 
 ROW, LEFT, RIGHT, TOP, BOTTOM = 26, 74, 24, 46, 24  # pixels
-CHARACTER, LETTER = 6.2, 8.5  # width of a character in words and in a label such as 5W0, at 11 px
-NARROWEST, WIDEST = 360, 4000  # of the part with the passes
-LEGEND, TICK = 24, 56  # space behind a legend's text; least distance of two ticks
+CHARACTER, LETTER = 6.2, 8.5  # width of a character in words, and in a label such as 5W0, at 11 px
+NARROWEST, WIDEST = 360, 4000  # width of the part with the passes
+LEGEND, TICK = 24, 56  # space after a legend's text; least distance of two ticks
 WORDS = {
     "F": "F forward",
     "B": "B backward",
@@ -21,7 +21,7 @@ WORDS = {
     "W": "W weight gradient",
     "OVERLAP_F_B": "F&B overlapped",
 }
-# A class of CSS for each kind of pass; .late: the second half of a worker's stages.
+# Each kind of pass has a CSS class. .late marks the second half of a worker's stages.
 STYLE = """
 svg { font: 11px sans-serif; background: #ffffff; }
 text { fill: #222222; } .area { fill: #f0f0f0; } .pass { stroke: #ffffff; stroke-width: 0.5; }
@@ -37,7 +37,7 @@ svg { background: #16191d; } text { fill: #d8dce2; } .area { fill: #24292f; }
 
 
 def svg(timeline: Timeline, title: str) -> str:
-    """The picture as text; a box carries its pass where there is room, and a tooltip everywhere."""
+    """The picture as text; every box has a tooltip, and names its pass where there is room."""
     rows = compute_spans(timeline)
     legend = legend_entries(timeline, rows)
     width = drawing_width(timeline, rows, legend, title)
@@ -68,7 +68,7 @@ def svg(timeline: Timeline, title: str) -> str:
 
 
 def legend_entries(timeline: Timeline, rows: list[list[Span]]) -> list[tuple[tuple[str, ...], str]]:
-    """(classes of the boxes, text) of each kind of pass; both shades where both are drawn."""
+    """(classes of the boxes, text) of each kind of pass, with both shades where both are drawn."""
     used: dict[str, set] = {}
     for pp_rank, spans in enumerate(rows):
         for span in spans:
@@ -81,7 +81,7 @@ def legend_entries(timeline: Timeline, rows: list[list[Span]]) -> list[tuple[tup
 
 
 def drawing_width(timeline: Timeline, rows, legend, title: str) -> float:
-    """Pixels for the passes: their labels fit where that takes at most WIDEST."""
+    """Pixels for the passes; all labels fit unless that takes more than WIDEST."""
     needed = max((LETTER * len(label(timeline, span.instr)) + 4) * float(
         timeline.makespan / (span.end - span.start)) for spans in rows for span in spans)
     words = sum(14 * len(names) + 2 + ceil(CHARACTER * len(text)) + LEGEND
@@ -99,7 +99,7 @@ def ticks(makespan: Real, scale: Real, y: int) -> list[str]:
 
 
 def is_late(timeline: Timeline, span: Span, pp_rank: int) -> bool:
-    """Whether the pass is of the second half of the stages that its worker holds."""
+    """Whether the pass belongs to the second half of its worker's stages."""
     held = timeline.schedule.stages_of(pp_rank)
     return held.index(span.instr.stage) * 2 >= len(held) > 1
 

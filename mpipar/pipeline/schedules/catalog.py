@@ -1,7 +1,7 @@
-"""Pipeline schedules by name: who computes what in which order. Pure data, no clock, no messages.
+"""Pipeline schedules by name, as pure data: who computes what, in which order.
 
 Letters: p = pp_size, r = pp_rank, m = num_microbatches, v = chunks (stages per rank), g = group
-size. The simple schedules stand here; each other family has a file of its own.
+size. This file makes the simple schedules; each other family has its own file.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,11 @@ def gpipe(_p: int, r: int, m: int) -> list[Instr]:
 def one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
     """p-1-r warm-up forwards, then a forward and a backward in turn (arXiv 2006.09503).
 
-    As long a step as GPipe's with at most p microbatches stashed.
-    p = 2, m = 3
-    rank 0  F0 F1 .. B0 F2 B1 .. B2
-    rank 1  .. F0 B0 F1 B1 F2 B2 ..
+    It is as fast as GPipe, but stashes at most p microbatches instead of m.
+
+        p = 2, m = 3
+        rank 0  F0 F1 .. B0 F2 B1 .. B2
+        rank 1  .. F0 B0 F1 B1 F2 B2 ..
     """
     return warmed_up(r, m, p - 1 - r)
 
@@ -57,7 +58,7 @@ def eager_one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
 
 
 def warmed_up(stage: int, m: int, warmup: int) -> list[Instr]:
-    """The order F x warmup, then F, B in turn while there are forwards, then the remaining B."""
+    """`warmup` forwards, then F and B in turn while forwards are left, then the other B."""
     forwards = [Instr("F", stage, mb) for mb in range(m)]
     program = forwards[:warmup]
     for mb in range(m):
@@ -70,7 +71,7 @@ class Family(NamedTuple):
     """How a schedule is made: the compute order of one rank, and the placement it is made for.
 
     order(p, r, m), or order(p, r, m, v, g) on the looped placement, where v is free.
-    stages_per_rank: num_stages / p, the default of v. grouped: g counts.
+    stages_per_rank: num_stages / p, the default of v. grouped: whether the order uses g.
     """
 
     order: Callable[..., list[Instr]]
@@ -99,7 +100,7 @@ SCHEDULES = tuple(FAMILIES)
 
 
 def num_stages(name: str, pp_size: int, chunks: int | None = None) -> int:
-    """Number of stages the model is cut into; chunks counts on the looped placement only."""
+    """Number of stages the model is cut into; only the looped placement uses `chunks`."""
     return pp_size * (chunks or FAMILIES[name].stages_per_rank)
 
 
@@ -125,7 +126,7 @@ def make_schedule(
 
 
 def with_reduce_grad(program: list[Instr]) -> tuple[Instr, ...]:
-    """The program with REDUCE_GRAD(stage) right behind the last backward (B or W) of each stage.
+    """The program with REDUCE_GRAD(stage) right after the last backward (B or W) of each stage.
 
     That is the earliest moment at which a stage's gradients are complete on this rank.
     """
@@ -179,7 +180,10 @@ def schedule_problems(
 
 
 def group_problems(name: str, p: int, m: int, g: int) -> list[str]:
-    """A group shorter than p leaves a rank waiting for a forward that it holds back itself."""
+    """What is wrong with a group size.
+
+    In a group shorter than p a rank would wait for a forward that it holds back itself.
+    """
     if g >= m or (g >= p and (m % g == 0 or m % g >= p)):
         return []
     valid = [str(size) for size in range(p, m) if m % size == 0 or m % size >= p][:3]
@@ -192,7 +196,10 @@ def group_problems(name: str, p: int, m: int, g: int) -> list[str]:
 
 
 def dualpipe_problems(name: str, p: int, m: int) -> list[str]:
-    """The step list of DualPipe needs two full streams, and for the mirrored form two halves."""
+    """What is wrong with the counts of DualPipe.
+
+    Its step list needs two full streams, and the mirrored form two equal halves of them.
+    """
     found = []
     even = 2 if name == "dualpipe" else 1
     if p % even:

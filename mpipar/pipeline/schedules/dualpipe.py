@@ -29,7 +29,7 @@ class TwoStreams:
         self.next_forward[stream] += 1
 
     def backward(self, stream: int, split: bool = False) -> None:
-        """The next backward of the stream; split: only I, its W joins the queue."""
+        """The next backward of the stream. split: run only I and queue its W."""
         stage, mb = self.stages[stream], self.next_backward[stream]
         self.program.append(Instr("I" if split else "B", stage, mb))
         if split:
@@ -37,7 +37,7 @@ class TwoStreams:
         self.next_backward[stream] += 1
 
     def weight(self) -> None:
-        """The oldest postponed W of either stream; none when the queue is empty."""
+        """The oldest postponed W of either stream, if there is one."""
         if self.late_weights:
             self.program.append(self.late_weights.popleft())
 
@@ -52,16 +52,18 @@ class TwoStreams:
 
 
 def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Instr]:
-    """The published step list of a rank `near` hops from where stream 0 enters; fold at `depth`.
+    """The published step list of a rank that is `near` hops from where stream 0 enters.
 
-    1  2(depth-near-1) x F0          fill stream 0 up to the fold
-    2  (near+1) x (F0, F1)           stream 1 comes back
-    3  (depth-near-1) x (I1, W, F1)
-    4  pairs x (F0&B1, F1&B0)        steady state
-    5  (depth-near-1) x (B1, F1&B0)
-    6  (near+1) x (B1, B0)           I instead of B from half way on: W waits for the drain
-    7  (depth-near-1) x (W, I0)
-    8  (near+1) x W
+    `depth` is the number of ranks up to the fold.
+
+        1  2(depth-near-1) x F0          fill stream 0 up to the fold
+        2  (near+1) x (F0, F1)           stream 1 comes back
+        3  (depth-near-1) x (I1, W, F1)
+        4  pairs x (F0&B1, F1&B0)        steady state
+        5  (depth-near-1) x (B1, F1&B0)
+        6  (near+1) x (B1, B0)           I instead of B from half way on: W waits for the drain
+        7  (depth-near-1) x (W, I0)
+        8  (near+1) x W
     """
     far = depth - near - 1
     repeat(2 * far, lambda: two.forward(0))
@@ -69,7 +71,7 @@ def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Inst
     repeat(far, lambda: (two.backward(1, split=True), two.weight(), two.forward(1)))
     for k in range(pairs):
         if k == 0 and far == 0:
-            # All ranks wait for this first B1 at the fold, which must not wait for an overlap.
+            # All ranks wait for this first B1 at the fold, so it must not wait for an overlap.
             two.forward(0)
             two.backward(1)
         else:
@@ -86,7 +88,7 @@ def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Inst
 
 
 def repeat(times: int, action: Callable) -> None:
-    """Calls action that many times; not at all for a negative count."""
+    """Call action that many times; not at all for a negative count."""
     for _ in range(times):
         action()
 
@@ -95,8 +97,8 @@ def dualpipe(p: int, r: int, m: int) -> list[Instr]:
     """Two copies of the model, fed from both ends (p even, m even, m >= 2p).
 
     Rank r holds stage r and stage p-1-r. Microbatches below m/2 enter at rank 0 (direction A), the
-    others at rank p-1 (direction B). Stream 0 of a rank is the direction whose entrance is nearer;
-    the fold lies between the two middle ranks.
+    others at rank p-1 (direction B). Stream 0 of a rank is the direction that enters nearer. The
+    fold lies between the two middle ranks.
     """
     direction_a, direction_b = (r, 0), (p - 1 - r, m // 2)
     streams = (direction_a, direction_b) if r < p // 2 else (direction_b, direction_a)
@@ -105,7 +107,7 @@ def dualpipe(p: int, r: int, m: int) -> list[Instr]:
 
 
 def dualpipe_v(p: int, r: int, m: int) -> list[Instr]:
-    """DualPipe cut in half: one copy of the model, stream 1 is what stream 0 became at the fold.
+    """DualPipe cut in half: one copy of the model; stream 0 comes back from the fold as stream 1.
 
     Rank r holds stage r (stream 0) and stage 2p-1-r (stream 1); every microbatch passes both
     (m >= 2p).

@@ -1,7 +1,7 @@
 """Schedules on the looped placement: each rank holds v stages, stage s on rank s mod p.
 
 Letters: p = pp_size, r = pp_rank, m = num_microbatches, v = chunks (stages per rank), g = group
-size (None: chosen here). Chunk c of rank r is stage c*p + r.
+size; None lets `group_sizes` choose it. Chunk c of rank r is stage c*p + r.
 """
 
 from mpipar.pipeline.instructions import Instr
@@ -10,8 +10,9 @@ from mpipar.pipeline.instructions import Instr
 def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
     """How many microbatches pass through one chunk before the next chunk takes its turn.
 
-    Without g: max(1, m div p) groups as even as possible, the larger ones first, so that any m can
-    be run; p microbatches each when p divides m. With g: g each, the last may be smaller.
+    Without g there are max(1, m div p) groups, so that any m can be run. They are as even as
+    possible, the larger ones first, and have p microbatches each when p divides m. With g they have
+    g each, and the last may be smaller.
     """
     if g is None:
         rounds = max(1, m // p)
@@ -22,7 +23,7 @@ def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
 def visiting_order(groups: list[int], v: int) -> list[tuple[int, int]]:
     """The (chunk, mb) order of the forwards; backwards use v-1-chunk in its place.
 
-    A group goes through chunk 0, then chunk 1, ..., and only then comes the next group.
+    A group goes through chunk 0, then chunk 1 and so on. Only then comes the next group.
     """
     order = []
     first = 0
@@ -35,9 +36,11 @@ def visiting_order(groups: list[int], v: int) -> list[tuple[int, int]]:
 def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
     """Interleaved 1F1B: 1F1B over (chunk, mb) pairs; the bubble is v times smaller (2104.04473).
 
-    p = 2, v = 2, m = 2; stages 0 and 2 live on rank 0, stages 1 and 3 on rank 1
-    rank 0  0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
-    rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    In this example stages 0 and 2 live on rank 0, stages 1 and 3 on rank 1.
+
+        p = 2, v = 2, m = 2
+        rank 0  0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
+        rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
     groups = group_sizes(p, m, g)
     order = visiting_order(groups, v)
@@ -53,10 +56,11 @@ def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
 def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
     """Interleaved ZB1P: one warm-up forward per hop, weight gradients r passes late (2401.10241).
 
-    The late W of a rank fill what is the drain of interleaved 1F1B.
-    p = 2, v = 2, m = 2
-    rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
-    rank 1  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    The late W of a rank fill the time in which interleaved 1F1B drains.
+
+        p = 2, v = 2, m = 2
+        rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+        rank 1  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
     groups = group_sizes(p, m, g)
     order = visiting_order(groups, v)
@@ -75,11 +79,12 @@ def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]
 def looped_bfs(p: int, r: int, m: int, v: int, _g: int | None) -> list[Instr]:
     """Breadth first: all microbatches through chunk 0, then chunk 1, ... (2211.05953).
 
-    Backwards run newest first. A stage's weights are in use during one run of m forwards and one
-    of m backwards: the fewest gathers when weights are sharded.
-    p = 2, v = 2, m = 2
-    rank 0  0F0 0F1 2F0 2F1 ... 2B1 2B0 0B1 0B0
-    rank 1  ... 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    Backwards run newest first. A stage's weights are in use during one run of m forwards and one of
+    m backwards. So sharded weights would need the fewest gathers.
+
+        p = 2, v = 2, m = 2
+        rank 0  0F0 0F1 2F0 2F1 ... 2B1 2B0 0B1 0B0
+        rank 1  ... 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
     """
     stages = [chunk * p + r for chunk in range(v)]
     program = [Instr("F", stage, mb) for stage in stages for mb in range(m)]

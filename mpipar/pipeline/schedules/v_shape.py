@@ -1,7 +1,7 @@
 """Schedules on the V placement: rank r holds stage r (chunk 0) and stage 2p-1-r (chunk 1).
 
-The first and the last stage share rank 0, and stages p-1 and p share rank p-1, so a microbatch
-goes down the ranks and comes back up. Letters: p = pp_size, r = pp_rank, m = num_microbatches.
+The first and the last stage share rank 0, and stages p-1 and p share rank p-1. So a microbatch goes
+down the ranks and comes back up. Letters: p = pp_size, r = pp_rank, m = num_microbatches.
 """
 
 from collections import deque
@@ -12,16 +12,17 @@ BLOCK = 6  # unit passes of one microbatch on one rank: F, I and W of both chunk
 
 
 def zb_v(p: int, r: int, m: int) -> list[Instr]:
-    """ZB-V: ranks never wait between first and last pass, with 1F1B's stash (2401.10241, sec. 6).
+    """ZB-V: ranks never wait between first and last pass, at 1F1B's stash (2401.10241, sec. 6).
 
-    Made for n = max(m, 2p-1) microbatches, of which those that do not exist are left out.
-    1  2(p-r)-1 x F0            down to the fold and back to this rank
-    2  r x (F1, F0)
-    3  (p-r) x (F1, I1, W1)
-    4  until all n forwards of both chunks are done: [F0], I0, W0, F1, I1, W1
-    5  r x (I0, I1)
-    6  (p-r) x (I0, oldest W0)
-    7  all W1, all W0 that are left
+    The order is made for n = max(m, 2p-1) microbatches and leaves out those that do not exist.
+
+        1  2(p-r)-1 x F0            down to the fold and back to this rank
+        2  r x (F1, F0)
+        3  (p-r) x (F1, I1, W1)
+        4  until all n forwards of both chunks are done: [F0], I0, W0, F1, I1, W1
+        5  r x (I0, I1)
+        6  (p-r) x (I0, oldest W0)
+        7  all W1, all W0 that are left
     """
     n = max(m, 2 * p - 1)
     stages = (r, 2 * p - 1 - r)
@@ -52,9 +53,9 @@ def zb_v(p: int, r: int, m: int) -> list[Instr]:
 def v_half(p: int, r: int, m: int) -> list[Instr]:
     """Half the stash of 1F1B: chunk 0 lives 6p - 3r passes, chunk 1 only 3r (arXiv 2405.15362).
 
-    Offsets of a microbatch's block: F0 2r, F1 3p-2-r, I1 3p-1+2r, I0 6p-3-r for odd p, where I0
-    is one later, as its slot is taken on odd r. For even p the search over shifts found F1 and I1
-    three later, I0 seven later: the least stash, then the shortest step.
+    A microbatch's block has the offsets F0 2r, F1 3p-2-r, I1 3p-1+2r, I0 6p-3-r. For odd p, I0 is
+    one later, because its slot is taken on odd r. For even p, F1 and I1 are three later and I0 is
+    seven later. A search over shifts found these: the least stash, then the shortest step.
     """
     if p % 2:
         return repeated_block(p, r, m, (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r, 6 * p - 2 - r))
@@ -64,20 +65,21 @@ def v_half(p: int, r: int, m: int) -> list[Instr]:
 def v_min(p: int, r: int, m: int) -> list[Instr]:
     """A third of the stash of 1F1B, the least for a V: chunk 0 lives about 4p, chunk 1 2r passes.
 
-    Offsets of a microbatch's block: F0 r, F1 2p-1-r, I1 2p+r, I0 4p-1-r; where 3 divides p, F0
-    and I1 would fall on the same slot, so I1 and I0 are two later (arXiv 2405.15362).
-    p = 2, m = 3
-    rank 0  0F0 ... 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 ...
-    rank 1  ... 1F0 2F0 ... 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 ...
+    A microbatch's block has the offsets F0 r, F1 2p-1-r, I1 2p+r, I0 4p-1-r (arXiv 2405.15362).
+    Where 3 divides p, F0 and I1 would fall on the same slot. There I1 and I0 are two later.
+
+        p = 2, m = 3
+        rank 0  0F0 ... 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 ...
+        rank 1  ... 1F0 2F0 ... 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 ...
     """
     late = 2 if p % 3 == 0 else 0
     return repeated_block(p, r, m, (r, 2 * p - 1 - r, 2 * p + r + late, 4 * p - 1 - r + late))
 
 
 def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -> list[Instr]:
-    """The order in which microbatch k runs F0, F1, I1, I0 at offset + 6k, and W in the free slots.
+    """The order that runs F0, F1, I1, I0 of microbatch k at offset + 6k, and W in the free slots.
 
-    W runs first in, first out. Only the order is kept: each pass then runs as early as it can.
+    W runs first in, first out. Only the order is kept, so each pass runs as early as it can.
     """
     passes = zip(offsets, "FFII", (r, 2 * p - 1 - r, 2 * p - 1 - r, r), strict=True)
     slots = {offset + BLOCK * mb: Instr(kind, stage, mb)

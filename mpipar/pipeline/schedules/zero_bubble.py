@@ -9,10 +9,11 @@ from mpipar.pipeline.instructions import Instr
 def zb_h1(p: int, r: int, m: int) -> list[Instr]:
     """1F1B with the backward split; rank r runs its weight gradients r microbatches late.
 
-    No rank stashes more than rank 0 of 1F1B does; a third of its bubble is left at f = i = w.
-    p = 2, m = 3
-    rank 0  F0 F1 .. I0 W0 F2 I1 W1 .. I2 W2
-    rank 1  .. F0 I0 F1 I1 W0 F2 I2 W1 W2
+    No rank stashes more than rank 0 of 1F1B does. At f = i = w a third of 1F1B's bubble is left.
+
+        p = 2, m = 3
+        rank 0  F0 F1 .. I0 W0 F2 I1 W1 .. I2 W2
+        rank 1  .. F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     warmup = min(p - 1 - r, m)
     program = [Instr("F", r, mb) for mb in range(warmup)]
@@ -26,12 +27,13 @@ def zb_h1(p: int, r: int, m: int) -> list[Instr]:
 
 
 def zb_h2(p: int, r: int, m: int) -> list[Instr]:
-    """Ranks that never wait between first and last pass, for nearly twice the stash of ZB-H1.
+    """Ranks never wait between first and last pass; the stash is nearly twice that of ZB-H1.
 
     With m < 2p-1 the order still holds, but the ranks wait.
-    p = 2, m = 4
-    rank 0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
-    rank 1  .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+        p = 2, m = 4
+        rank 0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1  .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     warmup = min(2 * (p - r) - 1, m)
     program = [Instr("F", r, mb) for mb in range(warmup)]
