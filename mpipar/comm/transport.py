@@ -105,7 +105,6 @@ class HostTransport:
         self.reduce_ops = {"sum": MPI.SUM, "max": MPI.MAX}
         # Synchronous sends return only when matched. A program that works with them never relies on
         # buffers inside MPI, whatever the message size.
-
         self._send = mpi_comm.Ssend if options.sync_sends else mpi_comm.Send
         self._isend = mpi_comm.Issend if options.sync_sends else mpi_comm.Isend
         self.tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone

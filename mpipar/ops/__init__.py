@@ -1,6 +1,6 @@
 """Array functions of the layers, in three implementations: NumPy, CuPy and shapes only.
 
-Layers and models do arithmetic only through the object that `make` returns, so the same layer runs
+Layers and models do arithmetic only through the object that `make` returns. So the same layer runs
 on a CPU, on a GPU, and without any numbers at all for the cost model.
 """
 
@@ -14,20 +14,21 @@ from mpipar.ops.shape_ops import ShapeOps
 
 __all__ = ["KERNELS", "make", "make_for", "problems", "shapes_for"]
 
-KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first: unless asked
+KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first is the default
 
 
 def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False, host_rank=0):
     """Return the array functions of one device: "cpu", "cuda" or "shapes".
 
-    dtype: of weights and activations. Of gradients and sums too for "float32" and "float64";
-    "bfloat16" and "float16" keep those in float32.
+    dtype: the type of weights and activations. Gradients and sums have it too for "float32" and
+    "float64"; with "bfloat16" and "float16" they stay in float32.
     recorder: has `phase`, under which the shapes book their FLOPs; the other two ignore it.
     kernels: what runs the elementwise chains, one of KERNELS; None chooses. "shapes" count the
-    bytes of "fused" kernels if that is asked for, else those of NumPy.
-    gemm, tf32, host_rank: how "cuda" multiplies and on which GPU, as in `CupyOps`.
-    Raises EnvironmentProblem when "cuda" is asked for and CuPy or a usable GPU is missing, or
-    "numba" and Numba is.
+    bytes of "fused" kernels if that is asked for, else those of NumPy. gemm, tf32, host_rank: how
+    "cuda" multiplies and on which GPU, as in `CupyOps`.
+
+    Raises EnvironmentProblem when "cuda" is asked for without CuPy or a usable GPU, or "numba"
+    without Numba.
     """
     if dtype in DTYPES:
         return MixedOps(make(device, "float32", recorder, kernels, gemm, tf32, host_rank), dtype)
@@ -42,7 +43,7 @@ def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False, ho
 
 
 def _default(device, dtype):
-    """Return the kernels of a device where nobody says which; there are no fused float64 ones."""
+    """Return the kernels that a device uses by default; there are no fused ones for float64."""
     return "plain" if (device, dtype) == ("cuda", "float64") else KERNELS[device][0]
 
 
@@ -57,7 +58,7 @@ def shapes_for(run, recorder):
 
 
 def kernel_problems(config):
-    """Return what is wrong with who is to compute and how, as texts."""
+    """Return, as texts, what is wrong with the choice of device and kernels."""
     run, found = config.run, []
     own = KERNELS[run.device]
     if run.kernels and run.kernels not in own:

@@ -1,15 +1,18 @@
 """Causal attention written plainly, for NumPy and CuPy alike: part of `ArrayOps`.
 
-q (B, Tq, H, d), k and v (B, Tk, Hkv, d), positions q_pos (Tq,) and k_pos (Tk,): B rows of a batch,
-H heads of d elements. Query i sees key j if and only if k_pos[j] <= q_pos[i]. H is a multiple of
-Hkv: query head h uses key and value head h // (H / Hkv). A query that sees no key gives y = 0.
+Arguments: q (B, Tq, H, d), k and v (B, Tk, Hkv, d), positions q_pos (Tq,) and k_pos (Tk,). B rows
+of a batch, H heads of d elements. Query i sees key j if and only if k_pos[j] <= q_pos[i]. H is a
+multiple of Hkv: query head h uses key and value head h // (H / Hkv). A query that sees no key gives
+y = 0.
 
-There are two forms, which differ in what lies between forward and backward.
+There are two forms, which differ in what they keep between forward and backward.
 `attention_forward` and `attention_backward_input` keep the probabilities: four products backward.
-The block form keeps only lse (B, H, Tq), the log of the sum of exp(score) over the keys: it makes
-the probabilities again, five products backward. The keys of one call may be some of all keys. Then
-`attention_merge` joins two results, and gradients are sums. So y, lse and gradients of this form
-are float32 where activations have 16 bits; who has joined them rounds once, by `copy`.
+The block form keeps only lse (B, H, Tq), the log of the sum of exp(score) over the keys. It
+computes the probabilities again: five products backward.
+
+The keys of one call of the block form may be some of all keys. Then `attention_merge` joins two
+results, and gradients are sums. So y, lse and gradients of this form are float32 even if
+activations have 16 bits. The caller who has joined them rounds once, by `copy`.
 """
 
 import numpy as np
@@ -24,7 +27,7 @@ class ArrayAttention:
     def stacked_products(self, a, b, out=None):
         """Return a b for every leading index: (B, H, M, K), (B, H, K, N) give (B, H, M, N).
 
-        out: where to write it, if anywhere; a view will do.
+        out: where to write it, if given; it may be a view.
         """
         return self.xp.matmul(a, b, out=out)
 
@@ -37,7 +40,7 @@ class ArrayAttention:
     def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, out=None):
         """Return (dq, dk, dv) of the probabilities that `attention_forward` saved.
 
-        Of a row, dscores = probs (dprobs - sum(probs dprobs)). out: three arrays to write to.
+        In each row, dscores = probs (dprobs - sum(probs dprobs)). out: three arrays to write to.
         """
         out = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
         factor = self.scalar(q.shape[-1] ** -0.5)
@@ -53,7 +56,8 @@ class ArrayAttention:
     def attention_merge(self, y, lse, y2, lse2):
         """Write attention over both sets of keys over y and lse, which are float32 or wider.
 
-        y = (y exp(lse) + y2 exp(lse2)) / (exp(lse) + exp(lse2)), lse = log of that sum.
+        The new lse is log(exp(lse) + exp(lse2)). The new y is (y exp(lse) + y2 exp(lse2)), divided
+        by the same sum.
         """
         assert y.shape == y2.shape, (y.shape, y2.shape)
         assert lse.shape == lse2.shape, (lse.shape, lse2.shape)
@@ -77,7 +81,8 @@ class ArrayAttention:
     def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
         """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all keys.
 
-        Of a row, probs = exp(scores - lse), dscores = probs (dprobs - delta): Dao et al. 2022.
+        In each row, probs = exp(scores - lse) and dscores = probs (dprobs - delta): Dao et al.
+        2022.
         """
         factor = self.scalar(q.shape[-1] ** -0.5)
         scores = self._visible(self._dots(q, k), q_pos, k_pos, factor)
@@ -87,7 +92,7 @@ class ArrayAttention:
         out = tuple(self.xp.empty(x.shape, self.statistics) for x in (q, k, v))
         return self._gradients(dy, q, k, probs.astype(q.dtype, copy=False), dscores, out)
 
-    # What both forms are made of. A group is the query heads that share one key head.
+    # The parts of both forms. A group is the query heads that share one key head.
 
     @staticmethod
     def _members(q, k):

@@ -1,13 +1,15 @@
 """Every array function of the layers written plainly, for NumPy and CuPy alike.
 
 These formulas are what runs: CuPy takes the arrays whole, NumPy a tile of rows at a time
-(`numpy_tiles`). A formula may work in place on its own temporaries; it changes no argument unless
-it says so. `name_forward` computes, `name_backward_input` gives the gradient of the input,
+(`numpy_tiles`). A formula may work in place on its own temporaries. It changes no argument unless
+it says so. Results are new C-contiguous arrays, unless the text says otherwise.
+
+`name_forward` computes. `name_backward_input` gives the gradient of the input.
 `name_backward_weight` ADDS the gradient of a parameter to the array it is given. Products have
-BLAS's letters: `n` an operand as it is, `t` its transpose. Results are new C-contiguous arrays or
-say so.
-B batch, T tokens, D model width, H heads, d = D/H, V vocabulary (here the columns of one shard),
-N tokens of a microbatch (B*T), K and M the inner and outer width of a product.
+BLAS's letters: `n` an operand as it is, `t` its transpose.
+
+B batch, T tokens, N tokens of a microbatch (B*T). D model width, H heads, d = D/H. V vocabulary
+(here the columns of one shard). K and M the inner and outer width of a product.
 """
 
 import math
@@ -97,7 +99,7 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
         """Return the sum of squares of x as a host float, accumulated in float64."""
         return float(self.xp.square(x.astype(np.float64)).sum())
 
-    # Sums along one dimension, of which the functions below are made.
+    # Sums along one dimension; the functions below use them.
 
     def _row_sums(self, x):
         """Return the sum of each row of x (..., D)."""
@@ -251,9 +253,10 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
     def adamw_step(
         self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
     ):
-        """Update data, m, v in place; step counts from 1. copy: gets the new data rounded.
+        """Update data, m, v in place; step counts from 1. copy: gets the new data, rounded.
 
-        Loshchilov and Hutter, arXiv 1711.05101: decay apart from the gradient, eps outside.
+        Decay is apart from the gradient, and eps is outside the root. Source: Loshchilov and
+        Hutter, arXiv 1711.05101.
         """
         cast = self.scalar
         m *= cast(beta1)

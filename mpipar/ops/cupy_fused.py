@@ -1,8 +1,8 @@
-"""The array functions on a GPU in fused kernels: `--kernels fused`, what `--device cuda` does.
+"""The array functions on a GPU in fused kernels: `--kernels fused`, the default of `--device cuda`.
 
-Products, embeddings and images are those of `cupy_ops`; every chain of elementwise functions and
-sums between them is one kernel of `ops/cuda`. Operands of 16 bits are read and rounded inside the
-kernels, which compute in float32. There are no such kernels for float64.
+Products, embeddings and images are those of `cupy_ops`. Every chain of elementwise functions and
+sums between them is one kernel of `ops/cuda`. The kernels read and round operands of 16 bits
+themselves, and compute in float32. There are no such kernels for float64.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from mpipar.ops.cuda.tile_model import TileModelAttention
 from mpipar.ops.cupy_ops import CupyOps, cuda_tile
 from mpipar.ops.loss_ops import valid_columns
 
-# What takes operands of 16 bits as they are, beside products.
+# The functions beside products that take operands of 16 bits as they are.
 FUSED_16_BITS = (
     "bias_backward_weight", "gelu_forward", "bias_gelu_forward", "gelu_backward_input",
     "layernorm_forward", "layernorm_backward_input", "layernorm_backward_weight",
@@ -26,7 +26,7 @@ FUSED_16_BITS = (
 
 
 class FusedOps(Fused, CupyOps):
-    """The array functions of `CupyOps` in float32, those that `Fused` has by its kernels."""
+    """The array functions of `CupyOps` in float32; kernels of `Fused` replace the plain ones."""
 
     takes_16_bits = CupyOps.takes_16_bits + FUSED_16_BITS
     tiled_head_width = MOST_WIDTH
@@ -42,8 +42,8 @@ class FusedOps(Fused, CupyOps):
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         self.column_sums(dy, db)
 
-    # Attention: in tiles, which leave only log-sum-exp, or by the plain formula with whole scores
-    # where heads are too wide for a tile: `kernels.ATTENTION` is the table. Scores are float32
+    # Attention runs in tiles, which leave only log-sum-exp. If heads are too wide for a tile, it is
+    # the plain formula with whole scores; `kernels.ATTENTION` is the table. Scores are float32
     # until they are probabilities, whatever the operands are.
 
     def attention_forward(self, q, k, v, q_pos, k_pos):

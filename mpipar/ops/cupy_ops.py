@@ -19,10 +19,11 @@ class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
     gemm: products with weights by "blas" (cuBLAS), "tile" (the kernels of ops/cuda) or "cuda-tile"
-    (the one that the package of that name compiles); the last two not in float64.
-    tf32: cuBLAS may round float32 operands of products to 10 bits of mantissa.
-    host_rank: this process's place on its host, and so the number of its GPU, counted round when
-    there are fewer GPUs.
+    (the one that the package of that name compiles). The last two do not take float64. tf32: cuBLAS
+    may round float32 operands of products to 10 bits of mantissa.
+    host_rank: this process's place on its host, which gives the number of its GPU. If there are
+    fewer GPUs, the count starts again at 0.
+
     Products take operands of 16 bits as they are, whatever `dtype` is.
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
@@ -56,7 +57,9 @@ class CupyOps(ArrayOps):
         self._gemm(as_rows(x).T, as_rows(y), out, accumulate=True)
 
     def stacked_products(self, a, b, out=None):
-        """Return a b for every leading index, by cuBLAS: a call per row of the batch, no copies."""
+        """Return a b for every leading index. cuBLAS makes one call per row of the batch, without
+        copies.
+        """
         if out is None:
             out = self.xp.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
         for i in range(len(a)):
@@ -68,7 +71,7 @@ class CupyOps(ArrayOps):
         return self.xp.asnumpy(x)
 
     def pinned(self, shape, dtype):
-        """Return an uninitialised host array in page-locked memory, which copies run fastest on."""
+        """Return an uninitialised host array in page-locked memory, where copies run fastest."""
         dtype = np.dtype(dtype)
         count = math.prod(shape)
         memory = self.xp.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
@@ -112,10 +115,10 @@ def _usable_cupy(host_rank):
             "installed: pip install --upgrade '.[cuda]' (CUDA 12: '.[cuda12]'), or type "
             "--device cpu")
     try:
-        # Not only a driver: a compiled kernel and a product, which a missing CUDA library or a too
-        # new GPU stops. CUDA errors are RuntimeErrors; a library that cannot be loaded is one of
-        # the rest.
-        # Where there is none, taking the first says so.
+        # A driver alone is not enough: a missing CUDA library or a too new GPU stops a compiled
+        # kernel and a product. CUDA errors are RuntimeErrors; a library that cannot be loaded
+        # raises one of the rest.
+        # Without any GPU, taking the first raises an error that says so.
         cupy.cuda.Device(host_rank % max(1, cupy.cuda.runtime.getDeviceCount())).use()
         square = cupy.ones((2, 2))
         float((square @ square).sum())

@@ -1,22 +1,24 @@
-"""The table of array functions: of each, its arguments, its results and their shapes and types.
+"""The table of array functions: the arguments and results of each, with their shapes and types.
 
-Three readers share it. `numpy_tiles` walks the functions of rows over blocks that stay in cache,
-`shape_ops` makes results of the right shape, and `mixed_ops` rounds activations to 16 bits.
-A new function is a formula in `array_ops` and a line here.
+Three readers share it. `numpy_tiles` walks the functions of rows over blocks that stay in cache.
+`shape_ops` makes results of the right shape. `mixed_ops` rounds activations to 16 bits. A new
+function is a formula in `array_ops` and a line here.
 
-A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions,
-each letter for one, and a letter has one size throughout a line; a digit is a size. `eps` is no
-array, and `shape=BHWC` is a tuple of sizes. Marks of an argument: `+` the function writes to it,
-`?` it may be missing. A result that bears an argument's name is that argument. A result is an
-activation, of the type of the first argument with real numbers, unless a mark says something else:
-`:sum` the type of sums, `:float64`, `:int64`, `:host` a Python number.
+A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions
+and each letter for one. A letter has one size throughout a line; a digit is a size. `eps` is not an
+array, and `shape=BHWC` is a tuple of sizes. Marks of an argument: the function writes to it (`+`),
+or it may be missing (`?`).
+
+A result that bears an argument's name is that argument. Any other result is an activation, of the
+type of the first argument with real numbers. A mark says otherwise: `:sum` the type of sums,
+`:float64`, `:int64`, `:host` a Python number.
 """
 
 import re
 from math import prod
 from typing import NamedTuple
 
-# Functions of rows: some rows of the results need the same rows of the arguments, nothing else.
+# Functions of rows: any rows of the results need only the same rows of the arguments.
 ROWS = {
     "bias_forward": "y[..M]+ b[M] -> y",
     "bias_backward_weight": "dy[..M] db[M]+ ->",
@@ -79,7 +81,7 @@ EXACT_IN_16_BITS = (
     "fill", "copy", "scale", "accumulate", "bias_forward", "embedding_forward", "sum",
     "square_sum", "attention_merge", "cross_entropy_combine", "sgd_step", "adamw_step",
 )
-# What makes arrays and takes them from the device to the host.
+# Functions that make arrays and take them from the device to the host.
 MEMORY = ("empty", "zeros", "asarray", "to_host", "pinned", "to_pinned", "synchronize")
 
 
@@ -88,7 +90,9 @@ PART = re.compile(r"(\w+)(?:\[([\w.]*)\])?(\+?)(\??)(?:=(\w+))?(?::(\w+))?")
 
 
 class Part(NamedTuple):
-    """An argument or a result. dims: ("..", "K"), None if it is no array; kind: the mark behind."""
+    """An argument or a result. dims: ("..", "K"), or None if it is not an array. kind: the mark
+    behind.
+    """
 
     name: str
     dims: tuple[str, ...] | None
@@ -136,7 +140,7 @@ class Function(NamedTuple):
 
     @property
     def makes(self):
-        """The results that are new, none of the arguments."""
+        """The results that are new, and not arguments."""
         names = {part.name for part in self.takes}
         return tuple(part for part in self.gives if part.name not in names)
 

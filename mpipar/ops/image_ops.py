@@ -1,7 +1,8 @@
 """Array functions of images, for NumPy and CuPy alike: patches of a convolution, and pooling.
 
-Letters: B images, H and W their height and width, C channels (last, so that a product over channels
-reads neighbours), k width of a square kernel, P and Q height and width of what comes out.
+Letters: B images, H and W their height and width, k the width of a square kernel. P and Q are the
+height and width of the result. C channels come last, so that a product over channels reads
+neighbours.
 """
 
 
@@ -16,7 +17,7 @@ class ImageOps:
     def unfold_forward(self, x, kernel, stride, padding):
         """Return the patch (k, k, C) under every place of the kernel: (B, P, Q, k*k*C) of x.
 
-        Beyond the edges of x (B, H, W, C) there are `padding` zeros.
+        The edges of x (B, H, W, C) are padded with `padding` zeros.
         """
         batch, height, width, channels = x.shape
         sides = [out_length(length, kernel, stride, padding) for length in (height, width)]
@@ -38,16 +39,19 @@ class ImageOps:
         return self.xp.ascontiguousarray(dx)
 
     def maxpool_forward(self, x, width):
-        """Return (y, places): the largest of each width x width tile of x (B, H, W, C), and where.
+        """Return (y, places): the largest of each width x width tile of x (B, H, W, C), and where
+        it is.
 
-        What is left at the far edges, less than a tile, is left away.
+        A rest at the far edges that is smaller than a tile is dropped.
         """
         views = [_tile(x, width, *divmod(place, width)) for place in range(width * width)]
         tiles = self.xp.stack(views)
         return tiles.max(axis=0), tiles.argmax(axis=0)
 
     def maxpool_backward_input(self, dy, places, shape, width):
-        """Return dx of x's shape: dy where the largest was, the first of equal ones; else zero."""
+        """Return dx of x's shape: dy where the largest was (the first of equal ones), zero
+        elsewhere.
+        """
         dx = self.zeros(shape)
         for place in range(width * width):
             view = _tile(dx, width, *divmod(place, width))

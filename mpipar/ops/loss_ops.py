@@ -30,7 +30,7 @@ class LossOps:
         return stats
 
     def _exp_sums(self, valid, top):
-        """Return the sum of exp(it - top) of each row of valid."""
+        """Return the sum of exp(value - top) of each row of valid."""
         part = valid - top[:, None]
         return self._row_sums(self.xp.exp(part, out=part))
 
@@ -59,7 +59,9 @@ class LossOps:
         valid *= self.scalar(scale)
 
     def argmax_forward(self, logits, start, num_valid, noise=None):
-        """Return (N, 2) float64: the best of logits (+ noise) and its global id, the lowest."""
+        """Return (N, 2) float64: the best of logits (+ noise) and its global id, the lowest of
+        equal ones.
+        """
         valid = logits[:, : valid_columns(logits, start, num_valid)]
         best = self.xp.empty((logits.shape[0], 2), np.float64)
         best[:, 0], best[:, 1] = -np.inf, start
@@ -71,5 +73,5 @@ class LossOps:
 
 
 def valid_columns(logits, start, num_valid):
-    """Return how many leading columns of a shard are no padding."""
+    """Return how many leading columns of a shard are not padding."""
     return min(max(num_valid - start, 0), logits.shape[1])

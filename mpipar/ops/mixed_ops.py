@@ -1,10 +1,10 @@
 """Sixteen-bit weights and activations on any device: widen to float32, compute, round once.
 
-A wrapper around the float32 functions of NumPy, CuPy or shapes. What enters a function is widened
-exactly, what leaves it as an activation is rounded to the nearest; so products accumulate in
-float32, and one rounding stands between two functions. What a device does so by itself, such as
-products on tensor cores, is left to it (`takes_16_bits`). Gradients of parameters, statistics of
-norms and softmax, losses and the optimizer are float32 and never rounded.
+This is a wrapper around the float32 functions of NumPy, CuPy or shapes. It widens what enters a
+function, which is exact, and rounds its activations to the nearest. So products accumulate in
+float32, and one rounding stands between two functions. A device keeps what it does so by itself,
+such as products on tensor cores (`takes_16_bits`). Gradients of parameters, statistics of norms and
+softmax, losses and the optimizer are float32 and never rounded.
 """
 
 import ml_dtypes
@@ -14,12 +14,12 @@ from mpipar.ops.functions import EXACT_IN_16_BITS, FUNCTIONS, MEMORY
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
-# What the shapes count and what the kernels are told by: neither takes nor gives an array.
+# Facts that the shapes count or the kernels go by; none of them takes or gives an array.
 FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "recorder")
 
 
 def quiet(function):
-    """The function without warnings: of what lies beyond 16 bits the loss scale is told."""
+    """The function without warnings: the loss scale deals with values beyond 16 bits."""
     return np.errstate(over="ignore", invalid="ignore")(function)
 
 
@@ -40,7 +40,7 @@ class MixedOps:
                 self._use(name, self._rounded(getattr(exact, name), FUNCTIONS[name]))
 
     def _use(self, name, function):
-        """Take a function, unless this class has an own one."""
+        """Take a function, unless this class has its own."""
         if not hasattr(MixedOps, name):
             setattr(self, name, quiet(function))
 
@@ -50,9 +50,9 @@ class MixedOps:
         raise AttributeError(f"{name}: the table of functions does not say what becomes of 16 bits")
 
     def _rounded(self, function, line):
-        """The function on widened arguments, its activations rounded: results and arguments.
+        """The function on widened arguments, with its activations rounded: results and arguments.
 
-        out: arrays to round all results to, of a function that takes some.
+        out: arrays to round all results to, for a function that takes some.
         """
 
         def call(*arguments, out=None, **named):
@@ -76,7 +76,7 @@ class MixedOps:
         return call
 
     def _wide(self, x):
-        """x in float32 where it is an array of 16 bits."""
+        """x in float32 if it is an array of 16 bits."""
         return x.astype(self.statistics) if getattr(x, "dtype", None) == self.dtype else x
 
     def _narrow(self, part, x):

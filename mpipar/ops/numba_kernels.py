@@ -1,10 +1,11 @@
 """The elementwise chains of the layers as single loops, compiled by Numba (the extra `cpu`).
 
-Only `numba_ops` imports this, when it is asked for. Each chain is one pass over memory instead of
-one per operator, on the thread that calls it. Results go to arrays that the caller made. Letters
-and formulas as in `array_ops`.
-NaN and infinity keep their meaning: of LLVM's relaxations, sums may be reordered and a product and
-a sum may be rounded once, nothing more.
+Only `numba_ops` imports this, on request. Each chain is one pass over memory instead of one per
+operator, on the thread that calls it. Results go to arrays that the caller made. Letters and
+formulas as in `array_ops`.
+
+NaN and infinity keep their meaning. Of LLVM's relaxations only two are allowed: sums may be
+reordered, and a product and a sum may be rounded once.
 """
 
 import math
@@ -25,15 +26,15 @@ LN2_LOW = 1.4286068203094173e-06
 def compiled(relaxed, inline="never"):
     """Return the decorator of a kernel, or of what is inlined into kernels ("always").
 
-    Kept on disk only where `numba_ops` found a folder for that: Numba's own choice would be the
-    folder of this package.
+    Compiled code is kept on disk only if `numba_ops` found a folder for it. Numba's own choice
+    would be the folder of this package.
     """
     return numba.njit(error_model="numpy", fastmath=relaxed, nogil=True, inline=inline,
                       cache=bool(numba.config.CACHE_DIR))
 
 
 def exp(x):
-    """exp(x) of a scalar; compiled code gets `_exp`, for x that is 0, below, or hardly above."""
+    """exp(x) of a scalar. Compiled code gets `_exp`, for x that is negative, 0 or hardly above."""
     return math.exp(x)
 
 
@@ -45,9 +46,10 @@ def _exp(x):
 
 
 def _polynomial_exp(real, whole, terms, smallest, bits, bias):
-    """exp(x) = 2^n exp(r), r = x - n ln 2, by the series to r^(terms - 1): LLVM vectorises that,
-    and a call of the library's exp not. The terms left out are below a rounding of the result,
-    which is 0 where exp(x) is no normal number.
+    """exp(x) = 2^n exp(r), r = x - n ln 2, by the series to r^(terms - 1).
+
+    LLVM vectorises the series, but not a call of the library's exp. The terms left out are below a
+    rounding of the result. The result is 0 if exp(x) is not a normal number.
     """
     series = tuple(real(1 / math.factorial(k)) for k in reversed(range(terms)))
     per_ln2, high, low = real(1 / math.log(2)), real(LN2_HIGH), real(LN2_LOW)
@@ -94,7 +96,7 @@ def gelu_backward_input(dy, x, dx):
         dx[i] = dy[i] * (s + x[i] * (e * part * part) * (a + b3 * square))
 
 
-# Norms. RMSNorm is LayerNorm whose rows have the mean 0.
+# Norms. RMSNorm is a LayerNorm whose rows have the mean 0.
 
 
 @compiled(REORDER, "always")
@@ -136,7 +138,7 @@ def layernorm_forward(x, w, b, eps, y, mean, rstd):
 def _norm_backward_row(dy, x, w, i, m, r, centered, dx):
     """Write r (g - mean(g) - xhat mean(g xhat)), g = dy w, to row i of dx (N, D).
 
-    Where x was not centered, mean(g) has no part in it.
+    If x was not centered, mean(g) has no part in it.
     """
     width = x.dtype.type(x.shape[1])
     level = slope = x.dtype.type(0.0)
@@ -189,8 +191,8 @@ def layernorm_backward_weight(dy, x, mean, rstd, dw, db):
 def softmax(probs, top, total, first, keys):
     """Write softmax over the leading `keys` scores in the rows from `first` of probs (H, T, T).
 
-    top (H, n): the largest of each of these rows; total (H, n): gets its sum of exp(score - top).
-    Rows are addressed in the whole array: in a strided view of it LLVM would not vectorise.
+    top (H, n): the largest of each of these rows. total (H, n): gets its sum of exp(score - top).
+    Rows are addressed in the whole array, because LLVM would not vectorise a strided view of it.
     """
     one = probs.dtype.type(1.0)
     for h in range(top.shape[0]):

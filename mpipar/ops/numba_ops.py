@@ -1,7 +1,7 @@
 """The array functions for the CPU with the elementwise chains compiled: `--kernels numba`.
 
 Products, attention's tiles and embeddings are those of `numpy_ops`. Results differ from NumPy's in
-the last bits (order of sums, exp), so that nobody gets these functions without asking for them.
+the last bits (order of sums, exp), so nobody gets these functions without asking for them.
 """
 
 import importlib
@@ -18,10 +18,10 @@ from mpipar.ops.numpy_ops import NumpyOps
 
 
 class NumbaOps(NumpyOps):
-    """The array functions of `NumpyOps`; one pass over memory for each elementwise chain.
+    """The array functions of `NumpyOps`, with one pass over memory for each elementwise chain.
 
-    The chains run on one thread: ranks, not threads, share the cores. Raises EnvironmentProblem
-    when Numba is missing.
+    The chains run on one thread, because ranks, not threads, share the cores.
+    Raises EnvironmentProblem when Numba is missing.
     """
 
     def __init__(self, dtype):
@@ -111,10 +111,10 @@ class NumbaOps(NumpyOps):
 
 
 def _load_kernels():
-    """Return the module of the kernels; each compiles at its first call, a second or less.
+    """Return the module of the kernels. Each compiles at its first call, in a second or less.
 
-    Compiled code is kept in NUMBA_CACHE_DIR, else in the user's cache folder, else (a home that
-    cannot be written) nowhere.
+    Compiled code is kept in NUMBA_CACHE_DIR, or else in the user's cache folder. If that cannot be
+    written, it is not kept.
     """
     try:
         import numba

@@ -1,9 +1,9 @@
 """Causal attention for the CPU, in tiles of queries: part of `NumpyOps`.
 
-A tile of queries leaves out the keys that all of its queries may not see, in training about half of
-all products and exponentials. Heads are cut by strided views, which BLAS takes as they are: nothing
-is transposed or copied. Letters and the two forms are those of `array_attention`; here the block
-form has the scores of one tile at a time. G = H / Hkv query heads share a key head.
+A tile of queries leaves out the keys that none of its queries may see. In training that is about
+half of all products and exponentials. Heads are cut by strided views, which BLAS takes as they are,
+so nothing is transposed or copied. Letters and the two forms are those of `array_attention`. Here
+the block form has the scores of one tile at a time. G = H / Hkv query heads share a key head.
 """
 
 from collections import namedtuple
@@ -12,8 +12,8 @@ import numpy as np
 
 from mpipar.ops.array_attention import LOWEST
 
-# Queries of a tile. 64 and 128 are equal within 5 %; 256 (no tiles at T = 256) works on the hidden
-# triangle as well and takes 13 % longer forward, 28 % longer backward.
+# Queries of a tile. 64 and 128 are equal within 5 %. 256 (no tiles at T = 256) works on the hidden
+# triangle as well: it takes 13 % longer forward and 28 % longer backward.
 QUERY_TILE = 64
 
 # queries: a slice. Keys from `keys` on are hidden from all of them, keys before `doubtful` from
@@ -22,7 +22,7 @@ Tile = namedtuple("Tile", "queries keys doubtful")
 
 
 class NumpyAttention:
-    """The tiled functions; `_buffer(name, shape)` of the class it is mixed into lends scratch."""
+    """The tiled functions. The class they belong to lends scratch by `_buffer(name, shape)`."""
 
     def attention_forward(self, q, k, v, q_pos, k_pos):
         """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk), whose hidden part is 0)."""
@@ -41,7 +41,7 @@ class NumpyAttention:
         for tile in _query_tiles(q_pos, k_pos):
             mask = _mask(tile, q_pos, k_pos, q.dtype)
             for one in range(len(q)):
-                # `rows`: the array of scores that has the tile's in its rows `at`.
+                # `rows`: the array of scores whose rows `at` are the tile's.
                 if probs is None:
                     at = slice(0, tile.queries.stop - tile.queries.start)
                     rows = self._buffer("scores", (heads, at.stop, tile.keys))
@@ -107,7 +107,7 @@ class NumpyAttention:
         return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos), probs_of)
 
     def _softmax_backward_tile(self, probs, at, dprobs):
-        """Write dscores over dprobs (H, n, keys): of a row, probs (dprobs - sum(probs dprobs))."""
+        """Write dscores over dprobs (H, n, keys): by row, probs (dprobs - sum(probs dprobs))."""
         p = probs[:, at, : dprobs.shape[-1]]
         dprobs -= np.vecdot(dprobs, p)[..., None]
         dprobs *= p
@@ -115,12 +115,12 @@ class NumpyAttention:
     def _walk_back(self, dy, q, k, v, tiles, probs_of, out=None):
         """Return (dq, dk, dv).
 
-        probs_of(row of the batch, tile, dprobs): writes dscores over dprobs and returns the
+        probs_of(row of the batch, tile, dprobs): writes dscores over dprobs, and returns the
         probabilities of the tile.
         """
         dq, dk, dv = out or tuple(np.empty(x.shape, x.dtype) for x in (q, k, v))
         heads, kv_heads, factor = q.shape[2], k.shape[2], q.dtype.type(q.shape[-1] ** -0.5)
-        # From the last tile on: in training it reaches every key, so its products fill dk and dv.
+        # The last tile comes first: in training it reaches every key, so its products fill dk, dv.
         for tile in reversed(tiles):
             for one in range(len(q)):
                 q_heads, dy_heads, dq_heads = (
@@ -138,7 +138,7 @@ class NumpyAttention:
         return dq, dk, dv
 
     def _add_to_keys(self, total, rows, right, fresh):
-        """Add rows^T right, summed over each group, to total (Tk, Hkv, d), or write it if fresh.
+        """Add rows^T right, summed over each group, to total (Tk, Hkv, d); write it if fresh.
 
         rows (Hkv, G, n, keys), right (Hkv, G, n, d).
         """
@@ -157,7 +157,7 @@ class NumpyAttention:
 
 
 def _by_group(x, kv_heads):
-    """Return the view (Hkv, G, T, d) of x (T, H, d), which may have Hkv heads itself: G = 1."""
+    """Return the view (Hkv, G, T, d) of x (T, H, d). x may have Hkv heads itself: then G = 1."""
     tokens, heads, width = x.shape
     return x.reshape(tokens, kv_heads, heads // kv_heads, width).transpose(1, 2, 0, 3)
 
@@ -177,7 +177,7 @@ def log_of_sum(top, total):
 def _query_tiles(q_pos, k_pos):
     """Return the Tiles of queries.
 
-    Which keys are hidden is known without a look at each pair only where keys lie in order.
+    Only if keys lie in order is it known, without a look at each pair, which of them are hidden.
     """
     assert min(len(q_pos), len(k_pos)) > 0, (len(q_pos), len(k_pos))
     in_order, tiles = bool(np.all(k_pos[1:] >= k_pos[:-1])), []

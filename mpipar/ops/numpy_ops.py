@@ -1,8 +1,8 @@
-"""The array functions for the CPU: what NumPy does otherwise than `array_ops` says.
+"""The array functions for the CPU: those that NumPy computes in another way than `array_ops`.
 
-The formulas of `array_ops` run in tiles (`numpy_tiles`); here are the sums that BLAS makes faster,
-products that are added to an array, and embeddings. Buffers belong to the object and are bounded
-by a constant. Letters as in `array_ops`.
+The formulas of `array_ops` run in tiles (`numpy_tiles`). This file has the sums that BLAS makes
+faster, the products that are added to an array, and the embeddings. Buffers belong to the object,
+and a constant bounds them. Letters as in `array_ops`.
 """
 
 import math
@@ -56,8 +56,8 @@ class NumpyOps(NumpyAttention, TiledOps):
     def matmul_tn_add(self, x, y, out):
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view.
 
-        NumPy cannot make BLAS add to its output, so the product goes through a scratch buffer, in
-        blocks of rows of out: the added pass reads it from cache (0.05 ms after a product of 9 ms).
+        NumPy cannot make BLAS add to its output. So the product goes through a scratch buffer, in
+        blocks of rows of out. The added pass reads it from cache (0.05 ms after a product of 9 ms).
         """
         assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
         left, right = as_rows(x), as_rows(y)

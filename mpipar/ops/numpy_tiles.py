@@ -1,6 +1,6 @@
 """The driver of the CPU: functions of rows walk over tiles of rows that stay in cache.
 
-A chain of elementwise operations costs its temporaries. On a tile they stay in cache, and the
+A chain of elementwise operations pays for its temporaries. On a tile they stay in cache, and the
 allocator hands out the same ones for the next tile. So the formulas are those of `array_ops`, and
 only this file knows of tiles.
 """
@@ -14,7 +14,7 @@ from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.functions import FUNCTIONS, ROWS
 
 # Elements of a tile: 170 rows of 384. Three float32 tiles fit a 1 MiB L2 cache. 2^14 is 20 % slower
-# (interpreter time); no tiles at all cost the same only where the L3 cache holds the whole array.
+# (interpreter time). No tiles at all cost the same only if the L3 cache holds the whole array.
 TILE = 1 << 16
 
 
@@ -28,7 +28,7 @@ def cut(rows, width):
 def walk(formula, function, given):
     """Return what formula(**given) returns, made tile by tile; `function`: its line of the table.
 
-    Arguments that are no rows, such as a gradient that each tile adds to, go to every tile whole.
+    Arguments that are not rows, such as a gradient that each tile adds to, go to every tile whole.
     """
     by_row = [(part.name, x, x.ndim - len(part.dims) + 1)
               for part, x in function.arrays(given) if part.by_row]

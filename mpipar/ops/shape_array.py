@@ -26,13 +26,13 @@ class Ledger:
             self.reset_peak()
 
     def reset_peak(self):
-        """Take what is alive now for the largest sum so far."""
+        """Start a new search for the largest sum, from what is alive now."""
         self.peak_total = self.total
         self.peak = {name: size for name, size in self.live.items() if size}
 
 
 class _Block:
-    """One allocation; every view holds it, and its bytes are alive as long as it is."""
+    """One allocation. Every view holds it, and its bytes are alive as long as it is."""
 
     __slots__ = ("_ledger", "label", "nbytes")
 
@@ -47,7 +47,7 @@ class _Block:
 class ShapeArray:
     """An array of a shape and a type; slicing, transposing and reshaping follow NumPy.
 
-    Strides are kept (in elements), because a reshape that NumPy does by a copy must allocate.
+    Strides (in elements) are kept, because a reshape that NumPy does by a copy must allocate.
     """
 
     __slots__ = ("_block", "_ledger", "dtype", "shape", "strides")

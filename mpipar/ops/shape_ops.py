@@ -1,8 +1,8 @@
 """The array functions on shapes only: no numbers, but FLOPs, bytes and live memory.
 
-The real engine and the real layers run on these, which makes the cost model the code itself. Every
-function allocates what the one of `NumpyOps` allocates; its tile buffers, bounded by a constant,
-are not counted. Shapes and types of results are those that the table of `functions` says.
+The real engine and the real layers run on these, so the cost model is the code itself. Every
+function allocates what the one of `NumpyOps` allocates. Its tile buffers are not counted, because a
+constant bounds them. The table of `functions` gives the shapes and types of results.
 """
 
 from collections import Counter
@@ -20,8 +20,9 @@ class ShapeOps(ShapeAttention):
     """The array functions on `ShapeArray`.
 
     flops: phase -> FLOPs of products (2 M K N each).
-    live: label -> bytes alive now; peak: label -> bytes alive when their sum was largest.
-    like: the class of array functions of which the bytes are to be counted.
+    live: label -> bytes alive now.
+    peak: label -> bytes alive when their sum was largest.
+    like: the class of array functions whose bytes are counted.
     """
 
     def __init__(self, dtype, recorder=None, like=ArrayOps):
@@ -44,7 +45,7 @@ class ShapeOps(ShapeAttention):
         return dict(self._ledger.peak)
 
     def reset_peak(self):
-        """Look for the largest sum anew, from what is alive now."""
+        """Start a new search for the largest sum, from what is alive now."""
         self._ledger.reset_peak()
 
     def _count(self, flops):
@@ -120,5 +121,5 @@ def _counted(function):
 
 
 for _name, _function in FUNCTIONS.items():
-    if not hasattr(ShapeOps, _name):  # attention has more to say than a line
+    if not hasattr(ShapeOps, _name):  # attention has functions of its own
         setattr(ShapeOps, _name, _counted(_function))

@@ -1,7 +1,7 @@
 """The array functions of a device, each call of a layer timed: `--trace-ops`.
 
-A wrapper around the real ones, so that without it nothing is slower. Outside the traced steps it
-only passes calls on.
+TimedOps wraps the real functions, so nothing is slower without it. Outside the traced steps it only
+passes calls on.
 """
 
 from sys import _getframe
@@ -15,7 +15,7 @@ PARTITION = "mpipar.partition"
 def layer_of(frame) -> str:
     """The `name` of the function that a frame runs, else that of its `self`; "" without either.
 
-    Helpers of mpipar/partition have none: there it is that of the cut that calls them.
+    Helpers of mpipar/partition have neither; they get the name of the cut that calls them.
     """
     while True:
         local = frame.f_locals
@@ -26,9 +26,9 @@ def layer_of(frame) -> str:
 
 
 class TimedOps:
-    """Like the wrapped ops; while `active`, every call leaves an entry in recorder.operations.
+    """Like the wrapped ops. While `active`, every call leaves an entry in recorder.operations.
 
-    An entry: layer (see `layer_of`), function, start and end (ns), step, stage, mb, phase.
+    An entry holds layer (see `layer_of`), function, start and end (ns), step, stage, mb, phase.
     """
 
     def __init__(self, ops, recorder):

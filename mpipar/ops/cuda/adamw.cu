@@ -5,7 +5,7 @@
 //
 // decay = 1 - lr weight_decay, rate = lr / (1 - beta1^step), root = (1 - beta2^step)^(-1/2): from
 // the host, in double precision. Bytes per parameter: 28 (read data, g, m, v; write data, m, v),
-// with a copy in 16 bits 30; about 15 FLOPs: 0.5 FLOP/byte. As single operations it is above 100.
+// with a copy in 16 bits 30; about 15 FLOPs: 0.5 FLOP/byte. Single operations move more than 100.
 #include "rows.cuh"
 
 // What one update changes; 1 - beta comes from the host, where it is exact.

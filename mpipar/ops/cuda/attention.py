@@ -1,7 +1,8 @@
 """Causal attention in tiles, as functions of device arrays: the scores are never in memory.
 
-float32 arrays go to plain multiply-adds, bfloat16 and float16 to tensor cores; sums, statistics and
-`lse` are float32. Letters as in `array_attention`; d is at most MOST_WIDTH, Hkv any divisor of H.
+Plain multiply-adds take float32 arrays, tensor cores take bfloat16 and float16. Sums, statistics
+and `lse` are float32. Letters as in `array_attention`. d is at most MOST_WIDTH, and Hkv may be any
+divisor of H.
 """
 
 from collections import namedtuple
@@ -11,9 +12,9 @@ import numpy as np
 
 from mpipar.ops.cuda.ladder import C_TYPES
 
-# Bytes of an element: kernel: width of a tile: its rows, its columns, and the blocks that a
-# processor's registers are enough for. A head that is narrower is filled up with zeros. No block
-# wants more than 99 KiB of shared memory, which compute capabilities 8.6 and 8.9 have.
+# Bytes of an element: kernel: width of a tile: its rows, its columns, and how many blocks a
+# processor has enough registers for. A narrower head is filled up with zeros. No block needs more
+# than 99 KiB of shared memory, which compute capabilities 8.6 and 8.9 have.
 TILES = {
     4: {"flash_forward": {32: (64, 32, 3), 64: (64, 32, 3), 128: (64, 32, 2)},
         "flash_dq": {32: (64, 32, 2), 64: (64, 32, 2), 128: (48, 16, 2)},
@@ -62,7 +63,9 @@ def used():
 
 
 class Attention:
-    """The kernels through one loader; results are new arrays of `xp` unless the text says else."""
+    """The kernels through one loader; results are new arrays of `xp` unless the text says
+    otherwise.
+    """
 
     def __init__(self, xp, loader):
         self._xp, self._loader = xp, loader
@@ -70,8 +73,8 @@ class Attention:
     def forward(self, q, k, v, q_pos, k_pos, wide=False):
         """Return (y (B, Tq, H, d), lse (B, H, Tq)) of q (B, Tq, H, d), k and v (B, Tk, Hkv, d).
 
-        Views of a packed (B, T, 3, H, d) array are taken as they are, and so are the first keys of
-        a longer array. wide: y is float32, whatever the type of q.
+        Views of a packed (B, T, 3, H, d) array are taken as they are. So are the first keys of a
+        longer array. wide: y is float32, whatever the type of q.
         """
         y, lse = self._xp.empty(q.shape, np.float32 if wide else q.dtype), self._row_values(q)
         sizes, arrays = self._arguments(q, k, v)
@@ -92,8 +95,8 @@ class Attention:
     def backward(self, dy, q, k, v, lse, delta, q_pos, k_pos, out=None):
         """Return (dq, dk, dv) of what `forward` and `delta` returned, in float32.
 
-        out: where to write them instead, three arrays of q's type or of float32; views of a packed
-        array will do.
+        out: where to write them instead, three arrays of q's type or of float32. They may be views
+        of a packed array.
         """
         out = out or tuple(self._xp.empty(x.shape, np.float32) for x in (q, k, v))
         wide = int(out[0].dtype == np.float32)
@@ -123,7 +126,7 @@ class Attention:
                             arguments, chosen.shared_bytes)
 
     def _arguments(self, q, k, v):
-        """Return (sizes and strides as the kernels take them, the arrays, copied if need be)."""
+        """Return (sizes and strides as the kernels take them, the arrays, copied if necessary)."""
         _, queries, heads, width = q.shape
         keys, kv_heads = k.shape[1:3]
         assert heads % kv_heads == 0, (q.shape, k.shape)
@@ -135,7 +138,8 @@ class Attention:
     def _alike(self, whole, *arrays):
         """Return (arrays, values from token to token, values from sequence to sequence).
 
-        Copied unless all lie alike and heads have no gaps; whole: nor have sequences.
+        The arrays are copied unless all have the same strides and their heads have no gaps. whole:
+        their sequences must have no gaps either.
         """
         first = arrays[0]
         _, tokens, heads, width = first.shape

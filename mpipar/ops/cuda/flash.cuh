@@ -2,8 +2,8 @@
 // one head in memory and in shared memory, and a warp's piece of a product.
 //
 // A warp multiplies 16 rows by a tile of N columns and keeps the 16 x N sums in registers: a Piece.
-// There are two, with the same names: on tensor cores for bf16 and half, and with plain
-// multiply-adds for float32. A kernel is written once, for either.
+// There are two kinds of Piece with the same names: one on tensor cores for bf16 and half, one with
+// plain multiply-adds for float32. A kernel is written once, for either kind.
 #pragma once
 
 #include "common.cuh"
@@ -15,7 +15,7 @@ constexpr long long LAST = 0x7fffffffffffffffLL;  // later than any token
 __device__ inline int lane_id() { return threadIdx.x % 32; }
 
 // Who sees whom. Sign 1: rows are queries, and see a column whose position is at most their own;
-// Sign -1: rows are keys. With the sign before all positions both are the one comparison.
+// Sign -1: rows are keys. If the sign is put before all positions, one comparison serves both.
 struct Span { long long low, high; };
 
 // The lowest and highest signed position of Rows rows of `count`. Every warp finds it for itself,
@@ -34,7 +34,7 @@ __device__ inline Span span_of(const long long *positions, int first, int count)
 // A tile of columns; whole: every row sees all of it.
 struct Visit { int first; bool whole; };
 
-// The first tile from `from` on of which any row sees any column; first = count: there is none.
+// The first tile from `from` on in which some row sees some column; first = count if there is none.
 template <int Columns, int Sign>
 __device__ inline Visit next_visit(const long long *positions, int from, int count, Span rows) {
     for (; from < count; from += Columns) {
@@ -137,8 +137,8 @@ template <typename T, int N, int Run> struct Piece {
         }
     }
 
-    // Add left right: left as sums of this warp, which are rounded to T where they are; right K
-    // rows in shared memory. No scratch memory is needed.
+    // Add left right. left: sums of this warp, which are rounded to T in place. right: K rows in
+    // shared memory. No scratch memory is needed.
     template <int K>
     __device__ void add_product(const Piece<T, K, 1> &left, const RowTile<T, K, N> &right, T *) {
         constexpr int STRIDE = N + 8;
@@ -157,9 +157,9 @@ template <typename T, int N, int Run> struct Piece {
     }
 };
 
-// With multiply-adds: a lane holds 4 rows of N / 8 columns, of which Run lie side by side: 1 where
-// columns are rows of a tile (neighbouring lanes then read different banks), 4 where they are read
-// along a row, 16 bytes at once.
+// With multiply-adds. A lane holds 4 rows of N / 8 columns, of which Run lie side by side. Run is 1
+// if columns are rows of a tile: neighbouring lanes then read different banks. Run is 4 if columns
+// are read along a row, 16 bytes at once.
 template <int N, int Run> struct Piece<float, N, Run> {
     static_assert(N % (8 * Run) == 0, "8 lanes share a row");
     static constexpr int SLOTS = 4, LANES = 8;

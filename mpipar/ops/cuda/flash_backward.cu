@@ -2,14 +2,14 @@
 // atomics: every run gives the same bits.
 //
 // Scores s and their gradient are computed again, tile by tile: p = exp(factor s - lse),
-// ds = p (dp - delta) with dp = dy v^T and delta = sum of dy y over a row (Dao et al. 2022). Two
-// walks, both over all tiles that are seen: a block that keeps queries sums dq = factor ds k, one
-// that keeps keys sums dk = factor ds^T q and dv = p^T dy. They are one function: rows (a, b) stay,
-// columns (c, d) pass by, q and dy or k and v,
-//     s = a c^T, dp = b d^T, first += ds c, second += p d,
-// where the sums of the second are wanted for keys only. Of keys, the columns are the queries of
-// each head that uses this key head, one head after another. A warp's rows of ds and p are its own
-// sums, so that they are the left side of the next product where they are.
+// ds = p (dp - delta) with dp = dy v^T and delta = sum of dy y over a row (Dao et al. 2022). There
+// are two walks over all tiles that are seen. A block that keeps queries sums dq = factor ds k. A
+// block that keeps keys sums dk = factor ds^T q and dv = p^T dy. Both are one function: rows (a, b)
+// stay, and columns (c, d) pass by (q and dy, or k and v):
+//     s = a c^T, dp = b d^T, first += ds c, second += p d.
+// Only keys need the second sum. For keys, the columns are the queries of each head that uses this
+// key head, one head after another. A warp's rows of ds and p are its own sums, so they can stay in
+// place as the left side of the next product.
 //
 // Global traffic of a step: 2 Columns Width values of c and d per 6 (dq) or 8 (dk, dv) Rows Columns
 // Width FLOPs, so 3 or 4 Rows / s FLOP/byte for values of s bytes: 48 and 64 in float32, 96 and 128

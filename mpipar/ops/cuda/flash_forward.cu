@@ -3,15 +3,15 @@
 // gets y = 0. Query head h uses key head h / (heads / kv_heads).
 //
 // A block walks over the tiles of keys that any of its queries sees: in training about half of
-// them. Scores exist for one tile of keys at a time, in registers. A row's softmax is begun with
-// the keys so far: a new largest score `top` shrinks what was summed before (online softmax,
-// Milakov and Gimelshein 2018; Dao et al. 2022). lse = log of the sum of exp(score), of no key
-// -infinity; backward needs it, and who merges the results for several sets of keys.
+// them. Scores exist for one tile of keys at a time, in registers. A row's softmax starts with the
+// first keys; a new largest score `top` then shrinks the sum so far (online softmax, Milakov and
+// Gimelshein 2018; Dao et al. 2022). lse = log of the sum of exp(score), -infinity without keys.
+// Backward needs it, and so does a merge of the results for several sets of keys.
 //
 // Global traffic of a step: 2 Keys Width values of k and v per 4 Queries Keys Width FLOPs, so
 // 2 Queries / s FLOP/byte for values of s bytes: 32 in float32 with 64 queries, 128 in bf16 with
-// 128. Memory: B H Tq floats in place of B H Tq Tk scores. k of the next step comes while p v is
-// summed, v while the scores are, so there is one place for each.
+// 128. Memory: B H Tq floats in place of B H Tq Tk scores. k of the next step arrives while p v is
+// summed, and v while the scores are, so there is one place for each.
 #include "flash.cuh"
 
 // q (B, Tq, H, d) with q_stride values from token to token; k and v (B, Tk, Hkv, d) with kv_stride,
@@ -54,7 +54,7 @@ flash_forward(int queries, int keys, int heads, int kv_heads, int width, int q_s
     for (int slot = 0; slot < SLOTS; ++slot) {
         row[slot] = job.first + threadIdx.x / 32 * 16 + Scores::row(slot);
         at[slot] = row[slot] < queries ? q_pos[row[slot]] : -LAST;
-        top[slot] = -1e30f;  // not infinite: what is hidden is, and infinity less itself is NaN
+        top[slot] = -1e30f;  // finite: hidden scores are -infinity, and inf - inf is NaN
         sum[slot] = 0.0f;
     }
     while (now.first < keys) {

@@ -1,8 +1,8 @@
 """The fused kernels between the products, as functions of device arrays.
 
-The kernel is chosen by the type of the arrays: float32, bfloat16 or float16; statistics, partial
-sums and AdamW's buffers are float32. N rows (the leading dimensions), D columns, V columns of a
-vocabulary shard. Sums over rows go through slabs, not atomics: every run gives the same bits.
+The type of the arrays chooses the kernel: float32, bfloat16 or float16. Statistics, partial sums
+and AdamW's buffers are float32. Letters: N rows (the leading dimensions), D columns, V columns of a
+vocabulary shard. Sums over rows go through slabs, not atomics, so every run gives the same bits.
 """
 
 from math import ceil
@@ -48,7 +48,9 @@ def used():
 
 
 class Fused:
-    """The kernels through one loader; results are new arrays of `xp` unless the text says else."""
+    """The kernels through one loader; results are new arrays of `xp` unless the text says
+    otherwise.
+    """
 
     def __init__(self, xp, loader):
         self._xp, self._loader = xp, loader

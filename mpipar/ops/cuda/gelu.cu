@@ -1,7 +1,7 @@
 // GELU, tanh form: y = 0.5 x (1 + tanh(u)), u = A x + B x^3 (arXiv 1606.08415), alone and with the
 // bias before it; and its gradient.
 //
-// Every thread takes elements as far apart as the grid has threads, neighbours take neighbours.
+// A thread's elements are as far apart as the grid has threads; neighbours take neighbours.
 // Bytes per element of s bytes: gelu_forward 2s (read x, write y), gelu_backward 3s,
 // bias_gelu_forward 3s where bias and GELU apart move 4s. About 20 FLOPs each: 2 to 3 FLOP/byte in
 // float32, 3 to 5 in 16 bits, so memory decides.

@@ -4,8 +4,8 @@
 // op(B) is (K, N), with TransB the transpose of what is stored, (N, K). lda, ldb, ldc: elements
 // from one stored row to the next. Sums are float. All rungs have the same parameters.
 //
-// Rows of op(A) and columns of op(B) are alike: "extent" is M or N below, "KContiguous" says that
-// neighbours along k are neighbours in memory (A as it is, or B transposed).
+// Rows of op(A) and columns of op(B) are treated alike. Below, "extent" is M or N. "KContiguous"
+// says that neighbours along k are neighbours in memory (A as it is, or B transposed).
 #pragma once
 
 #include "common.cuh"

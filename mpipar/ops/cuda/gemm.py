@@ -1,8 +1,8 @@
 """Products on a GPU: out = a b or out += a b, by cuBLAS or by the hand-written kernels.
 
-Matrices are two-dimensional views whose rows or whose columns are contiguous; a transposed view
-costs nothing, no operand is ever copied. The sums are float32 for operands of 16 bits and of 32,
-float64 for those of 64. Operands have one type; `out` may be wider, as the gradients of 16-bit
+Matrices are two-dimensional views whose rows or whose columns are contiguous. A transposed view
+costs nothing, and no operand is ever copied. The sums are float32 for operands of 16 and 32 bits,
+and float64 for those of 64. Operands have one type. `out` may be wider, as the gradients of 16-bit
 weights are.
 """
 
@@ -30,7 +30,7 @@ def checked(a, b, out):
 
 
 class BlasGemm:
-    """cuBLAS, one call per product: mixed types, transposes and accumulation are its own.
+    """cuBLAS, one call per product. It does mixed types, transposes and accumulation itself.
 
     tf32: multiply float32 operands with 10 bits of mantissa on tensor cores, about nine times as
     fast; never chosen unasked.
@@ -64,7 +64,7 @@ class BlasGemm:
                        apart, (len(a),))
 
     def _multiply(self, function, a, b, out, accumulate, apart=((), (), ()), count=()):
-        """Call cuBLAS; apart, count: the distances and the number of stacked matrices, if they are.
+        """Call cuBLAS. apart, count: for stacked matrices, their distances and their number.
 
         cuBLAS counts columns first: what it calls C is our out^T = b^T a^T. A matrix that is stored
         in rows is, for it, already transposed.
@@ -95,7 +95,7 @@ class TileGemm:
 
     def __call__(self, a, b, out, accumulate=False):
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
-        if out.size == 0:  # as a piece of fewer tokens than ranks: no block to start
+        if out.size == 0:  # e.g. a rank's piece of fewer tokens than ranks: no block to start
             return
         a, b, out = checked(a, b, out)
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))

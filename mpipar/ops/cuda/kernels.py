@@ -1,6 +1,6 @@
-"""The CUDA kernels: which there are, and the text of their files.
+"""The CUDA kernels: their names, and the text of their files.
 
-Only names and text, so that tests and tools can read them where there is neither CuPy nor a GPU.
+This file has only names and text, so tests and tools can read them without CuPy or a GPU.
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 from mpipar.ops.cuda import attention, fused, ladder
 
 FOLDER = Path(__file__).parent
-# What a kernel gets where Python says a number: all int parameters are 32 bits, all others float.
+# What a kernel gets for a Python number: all int parameters have 32 bits, all others are float.
 SCALARS = {int: np.int32, float: np.float32}
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -24,8 +24,8 @@ KERNELS = {
     **attention.used(),
 }
 # Which kernels compute attention, by function of ops. file: that of its kernels, which take heads
-# of up to `widest` elements; Hkv may be any divisor of H, Tq and Tk any lengths. Wider heads go to
-# the plain formula of `array_attention` on CuPy, with the softmax of `wider` in it if one is named.
+# of up to `widest` elements. Hkv may be any divisor of H, Tq and Tk any lengths. Wider heads go to
+# the plain formula of `array_attention` on CuPy; it uses the softmax of `wider` if one is named.
 TakenBy = namedtuple("TakenBy", "file widest wider")
 ATTENTION = {
     "attention_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, "softmax.cu"),
@@ -35,18 +35,18 @@ ATTENTION = {
     "attention_delta": TakenBy("flash_backward.cu", inf, None),
     "attention_merge": TakenBy(None, 0, None),
 }
-# File -> most registers per thread that its kernels may use; where nothing is said, 128. Attention
-# keeps a head's width of sums in registers: all that there are.
+# File -> most registers per thread that its kernels may use; 128 by default. Attention keeps a
+# head's width of sums in registers, so it may use all that there are.
 REGISTERS = {"gemm_naive.cu": 40, "gemm_shared.cu": 40, "gemm_register.cu": 96,
              "flash_forward.cu": 255, "flash_backward.cu": 255}
 
 
 def source(file, folders=(FOLDER,)):
-    """Return the text of a .cu file with its own headers put in place of their includes.
+    """Return the text of a .cu file, with its own headers put in place of their includes.
 
-    One text without own includes is what CuPy's compile cache can tell apart from an older one.
-    folders: where files are looked for, the first that has one wins.
-    Line numbers in messages of the compiler stay those of the files.
+    CuPy's compile cache sees only this text, so a changed header must be in it. folders: where
+    files are looked for; the first that has one wins. Line numbers in messages of the compiler stay
+    those of the files.
     """
     seen = set()
 

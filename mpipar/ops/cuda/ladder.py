@@ -6,10 +6,10 @@ Layouts: "NN" op(A) = A, op(B) = B; "NT" op(B) = transposed; "TN" op(A) = transp
 from collections import namedtuple
 from math import ceil, prod
 
-# What the kernels call NumPy's types.
+# The kernels' names for NumPy's types.
 C_TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "half"}
 LAYOUTS = ("NN", "NT", "TN")  # y = x w; dx = dy w^T; dw = x^T dy. None needs both transposed.
-# tiles: names of the tile parameters. default: values that are used where nothing is said.
+# tiles: names of the tile parameters. default: their values if none are given.
 # typed: whether the element types are parameters too (the others are float32 only).
 Rung = namedtuple("Rung", "tiles default typed")
 RUNGS = {
@@ -42,7 +42,7 @@ def gemm(rung, layout, dtype="float32", out_dtype=None, tiles=None):
 def fitting(num_processors, layout, dtype, out_dtype, rows, columns):
     """Return the highest rung for a type: "warp" or, for 16 bits, "mma".
 
-    A C that has fewer blocks than the device has processors gets smaller tiles, so more blocks.
+    If C has fewer blocks than the device has processors, smaller tiles give more blocks.
     """
     rung = "warp" if dtype == "float32" else "mma"
     large = gemm(rung, layout, dtype, out_dtype)
@@ -58,7 +58,7 @@ def grid(kernel, rows, columns):
 
 
 def flop_per_byte(kernel, itemsize):
-    """Return FLOPs per byte of operands that a block reads from global memory, caches aside."""
+    """Return FLOPs per byte of operands that a block reads from global memory, without caches."""
     rows, columns = (1, 1) if kernel.file == "gemm_naive.cu" else (kernel.rows, kernel.columns)
     return 2 * rows * columns / ((rows + columns) * itemsize)
 
@@ -76,7 +76,7 @@ def _block(rung, size):
 
 
 def _shared_bytes(rung, layout, size):
-    """Return the dynamic shared memory per block: the tiles of gemm_mma.cu, rows 8 longer."""
+    """Return the dynamic shared memory per block: the tiles of gemm_mma.cu, with rows 8 longer."""
     if rung != "mma":
         return 0
     steps = size["BK"]
@@ -93,7 +93,7 @@ def used():
         chosen += [gemm("warp", layout, tiles=tiles) for layout in LAYOUTS]
     for tiles in (None, SMALL["mma"]):
         for dtype in ("bfloat16", "float16"):
-            # Weight gradients are float32, and so is what they are added to.
+            # Weight gradients are float32, and so is the array they are added to.
             chosen += [gemm("mma", layout, dtype, "float32" if layout == "TN" else dtype, tiles)
                        for layout in LAYOUTS]
     files = {}

@@ -5,7 +5,7 @@ from mpipar.ops.cuda import kernels
 
 OLDEST_DEVICE = 80  # compute capability: the first with bfloat16 products and cp.async
 
-# More shared memory than this, a kernel has to ask for.
+# A kernel has to ask for more shared memory than this.
 PLAIN_SHARED_BYTES = 48 << 10
 
 
@@ -13,7 +13,7 @@ class Loader:
     """The kernels of one device.
 
     CuPy compiles with NVRTC and keeps the result on disk, found by the source and the architecture.
-    Raises EnvironmentProblem for a device that they were not written for.
+    Raises EnvironmentProblem for a device that the kernels were not written for.
     """
 
     def __init__(self, xp):

@@ -46,9 +46,9 @@ __device__ inline void load_matrices(unsigned (&r)[4], const void *row) {
                      : "r"(shared_address(row)) : "memory");
 }
 
-// Copy 16 bytes from global to shared memory in the background; not valid: write zeros and read
-// nothing. Both addresses are multiples of 16, also then. What was copied is visible to the thread
-// itself after wait_copies, to the others after a barrier more.
+// Copy 16 bytes from global to shared memory in the background; if not valid, write zeros and read
+// nothing. Both addresses are multiples of 16 in either case. The thread itself sees the copy after
+// wait_copies, the others only after a barrier that follows.
 __device__ inline void start_copy_16(void *to_shared, const void *from_global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(shared_address(to_shared)), "l"(from_global), "r"(valid ? 16 : 0)

@@ -1,10 +1,10 @@
 // LayerNorm y = (x - mean) rstd w + b and RMSNorm y = x rstd w over the rows of x (rows, columns),
 // rstd = 1 / sqrt(variance + eps) or 1 / sqrt(mean of squares + eps); and their gradients.
 //
-// A block takes a row, in three (LayerNorm) or two passes; the passes after the first find it in
-// the L1 or L2 cache, and so does the sum for db, which reads dy again. From global memory, per
-// element of s bytes: forward 2s and about 8 FLOPs, backward_input 3s and 14, slabs 2s and 6: 1 to
-// 3 FLOP/byte, so memory decides. Statistics are float32.
+// A block takes a row, in three passes (LayerNorm) or two. The passes after the first find the row
+// in the L1 or L2 cache, and so does the sum for db, which reads dy again. From global memory, per
+// element of s bytes: forward 2s and about 8 FLOPs, backward_input 3s and 14, slabs 2s and 6. That
+// is 1 to 3 FLOP/byte, so memory decides. Statistics are float32.
 #include "columns.cuh"
 #include "rows.cuh"
 

@@ -1,4 +1,4 @@
-// What kernels share that give a block of threads one row, or a thread one element of many.
+// Shared by kernels in which a block of threads takes one row, or a thread takes single elements.
 #pragma once
 
 #include "common.cuh"
@@ -10,9 +10,9 @@ template <typename Use> __device__ inline void for_each_element(long long count,
         use(i);
 }
 
-// What of_warp makes of each warp's values and both of two of these, over a block of Threads
-// threads (one-dimensional), in every thread. Two barriers: the first lets an earlier call's
-// readers finish.
+// One value of a whole block of Threads threads (one-dimensional), in every thread: of_warp reduces
+// each warp's values, and both combines two of these results. Two barriers: the first lets an
+// earlier call's readers finish.
 template <int Threads, typename OfWarp, typename Both>
 __device__ inline float block_fold(float x, OfWarp of_warp, Both both) {
     static_assert(Threads % 32 == 0 && Threads <= 1024, "whole warps, at most 32 of them");

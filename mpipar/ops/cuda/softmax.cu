@@ -1,6 +1,6 @@
 // Causal softmax over the rows of attention's scores (matrices, queries, keys), in place, a block
-// per row; for heads that flash_forward.cu has no tile for. Query i sees key j if k_pos[j] <=
-// q_pos[i].
+// per row. It serves heads for which flash_forward.cu has no tile. Query i sees key j if
+// k_pos[j] <= q_pos[i].
 //
 // Forward: three passes over a row, which after the first comes from a cache; 2s bytes per element
 // of s bytes from global memory. Backward: 3s. Below 3 FLOP/byte: memory decides. Compare with the
@@ -17,7 +17,7 @@ causal_softmax_forward(int keys, int queries, const long long *q_pos, const long
     auto score = [&](int j) {
         return k_pos[j] <= query ? factor * to_float(row[j]) : -infinity();
     };
-    float top = -1e30f, sum = 0.0f;  // not infinite: infinity less itself is NaN
+    float top = -1e30f, sum = 0.0f;  // finite, because infinity minus infinity is NaN
     for (int j = threadIdx.x; j < keys; j += Threads) top = fmaxf(top, score(j));
     top = block_max<Threads>(top);
     for (int j = threadIdx.x; j < keys; j += Threads) sum += expf(score(j) - top);

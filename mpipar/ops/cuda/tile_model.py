@@ -1,9 +1,8 @@
-"""GEMM and attention in the tile model: a kernel says what happens to tiles, the compiler chooses
-threads.
+"""GEMM and attention in the tile model: a kernel works on tiles, the compiler chooses the threads.
 
-The package `cuda-tile` (extra `tile`) compiles these functions for the device: where it has them,
-wgmma, TMA copies and a pipeline over k, none of which is written here. `ct` is that package, or in
-tests a stand-in on NumPy arrays.
+The package `cuda-tile` (extra `tile`) compiles these functions for the device. If the device has
+wgmma, TMA copies and a pipeline over k, the compiler uses them; none of it is written here. `ct` is
+that package or, in tests, a stand-in on NumPy arrays.
 """
 
 from math import ceil, inf
@@ -38,8 +37,8 @@ class TileModelGemm:
 def gemm_kernel(ct):
     """Return the kernel c = a b (+ c): a (M, K), b (K, N), c (M, N), any strides.
 
-    A block computes tm x tn of c in steps of tk; tile sizes are powers of two. Sums are float32.
-    accumulate: 1 adds to c, 0 does not read it. What lies outside an array is read as zero and not
+    A block computes tm x tn of c in steps of tk. Tile sizes are powers of two. Sums are float32.
+    accumulate: 1 adds to c, 0 does not read it. Elements outside an array are read as zero and not
     written. Traffic of a step: (tm + tn) tk elements per 2 tm tn tk FLOPs.
     """
     constant = ct.Constant[int]
@@ -60,7 +59,7 @@ def gemm_kernel(ct):
 
 
 class TileModelAttention(Attention):
-    """`Attention` whose forward pass is the kernel below; backward, the same kernels take over."""
+    """`Attention` whose forward pass is the kernel below. The backward kernels stay the same."""
 
     def __init__(self, xp, loader, ct):
         super().__init__(xp, loader)
@@ -83,9 +82,9 @@ def attention_kernel(ct):
     """Return the kernel of causal attention: y and lse of q, k, v and positions, any strides.
 
     q, y (B, Tq, H, d), k, v (B, Tk, Hkv, d), q_pos (Tq,), k_pos (Tk,), lse (B, H, Tq). A block
-    computes tq queries of one head in steps of tk keys, as `flash_forward.cu` does; `group` query
-    heads share a key head; `width` is the power of two from d on, filled up with zeros. Traffic of
-    a step: 2 tk width elements per 4 tq tk width FLOPs.
+    computes tq queries of one head in steps of tk keys, as `flash_forward.cu` does. `group` query
+    heads share a key head. `width` is the power of two from d on; the rest is filled with zeros.
+    Traffic of a step: 2 tk width elements per 4 tq tk width FLOPs.
     """
     constant = ct.Constant[int]
 
