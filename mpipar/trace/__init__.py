@@ -1,1 +1,1 @@
-"""What a traced run shows: waits and their causes, efficiencies, the page, Perfetto, comparison."""
+"""Traces of runs: waits and their causes, efficiencies, the HTML page, Perfetto, comparison."""

@@ -1,4 +1,4 @@
-"""Everything that is concluded from a trace, worked out once for all views."""
+"""All conclusions from a trace, computed once for all views."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpipar.trace import findings, pop, segments, waits
 from mpipar.trace.causes import Cause, Causes, Cost
 from mpipar.trace.trace_file import Trace
 
-# The categories that a rank's time is divided into, in the order in which they are shown.
+# The categories of a rank's time, in the order in which views show them.
 CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
 CATEGORY_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward",
                "opt": "optimizer", "data": "data", "transfer": "transfer", "other": "other"}
@@ -29,7 +29,7 @@ class Analysis:
 
 
 def analyse(trace: Trace) -> Analysis:
-    """Work out a trace. Comm: none."""
+    """Compute all conclusions from a trace."""
     found = waits.find(trace)
     pieces = segments.of_trace(trace, found)
     return Analysis(trace, found, pieces, pop.efficiency(trace, found, pieces),
@@ -37,14 +37,14 @@ def analyse(trace: Trace) -> Analysis:
 
 
 def category(segment: segments.Segment) -> str:
-    """Waiting for a message of the pipeline is its bubble; for a collective it is waiting."""
+    """The category of a segment; a wait for a pipeline message is bubble, others are waiting."""
     if segment.kind == "wait":
         return "bubble" if segment.call.record.axis == "pp" else "waiting"
     return CATEGORY_OF[segment.kind]
 
 
 def category_ns(own: list[segments.Segment], start: int, end: int) -> Counter:
-    """Nanoseconds of each category between start and end; together they are end - start."""
+    """Nanoseconds of each category between start and end; their sum is end - start."""
     sums: Counter = Counter()
     for segment in own:
         length = min(end, segment.end) - max(start, segment.start)
@@ -54,9 +54,10 @@ def category_ns(own: list[segments.Segment], start: int, end: int) -> Counter:
 
 
 def barrier_rows(analysis: Analysis) -> list[dict]:
-    """One row per axis, barrier (without its block's number) and operation, the costliest first.
+    """One row per axis, barrier name without block number, and operation, the costliest first.
 
-    Numbers are per step, summed over ranks; last: the rank that was waited for most, and how often.
+    Numbers are per step and summed over ranks. last: the rank that others waited for most, and how
+    often.
     """
     def key(call):
         record = call.record

@@ -1,8 +1,8 @@
-"""Why ranks waited: every wait is charged to what the late rank did while the others waited.
+"""Why ranks waited: every wait is charged to what the late rank did meanwhile.
 
-While a rank waits for a late one, the late one computes, reads data, transfers, or waits itself for
-a third, which is followed until somebody does something. So a wait that was handed on along a
-pipeline is charged to where the time went, not to the neighbour.
+While a rank waits, the late rank computes, reads data, transfers, or itself waits for a third. Such
+chains are followed to a rank that does not wait. So a wait that travels along a pipeline is charged
+to where the time went, not to the neighbour.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 class Cause(NamedTuple):
-    """What made others wait: ranks (one, or the ends of a link), what they did, and in detail.
+    """What made others wait: ranks (one, or the ends of a link), what they did, and details.
 
     kind: compute, opt, data, other or transfer.
     """
@@ -40,7 +40,7 @@ class Cause(NamedTuple):
 
 @dataclass
 class Cost:
-    """How long others waited for a cause: in all, by waiting rank, by the barrier they stood at."""
+    """How long others waited for a cause: in total, by waiting rank, and by barrier."""
 
     wait_ns: int = 0
     by_rank: Counter = field(default_factory=Counter)
@@ -74,7 +74,7 @@ class Causes:
         return {cause: found[cause] for cause in order}
 
     def blame(self, rank: int, start: int, end: int, depth: int = 0):
-        """Yield (Cause, nanoseconds) that together make up [start, end) of the late rank."""
+        """Yield (Cause, nanoseconds); together they make up [start, end) of the late rank."""
         own = self.segments[rank]
         index = max(0, bisect_right(self.starts[rank], start) - 1)
         covered = 0
@@ -102,7 +102,7 @@ class Causes:
             yield Cause("other", (rank,), "outside the traced steps"), end - start - covered
 
     def _computing(self, rank, segment, low, high):
-        """A compute segment; where operations of layers were timed, by operation."""
+        """Causes of a compute segment, split by operation if the trace timed layers' operations."""
         span = segment.span
         kind = segment.kind if segment.kind in ("opt", "data") else "compute"
         what = WORDS[segment.kind] + (f" of stage {span.stage}" if kind == "compute" else "")

@@ -1,8 +1,8 @@
-"""Two traced runs side by side: what got slower, by cause, and whether it is more than noise.
+"""Two traced runs side by side: what got slower, by cause, and whether that is more than noise.
 
-A difference counts only when it exceeds the spread: B is slower when its lower quartile over steps
-lies above A's upper quartile, faster in the opposite case. With fewer than three steps on a side
-nothing is concluded.
+A difference counts only when it exceeds the spread. B is slower when its lower quartile over steps
+lies above A's upper quartile, and faster in the opposite case. With fewer than three steps on a
+side there is no verdict.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def change(what: str, before: list[float], after: list[float]) -> Change:
 
 
 def untraced_ms(trace: Trace) -> list[float]:
-    """How long each step of the run took that was not traced, but the first."""
+    """Milliseconds of each step that was not traced, except the first."""
     traced = {step for step, *_ in trace.ranks[0].steps}
     return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
 
 
 def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, bool]:
-    """How long a step takes, from which steps that is known, and whether they show a spread.
+    """How long a step takes, which steps say so, and whether they show a spread.
 
-    From the steps of the whole run but the first and the traced ones, which --trace-ops slows down,
-    where both runs have enough of them. Else from the traced ones.
+    Where both runs have enough steps that were not traced, these count, except the first.
+    --trace-ops slows the traced steps down. Otherwise the traced steps count.
     """
     whole = [untraced_ms(side.trace) for side in (before, after)]
     if min(map(len, whole)) >= LEAST_STEPS:
@@ -74,7 +74,7 @@ def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, bool]:
 
 
 def item(segment: Segment, by_stage: bool) -> str:
-    """What a piece of time is compared as; passes by stage only where both runs have the same."""
+    """The name under which a piece of time is compared. by_stage: whether it names the stage."""
     kind = category(segment)
     if kind in ("forward", "backward"):
         if not by_stage:
@@ -107,12 +107,12 @@ def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
 
 
 def same_stages(before: Analysis, after: Analysis) -> bool:
-    """Whether stage 1 is the same work in both."""
+    """Whether each stage does the same work in both runs."""
     return before.trace.meta["stages"] == after.trace.meta["stages"]
 
 
 def items(before: Analysis, after: Analysis) -> list[Change]:
-    """Every cause, the one that lost most first."""
+    """Changes of all items, the largest loss first."""
     by_stage = same_stages(before, after)
     sides = by_item(before, by_stage), by_item(after, by_stage)
     names = {name: None for side in sides for name in side}
@@ -122,7 +122,7 @@ def items(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def waited_for(before: Analysis, after: Analysis) -> list[Change]:
-    """What others waited for, ms per step summed over ranks, the one that lost most first."""
+    """What others waited for, in ms per step summed over ranks, the largest loss first."""
     sides = [{cause.text(): cost.wait_ns * 1e-6 / side.trace.num_steps
               for cause, cost in side.costs.items()} for side in (before, after)]
     changes = [Change(text, sides[0].get(text, 0.0), sides[1].get(text, 0.0))
@@ -131,7 +131,7 @@ def waited_for(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, object]]:
-    """(key, value before, value after) of the two config.toml, where they can be read."""
+    """(key, value before, value after) where the two config.toml differ, if they can be read."""
     values = []
     for folder in (before, after):
         try:

@@ -1,7 +1,8 @@
 """What is wrong with a traced run, in words: uneven stages, a heavy head, slow ranks, slow links.
 
-Each finding compares like with like: pipeline ranks by what they compute against the FLOPs of their
-stages, ranks with the others of their stage, links with the other links of their axis.
+Each finding compares like with like. Pipeline ranks' computing times are compared with the FLOPs of
+their stages. Ranks are compared with the others of their stage, and links with the others of their
+axis.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ LARGE_SHARE = 0.05  # of all ranks' time, for a link to matter
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: uneven stage, heavy head, slow rank, slow link, or transfer: a link that takes long and
-    has no other to be compared with. lost_ms: about, per step.
+    """A problem that a trace shows.
+
+    kind: uneven stage, heavy head, slow rank, slow link, or transfer. The last is a long transfer
+    on a link that has no other to compare with. lost_ms: the approximate loss per step.
     """
 
     kind: str
@@ -41,12 +44,12 @@ def find(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[Find
 
 
 def work_ms(trace: Trace, segments: list[list[Segment]]) -> list[float]:
-    """Milliseconds per step that each rank computes in passes, blocked time left out."""
+    """Milliseconds per step that each rank computes in passes, without blocked time."""
     return [sum(_passes_ns(own).values()) * 1e-6 / trace.num_steps for own in segments]
 
 
 def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
-    """The pipeline rank that computes most, if it is notably more than the mean, and why."""
+    """The pipeline rank that computes most, if that is notably more than the mean, and why."""
     places = sorted({rank.place["pp"] for rank in trace.ranks})
     if len(places) == 1:
         return []
@@ -56,7 +59,7 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
     least, expected, headless = {}, {}, {}
     for place in places:
         members = [rank for rank in trace.ranks if rank.place["pp"] == place]
-        # Of replicas the fastest: a slow one among them is another finding.
+        # The fastest replica counts: a slow one among them is another finding.
         least[place] = min(work[rank.world_rank] for rank in members)
         costs = [stage_flops(units, split, span.stage)
                  for span in members[0].spans if span.kind == "F"]
@@ -91,9 +94,9 @@ def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
 
 
 def replicas(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
-    """Ranks that compute notably longer than the others of their stage, who do equal work.
+    """Ranks that compute notably longer than the others of their stage, which do equal work.
 
-    In every traced step: once may be chance.
+    They do so in every traced step: once may be chance.
     """
     work, found = work_ms(trace, segments), []
     steps = [_passes_ns(own) for own in segments]
@@ -121,7 +124,7 @@ def _passes_ns(own: list[Segment]) -> Counter:
 
 
 def links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[Finding]:
-    """Links (sender to receiver, or group) whose transfers take long, against the axis's others."""
+    """Links (sender to receiver, or group) whose transfers take long beside the axis's others."""
     spent, volume, counts = defaultdict(int), defaultdict(int), defaultdict(int)
     hidden = defaultdict(int)
     for event in waits.events:

@@ -1,7 +1,7 @@
-"""A trace as one HTML page that needs nothing else: no network, no files beside it.
+"""A trace as one self-contained HTML page: it needs no network and no other files.
 
-The page's parts lie in the folder page/ and are put together with the trace's numbers; what can be
-seen there is drawn by timeline.js (the trace) and page.js (all else).
+The page's parts lie in the folder page/. `build` puts them together with the trace's numbers.
+timeline.js draws the trace, page.js everything else.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
 from mpipar.trace.segments import COMPUTE, PASSES
 
-MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has some thousand
+MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand
 SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")
 
 
 def write(analysis: Analysis, path: Path, most_slices: int = MOST_SLICES) -> str | None:
-    """Write the page; returns what was left out of a big trace, or None. Raises OutputError."""
+    """Write the page; return what a big trace's page leaves out, or None. Raises OutputError."""
     data = page_data(analysis, most_slices)
     output.write_text(path, build(data))
     return data["thinned"]
 
 
 def build(data: dict) -> str:
-    """The page of these data."""
+    """The page that shows these data."""
     folder = files("mpipar.trace") / "page"
 
     def part(name):
@@ -47,7 +47,7 @@ def build(data: dict) -> str:
 
 
 def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
-    """All that the page shows, as JSON-able values. Times: microseconds."""
+    """Everything that the page shows, as values for JSON. Times are in microseconds."""
     trace = analysis.trace
     meta = trace.meta
     slices, thinned = timeline_data(analysis, most_slices)
@@ -85,7 +85,7 @@ def rank_rows(analysis: Analysis) -> list[dict]:
 
 
 def cause_rows(analysis: Analysis, most: int = 10) -> list[dict]:
-    """The causes of waiting: milliseconds per step, share, who mostly waited and where."""
+    """The causes of waiting: milliseconds per step, share, who waited most and where."""
     total = sum(cost.wait_ns for cost in analysis.costs.values())
     rows = []
     for cause, cost in list(analysis.costs.items())[:most]:
@@ -98,9 +98,7 @@ def cause_rows(analysis: Analysis, most: int = 10) -> list[dict]:
 
 
 def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | None]:
-    """Spans, operations of layers and calls by rank, with tables of their names; and what was left
-    out.
-    """
+    """Spans, layers' operations and calls by rank, tables of their names, and what is left out."""
     trace = analysis.trace
     kept_steps, shortest, thinned = thin(analysis, most_slices)
     tables: dict[str, dict] = {name: {} for name in (
@@ -146,7 +144,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
 def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
     """(steps to show, length in ns of the shortest slice to show, words for the reader).
 
-    Whole steps go first; if a single one is too much, the shortest slices of it.
+    Whole steps are dropped first. If a single step is too much, its shortest slices are dropped.
     """
     lengths: dict[int, list[int]] = {}
     for rank, own in zip(analysis.trace.ranks, analysis.waits.calls, strict=True):

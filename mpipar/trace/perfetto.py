@@ -1,9 +1,9 @@
 """A trace as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
 
-One process per rank with three rows: compute (operations of layers, where these were timed, below
-their passes), wait, transfer. One arrow leads from the last arriver of a collective to each rank
-that waited for it, and one from each send to its receive. Viewers join an arrow to the slice in
-which its timestamp lies, so both ends get a slice, if need be a short one.
+Each rank is a process with three rows: compute, wait, transfer. Layers' operations lie below their
+passes where they were timed. One arrow leads from the last arriver of a collective to each rank
+that waited for it, and one from each send to its receive. Viewers join an arrow to the slice that
+holds its timestamp. So both ends get a slice, a short one if there is no other.
 Times are microseconds with three digits: the nanoseconds of the trace.
 """
 
@@ -20,7 +20,7 @@ from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Event, Waits
 
 ROWS = ("compute", "wait", "transfer")
-MARK_NS = 1000  # length of a slice that only carries an arrow, where nothing shorter follows
+MARK_NS = 1000  # length of a slice that only carries an arrow, unless something follows sooner
 
 
 def write(trace: Trace, waits: Waits, path: Path) -> int:
@@ -84,7 +84,7 @@ def _slices_of_calls(calls: list[Call]) -> list[dict]:
 
 
 def post_of(call: Call) -> tuple[str, int, bool]:
-    """Where arrows leave a call: (row, time, whether a mark has to be made there)."""
+    """Where arrows leave a call: (row, time, whether a mark is needed there)."""
     record = call.record
     if not call.blocked_ns or record.posted_ns < record.waited_ns:
         return "transfer", record.posted_ns, True
@@ -102,7 +102,7 @@ def end_of(call: Call) -> tuple[str, int, bool]:
 
 
 def _arrows(event: Event) -> list[tuple[Call, Call]]:
-    """From the last arriver to every rank that waited for it; from a send to its receive."""
+    """Arrows from the last arriver to every rank that waited, or from a send to its receive."""
     if event.calls[0].record.operation in POINT_TO_POINT:
         return [(event.calls[0], event.calls[1])]
     last = next(call for call in event.calls if call.rank == event.last)
@@ -110,8 +110,9 @@ def _arrows(event: Event) -> list[tuple[Call, Call]]:
 
 
 def _ends(number: int, event: Event, source: Call, target: Call) -> list[dict]:
-    """Both ends of an arrow. Its id is a number: of text Perfetto reads hexadecimal digits only,
-    and drops arrows with any other.
+    """Both ends of an arrow. Its id is a number.
+
+    From a text id Perfetto reads only hexadecimal digits, and drops arrows with any other.
     """
     return [{"ph": phase, "id": number, "name": event.name, "cat": event.axis, "pid": call.rank,
              "tid": ROWS.index(row), "ts": time / 1000, **({"bp": "e"} if phase == "f" else {})}

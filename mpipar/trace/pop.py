@@ -1,4 +1,4 @@
-"""Efficiencies of a parallel run, as the POP project defines them, and what the pipeline loses.
+"""Efficiencies of a parallel run as the POP project defines them, and the pipeline's bubble.
 
     load balance             = mean useful / max useful
     communication efficiency = max useful / T           = serialization * transfer
@@ -6,9 +6,10 @@
     transfer efficiency      = T(ideal network) / T
     serialization efficiency = max useful / T(ideal network)
 
-Useful is all time outside of blocking communication. T(ideal network) is a replay of the trace:
-what a rank does between its operations keeps its length, and every operation ends when its last
-participant has arrived. Source: https://co-design.pop-coe.eu/metrics/index.html
+T is the measured time. Useful is all time outside of blocking communication. T(ideal network) comes
+from a replay of the trace. There the time between a rank's operations keeps its length, and every
+operation ends when its last participant has arrived. Source:
+https://co-design.pop-coe.eu/metrics/index.html
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mpipar.trace.waits import Call, Waits
 
 @dataclass(frozen=True)
 class Efficiency:
-    """useful_ns by rank; runtime_ns: first start to last end; ideal_ns: that of the replay."""
+    """useful_ns: by rank. runtime_ns: first start to last end. ideal_ns: runtime of the replay."""
 
     useful_ns: tuple[int, ...]
     runtime_ns: int
@@ -52,7 +53,7 @@ class Efficiency:
         return max(self.useful_ns) / self.ideal_ns
 
     def rows(self) -> list[tuple[str, float, str]]:
-        """(name, value, what it says) from the whole to its factors."""
+        """(name, value, meaning) from the whole to its factors."""
         return [
             ("parallel efficiency", self.parallel, "share of all ranks' time that is not blocked"),
             ("load balance", self.load_balance, "mean work / most work of a rank"),
@@ -74,8 +75,8 @@ def efficiency(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> Eff
 def replay(trace: Trace, waits: Waits) -> list[int]:
     """When each rank would end on an ideal network; starts are those of the trace.
 
-    Each rank runs through its own posts and waits; it stops at a wait until all participants have
-    posted. The trace has run, so some rank can always go on.
+    Each rank runs through its own posts and waits. It stops at a wait until all participants have
+    posted. The job has run, so some rank can always go on.
     """
     programs = [_program(rank.start, calls)
                 for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
@@ -136,7 +137,7 @@ def _partners(call: Call) -> list[Call]:
 
 
 def pass_facts(trace: Trace) -> list[dict]:
-    """What `bubble.span_facts` says of a live recorder, for every rank of a trace."""
+    """What `bubble.span_facts` gives for a live recorder, for every rank of a trace."""
     facts = []
     for rank in trace.ranks:
         passes, busy, pipeline = defaultdict(list), defaultdict(float), {}

@@ -1,8 +1,8 @@
-"""A rank's time without gaps: what it was doing at every instant of the traced steps.
+"""A rank's time without gaps: what it did at every instant of the traced steps.
 
-Kinds: the compute spans F B I W opt data, wait and transfer of every blocking call, and "other":
-outside of all of them (Python, posting messages, logging between steps). Blocked time inside a span
-counts as wait and transfer, so what is left of a span is computing.
+Kinds are the compute spans F B I W opt data, and wait and transfer of every blocking call. Time
+outside of all of them is "other": Python, posting messages, logging between steps. Blocked time
+inside a span counts as wait and transfer, so the rest of a span is computing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IDLE = ("wait", "transfer")
 
 
 class Segment(NamedTuple):
-    """[start, end) of one rank. span: the compute span around it, call: for wait and transfer."""
+    """[start, end) of one rank. span: the compute span around it. call: of a wait or transfer."""
 
     start: int
     end: int
@@ -44,7 +44,7 @@ def of_rank(rank: RankTrace, calls: list[Call]) -> list[Segment]:
             pieces.append((start, -split, "wait", None, call))
         if end > split:
             pieces.append((split, -end, "transfer", None, call))
-    # One thread: pieces nest or follow each other. The innermost one counts.
+    # A rank has one thread, so pieces nest or follow each other. The innermost one counts.
     pieces.sort(key=lambda piece: piece[:2])
     found: list[Segment] = []
     stack = [(rank.end, "other", None, None)]
@@ -75,7 +75,7 @@ def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
 
 
 def by_kind(segments: list[Segment], start: int | None = None, end: int | None = None) -> Counter:
-    """Nanoseconds of each kind, of the part between start and end."""
+    """Nanoseconds of each kind between start and end."""
     sums: Counter = Counter()
     for segment in segments:
         low = segment.start if start is None else max(segment.start, start)

@@ -12,9 +12,9 @@ LEGEND = "F B I W passes, o optimizer, d data, . waits for a late rank, - transf
 
 def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,
              window: tuple[int, int] | None = None) -> str:
-    """Every slice shows what the rank did for most of it. Lines of at most `width` characters.
+    """Every slice shows what the rank did for most of it. Lines have at most `width` characters.
 
-    window: start and end in ns, default the whole trace.
+    window: start and end in ns, by default the whole trace.
     """
     start, end = window or (trace.start, trace.end)
     heads = [f"rank {rank.world_rank} " for rank in trace.ranks]

@@ -1,9 +1,9 @@
-"""A trace on disk: one file per rank, written without MPI, and `trace/meta.json`; and reading them.
+"""A trace on disk: writes and reads one file per rank and `trace/meta.json`, without MPI.
 
-A rank's file is JSON lines: a head (what the numbers mean, call sites, steps, groups, how many
-lines follow), then one line per record ("r"), compute span ("s") and operation of a layer ("o").
-Times on disk are those of the rank's own clock; the reader translates them to world rank 0's and
-starts at zero.
+A rank's file is JSON lines. The head says what the numbers mean, call sites, steps, groups, and how
+many lines follow. Then comes one line per record ("r"), compute span ("s") and operation of a layer
+("o"). Times on disk are those of the rank's own clock. The reader translates them to world rank 0's
+clock and starts at zero.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
 
 @dataclass
 class RankTrace:
-    """What one rank did. Times: nanoseconds of the common clock since the trace began.
+    """What one rank did. Times are nanoseconds of the common clock since the trace began.
 
-    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores:
-    those of its host that it may run on. complete: false if it failed in the last step.
+    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
+    cores of its host that it may run on. complete: false if it failed in the last step.
     """
 
     world_rank: int
@@ -61,7 +61,10 @@ class RankTrace:
 
 @dataclass
 class Trace:
-    """All ranks of a run for a few steps. meta: trace/meta.json; metrics: the lines of the run."""
+    """All ranks of a run for a few steps.
+
+    meta: trace/meta.json. metrics: the lines of metrics.jsonl.
+    """
 
     folder: Path
     meta: dict
@@ -97,7 +100,7 @@ class Trace:
         return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
 
     def remarks(self) -> list[str]:
-        """What a reader must know before believing the numbers."""
+        """What a reader must know before trusting the numbers."""
         found = []
         for host in sorted({rank.host for rank in self.ranks}):
             here = [rank for rank in self.ranks if rank.host == host]
@@ -111,14 +114,14 @@ class Trace:
         return found
 
     def schedule(self) -> Schedule:
-        """The schedule that was run."""
+        """The schedule that the run used."""
         value = self.meta["schedule"]
         programs = tuple(tuple(map(parse_instruction, program)) for program in value["programs"])
         return Schedule(**value | {"programs": programs})
 
 
 def schedule_json(schedule: Schedule) -> dict:
-    """A Schedule as JSON-able values; `Trace.schedule` is the inverse."""
+    """A Schedule as values for JSON; `Trace.schedule` is the inverse."""
     programs = [[str(instr) for instr in program] for program in schedule.programs]
     return {name: getattr(schedule, name) for name in SCHEDULE_FIELDS} | {"programs": programs}
 
@@ -129,10 +132,11 @@ def rank_path(folder: Path, world_rank: int) -> Path:
 
 
 def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
-    """Write a rank's file, whole or not at all. head: world_rank, host, place, stages, groups,
-    steps, complete, cores.
+    """Write a rank's file, whole or not at all.
 
-    Raises OSError. Comm: none.
+    head: world_rank, host, place, stages, groups, steps, complete, cores.
+
+    Raises OSError.
     """
     sites: dict[str, int] = {}
 
@@ -165,8 +169,9 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def read(folder: str | Path) -> Trace:
-    """The trace in a run folder; raises DataError when there is none, or a part is missing or of
-    another run.
+    """The trace in a run folder.
+
+    Raises DataError when there is none, or a part is missing or belongs to another run.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -188,7 +193,7 @@ def read(folder: str | Path) -> Trace:
 
 
 def _load(path: Path) -> tuple[dict, CommonClock, list[Grid]]:
-    """What meta.json says, and of it the common clock and the place of each rank."""
+    """meta.json, and from it the common clock and the place of each rank."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -216,7 +221,7 @@ def _checked(path: Path, head) -> dict:
 
 
 def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
-    """The file of the rank at this place, its times translated to the common clock."""
+    """One rank's file, with times translated to the common clock."""
     number = 1
     try:
         with open(path, encoding="utf-8") as file:
@@ -239,7 +244,7 @@ def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
                 letter, *entry = json.loads(line)
                 if letter == "r":
                     record = Record(*entry)
-                    if not record.done_ns:  # the rank failed in it, or before it waited for it
+                    if not record.done_ns:  # the rank failed in it, or before waiting for it
                         record = record._replace(waited_ns=record.waited_ns or end, done_ns=end)
                     record = record._replace(site=head["sites"][record.site],
                                              cut=head["sites"][record.cut])
@@ -265,7 +270,7 @@ def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
 
 
 def _from_zero(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """The same with the first start at zero."""
+    """The ranks with the first start at zero."""
     origin = min(rank.start for rank in ranks)
     for rank in ranks:
         rank.steps = [(step, start - origin, end - origin) for step, start, end in rank.steps]
@@ -280,7 +285,7 @@ def _from_zero(ranks: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def _read_metrics(path: Path) -> list[dict]:
-    """The whole lines of metrics.jsonl; a run that still goes may be writing the last one."""
+    """The complete lines of metrics.jsonl; a job that still runs may be writing the last one."""
     found = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""The trace of a running job: keeps everything of the chosen steps and writes it (`--trace`)."""
+"""The trace of a running job: keeps all records of the chosen steps and writes them (`--trace`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpipar.trace import trace_file
 
 
 def trace_steps(text: str | None) -> tuple[int, int] | None:
-    """(first, last) of --trace FIRST:LAST or --trace STEP; None where that is not what it is."""
+    """(first, last) of --trace FIRST:LAST or --trace STEP; None for any other text."""
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text or "")
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     return (first, last) if 1 <= first <= last else None
@@ -37,10 +37,10 @@ def trace_problems(config) -> list[str]:
 
 
 class Tracer:
-    """Traces steps FIRST to LAST of one rank; does nothing when config.run.trace is None.
+    """Traces steps FIRST to LAST of one rank, or none when config.run.trace is None.
 
     The loop runs every step inside `step` and calls `finish` at its end. timed_ops: the wrapper
-    that notes each operation of a layer, or None.
+    that records each operation of a layer, or None.
     """
 
     def __init__(self, worker, mpi_world, folder, timed_ops=None):
@@ -55,10 +55,10 @@ class Tracer:
 
     @contextmanager
     def step(self, number: int):
-        """Around one training step.
+        """The context of one training step.
 
-        Comm: the clock measurement before FIRST and after LAST, see `clock.measure_clocks`. A rank
-        that fails in a traced step writes what it has, without MPI.
+        A rank that fails in a traced step writes what it has, without MPI.
+        Comm: the clock measurement before FIRST and after LAST, see `clock.measure_clocks`.
         """
         if not self.first <= number <= self.last:
             yield
@@ -79,14 +79,14 @@ class Tracer:
     def _begin(self) -> None:
         recorder = self.worker.recorder
         self.capacity = recorder.capacity
-        recorder.resize(None)  # until LAST nothing may be lost
+        recorder.resize(None)  # until LAST no record may be lost
         self.owners = shared_clocks(self.world, clock_identity())
         self.before = measure_clocks(self.world, self.owners)
         if self.timed_ops is not None:
             self.timed_ops.active = True
 
     def finish(self) -> bool:
-        """Write the trace if one was begun and is not written yet; returns whether there is one.
+        """Write the trace if one was begun and not yet written; return whether there is one.
 
         Comm: the clock measurement, see `clock.measure_clocks`; every rank calls it after the same
         step.
@@ -101,12 +101,12 @@ class Tracer:
         return True
 
     def steps_text(self) -> str:
-        """Which steps the trace holds, as in `steps 10 to 12`: fewer where the run was stopped."""
+        """The steps that the trace holds, as in `steps 10 to 12`; a stopped run has fewer."""
         first, last = self.steps[0][0], self.steps[-1][0]
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def _write(self, complete: bool, after: dict | None = None) -> None:
-        """Write this rank's file, and on world rank 0 meta.json. Comm: none."""
+        """Write this rank's file, and on world rank 0 meta.json."""
         self.written = True
         worker, recorder = self.worker, self.worker.recorder
         numbers = {step for step, *_ in self.steps}

@@ -1,16 +1,16 @@
-"""Wait states: for every operation of a trace who came last, who waited for it, and how long.
+"""Wait states: who came last to every operation of a trace, who waited, and how long.
 
-A collective can end when its last member has arrived, so of the time that a member is blocked
+A collective can end when its last member has arrived. So a member's blocked time has two parts:
 
     wait     = last arrival - own arrival      somebody else was late
     transfer = done - last arrival             the data travels (or nobody lets MPI progress)
 
-both cut to the blocked time itself. A member arrives when it posts the operation; it is blocked
-from there on, or for a non-blocking one from its own wait(). Only the root of a broadcast is waited
-for, and only the root of a reduce waits.
-Point to point: a *late sender* makes the receiver wait until the send is posted; a *late receiver*
-makes the sender wait until the receive is posted, unless the send completed before that (the
-message was buffered). Source: the wait states of Scalasca's pattern reference.
+Both are limited to the blocked time itself. A member arrives when it posts the operation. It is
+blocked from then on, or from its own wait() if the operation is non-blocking. Ranks wait only for
+the root of a broadcast, and only the root of a reduce waits.
+In a message, a *late sender* makes the receiver wait until the send is posted. A *late receiver*
+makes the sender wait until the receive is posted, unless a buffered send completed before that.
+Source: the wait states of Scalasca's pattern reference.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mpipar.trace.trace_file import Trace
 
 @dataclass(slots=True)
 class Call:
-    """One rank's part in an operation. Blocked from record.waited_ns to record.done_ns.
+    """One rank's part in an operation. It is blocked from record.waited_ns to record.done_ns.
 
-    wait_ns: until the last one came. late: the world rank that was waited for, -1: nobody.
+    wait_ns: time until the last rank came. late: the world rank it waited for, or -1.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Call:
         return self.blocked_ns - self.wait_ns
 
     def set_wait(self, until_ns: int, late: int) -> None:
-        """Waiting lasts until until_ns, as far as the call was blocked then."""
+        """Set the wait to end at until_ns, limited to the time that the call was blocked."""
         self.wait_ns = max(0, min(until_ns, self.record.done_ns) - self.record.waited_ns)
         self.late = late if self.wait_ns else -1
 
@@ -53,7 +53,7 @@ class Call:
 class Event:
     """One operation with all its calls. last: the world rank that arrived last.
 
-    ranks: the whole group, of a message (sender, receiver).
+    ranks: the whole group; for a message (sender, receiver).
     """
 
     axis: str
@@ -73,7 +73,7 @@ class Event:
 
     @property
     def arrival_ns(self) -> int:
-        """When the last one came."""
+        """When the last rank came."""
         return max(call.record.posted_ns for call in self.calls)
 
 
@@ -89,8 +89,9 @@ class Waits:
 def find(trace: Trace) -> Waits:
     """Match the records of all ranks and set every call's wait.
 
-    Collectives match by group and order (each member makes the same calls), messages by group, tag,
-    sender, receiver and order. What has no partner in the trace counts as all transfer.
+    Collectives match by group and order, because each member makes the same calls. Messages match
+    by group, tag, sender, receiver and order. A call without a partner in the trace counts as
+    transfer only.
     """
     calls = [[Call(rank.world_rank, record) for record in rank.records] for rank in trace.ranks]
     collectives, messages = defaultdict(list), defaultdict(dict)
@@ -158,7 +159,7 @@ def _message(waits: Waits, axis: str, ends: tuple[int, int], sides: dict[str, Ca
 
 @dataclass(slots=True)
 class Sum:
-    """What several calls add up to; last: how often each rank made others wait."""
+    """The sum of several calls. last: how often each rank made others wait."""
 
     calls: int = 0
     payload: int = 0
@@ -170,9 +171,9 @@ class Sum:
 
 
 def totals(waits: Waits, key) -> dict:
-    """{key(call): Sum} over all calls, the most waiting and transfer first.
+    """{key(call): Sum} over all calls, those with the most waiting and transfer first.
 
-    `last` counts an event once under each key under which somebody waited in it.
+    `last` counts an event once for each key with a call that waited in it.
     """
     sums: dict = defaultdict(Sum)
     for own in waits.calls:
