@@ -1,7 +1,7 @@
 """What the launcher says, and what must be set before NumPy and MPI are loaded.
 
-Plain functions of plain dictionaries: BLAS reads its thread count, and MPI its settings, once, when
-they are loaded, so the guard applies these first (launch.py).
+These are plain functions of plain dictionaries. BLAS reads its thread count, and MPI its settings,
+only once, when they are loaded. So the guard applies the settings first (launch.py).
 """
 
 import os
@@ -16,10 +16,10 @@ from mpipar.errors import EnvironmentProblem
 OPEN_MPI = "Open MPI's mpirun"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
                     "BLIS_NUM_THREADS")
-# Waiting in MPI spins. With more ranks than cores a spinning rank takes the core from the one it
+# A rank that waits in MPI spins. With more ranks than cores it takes the core from the rank it
 # waits for, so it has to give the core away after each poll. Measured with 4 ranks on 2 cores, 1 ms
-# of work + ring exchange + all-reduce, median: Open MPI 5.0.11 3.6 ms without, 1.8 ms with; MPICH
-# 5.0.2 1.7 ms either way, but 5.2 and 1.7 ms in a round with other load. More of MPICH's settings
+# of work + ring exchange + all-reduce, median. Open MPI 5.0.11: 3.6 ms without, 1.8 ms with. MPICH
+# 5.0.2: 1.7 ms either way, but 5.2 and 1.7 ms in a round with other load. More of MPICH's settings
 # do not pay: progress throttling changes nothing, heavy yield costs 0.5 ms in every all-reduce.
 YIELD_VARIABLES = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",  # MPICH
@@ -29,7 +29,7 @@ YIELD_VARIABLES = {
 
 @dataclass(frozen=True)
 class Launcher:
-    """The process's place as the launcher's variables give it; without a launcher rank 0 of 1."""
+    """The process's place as the launcher's variables give it; rank 0 of 1 without a launcher."""
 
     name: str | None = None
     rank: int = 0
@@ -41,8 +41,8 @@ class Launcher:
 def read_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher that started this process, the innermost first.
 
-    Only a SLURM *step* starts ranks: the batch script itself and a shell under salloc see
-    SLURM_NTASKS too, but are one process; SLURM_STEP_NUM_TASKS is set in steps alone.
+    Only a SLURM *step* starts ranks. The batch script itself and a shell under salloc see
+    SLURM_NTASKS too, but are one process. SLURM_STEP_NUM_TASKS is set in steps alone.
     """
     def number(name, default):
         text = environ.get(name, "")
@@ -68,7 +68,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def _tasks_on_node(text: str, node: int) -> int:
-    """Tasks on one node from SLURM's compressed list, as 2(x3),1."""
+    """Tasks on one node from SLURM's compressed list, such as 2(x3),1."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -78,7 +78,7 @@ def _tasks_on_node(text: str, node: int) -> int:
 def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
     """Variables to set for this process; `num_cores` = cores it may run on.
 
-    The ranks of a host share its cores. What the user set stays: one thread variable of theirs is
+    The ranks of a host share its cores. What the user set stays. One thread variable of theirs is
     enough to leave all of them alone, because BLAS libraries read each other's.
     """
     launcher = read_launcher(environ)
@@ -97,7 +97,7 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
 
 
 def check_library(launcher: Launcher, library: str) -> None:
-    """Refuse MPICH under Open MPI's mpirun: it would abort inside MPI_Init and name no cure."""
+    """Refuse MPICH under Open MPI's mpirun, where it would abort in MPI_Init and name no cure."""
     if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
         raise EnvironmentProblem(
             f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "

@@ -1,7 +1,8 @@
-"""One error block for one failed job: what went wrong, where, why, what to do.
+"""One error block for one failed job: what went wrong, where, why, and what to do.
 
-claim() decides which of several ranks that fail at the same time speaks: the first to create one
-file, by a hard link to a record that is already complete, so whoever finds it can read it.
+If several ranks fail at the same time, claim() decides which one speaks. It is the first to create
+one file. The file is a hard link to a record that is already complete, so whoever finds it can read
+it.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 @dataclass(frozen=True)
 class Report:
-    """What the block shows and errors/rank-N.json holds."""
+    """The content of the block and of errors/rank-N.json."""
 
     exit_code: int
     what: tuple[str, ...]
@@ -33,7 +34,7 @@ class Report:
 
 
 def error_report(error: BaseException, where: str, saved: str = "") -> Report:
-    """The report of an exception; a traceback only for what is not the user's doing.
+    """The report of an exception; with a traceback unless the user caused it.
 
     saved: the folder of the weights if the run has written its last ones.
     """
@@ -81,7 +82,8 @@ def show(found: Report, record: Path | None = None) -> None:
 def claim(folders: list[Path], world_rank: int, found: Report) -> tuple[int, bool, Path | None]:
     """Write the rank's record; return (exit code of the job, whether this rank speaks, record).
 
-    `folders`: where records go, the first that can be written. Without any, every rank speaks.
+    folders: where records go; the first that can be written is taken. Without any, every rank
+    speaks.
     """
     text = json.dumps(asdict(found) | {"world_rank": world_rank, "time": time.time()}, indent=1)
     for folder in folders:

@@ -1,18 +1,19 @@
-"""Which GPU each rank has, which it sees, and what is wrong with how they were given out."""
+"""Which GPU each rank has, which ones it sees, and what is wrong with how they were given out."""
 
 from __future__ import annotations
 
 
 def fact(xp, number: int) -> dict:
-    """PCI addresses of GPU `number`, this rank's own, and of all that this process sees."""
+    """PCI addresses of GPU `number`, which this rank has, and of all that this process sees."""
     device = xp.cuda.Device
     seen = range(xp.cuda.runtime.getDeviceCount())
     return {"gpu": device(number).pci_bus_id, "gpus": [device(one).pci_bus_id for one in seen]}
 
 
 def remarks(places) -> list[str]:
-    """What slows messages between GPUs, or makes ranks take turns; places: facts with rank and
-    host. Ranks without a GPU are left out.
+    """What slows messages between GPUs, or makes ranks take turns.
+
+    places: facts with rank and host. Ranks without a GPU are left out.
     """
     found = []
     users: dict = {}

@@ -1,6 +1,4 @@
-"""Who waits for whom: what each rank is inside of, taken from its recorder, and the report of a
-hang.
-"""
+"""Who waits for whom: what each rank is doing, by its recorder, and the report of a hang."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from mpipar.comm.record import POINT_TO_POINT, place
 def marker(recorder):
     """A value that changes with every operation, span and wait of this rank."""
     where = recorder.step, recorder.phase, recorder.mb
-    return where, recorder.newest()  # not how many there are: a full ring keeps that
+    return where, recorder.newest()  # not their number, which stays the same in a full ring
 
 
 def waiting_record(recorder):
@@ -27,10 +25,7 @@ def waiting_record(recorder):
 
 
 def state_of(recorder, comms) -> dict:
-    """What this rank is doing, as JSON-able values; called from the watchdog's thread.
-
-    Comm: none.
-    """
+    """What this rank is doing, as JSON-able values; called from the watchdog's thread."""
     main = sys._current_frames().get(threading.main_thread().ident)
     stack = []
     while main is not None and len(stack) < 12:
@@ -67,8 +62,9 @@ def doing(state: dict | None) -> str:
 
 
 def explain(states: dict[int, dict], world_size: int) -> list[str]:
-    """Lines of a report: incomplete barriers, who is missing from each, what those ranks do; where
-    no rank waits in a barrier, what every rank does.
+    """Lines of a report: incomplete barriers, who is missing from each, and what those ranks do.
+
+    If no rank waits in a barrier, they say what every rank does.
     """
     lines, missing_ranks = [], set()
     barriers = defaultdict(list)
@@ -105,7 +101,9 @@ def names(ranks) -> str:
 
 
 def find_circle(states: dict[int, dict]) -> list[int]:
-    """Ranks each of which waits for the next, first repeated at the end; empty if there is none."""
+    """Ranks each of which waits for the next, the first repeated at the end; empty without a
+    circle.
+    """
     waits_for = {}
     for rank, state in states.items():
         inside = state["inside"]

@@ -1,13 +1,13 @@
 """How a process of a job starts, stops and fails: nothing may hang, and every end has one meaning.
 
-A plain exception in one rank leaves the others waiting for it for ever. guard() wraps the whole
-command, so that whatever goes wrong on any rank, in any thread, ends every rank with one error
+If one rank leaves with a plain exception, the others wait for it for ever. So guard() wraps the
+whole command. Whatever goes wrong on any rank, in any thread, it ends every rank with one error
 block and one exit code:
 
     guard -> Session.start (MPI) -> command -> Session.finish (all ranks together)
                  any failure -> Session.fail -> claim -> block -> Abort
 
-No state outside the Session object, which the command gets as an argument.
+All state is in the Session object, which the command gets as an argument.
 """
 
 import array
@@ -42,11 +42,12 @@ class AgreedError(Exception):
 class Session(Interruptible):
     """One process of a job.
 
-    world: COMM_WORLD after start(). host_ranks: world ranks on this host, ascending;
+    world: COMM_WORLD after start().
+    host_ranks: world ranks on this host, ascending.
     host_rank: place of this process among them.
     run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
-    where: called when an error is reported, says what the rank is doing, as "step 17".
-    saved: set to the folder of the final weights once they are written: Ctrl-C then loses nothing.
+    where: called when an error is reported; it says what the rank is doing, such as "step 17".
+    saved: set to the folder of the final weights once they are written. Ctrl-C then loses nothing.
     """
 
     def __init__(self, launcher: Launcher):
@@ -62,20 +63,21 @@ class Session(Interruptible):
         self._failing = threading.Lock()
 
     def start(self):
-        """Start MPI and return COMM_WORLD; raises EnvironmentProblem if the ranks are not one job.
+        """Start MPI and return COMM_WORLD.
 
+        Raises EnvironmentProblem if the ranks are not one job.
         Comm: a broadcast and an all-gather over the ranks of a host.
         """
         MPI = _import_mpi()
         check_library(self.launcher, MPI.Get_library_version())
         if not MPI.Is_initialized():
             with warnings.catch_warnings():
-                # mpi4py's own warning about a foreign launcher: check_alone says it with the cure
+                # mpi4py warns of a foreign launcher; check_alone does so too, with the cure
                 warnings.simplefilter("ignore", RuntimeWarning)
                 MPI.Init_thread(MPI.THREAD_MULTIPLE)
         check_alone(self.launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
         self.world = MPI.COMM_WORLD
-        # own communicator: agree() and finish() must never match a message of the command
+        # a communicator of its own: agree() and finish() must never match the command's messages
         self._private = self.world.Dup()
         token = bytearray(os.urandom(8))
         self._private.Bcast(token, root=0)
@@ -91,8 +93,9 @@ class Session(Interruptible):
     def agree(self, function: Callable):
         """Run function() on every rank and return its result, or leave together if it fails.
 
-        The lowest rank on which it raised UserError prints it; every rank then ends with its code,
-        without an abort. Comm: one all-gather of a byte per rank; every rank must call it.
+        The lowest rank on which it raised UserError prints the error. Every rank then ends with its
+        code, without an abort.
+        Comm: one all-gather of a byte per rank; every rank must call it.
         """
         result = error = None
         try:
@@ -133,11 +136,12 @@ class Session(Interruptible):
         return ", ".join(filter(None, (here, self.where())))
 
     def fail(self, error: BaseException, thread: str = ""):
-        """End the whole job because of `error`: one block on the console, one exit code. No return.
+        """End the whole job because of `error`: one block on the console, one exit code. Never
+        returns.
 
-        Any thread may call it. Ranks that fail at the same time race for one file: the first
-        prints its block and aborts with its code; the others are silent and take over that code.
-        (Before the run folder is known, on several hosts, it is one for each host.)
+        Any thread may call it. Ranks that fail at the same time race for one file. The first prints
+        its block and aborts with its code. The others are silent and take over that code. On
+        several hosts, before the run folder is known, there is one such file for each host.
         """
         self._failing.acquire()  # never released: a second failing thread of this rank stops here
         code = errors.EXIT_INTERNAL
@@ -151,7 +155,7 @@ class Session(Interruptible):
     def _tell(self, error: BaseException, thread: str) -> int:
         """Let one rank print the block of this failure; returns the job's exit code."""
         alone = self.world is None
-        # before MPI, a mistake is the same on every rank (a flag) or on a host (its installation)
+        # before MPI, every rank (a flag) or host (its installation) has the same mistake
         place = "" if alone and isinstance(error, UsageError) else self._place()
         place += f", thread {thread}" if thread else ""
         found = failure.error_report(error, place, self.saved)
@@ -166,14 +170,15 @@ class Session(Interruptible):
             # a console that nobody reads must not keep the job alive
             later(ABORT_SECONDS, self._abort, code)
             failure.show(found, record)
-        else:  # the speaker's end takes this process along; if not, it follows
+        else:  # the speaker's end also ends this process; if not, it ends by itself
             time.sleep(ABORT_SECONDS / 4 if alone else ABORT_SECONDS)
         return code
 
     def _others_may_wait_in_init(self, error: BaseException) -> bool:
-        """A defect before MPI on one rank: launchers let the others wait in MPI_Init for it.
+        """Whether a defect before MPI on one rank leaves the others waiting in MPI_Init.
 
-        So the rank starts MPI and aborts from within. Mistakes of the user come alike to all.
+        Launchers let them wait there. So this rank starts MPI and aborts from within. A mistake of
+        the user comes alike to all ranks.
         """
         return (self.world is None and self.launcher.size > 1
                 and not isinstance(error, UserError | KeyboardInterrupt)
@@ -184,7 +189,7 @@ class Session(Interruptible):
         return [*own, Path(tempfile.gettempdir()) / f"mpipar-errors-{self._token}"]
 
     def _abort(self, code: int):
-        """Kill every rank; where MPI cannot, at least this process."""
+        """Kill every rank or, if MPI cannot, at least this process."""
         leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(FORWARD_SECONDS)
@@ -196,8 +201,8 @@ class Session(Interruptible):
 def leave_code(environ: Mapping[str, str], code: int) -> None:
     """Write the job's exit code to the file that MPIPAR_EXIT_FILE names; the first rank wins.
 
-    srun answers with the highest code of all ranks, 128 + signal for those that it killed itself:
-    slurm/train.sbatch reads the file to end with the code of the failure instead.
+    srun itself answers with the highest code of all ranks, 128 + signal for those that it killed.
+    slurm/train.sbatch reads the file, to end with the code of the failure instead.
     """
     if path := environ.get("MPIPAR_EXIT_FILE"):
         with contextlib.suppress(OSError), open(path, "x") as file:
@@ -238,7 +243,7 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
 def guard(main: Callable, argv: list[str] | None = None):
     """Run main(argv, session) -> exit code as this process's whole life; does not return.
 
-    Call it before NumPy is imported: it sets the number of BLAS threads.
+    Call it before NumPy is imported, because it sets the number of BLAS threads.
     """
     os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit

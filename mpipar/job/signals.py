@@ -10,7 +10,7 @@ STOP_SECONDS = 3.5  # a Ctrl-C ends the job within 5 s, whatever the ranks are d
 
 
 class Interruptible:
-    """A process that SIGINT stops; it brings `fail(error)`, which ends it at once.
+    """A process that SIGINT stops. The subclass brings `fail(error)`, which ends it at once.
 
     stop_requested, grace: see stop_on_request().
     """
@@ -23,9 +23,10 @@ class Interruptible:
     def stop_on_request(self, grace: float = 0.0):
         """Inside, the first Ctrl-C only sets stop_requested: the loop ends at a step boundary.
 
-        The ranks must agree on it there: a signal may reach one rank, or each at another step.
-        A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once with
-        code 130; so does a second Ctrl-C. A loop with longer steps may raise self.grace.
+        The ranks must agree on it there, because a signal may reach one rank, or each at another
+        step. A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once
+        with code 130. So does a process that gets a second Ctrl-C. A loop with longer steps may
+        raise self.grace.
         """
         self.grace = max(STOP_SECONDS, grace)
         try:
@@ -50,7 +51,9 @@ def later(seconds: float, function: Callable, *arguments) -> None:
 
 
 def listen(interrupt: Callable[[], None]) -> None:
-    """Call interrupt() for each SIGINT, in a thread: a Python handler waits until MPI returns."""
+    """Call interrupt() for each SIGINT, in a thread, because a Python handler waits until MPI
+    returns.
+    """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGINT, lambda number, frame: None)

@@ -1,10 +1,11 @@
-"""The watchdog: a thread per rank that notices when nothing has happened for too long, and says so.
+"""The watchdog: a thread per rank that notices and reports when nothing has happened for too long.
 
-It works while the main thread is inside an MPI call, and it uses no MPI itself: a rank that makes
-no progress for `warn` seconds writes what it is doing into the run folder; the lowest rank that did
-reads what the others wrote and reports; after `stop` seconds it ends the job. What progress is, how
-a rank describes itself, and what a report looks like are the caller's (callbacks), so this file
-knows neither MPI nor models.
+It works while the main thread is inside an MPI call, and it uses no MPI itself. A rank that makes
+no progress for `warn` seconds writes what it is doing into the run folder. The lowest rank that did
+so reads what the others wrote, and reports. After `stop` seconds it ends the job.
+
+The caller's callbacks say what progress is, how a rank describes itself, and what a report looks
+like. So this file knows neither MPI nor models.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ SETTLE = 1.0  # seconds that the other ranks get to write their states too
 class Watchdog:
     """Use as a context manager around the work to be watched.
 
-    progress() -> any value that changes while work goes on. describe() -> JSON-able state of this
-    rank. on_warn(states), on_stop(states): called in the watchdog's thread with {world rank: state}
-    of the ranks that wrote one; on_stop on the lowest such rank alone, and it should not return.
+    progress() -> any value that changes while work goes on.
+    describe() -> JSON-able state of this rank.
+    on_warn(states), on_stop(states): called in the watchdog's thread. states: {world rank: state}
+    of the ranks that wrote one. on_stop runs on the lowest such rank alone, and should not return.
     warn, stop: seconds, 0 for never.
     """
 
@@ -75,13 +77,13 @@ class Watchdog:
             self._withdraw()
 
     def _withdraw(self) -> None:
-        """Remove this rank's state: it goes on, so what was written is no longer true."""
+        """Remove this rank's state, which is no longer true because the rank goes on."""
         with contextlib.suppress(OSError):  # others' states may keep the folder
             self._file.unlink(missing_ok=True)
             self.folder.rmdir()
 
     def _write(self, stuck: float) -> None:
-        """Write this rank's state; a reader sees the whole of it or the one before."""
+        """Write this rank's state; a reader sees either the whole of it or the previous one."""
         state = {**self.describe(), "stuck_seconds": round(stuck, 1)}
         with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
             self.folder.mkdir(parents=True, exist_ok=True)
