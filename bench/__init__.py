@@ -4,6 +4,6 @@ import os
 
 from mpipar.job.environment import presets
 
-# Before a benchmark imports NumPy: BLAS reads its number of threads once, and the ranks of a host
-# share its cores (mpipar's own commands have the guard for this, which imports NumPy later).
+# This must come before a benchmark imports NumPy: BLAS reads its number of threads once, and the
+# ranks of a host share its cores. mpipar's own commands have the guard, which imports NumPy later.
 os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))

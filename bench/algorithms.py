@@ -1,4 +1,4 @@
-"""What an all-reduce takes by each of its algorithms, made up of messages and local sums."""
+"""The time of an all-reduce by each of its algorithms, composed of messages and local sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 def all_reduce_models(hop, reduction, nbytes: float, ranks: int) -> dict[str, float]:
     """{algorithm: time}. hop(bytes), reduction(bytes) -> time of a message and of a local sum.
 
-    The last two for ranks that are a power of two; for others, as if there were that many more.
+    The last two formulas hold for powers of two; other numbers of ranks are rounded up to the next.
     Source: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations, 2005.
     """
     part, logs = nbytes / ranks, math.ceil(math.log2(ranks))

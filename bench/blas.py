@@ -1,7 +1,7 @@
 """Which library multiplies matrices on each side of a comparison, and for which processor.
 
-A library chooses its loops by the processor it finds. Two sides whose libraries choose differently
-compare those libraries as much as anything else, so a table of speeds names both.
+A library chooses its loops by the processor it finds. If the libraries of two sides choose
+differently, the comparison measures those libraries too. So a table of speeds names both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 from threadpoolctl import threadpool_info
 
-# The first line of MKL's own log, which a first product makes it print.
+# MKL prints this first line of its log at the first product.
 MKL_LINE = re.compile(r"^MKL_VERBOSE oneMKL (\d+\.\d+)\D.*?architecture (.*?),? Lnx", re.MULTILINE)
 MKL_SET = re.compile(r"(?:AVX|SSE)[\w.-]*")  # "... Vector Extensions 512 (Intel(R) AVX-512) ..."
 OTHERS = ("/torch/", "/scipy.libs/")  # packages that bring a BLAS of their own
@@ -31,9 +31,9 @@ def numpy_blas() -> str:
 
 
 def torch_blas() -> str:
-    """PyTorch's library: what MKL says of itself, "unknown" where PyTorch has another one.
+    """PyTorch's library as MKL's log names it; "unknown" where PyTorch has another one.
 
-    MKL is linked into PyTorch and cannot be asked, so a process of its own multiplies once.
+    MKL is linked into PyTorch and cannot be asked. So a separate process multiplies once.
     """
     done = subprocess.run([sys.executable, "-c", FIRST_PRODUCT], capture_output=True, text=True,
                           env=os.environ | {"MKL_VERBOSE": "1"}, timeout=120, check=False)

@@ -1,9 +1,9 @@
-"""What busbw is given in percent of: the rate of a link that the user states, or of a memory copy.
+"""The bound of bus bandwidth (busbw): a link rate that the user states, or that of a memory copy.
 
-The rate is that of one rank's link, one way. A stated one belongs to the slowest kind of link in
-the job: that between hosts, if there are several. Inside a host MPI moves host memory by copies, so
-the copy that was measured at the start stands there as information: a message that is copied twice
-stays below half of it, and one that stays in the cache may exceed it.
+The rate is that of one rank's link, one way. A stated rate belongs to the slowest kind of link in
+the job: the link between hosts, if there are several. Inside a host MPI copies memory. So the copy
+rate measured at the start is shown there, for orientation. A message that is copied twice stays
+below half of it; one that stays in the cache may exceed it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STATED, COPY = "--bound-GBps", "memory copy"
 
 
 class Bounds(NamedTuple):
-    """stated_GBps: None where the user says nothing. copy_GBps: of a memory copy."""
+    """stated_GBps: None where the user says nothing. copy_GBps: the rate of a memory copy."""
 
     stated_GBps: float | None
     copy_GBps: float
@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
     several_hosts: bool
 
     def of(self, between_hosts: bool) -> tuple[str, float] | None:
-        """(which it is, GB/s one way), or None where nothing is known."""
+        """(name of the bound, GB/s one way), or None where nothing is known."""
         if self.stated_GBps is not None and between_hosts == self.several_hosts:
             return STATED, self.stated_GBps
         if self.transport == "mpi-host" and not between_hosts:

@@ -1,9 +1,9 @@
 """Buffers for messages, in three states of memory: `rotated`, `reused` and `cold`.
 
-Training sends data that was just written elsewhere, out of many places: `rotated` walks through
-more memory than the last-level cache holds. `reused` takes the same array each time, as most other
-benchmarks do, and measures the cache. `cold` takes fresh memory each time, so that a receive meets
-pages that were never touched.
+Training sends data that was just written, from many places. `rotated` imitates that: it walks
+through more memory than the last-level cache holds. `reused` takes the same array each time, as
+most other benchmarks do, and measures the cache. `cold` takes fresh memory each time, so that a
+receive meets pages that were never touched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cache_bytes(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> int:
 class Arena:
     """One stretch of touched memory for each of the roles "send" and "receive".
 
-    footprint: bytes of each; two of them on each rank are beyond the last-level cache.
+    footprint: bytes of each stretch; the two of a rank together exceed the last-level cache.
     """
 
     def __init__(self, ops, policy: str, footprint: int):
@@ -44,7 +44,7 @@ class Arena:
         self.memory: dict = {}
 
     def cut(self, role: str, count: int, num_elements: int) -> Slots:
-        """Slots of `num_elements` each, at least `count` of them, so many are in use at once.
+        """Slots of `num_elements` each: at least `count` of them, the number in use at once.
 
         Raises UsageError when they cannot fit into memory.
         """
@@ -79,7 +79,7 @@ class Arena:
 
 
 class Slots:
-    """Hands out `count` arrays for each iteration, in turn; cold ones are made anew."""
+    """Hands out `count` arrays for each iteration, in turn; cold ones are newly allocated."""
 
     def __init__(self, views, ops, count: int, num_elements: int):
         self.views, self.ops, self.count, self.num_elements = views, ops, count, num_elements
@@ -96,7 +96,7 @@ class Slots:
         return [self.views[(first + k) % number] for k in range(self.count)]
 
     def _fresh(self):
-        """An array on pages that nobody has touched; on a GPU, newly allocated."""
+        """An array on pages that nobody has touched; on a GPU, a new allocation."""
         if self.ops.device != "cpu":
             return self.ops.empty((self.num_elements,), label="buffers")
         nbytes = self.num_elements * self.ops.dtype.itemsize

@@ -3,13 +3,13 @@
     mpiexec -n 2 python -m bench.calibrate --out machine.json
     mpiexec -n 2 python -m bench.calibrate rows.jsonl --out machine.json
 
-From messages and collectives come latency and bandwidth by range of sizes, for each operation, kind
-of link and number of ranks, duplex and contention factors, and what a call through mpipar.comm
-costs. Files are those of bench.interconnect --json; without any, the needed cases are run here.
-Products, reductions and the passes of a model are measured here, on all ranks at once.
+Messages and collectives give latency and bandwidth by range of sizes, for each operation, kind of
+link and number of ranks. They also give duplex and contention factors, and the cost of a call
+through mpipar.comm. FILEs come from bench.interconnect --json; without any, the needed cases are
+run here. Products, reductions and the passes of a model are measured here, on all ranks at once.
 
-Each size is measured in several rounds, and the round with the least median counts: the model is
-that of the undisturbed machine. Between launches, their median counts.
+Each size is measured in several rounds, and the round with the least median counts: the model
+describes the undisturbed machine. Of several launches the median counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
 
-ROWS = (1, 2, 4)  # of a microbatch: those of the preset `tiny` on 4, 2 and 1 replicas
+ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 replicas
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def parse(argv):
     """The flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.calibrate", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE",
-                        help="of bench.interconnect --json (default: run the needed cases)")
+                        help="file of bench.interconnect --json (default: run the needed cases)")
     parser.add_argument("--out", default="machine.json", help="the cost model (machine.json)")
     parser.add_argument("--json", metavar="ROWS", help="keep the rows that are measured here")
     parser.add_argument("--rounds", type=int, default=ROUNDS,
@@ -104,7 +104,7 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
     heads = [run.head for path in paths for run in records.read(path)]
     rows = records.rows_of(paths)
     if any(row["sync"] == "none" for row in rows):
-        raise DataError(f"{', '.join(paths)}: times of calls back to back are no times of one call;"
+        raise DataError(f"{', '.join(paths)}: calls back to back do not give the time of one call;"
                         " measure with --sync barrier or deadline")
     for name in ("transport", "dtype", "buffers"):
         if len(kinds := sorted({row[name] for row in rows})) > 1:
@@ -117,7 +117,7 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
 
 
 def provenance(heads, paths) -> dict:
-    """Where the numbers come from: files, machine, library."""
+    """The sources of the numbers: files, machine, library."""
     first = heads[0]
     same = {name: first[name] for name in ("library", "revision", "places", "transport", "dtype")}
     return {"machine": results.machine(), "files": list(paths), "launches": len(heads), **same,
@@ -135,7 +135,7 @@ def main(argv, session) -> int:
     world = session.start()
 
     def prepared():
-        """Everything that can be wrong, before anything is measured."""
+        """Check everything that can be wrong before anything is measured."""
         machine_file.check_writable(args.out)
         given = read_rows(args.files) if args.files else None
         return given, [] if args.no_compute else pass_configs(args, config, world.size)

@@ -1,9 +1,8 @@
-"""The collective cases: each operation once through `mpipar.comm`, as training calls it, and once
-by a bare mpi4py call beside it.
+"""The collective cases: each operation through `mpipar.comm`, as training calls it, and by mpi4py.
 
-A case is one operation of one size on one group. `prepare` lays out the buffers of an iteration
-(not timed), `run` does it (timed), `check` compares the whole result, last element included, with
-what a different pattern on every rank must give. Sizes follow nccl-tests: the whole vector for
+A case is one operation of one size on one group. `prepare` lays out the buffers of an iteration and
+is not timed. `run` is timed. `check` compares the whole result, last element included, with the
+expected one; each rank has a pattern of its own. Sizes follow nccl-tests: the whole vector for
 all-reduce, the whole output for all-gather, the whole input for reduce-scatter and all-to-all.
 """
 
@@ -19,12 +18,12 @@ from mpipar.comm.record import wire_bytes
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
 EXACT = 1 << 24  # up to here float32 holds every integer
-APART = 1_000_003  # between the patterns of neighbours; a prime, so that few patterns are the same
+APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patterns coincide
 NAME = "bench"  # of the barrier in the records
 
 
 class Setup(NamedTuple):
-    """What a case runs on: the group through mpipar.comm and as a bare communicator, memory, size.
+    """What a case runs on: the group as a Comm and as a bare communicator, memory, size.
 
     size: bytes asked for. window: messages in flight.
     """
@@ -37,7 +36,7 @@ class Setup(NamedTuple):
 
 
 def pattern(index: int, num_elements: int, dtype, terms: int = 1):
-    """Numbers that tell the sender and the position; sums of so many terms are exact."""
+    """Numbers that identify sender and position; sums of `terms` of them are exact."""
     cycle = EXACT // terms - 1
     return ((np.arange(num_elements) + APART * index) % cycle + 1).astype(dtype)
 
@@ -57,7 +56,7 @@ def mismatch(ops, got, expected, where: str) -> list[str]:
 
 
 class Case:
-    """Base of the cases. size_bytes: what is really moved, a multiple of the group's elements.
+    """Base of the cases. size_bytes: what is really moved, after rounding to whole elements.
 
     per_sample: operations in one sample.
     """
@@ -80,7 +79,7 @@ class Case:
         return max(1, round(self.setup.size / self.item / parts)) * parts
 
     def volume(self) -> dict:
-        """size_bytes, bytes_in and bytes_out of a rank, wire_bytes that it sends."""
+        """size_bytes, bytes_in and bytes_out of a rank, and wire_bytes, which it sends."""
         raise AssertionError("each case says its volume")
 
     def put(self, x, values) -> None:
@@ -88,31 +87,31 @@ class Case:
         x[:] = self.ops.asarray(np.ascontiguousarray(values, self.ops.dtype).reshape(x.shape))
 
     def wait(self, pending) -> None:
-        """Until what was posted is done."""
+        """Wait until everything posted is done."""
         if self.via == COMM:
             pending.wait()
         else:
             pending.Wait()
 
     def test(self, pending) -> bool:
-        """Whether what was posted is done; lets it go on."""
+        """Whether everything posted is done; the call also lets it progress."""
         return pending.test() if self.via == COMM else pending.Test()
 
     def close(self) -> None:
-        """Free the communicators that are the case's own. Comm: every member of the group."""
+        """Free the communicators that belong to the case alone. Comm: every member of the group."""
 
 
 class Collective(Case):
-    """One input and one output; in place where `output` is None. sums: of all ranks' numbers."""
+    """One input, one output; in place where `output` is None. sums: it adds the ranks' numbers."""
 
     sums = False
 
     def shape_in(self) -> tuple[int, ...]:
-        """Of this rank's input."""
+        """Shape of this rank's input."""
         return (self.elements(),)
 
     def shape_out(self) -> tuple[int, ...] | None:
-        """Of this rank's output; None for operations in place."""
+        """Shape of this rank's output; None for operations in place."""
         return None
 
     def __init__(self, setup: Setup, via: str):
@@ -178,7 +177,7 @@ class AllReduce(Collective):
 
 
 class Blocks(Collective):
-    """Operations on an array with a part for each rank."""
+    """Base of the operations on an array with a part for each rank."""
 
     def volume(self):
         size = self.elements(self.ranks) * self.item
@@ -196,7 +195,7 @@ class Blocks(Collective):
 
 
 class AllGather(Blocks):
-    """Everybody's part, on every rank."""
+    """Every rank receives the parts of all ranks."""
 
     name = "all-gather"
 
@@ -273,7 +272,7 @@ class AllToAll(Blocks):
 
 
 class Broadcast(Collective):
-    """From the first rank of the group."""
+    """The first rank of the group sends its array to all others."""
 
     name = "broadcast"
 

@@ -1,8 +1,9 @@
 """The messages of a pipeline without its computing: hops between stages, and whole schedules.
 
-`stage-chain` measures one hop as a steady 1F1B uses it, an activation up and a gradient down at
-once: first each hop alone, then all hops of the pipeline together; and then every message of a
-schedule in its order, with passes that take no time.
+A hop is the exchange between two neighbouring stages. `stage-chain` measures it as a steady 1F1B
+uses it: an activation up and a gradient down at once. It measures first each hop alone, then all
+hops of the pipeline together. Last comes every message of a schedule in its order, with passes that
+take no time.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ FORWARD, BACKWARD = 0, 1
 
 
 def hops_of(schedule: str, pp_size: int) -> list[tuple[int, int]]:
-    """Pairs of pipeline ranks that hand activations on; interleaving adds the way round."""
+    """Pairs of pipeline ranks that exchange activations; interleaving adds (last, first)."""
     hops = [(place, place + 1) for place in range(pp_size - 1)]
     return [*hops, (pp_size - 1, 0)] if schedule == "interleaved" else hops
 
 
 class Hops(Posted, Messages):
-    """Both messages of each of some hops at once."""
+    """Both messages of each of the given hops, all at once."""
 
     name = "stage-chain"
 
@@ -49,7 +50,7 @@ class Hops(Posted, Messages):
         return [(peer, self._number(peer, tag)) for peer, tag in self.receives]
 
     def _number(self, peer: int, tag: int) -> int:
-        """Which of its messages the peer sends under this tag."""
+        """The place of this tag's message among those that the peer sends."""
         tags = [TAG + 2 * number + direction
                 for number, (low, high) in self.hops
                 for direction, source in ((FORWARD, low), (BACKWARD, high)) if source == peer]

@@ -6,8 +6,8 @@
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
 
-Barriers and memory come from the shapes-only run, which the tests hold equal to the records of real
-runs; hybrids and limit are real training steps.
+Barriers and memory come from the shapes-only run; tests prove it equal to the records of real runs.
+Hybrids and limit are real training steps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def layout_name(layout: dict) -> str:
 
 
 def with_sequence_parallel() -> list[tuple]:
-    """(layout, what its name goes on with, settings of the model) of each row of a table."""
+    """(layout, suffix of its name, settings of the model) of each row of a table."""
     return [(layout, "", {}) for layout in LAYOUTS] + [
         ({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True}) for size in (2, 4, 8)]
 
@@ -113,7 +113,7 @@ def memory() -> list[dict]:
     return rows
 
 
-LAYERS = [  # model, layer of it, what its records are called
+LAYERS = [  # model, one of its layers, the name of that layer's records
     ("convnet", "2 convolutions", "block0."), ("decoder", "feed-forward", "block0.ffn."),
     ("decoder", "attention", "block0.attn."),
 ]
@@ -123,8 +123,8 @@ CUTS = {"gather": "output channels", "reduce": "input channels", "pair": "pair"}
 def convolution() -> list[dict]:
     """Barriers of one layer, forward and backward of a microbatch, by cut and tp; bytes per rank.
 
-    A convnet with the decoder's widths and, behind its stem, as many places in an image as a row
-    has tokens. Attention is always cut as a pair.
+    The convnet has the decoder's widths. Behind its stem an image has as many places as a row has
+    tokens. Attention is always cut as a pair.
     """
     rows = []
     for model, layer, prefix in LAYERS:
@@ -160,8 +160,9 @@ def hybrids(world) -> list[dict] | None:
     """Measured steps of four workers: how they spend their time, and tokens/s, from traced runs.
 
     useful: compute spans less the communication inside them. waiting: blocked until the last rank
-    arrived. transfer: blocked from there to done. idle: the rest. Shares of all ranks' time.
-    Comm: everything of a few training steps per layout; rows on world rank 0, None elsewhere.
+    arrived. transfer: blocked from there to the end. idle: the rest. All are shares of all ranks'
+    time. Rows on world rank 0, None elsewhere.
+    Comm: everything of a few training steps per layout.
     """
     rows = []
     tokens, _ = load_tokens((), 256)

@@ -1,4 +1,4 @@
-"""The map of the sources: a line for each folder and each file, from what the file says first.
+"""The map of the sources: a line for each folder and each file, its first sentence.
 
 `python -m bench.results` writes it into README.md and docs/map.md. The column `lines` comes from
 bench.reading_path: the lines of a file that a default training step runs.
@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# From the ground up: a folder imports from the folders named before it, and from itself.
+# From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors ops comm data partition job config layers models pipeline checkpoint
     console trace train plan inference commands cli __main__""".split()
 SOURCES = (".py", ".cu", ".cuh", ".js", ".css", ".html")
@@ -20,7 +20,7 @@ COMMENT = re.compile(r"^((?://.*\n)+)|^/\*(.*?)\*/|<!--(.*?)-->", re.MULTILINE |
 
 
 def first_sentence(path: Path) -> str:
-    """What a file says of itself first. Raises LookupError if it says nothing."""
+    """The first sentence of a file's docstring. Raises LookupError if there is none."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(source)) or ""

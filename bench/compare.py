@@ -1,10 +1,10 @@
-"""Whether B is faster or slower than A: only what the launches of both support.
+"""Whether B is faster or slower than A, as far as the launches of both support it.
 
     python -m bench.compare A.jsonl B.jsonl
 
-Launches of the same job differ by more than iterations inside one, so each launch counts as one
-value: the medians of A's launches against those of B's, by the rank-sum test. Of all the rows that
-are called faster or slower at most 5 % are expected to be so by chance.
+Launches of the same job differ more than the iterations inside one. So each launch counts as one
+value: a rank-sum test compares the medians of A's launches with those of B's. Of all rows that are
+called faster or slower, at most 5 % are expected to be so by chance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERDICTS = "faster", "slower", "not shown"
 
 
 class Comparison(NamedTuple):
-    """One operation in both files: medians over launches, how sure it is that they differ."""
+    """One operation in both files: medians over launches, and the p-value of their difference."""
 
     key: tuple
     launches: tuple[int, int]
@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
 
 
 def by_operation(rows) -> dict[tuple, list[float]]:
-    """The median of each launch, for each operation: rounds within a launch are one value."""
+    """The median of each launch, for each operation; the rounds of a launch make one value."""
     found: dict = {}
     for row in rows:
         key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
@@ -66,7 +66,7 @@ def compare_rows(a_rows, b_rows) -> list[Comparison]:
 
 
 def lines(found) -> str:
-    """As a table; ratio: B's time over A's."""
+    """The comparisons as a table; ratio: B's time over A's."""
     rows = [("case", "via", "ranks", "mode", "size_B", "launches", "A_us", "B_us", "ratio", "p",
              "B is")]
     for one in found:
@@ -79,7 +79,7 @@ def lines(found) -> str:
 
 
 def too_few(found) -> str:
-    """What to say when no difference, however large, could show with so few launches."""
+    """A remark if so few launches could not show any difference, however large; else ""."""
     if not found:
         return ""
     a, b = min(one.launches for one in found)
@@ -93,7 +93,7 @@ def too_few(found) -> str:
 def main(argv, session) -> int:
     """Print one line for each operation in both files."""
     parser = flags.Parser(prog="python -m bench.compare", description=__doc__)
-    parser.add_argument("a", metavar="A", help="of bench.interconnect --launches K --json")
+    parser.add_argument("a", metavar="A", help="file of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
     args = parser.parse_args(argv)
     found = compare_rows(*(records.rows_of([one], tell=True) for one in (args.a, args.b)))

@@ -1,8 +1,8 @@
-"""Collectives that are put together: timed as one case, and checked as the whole that they are.
+"""Collectives composed of others: timed as one case, and checked as a whole.
 
-An all-reduce as reduce-scatter and all-gather; the same on two levels, so that only a share of the
-vector crosses the slow links; and an all-to-all of unequal parts, as tokens that choose an expert
-make it.
+Two make an all-reduce. One is a reduce-scatter and an all-gather. The other does the same on two
+levels, so that only a share of the vector crosses the slow links. The third is an all-to-all of
+unequal parts, as tokens that choose an expert make it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from mpipar.comm.connect import Options
 from mpipar.comm.group import Comm
 
 BARE_ANY = "mpi4py Alltoallv"
-HOT = 2  # times as much goes to the first rank as to each other
+HOT = 2  # times as much goes to the first rank as to any other
 
 
 def blocks(ranks, count: int) -> list[tuple[int, ...]]:
-    """Members of a group, apart by which `count` consecutive world ranks they are among."""
+    """The members of a group, grouped by blocks of `count` consecutive world ranks."""
     found: dict = {}
     for place in ranks:
         found.setdefault(place // count, []).append(place)
@@ -54,7 +54,7 @@ class ReduceScatterAllGather(AllReduce):
 
 
 class TwoLevel(ReduceScatterAllGather):
-    """Sum of the parts inside a block of ranks, sum of each part over the blocks, all parts inside.
+    """Sum the parts inside a block of ranks, sum each part over the blocks, gather inside.
 
     count: consecutive world ranks of a block. Every block has the same number of the group's
     members. Comm: two splits of the group.
@@ -99,7 +99,7 @@ class TwoLevel(ReduceScatterAllGather):
 class UnevenAllToAll(Messages):
     """Part j goes to rank j; the parts for rank 0, a hot expert, are twice as long as the others.
 
-    As messages through mpipar.comm and by bare calls, and in MPI's form for any parts. The size is
+    Parts go as messages, through mpipar.comm and by bare calls, or by MPI_Alltoallv. The size is
     what rank 0 receives.
     """
 

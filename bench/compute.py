@@ -1,7 +1,7 @@
 """Computing for the cost model: products by shape, reductions, and the passes of a model's parts.
 
 Everything runs on all ranks at the same time, as in training: they share caches and memory. Each
-time is the quietest of several rounds, so that a slow spell of the machine is not taken for it.
+time is that of the quietest of several rounds. So a slow spell of the machine does not count.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpipar.plan.measure import measure_costs
 from mpipar.train.worker import Worker
 
 GEMM_SIDES = (32, 128, 512)
-HELD_OUT_SIDES = (64, 256)  # between those
+HELD_OUT_SIDES = (64, 256)  # between GEMM_SIDES
 GEMM_SECONDS = 0.02
 REDUCE_SIZES = tuple(1 << k for k in range(10, 23))
 ROUNDS, STEPS = 3, 5
-MICROBATCHES = 4  # of a step that is measured: at least this many, and one for each stage
+MICROBATCHES = 4  # of a measured step: at least this many, and at least one for each stage
 
 
 def largest(world, value: float) -> float:
@@ -52,7 +52,7 @@ def time_product(ops, m: int, k: int, n: int) -> float:
 
 
 def measure_products(world, ops, sides=GEMM_SIDES) -> tuple[Product, ...]:
-    """Every shape of these sides, the slowest rank's time on world rank 0.
+    """Time every shape of these sides; world rank 0 gets the slowest rank's times.
 
     Comm: a barrier and a gather for each.
     """
@@ -102,10 +102,10 @@ def started(world, ops, config) -> Worker:
 
 
 def step_seconds(world, ops, config) -> float:
-    """Seconds of a real training step from the first rank's start to the last one's end: the
-    quietest round's median.
+    """Seconds of a real training step, median of the quietest round.
 
-    The batch is made beforehand. Comm: the steps', and a barrier before and behind each.
+    A step lasts from the first rank's start to the last rank's end. The batch is made beforehand.
+    Comm: the steps', and a barrier before and after each.
     """
     worker = started(world, ops, config)
     batch, rounds = data.data_of(config.model).blank_batch(ops, config), []
@@ -123,7 +123,7 @@ def step_seconds(world, ops, config) -> float:
 
 
 def update_seconds(world, ops, config) -> float:
-    """Seconds per parameter of what a step does once: clear, norm, clip, optimizer."""
+    """Seconds per parameter of what is done once per step: clear, norm, clip, optimizer."""
     worker = started(world, ops, config)
     params = sum(stage.flat.size for stage in worker.stages.values())
     rounds = []
@@ -144,7 +144,7 @@ def update_seconds(world, ops, config) -> float:
 
 
 def measure_units(world, ops, config: Config) -> Units | None:
-    """Passes of a resolved config's parts with all ranks at work; on world rank 0. Comm: of tp."""
+    """Time the passes of a config's parts with all ranks at work; on world rank 0. Comm: of tp."""
     grid = Grid.of(config.grid, world.rank)
     rounds = [measure_costs(config, grid, ops, world) for _ in range(ROUNDS)]
     update = update_seconds(world, ops, config)

@@ -1,4 +1,4 @@
-"""Whether this MPI takes device pointers, tried out in a child job: a crash there harms nobody.
+"""Tries in a child job whether this MPI takes device pointers: a crash there harms nobody.
 
 `python -m bench.cuda_probe` under mpiexec -n 2 is that child: rank 0 sends device memory to rank 1.
 """

@@ -1,4 +1,4 @@
-"""From rows of bench.interconnect to the values of the cost model: pure functions."""
+"""Turns rows of bench.interconnect into the values of the cost model: pure functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCTION = "reduce-local"
 
 
 def quietest(rows) -> list[dict]:
-    """Of the rows of one thing and size in one launch, the one with the least median."""
+    """Of all rows of one operation and size in one launch, keep the one with the least median."""
     found: dict = {}
     for row in rows:
         key = (row.get("launch"), row["case"], row["via"], row["axis"], row["mode"],
@@ -29,11 +29,10 @@ def quietest(rows) -> list[dict]:
 
 
 def fittable(rows) -> dict:
-    """{(operation, link, ranks): {size: [times in us]}} of what has three sizes or more, and of a
-    barrier, which has none.
+    """{(operation, link, ranks): {size: [times in us]}} with three sizes or more.
 
-    Only what went through mpipar.comm, on all ranks or alone: what training calls. Nothing that
-    was measured in turn with computing.
+    A barrier, which has no size, is included. Only operations through mpipar.comm count, on all
+    ranks or alone, because training calls those. Rows measured in turn with computing do not count.
     """
     data: dict = {}
     for row in rows:
@@ -60,7 +59,7 @@ def barrier(key, launches) -> Curve:
 
 
 def duplex(rows) -> tuple[Duplex, ...]:
-    """Two-way bandwidth over twice the one-way one, by link: median of sizes from 1 MiB on."""
+    """Two-way over twice the one-way bandwidth, by link: median of the sizes from 1 MiB on."""
     rates: dict = {}
     for row in rows:
         if row["via"] == COMM and row["size_bytes"] >= LARGE_BYTES and row["axis"] == "pair":
@@ -75,7 +74,7 @@ def duplex(rows) -> tuple[Duplex, ...]:
 
 
 def contention(rows) -> tuple[Contention, ...]:
-    """Groups of a layout together over alone, through mpipar.comm: the median of the launches."""
+    """Time of a layout's groups together over alone, through mpipar.comm: median of launches."""
     launches: dict = {}
     for row in rows:
         if row["via"] == COMM:
@@ -100,7 +99,7 @@ def overhead(rows) -> float | None:
 
 
 def rate(us_per_byte: float) -> str:
-    """GB/s (1e9)."""
+    """The rate as text, in GB/s (1e9 bytes per second)."""
     return f"{1e-3 / us_per_byte:.2f}" if us_per_byte else "-"
 
 

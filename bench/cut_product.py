@@ -1,5 +1,4 @@
-"""One product y = x w and its two gradients in any cut: what each rank holds of it, and whether the
-parts add up to the whole.
+"""One product y = x w and its two gradients in any cut: blocks of a rank, errors of its results.
 
 Used by bench.matmul and by the tests. Letters: B batch, T tokens, K inner and N outer width.
 """
@@ -71,7 +70,7 @@ def shown(cut: str, q: int, d: int) -> str:
 
 
 def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=None):
-    """(groups to close, what the cut takes as `comm`). Comm: that of Comms; every rank at once."""
+    """(groups to close, what the cut takes as `comm`). Comm: that of Comms; all ranks call it."""
     if cut not in ("2d", "2.5d"):
         comms = Comms(Grid(world_rank, tp_size=q), ops, recorder, mpi_world, options)
         return comms, comms.tp
@@ -91,7 +90,7 @@ def block(array: np.ndarray, places) -> np.ndarray:
 
 
 class CutProduct:
-    """This rank's part of a product in a cut; `run` takes one of its three functions.
+    """This rank's part of a product in a cut; `run` executes one of its three functions.
 
     comm: a Comm, or a Mesh for 2d and 2.5d, where all rows of x lie in one sequence.
     """
@@ -127,7 +126,7 @@ class CutProduct:
         self.dw = on_device(block(full.old_dw, self.w_places))
 
     def run(self, phase: str):
-        """Forward, input gradient or weight gradient; keeps the result. Comm: the cut's."""
+        """Run forward, input gradient or weight gradient, and keep the result. Comm: the cut's."""
         self.recorder.phase = phase
         rest = (self.comm, NAME, self.sizes)
         if phase == "F":

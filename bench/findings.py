@@ -1,4 +1,4 @@
-"""What rows say together: contention of groups, broken guidelines, slow pairs. Pure functions."""
+"""Findings from several rows: contention of groups, broken guidelines, slow pairs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from bench.cases import BARE, BARE_UNEVEN, COMM
 from bench.compositions import BARE_ANY, ReduceScatterAllGather, TwoLevel
 from mpipar.console.tables import table
 
-LEAST_FACTOR = 1.1  # below, nobody changes a program for it
+LEAST_FACTOR = 1.1  # smaller gains are not worth a change of the program
 SLOW_PAIR = 2.0  # times the median pair
-SAME_SIZE = 0.02  # what sizes may differ that were rounded to a multiple of the ranks
+SAME_SIZE = 0.02  # rounding to a multiple of the ranks changes a size by no more than this
 
 # left <= sum of right, each (case, way or None for the same way). A library that breaks one has a
 # cheaper way to do the same thing. Source: Traeff, Gropp, Thakur, Self-consistent MPI performance
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def _by_way(rows) -> dict:
-    """{group and buffers: {launch: {(case, way): {size: row}}}}; nothing of what was overlapped."""
+    """{group and buffers: {launch: {(case, way): {size: row}}}} without overlapped rows."""
     found: dict = {}
     for row in rows:
         if "num_tests" in row:
@@ -52,11 +52,12 @@ def _by_way(rows) -> dict:
 
 
 def guidelines(rows) -> list[Finding]:
-    """Broken ones only: the left side's lower bound is above the sum of the right's upper bounds,
-    in every launch; the factor is the median of the launches', at least LEAST_FACTOR.
+    """The broken guidelines.
 
-    Also that half a message never takes longer than the whole, and the whole never longer than two
-    halves.
+    One is broken if, in every launch, the left side's lower bound is above the sum of the right's
+    upper bounds. The factor is the median of the launches' factors, at least LEAST_FACTOR. Two more
+    guidelines: half a message never takes longer than the whole, and the whole never longer than
+    two halves.
     """
     found = []
     for by_launch in _by_way(rows).values():
@@ -70,7 +71,7 @@ def guidelines(rows) -> list[Finding]:
 
 
 def _broken(ways) -> list[Finding]:
-    """By one group in one launch."""
+    """The guidelines that one group breaks in one launch."""
     found = _self_consistent(ways)
     two_level = sorted({case for case, _ in ways if case.startswith(TwoLevel.name)})
     guidelines = [*GUIDELINES, *((("all-reduce", None), ((case, None),)) for case in two_level)]
@@ -91,7 +92,7 @@ def _broken(ways) -> list[Finding]:
 
 
 def _of_size(size: int, rows: dict) -> dict | None:
-    """The row of this size, as far as rounding lets sizes be the same; None without one."""
+    """The row of this size; sizes within SAME_SIZE are the same. None without one."""
     near = min(rows, key=lambda other: abs(other - size), default=None)
     return rows[near] if near is not None and abs(near - size) <= SAME_SIZE * size else None
 
@@ -121,9 +122,9 @@ def guideline_lines(found) -> str:
 
 
 def contention(rows) -> list[dict]:
-    """How much longer a group takes while the others are at it too: the worst group counts.
+    """How much longer a group takes while the other groups communicate too; the worst group counts.
 
-    For the hops of a pipeline, all hops together against the slowest hop alone. rows: of one
+    For the hops of a pipeline: all hops together against the slowest hop alone. rows: of one
     launch.
     """
     alone: dict = {}
@@ -151,7 +152,7 @@ def contention(rows) -> list[dict]:
 
 
 def contention_lines(found) -> str:
-    """As a table."""
+    """The contention as a table."""
     rows = [("case", "axis", "via", "size_B", "alone_us", "together_us", "contention")]
     rows += [(one["case"], one["axis"], one["via"], one["size_bytes"], f"{one['alone_us']:.2f}",
               f"{one['together_us']:.2f}", f"{one['contention']:.2f}") for one in found]
@@ -159,8 +160,8 @@ def contention_lines(found) -> str:
 
 
 def slow_pairs(rows) -> list[str]:
-    """Pairs that take more than twice as long as the median pair on the same kind of link, the
-    slowest first.
+    """Pairs that take over twice as long as the median pair on the same kind of link, slowest
+    first.
     """
     links: dict = {}
     for row in rows:

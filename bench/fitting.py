@@ -1,8 +1,8 @@
 """Fits time = latency + size * time per byte in pieces: pure functions of arrays, no MPI.
 
-Errors count relative to the time, so that small messages matter as much as large ones; neither
-parameter may be negative. Breaks between pieces come from dynamic programming, their number from
-the Bayesian information criterion, and a break stays only if most bootstrap resamples have it.
+Errors are relative to the time, so that small messages matter as much as large ones. Neither
+parameter may be negative. Dynamic programming places the breaks between pieces, and the Bayesian
+information criterion chooses their number. A break stays only if most bootstrap resamples have it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpipar.plan.machine import Curve, Piece
 
 HUBER = 1.345  # of residuals over their robust spread
 LEAST_SIZES, MOST_PIECES = 3, 4
-NOISE = 1e-3  # relative: no fit is believed to be better than this
+NOISE = 1e-3  # relative: the floor of a fit's assumed error
 RESAMPLES = 200
 
 
@@ -115,7 +115,7 @@ def stable_breaks(sizes, times, resampled) -> tuple[int, ...]:
 def fit(operation: str, link: str, ranks: int, data: dict, seed: int = 0) -> Curve:
     """The curve through {size: [times in us of each launch]}; at least three sizes.
 
-    Its held-out error comes from a second fit to every other size, tested on those between.
+    Its held-out error comes from a second fit to every other size, tested on the sizes between.
     """
     sizes = np.array(sorted(data), float)
     rng = np.random.default_rng(seed)
@@ -146,7 +146,7 @@ def fitted_pieces(sizes, times, breaks, resampled) -> tuple[Piece, ...]:
 
 
 def held_out(sizes, times) -> tuple[float | None, float | None]:
-    """Median and largest relative error of a fit to even places on the odd ones."""
+    """Median and largest relative error on the odd places of a fit to the even places."""
     if len(sizes) < 2 * LEAST_SIZES:
         return None, None
     kept, kept_times = sizes[::2], times[::2]

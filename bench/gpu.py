@@ -15,8 +15,8 @@ from mpipar.ops import make
 from mpipar.ops.cuda.loader import Loader
 
 # Dense peaks in TFLOP/s and memory in GB/s, from NVIDIA's data sheets of the A100 (80 GB, SXM), the
-# H100 (SXM) and the H200 (SXM), by the name that the driver gives them. Where a sheet says "with
-# sparsity", this is half of it.
+# H100 (SXM) and the H200 (SXM), by the driver's name for them. Where a sheet says "with
+# sparsity", this is half of its figure.
 ROOFS = {
     "NVIDIA A100-SXM4-80GB": {"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312,
                               "memory": 2039},
@@ -25,8 +25,8 @@ ROOFS = {
     "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989,
                     "memory": 4800},
 }
-# Largest relative norm of an error: float32 sums in another order; operands rounded to 11 bits; one
-# or two roundings to 8 bits.
+# Largest relative norm of an error. float32: sums come in another order; tf32: operands are rounded
+# to 11 bits; bfloat16: one or two roundings to 8 bits.
 TOLERANCE = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-7}
 WARM_UP = 3
 # Filled before each timed call: twenty times the cache of an H200, and 0.25 ms of its time.
@@ -46,16 +46,16 @@ class Gpu:
         self.rng = np.random.default_rng(0)
 
     def random(self, *shape, dtype="float32"):
-        """An array of normal deviates; zeros would run faster: they draw less power."""
+        """An array of normal deviates; zeros would run faster, because they draw less power."""
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
         return self.xp.asarray(self.rng.standard_normal(shape, np.float32)).astype(kind)
 
     def percent(self, value: float, roof: str):
-        """value in percent of the roof's, or "-" where that is not known."""
+        """value in percent of the roof's, or "-" where the roof is not known."""
         return 100 * value / self.roofs[roof] if roof in self.roofs else "-"
 
     def check(self, what: str, got, expected, dtype: str) -> None:
-        """Raise ValueError where got is not what is expected of operands of a type."""
+        """Raise ValueError where got differs from expected by more than the type's tolerance."""
         wide = expected.astype(np.float64)
         error = self.ops.square_sum(got.astype(np.float64) - wide) ** 0.5
         error /= max(self.ops.square_sum(wide) ** 0.5, 1e-30)
@@ -65,8 +65,8 @@ class Gpu:
     def timed(self, call) -> tuple[float, float]:
         """Return the median seconds of a call on the device, by events, and on the host.
 
-        Before every call the device fills FLUSH_BYTES: that puts the operands out of its cache,
-        and gives Python time to queue the call, so that the device does not wait for it.
+        Before every call the device fills FLUSH_BYTES. That evicts the operands from its cache. It
+        also gives Python time to queue the call, so that the device does not wait for it.
         """
         events, hosts, cuda = [], [], self.xp.cuda
         flush = self.xp.empty(FLUSH_BYTES // 4, np.float32)
@@ -89,7 +89,7 @@ class Gpu:
         return self.timed(partial(self.ops.copy, self.xp.empty_like(source), source))[0]
 
     def facts(self) -> dict:
-        """What a figure depends on, clocks and power limit as they are right after measuring."""
+        """What a figure depends on; clocks and power limit are read right after measuring."""
         return {"gpu": self.name, "cupy": self.xp.__version__, "repeats": self.repeats,
                 **state(self.xp.cuda.Device().pci_bus_id)}
 
@@ -100,7 +100,7 @@ def device_name(xp) -> str:
 
 
 def state(bus: str) -> dict[str, str]:
-    """Driver, clocks and power limit of the device at a PCI address, as nvidia-smi tells them."""
+    """Driver, clocks and power limit of the device at a PCI address, as nvidia-smi reports them."""
     if shutil.which("nvidia-smi") is None:
         return {"clocks": "unknown: no nvidia-smi"}
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """Groups of ranks for a benchmark: their communicators, who runs together, who waits.
 
-A group that is measured alone must not be disturbed by the others, so these wait with long sleeps.
+The other groups must not disturb a group that is measured alone, so they wait with long sleeps.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LINKS = ("same socket", "same node", "between nodes")
 class Group(NamedTuple):
     """Groups of ranks that are measured at the same time.
 
-    groups: world ranks of each. comm, mpi: of the one that this rank is in, else None. team: a bare
-    communicator of all their ranks, on which they start and stop together, else None.
+    groups: world ranks of each. comm, mpi: those of this rank's group, None outside. team: a bare
+    communicator of all their ranks, on which they start and stop together; None outside.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -51,7 +51,10 @@ class Group(NamedTuple):
 
 
 def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:
-    """Comm: two splits over the world; every rank must call it, member or not."""
+    """Make the communicators of these groups.
+
+    Comm: two splits over the world; every rank must call it, member or not.
+    """
     from mpi4py import MPI
 
     groups = tuple(map(tuple, groups))
@@ -68,7 +71,7 @@ def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group
 
 
 def ranks_of_a_host(world, host_ranks) -> int:
-    """How many consecutive world ranks each host has; all ranks, where hosts differ in that.
+    """The number of consecutive world ranks of each host; all ranks if hosts differ.
 
     host_ranks: those of this rank's host. Comm: one all-reduce over the world.
     """
@@ -99,7 +102,7 @@ def sockets(cores, folder: str = "/sys/devices/system/cpu") -> list[int]:
 
 
 def place_fact(world_rank: int, ops) -> dict:
-    """Where this rank runs; gpu, gpus: its GPU and those that it sees, if its arrays are there."""
+    """Where this rank runs. If its arrays are on a GPU: gpu, its GPU, and gpus, all it sees."""
     cores = sorted(os.sched_getaffinity(0))
     own = {} if ops.device == "cpu" else gpus.fact(ops.xp, ops.xp.cuda.Device().id)
     return own | {"rank": world_rank, "host": host_name(os.environ), "cores": cores,
@@ -107,7 +110,7 @@ def place_fact(world_rank: int, ops) -> dict:
 
 
 def link_of(places: list[dict], ranks) -> str:
-    """The slowest kind of link inside a group: ranks that may move between sockets share a node."""
+    """The slowest kind of link in a group; ranks that may change sockets count as on one node."""
     chosen = [places[number] for number in ranks]
     if len({place["host"] for place in chosen}) > 1:
         return LINKS[2]

@@ -1,11 +1,11 @@
-"""What the interconnect does for a training layout, measured through the calls that training makes.
+"""Measures the interconnect of a training layout through the calls that training makes.
 
     mpiexec -n 2 python -m bench.interconnect latency all-reduce [options]
     mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
     python -m bench.interconnect latency --launches 5 --start "mpiexec -n 2"
 
-Every payload is checked before it is timed. A row through mpipar.comm and one by bare mpi4py calls
-stand under each other. --json keeps every sample; bench.table, bench.plot, bench.compare and
+Every payload is checked before it is timed. Each operation has a row through mpipar.comm and, below
+it, one by bare mpi4py calls. --json keeps every sample; bench.table, bench.plot, bench.compare and
 bench.overhead read it.
 """
 
@@ -55,8 +55,8 @@ def parse(argv):
     parser.add_argument("--pair", default="", metavar="A,B",
                         help="world ranks of two-rank cases (the first and the last)")
     parser.add_argument("--inner", type=int, metavar="N",
-                        help=f"{TwoLevel.name}: consecutive world ranks of the first level (those "
-                             "of a host; all, where hosts differ or cut a group unevenly)")
+                        help=f"{TwoLevel.name}: consecutive world ranks of the first level "
+                             "(a host's; all, where hosts differ or cut a group unevenly)")
     parser.add_argument("--begin-bytes", default="8", metavar="SIZE", help="smallest size (8)")
     parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
     parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
@@ -70,20 +70,21 @@ def parse(argv):
     parser.add_argument("--seconds", type=float, default=0.5,
                         help="time for each size and way (0.5)")
     parser.add_argument("--target", type=float, default=0.02,
-                        help="enough when the median is known to this share (0.02)")
+                        help="stop when the median is known to this share (0.02)")
     parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
-                        help="ranks start an iteration behind a barrier (default), at an agreed "
+                        help="ranks start an iteration after a barrier (default), at an agreed "
                              "instant of the common clock, or at once, for throughput")
     parser.add_argument("--overlap", type=int, metavar="K",
-                        help=f"also beside computing that is as long, with K tests in between: "
+                        help=f"also measure beside computing of the same length, with K tests: "
                              f"{', '.join(plans.POSTED_CASES)}")
     parser.add_argument("--bound-GBps", type=float, metavar="X",
-                        help="give busbw in percent of this rate of a rank's link one way (between "
-                             "hosts, if there are several; inside one else: a memory copy's)")
+                        help="give busbw in percent of this one-way rate of a rank's link; it "
+                             "applies between hosts if there are several; inside a host a "
+                             "memory copy is the bound")
     parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
     parser.add_argument("--quick", action="store_true", help="a few sizes, little time for each")
     parser.add_argument("--stall-seconds", type=float, default=60.0,
-                        help="end the job when nothing has moved for so long (60; 0: never)")
+                        help="end the job after this long without progress (60; 0: never)")
     parser.add_argument("--launches", type=int, metavar="K",
                         help="start K fresh jobs with --start and keep all their rows")
     parser.add_argument("--start", metavar="COMMAND",
@@ -101,7 +102,7 @@ def parse(argv):
 
 
 def without_effect(args, typed) -> list[str]:
-    """What is wrong with flags that others leave nothing to do."""
+    """The problems of flags that have no effect beside the others."""
     found = []
     if args.start and args.launches is None:
         found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
@@ -120,7 +121,7 @@ def without_effect(args, typed) -> list[str]:
 
 
 def chosen_sizes(args) -> tuple[int, ...]:
-    """Of every case. Raises UsageError, also for the footprint."""
+    """The sizes of every case. Raises UsageError, also for the footprint."""
     if found := plans.size_problems({"--begin-bytes": args.begin_bytes,
                                      "--end-bytes": args.end_bytes, "--footprint": args.footprint}):
         raise UsageError(found)
@@ -171,7 +172,7 @@ def attempt(found: list[str], function, *arguments):
 
 
 def refuse_unaware(transport: str, tried: str) -> None:
-    """Raises EnvironmentProblem rather than hand device memory to an MPI that it crashes."""
+    """Raises EnvironmentProblem if device memory would crash this MPI."""
     if transport == "mpi-cuda" and tried == "no":
         raise EnvironmentProblem("this MPI does not take device memory: a child job that sent some "
                                  "failed; take --transport staged")
@@ -185,7 +186,7 @@ def chosen_plan(args) -> Plan:
 
 
 def say_head(bench, head) -> None:
-    """What was found before anything is measured, to standard error."""
+    """Print to standard error what was found before anything is measured."""
     hosts = {place["host"] for place in bench.places}
     memory = f"{head['memory_copy_GBps']:.1f} GB/s, load {head['machine']['load']}"
     lines = [
@@ -201,7 +202,7 @@ def say_head(bench, head) -> None:
 
 
 def conclude(rows) -> None:
-    """What the rows say together: contention, pair matrices, broken guidelines."""
+    """Print what the rows say together: contention, pair matrices, broken guidelines."""
     for value, case in (("median_us", "pairs latency"), ("algbw_GBps", "pairs bandwidth")):
         for via in dict.fromkeys(row["via"] for row in rows):
             pairs = [row for row in rows if row["case"] == case and row["via"] == via]
@@ -217,7 +218,7 @@ def conclude(rows) -> None:
 
 
 def begin(args, argv, bench, writer, tried: str) -> Bounds:
-    """Say and write the head (world rank 0). tried: whether MPI takes device memory."""
+    """Print and write the head (world rank 0). tried: whether MPI takes device memory."""
     head = bench.head(argv, args.launch)
     hosts = {place["host"] for place in bench.places}
     bounds = Bounds(args.bound_GBps, head["memory_copy_GBps"], bench.transport, len(hosts) > 1)
@@ -229,7 +230,7 @@ def begin(args, argv, bench, writer, tried: str) -> Bounds:
 
 
 def sweep(bench, sections, seed: int, writer, bounds: Bounds | None) -> list[dict]:
-    """Every section, sizes in random order; prints tables as they are complete.
+    """Measure every section, sizes in random order; print each table once it is complete.
 
     bounds: on world rank 0, which has the rows.
     """
@@ -279,7 +280,7 @@ def main(argv, session) -> int:
 
 
 def print_outcome(args, bench, rows, writer, code: int) -> int:
-    """The end on world rank 0; returns the exit code."""
+    """Print and write the end on world rank 0; returns the exit code."""
     conclude(rows)
     problems = [f"refused: {text}" for text in bench.refused]
     writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)

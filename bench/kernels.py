@@ -1,10 +1,10 @@
-"""What NVIDIA's compiler says of the GEMM ladder; needs its wheels (extra `nvrtc`), but no GPU.
+"""What NVIDIA's compiler reports for the GEMM ladder; needs the extra `nvrtc`, but no GPU.
 
     python -m bench.kernels [--json FILE]
 
 Columns: flop_per_byte: FLOPs per byte of operands that a block reads from global memory, caches
-aside. shared_KiB: shared memory of a block. registers_*: per thread, for that architecture. None
-of the kernels spills registers to memory: tests/test_cuda_compile.py.
+aside. shared_KiB: shared memory of a block. registers_*: registers per thread, for that
+architecture. No kernel spills registers to memory: tests/test_cuda_compile.py checks it.
 """
 
 from __future__ import annotations

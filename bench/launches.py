@@ -1,4 +1,4 @@
-"""Starts the same benchmark several times: what differs between launches no single one can show."""
+"""Starts the same benchmark several times: one launch cannot show how launches differ."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpipar.console.tables import table
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from mpipar.job.signals import STOP_SECONDS
 
-START = "mpiexec -n 2"  # where --start says nothing else
-LOOK_SECONDS = 0.2  # between two looks at a job that runs: seldom, it is being measured
-PATIENCE_SECONDS = STOP_SECONDS + 1  # what a job gets to end, before each signal to it
-GRACE_SECONDS = 4 * PATIENCE_SECONDS  # until then jobs have ended, whatever it took
+START = "mpiexec -n 2"  # the default of --start
+LOOK_SECONDS = 0.2  # between two looks at a running job: rare looks do not disturb its measurement
+PATIENCE_SECONDS = STOP_SECONDS + 1  # a job has this long to end before each signal
+GRACE_SECONDS = 4 * PATIENCE_SECONDS  # by then every job has ended
 
 
 def alone(session, start: str) -> None:
@@ -51,9 +51,9 @@ def own_command(args, argv, launch: int) -> list[str]:
 def run_job(session, command, **options) -> int:
     """The exit code of a command; options: of Popen. Raises OSError where it cannot be started.
 
-    On a terminal a Ctrl-C reaches this process and the command. It must not get that signal twice,
-    launchers take the second as "at once"; so it is passed on only to one that has not ended after
-    the time which a job takes for its regular end.
+    On a terminal a Ctrl-C reaches this process and the command. The command must not get it twice:
+    launchers take a second one as "at once". So the signal is passed on only if the command has not
+    ended within the time of a regular end.
     """
     job = subprocess.Popen(command, **options)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
@@ -61,7 +61,7 @@ def run_job(session, command, **options) -> int:
         while left > 0 and job.poll() is None:
             time.sleep(LOOK_SECONDS)
             left -= LOOK_SECONDS * session.stop_requested
-        job.send_signal(number)  # to nobody, if it has ended
+        job.send_signal(number)  # has no effect if it has ended
     return job.wait()
 
 
@@ -98,9 +98,9 @@ def run(session, args, argv) -> int:
 
 
 def spread(rows) -> list[dict]:
-    """For each operation and size: spread of the launches' medians beside that inside a launch.
+    """For each operation and size: the spread of the launches' medians beside that inside a launch.
 
-    Sizes that are rounded to the same one, as a multiple of the ranks, are one value of a launch.
+    Sizes that round to the same multiple of the ranks make one value of a launch.
     """
     found: dict = {}
     for row in rows:
@@ -119,7 +119,7 @@ def spread(rows) -> list[dict]:
 
 
 def spread_lines(rows) -> str:
-    """As a table: (largest - smallest) / median of medians; width of the 95 % interval / median."""
+    """The spread as a table: (largest - smallest) / median of medians; 95 % interval / median."""
     head = ("case", "via", "size_B", "launches", "median_us", "between_launches", "inside_launch")
     lines = [head]
     lines += [(one["case"], one["via"], one["size_bytes"], one["launches"],

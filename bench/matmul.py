@@ -1,13 +1,13 @@
-"""One product and its two gradients, cut over ranks in every way: time, bytes, memory.
+"""Times one product and its two gradients, cut over ranks in every way; bytes and memory too.
 
     mpiexec -n 4 python -m bench.matmul [--tokens 1024 --inner 1024 --outer 1024] [--json FILE]
 
-A row is one cut of y (T, N) = x (T, K) w (K, N): forward, input gradient and weight gradient, the
-median over the repetitions of the slowest rank. Before anything is timed, the results are compared
-with the product of one rank. In the file, rows of other numbers of ranks are kept.
+A row is one cut of y (T, N) = x (T, K) w (K, N). It times forward, input gradient and weight
+gradient: the median over the repetitions of the slowest rank. Before anything is timed, the results
+are compared with the product of one rank. The file keeps its rows of other numbers of ranks.
 
 Columns: sent_MiB: bytes that one rank sends by the stated algorithms. blocks_MiB: its blocks of x,
-w, y and their gradients. beside_MiB: what is needed beside them at the worst moment.
+w, y and their gradients. beside_MiB: what the cut needs beside the blocks at the worst moment.
 in_communication: share of the time inside barriers or waiting for messages. hidden: share of the
 time from posting a message to its arrival in which the rank computed instead of waiting.
 """
@@ -37,7 +37,7 @@ MIB = 2**20
 def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
     """Bytes of the blocks, and bytes beside them at the worst moment, from the shapes-only run.
 
-    tests/mpi/test_cuts.py holds both equal to what is measured.
+    tests/mpi/test_cuts.py proves both equal to the measured bytes.
     """
     recorder = Recorder()
     ops = ops_module.make("shapes", dtype, recorder)
@@ -86,7 +86,7 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
 
 
 def row(case, num_ranks, facts) -> dict:
-    """One line of the table, of what all ranks measured."""
+    """One line of the table, made from all ranks' figures."""
     slowest = [max(times) for times in zip(*(fact["seconds"] for fact in facts), strict=True)]
     shares = [inside / seconds for fact in facts
               for inside, seconds in zip(fact["inside"], fact["seconds"], strict=True)]
@@ -110,14 +110,15 @@ def parse(argv):
     parser.add_argument("--outer", type=flags.count, default=1024, help="columns N of w (1024)")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
     parser.add_argument("--repeats", type=flags.count, default=7, help="repetitions (7)")
-    parser.add_argument("--json", help="write the rows to this file, beside those of other ranks")
+    parser.add_argument("--json",
+                        help="write the rows to this file; it keeps those of other rank counts")
     return parser.parse_args(argv)
 
 
 def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
-    """Rows of the file that were measured with the same product on other numbers of ranks.
+    """Rows of the file for the same product on other numbers of ranks.
 
-    Raises DataError where it holds something else, which would be lost.
+    Raises DataError where the file holds something else, which would be lost.
     """
     if not Path(path).is_file():
         return []
@@ -126,8 +127,8 @@ def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
         same = all(found["machine"].get(name) == value for name, value in sizes._asdict().items())
         return [one for one in found["rows"] if one["ranks"] != num_ranks] if same else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"--json {path}: exists and is no file of bench.matmul --json; name "
-                        "another") from error
+        raise DataError(f"--json {path}: exists and is not a file of bench.matmul --json; "
+                        "name another") from error
 
 
 def main(argv, session) -> int:

@@ -1,7 +1,8 @@
 """The message cases: ping-pong, windows, rings, fans, and a barrier.
 
-Each posts the same messages through `mpipar.comm` or by bare mpi4py calls. Definitions of latency
-and windowed bandwidth are OSU's, but with as many distinct buffers as messages in flight.
+Each case posts the same messages through `mpipar.comm` or by bare mpi4py calls. Latency and
+windowed bandwidth follow OSU's definitions, but with as many distinct buffers as messages in
+flight.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from bench.posted import Posted
 
 TAG, ACK_TAG = 5, 6
 SHORT_BYTES = 16 << 10
-SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock, as OSU's loop
+SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock, like OSU's loop
 LATE_SECONDS = 0.01
-MOST_MESSAGES = 4096  # of a rank at once that are told apart by what is in them
+MOST_MESSAGES = 4096  # of a rank at once whose contents tell them apart
 
 
 class BareNames:
@@ -44,7 +45,7 @@ class Messages(Case):
         raise AssertionError("each case says how many")
 
     def sources(self) -> list[int]:
-        """Who sends each message that this rank receives."""
+        """The sender of each message that this rank receives."""
         return []
 
     def prepare(self) -> None:
@@ -75,7 +76,7 @@ class Messages(Case):
 
 
 class Latency(Messages):
-    """Ping-pong: half a round trip; several in one sample, with buffers of their own if rotated."""
+    """Ping-pong: half a round trip. A sample has several, each with its own buffers if rotated."""
 
     name = "latency"
 
@@ -175,7 +176,7 @@ class FanIn(Posted, Messages):
     name = "fan-in"
 
     def peers(self) -> range:
-        """The first rank's are all others; theirs is the first."""
+        """The first rank has all others as peers; these have the first."""
         return range(1) if self.index else range(1, self.ranks)
 
     def counts(self):
@@ -196,7 +197,7 @@ class FanIn(Posted, Messages):
 
 
 class FanOut(FanIn):
-    """The first rank sends to all others at once, to each something else."""
+    """The first rank sends to all others at once, different data to each."""
 
     name = "fan-out"
 
@@ -208,7 +209,7 @@ class FanOut(FanIn):
 
 
 class Barrier(Case):
-    """No data: how long until everybody has left."""
+    """No data: the time until every rank has left."""
 
     name, sized = "barrier", False
 

@@ -1,19 +1,19 @@
 """NCCL behind the calls of a transport, for comparison with MPI: device memory alone.
 
-NCCL has no tags and no requests: messages are queued on a stream, and those that have to make
-progress together must be posted together. So a message waits here until somebody waits for one;
-then all that are posted go in one group.
+NCCL has no tags and no requests. Messages are queued on a stream, and those that must progress
+together must be posted together. So a message is held here until this rank waits for one; then all
+held messages go in one group.
 """
 
 from __future__ import annotations
 
 from mpipar.comm.transport import Done, HostTransport
 
-KEY_BYTES = 128  # of NCCL's unique id, which is bytes since CuPy 14
+KEY_BYTES = 128  # of NCCL's unique id, which has the type bytes since CuPy 14
 
 
 class Posted:
-    """A message that goes with its group."""
+    """A message that is sent together with its group."""
 
     def __init__(self, wire):
         self.wire = wire

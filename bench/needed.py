@@ -1,4 +1,4 @@
-"""The cases that a cost model needs, run here in several rounds, sizes in random order."""
+"""Runs the cases that a cost model needs, in several rounds, sizes in random order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STALL_SECONDS = 60.0
 
 
 def pairs_by_link(places, world_size: int) -> list[tuple[int, int]]:
-    """For each kind of link that world rank 0 has, one pair."""
+    """One pair for each kind of link that world rank 0 has."""
     found: dict = {}
     for peer in range(1, world_size):
         found.setdefault(link_of(places, (0, peer)), (0, peer))
@@ -34,8 +34,9 @@ def pairs_by_link(places, world_size: int) -> list[tuple[int, int]]:
 
 
 def sections(pairs, world_size: int, sizes) -> list[Section]:
-    """Messages on each pair, collectives on groups of every size that divides the world, and
-    groups of a layout alone and together.
+    """Messages on each pair, collectives on groups, and a layout's groups alone and together.
+
+    Groups have every size that divides the world.
     """
     found = [Section(name, case, (pair,), sizes, "pair")
              for pair in pairs for name, case in PAIR_CASES.items()]
@@ -54,7 +55,7 @@ def sections(pairs, world_size: int, sizes) -> list[Section]:
 
 
 def run_rounds(bench, chosen, rounds: int, seed: int, writer) -> list[dict]:
-    """Rows of all rounds, on world rank 0. Comm: the cases."""
+    """Run all rounds; their rows on world rank 0. Comm: the cases."""
     rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
     for _ in range(rounds):
         for section in chosen:

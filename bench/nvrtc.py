@@ -1,4 +1,4 @@
-"""NVIDIA's runtime compiler through ctypes: kernels to machine code, with no GPU and no driver."""
+"""Compiles kernels with NVIDIA's runtime compiler, through ctypes; needs no GPU and no driver."""
 
 import ctypes
 import importlib.util
@@ -6,8 +6,8 @@ import re
 from collections import namedtuple
 from pathlib import Path
 
-# registers: per thread. spill_bytes: stored and loaded per thread because registers ran out.
-# stack_bytes: per thread, also of arrays whose index is not known to the compiler.
+# registers: per thread. spill_bytes: stored and loaded per thread, because registers ran out.
+# stack_bytes: per thread; arrays whose index the compiler does not know count too.
 # shared_bytes: static shared memory per block.
 Usage = namedtuple("Usage", "registers spill_bytes stack_bytes shared_bytes")
 
@@ -78,7 +78,7 @@ class Nvrtc:
 
 
 def _usage(log, lowered):
-    """What ptxas says of one kernel."""
+    """The Usage of one kernel, from ptxas's log."""
     part = log.split(f"Compiling entry function '{lowered}'")[1].split("Compiling entry")[0]
     registers = int(re.search(r"Used (\d+) registers", part)[1])
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))

@@ -1,10 +1,10 @@
-"""What a call through mpipar.comm, its record included, costs more than a bare mpi4py call.
+"""The cost of a call through mpipar.comm, record included, above a bare mpi4py call.
 
     python -m bench.interconnect latency --buffers reused --launches 5 --json rows.jsonl
     python -m bench.overhead rows.jsonl [--write]    # --write: into bench/results/, for docs/
 
-With reused buffers latency is measured as OSU's benchmarks define it. Exit code 1 if it is more
-than 1.5 us above the bare call for messages up to 8 KiB, or 3 % from 1 MiB on.
+With reused buffers the latency is that of OSU's benchmarks. The limits above the bare call are 1.5
+us for messages up to 8 KiB, and 3 % from 1 MiB on. Exit code 1 says that a limit is exceeded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""How much of an operation passes beside computing: what is left of it when both go on at once.
+"""How much of an operation is hidden behind computing when both run at once.
 
 Three things are measured in turn: the operation alone; computing alone, calibrated to take about as
-long; and both together: post, compute in K + 1 slices with a Test of whatever is pending between
-two, wait. An MPI library without a thread of its own moves a message only inside its calls, so K
-decides. Overlap in percent = 100 - (together - computing) / alone * 100, and never below 0: OSU's
-formula, whose T_cpu - T_test is computing here.
+long; and both together. Together means: post, compute in K + 1 slices, wait. Between two slices a
+Test is made of everything pending. An MPI library without a thread of its own moves a message only
+inside its calls, so K decides.
+
+Overlap in percent = 100 - (together - computing) / alone * 100, and never below 0. This is OSU's
+formula; its T_cpu - T_test is `computing` here.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from bench.starts import BarrierStart
 COMPUTING, BESIDE = "computing", " + computing"
 NO_RATES = {"algbw_GBps": 0.0, "busbw_GBps": 0.0}
 NO_BYTES = dict.fromkeys(("bytes_per_rank_in", "bytes_per_rank_out", "bytes_on_wire_per_rank"), 0)
-SIDE = 32  # of the matrices: three of them fit into any first-level cache
+SIDE = 32  # of a matrix: three such matrices fit into any first-level cache
 TRIALS = 20  # runs of the operation from which the computing's length is taken
 LEAST_SECONDS = 2e-4  # of computing, to calibrate it
-TAKES = 5  # of which the quickest counts: whatever else runs can only add
+TAKES = 5  # the quickest counts: other processes can only add time
 
 
 class Work:
@@ -35,12 +37,12 @@ class Work:
         self.x = ops.asarray(np.full((SIDE, SIDE), 1 / SIDE, ops.dtype))
 
     def compute(self, count: int) -> None:
-        """So many products; the same numbers each time."""
+        """Compute `count` products; the numbers are the same each time."""
         for _ in range(count):
             self.ops.matmul(self.x, self.x)
 
     def calibrate(self, seconds: float) -> None:
-        """Make all slices together take about so long on this rank, one product at least."""
+        """Make all slices together take about `seconds` here, with at least one product in all."""
         count = 1
         while (spent := min(self.seconds(count) for _ in range(TAKES))) < LEAST_SECONDS:
             count *= 2
@@ -48,19 +50,19 @@ class Work:
         self.slices = [total * (k + 1) // parts - total * k // parts for k in range(parts)]
 
     def seconds(self, count: int) -> float:
-        """How long so many products take."""
+        """The time of `count` products."""
         start = perf_counter()
         self.compute(count)
         self.ops.synchronize()
         return perf_counter() - start
 
     def alone(self) -> None:
-        """All slices."""
+        """Run all slices."""
         for count in self.slices:
             self.compute(count)
 
     def beside(self, case) -> None:
-        """All slices between posting and waiting, with a Test between two. Comm: the case."""
+        """Run all slices between posting and waiting, with a Test between two. Comm: the case."""
         pending = case.post()
         for count in self.slices[:-1]:
             self.compute(count)
@@ -71,7 +73,7 @@ class Work:
 
 
 class Computing(Case):
-    """The slices with nothing beside them."""
+    """The case that runs the slices alone."""
 
     name = COMPUTING
 
@@ -96,7 +98,7 @@ def with_computing(team, section, setup: Setup, cases: dict, progress) -> dict:
     found = cases | {COMPUTING: Computing(setup, work)}
     for via in cases:
         case = section.make(setup, via)
-        case.run = partial(work.beside, case)  # so that its check is of this too
+        case.run = partial(work.beside, case)  # so that the check covers this too
         found[via + BESIDE] = case
     return found
 
@@ -115,8 +117,8 @@ def alone_seconds(team, case, progress) -> float:
 def completed(rows: dict, num_tests: int | None) -> list[dict]:
     """The rows {way: row} of one group and size, each with num_tests unless that is None.
 
-    Those beside computing get alone_us, computing_us and overlap_percent. A time that computing is
-    in gives no rates.
+    Those beside computing get alone_us, computing_us and overlap_percent. They have no rates,
+    because their time includes the computing.
     """
     if num_tests is None:
         return list(rows.values())
@@ -136,5 +138,5 @@ def completed(rows: dict, num_tests: int | None) -> list[dict]:
 
 
 def percent(alone: float, computing: float, together: float) -> float:
-    """Share of the operation that passed beside the computing, 0 to 100."""
+    """Share of the operation that the computing hid, 0 to 100."""
     return min(100.0, max(0.0, 100 - (together - computing) / alone * 100))

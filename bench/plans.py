@@ -1,4 +1,4 @@
-"""Which groups run which case at which sizes: the sections of a benchmark, as plain values."""
+"""The sections of a benchmark: which groups run which case at which sizes, as plain values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP_CASES = {case.name: case for case in (
     Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, ReduceScatterAllGather, Broadcast,
     AllToAll, UnevenAllToAll, FanIn, FanOut, Barrier)}
 CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain")
-WITHOUT_LAYOUT = (*PAIR_CASES, "pairs")  # what is not for the groups of a layout
+WITHOUT_LAYOUT = (*PAIR_CASES, "pairs")  # cases that do not run on the groups of a layout
 POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
                 "stage-chain")
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
@@ -32,8 +32,8 @@ class Section(NamedTuple):
     """One case on some groups at once.
 
     title: of the table. make(setup, via) -> Case. groups: of world ranks. mode: "" or how the
-    groups of a layout run, "alone" or "together". num_tests: of a case that is overlapped, how
-    often what is pending is tested while computing.
+    groups of a layout run, "alone" or "together". num_tests: the number of Tests while computing,
+    for a case that is overlapped.
     """
 
     title: str
@@ -46,25 +46,27 @@ class Section(NamedTuple):
 
     @property
     def case(self) -> type:
-        """The class that `make` makes."""
+        """The class of the case that `make` returns."""
         return getattr(self.make, "func", self.make)
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """How it can be done: through mpipar.comm, and by bare calls."""
+        """The ways to run the case: through mpipar.comm, and by bare calls."""
         return self.case.vias
 
 
 class Inner(NamedTuple):
-    """How many consecutive world ranks are the first of two levels: what the user has stated, else
-    those of a host; a group that hosts cut unevenly is one level.
+    """The number of consecutive world ranks that form the first of two levels.
+
+    A number that the user states comes first; else it is that of a host. A group that hosts cut
+    unevenly is one level.
     """
 
     stated: int | None = None
     host: int = 1
 
 
-LONE_RANKS = Inner()  # each on a host of its own
+LONE_RANKS = Inner()  # every rank on a host of its own
 
 
 def size_problems(texts: dict[str, str]) -> list[str]:
@@ -79,7 +81,7 @@ def size_problems(texts: dict[str, str]) -> list[str]:
 
 
 def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
-    """Sizes from begin to end, each `factor` times the one before, to whole bytes."""
+    """Sizes from begin to end, each `factor` times the one before, rounded to whole bytes."""
     if begin < 1 or end < begin or factor <= 1:
         raise UsageError(f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
                          "1 <= --begin-bytes <= --end-bytes and --factor above 1")
@@ -129,8 +131,9 @@ def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
 
 
 def posted_cases(layout: str | None) -> tuple[str, ...]:
-    """What can be overlapped: posted, and waited for later. A layout's chains are whole schedules,
-    which wait in between.
+    """The cases that can be overlapped, because they are posted and waited for later.
+
+    A layout's chains are whole schedules, which wait in between.
     """
     return POSTED_CASES if layout is None else tuple(
         name for name in POSTED_CASES if name in GROUP_CASES)
@@ -148,7 +151,7 @@ def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
 
 
 def overlapped(sections, num_tests: int) -> list[Section]:
-    """What of them is posted and waited for, beside computing."""
+    """Those of the sections that are posted and waited for, to run beside computing."""
     return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
             for one in sections if issubclass(one.case, Posted)]
 
@@ -176,7 +179,7 @@ def world_sections(cases, pair, world_size: int, sizes, inner=LONE_RANKS) -> lis
 
 
 def two_level(groups, inner: Inner, axis="world") -> dict[str, object]:
-    """{title: make} of the all-reduce on two levels: ranks of the first x ranks of the second.
+    """{title: make} of the all-reduce on two levels; the title has the sizes of both levels.
 
     Raises UsageError where a stated number of ranks cuts the groups unevenly.
     """
@@ -208,8 +211,10 @@ def chain_sections(world_size: int, sizes) -> list[Section]:
 
 
 def without_schedules(sections) -> list[Section]:
-    """What NCCL can do: its messages have no tags and go in groups that both sides post alike, so
-    the messages of a whole schedule would wait for each other. Raises UsageError if nothing stays.
+    """The sections that NCCL can run.
+
+    Its messages have no tags and go in groups that both sides post alike. So the messages of a
+    whole schedule would wait for each other. Raises UsageError if no section is left.
     """
     found = [one for one in sections if one.case is not Program]
     if not found:
@@ -219,7 +224,7 @@ def without_schedules(sections) -> list[Section]:
 
 
 def left_out(cases, layout: str | None, wanted, kept) -> list[str]:
-    """Lines on what a layout has no groups for, and on sections that the transport cannot do."""
+    """Lines that name cases that the layout has no groups for, or that the transport cannot run."""
     lines = []
     if layout is not None and "stage-chain" in cases and all(one.axis != "pp" for one in wanted):
         lines.append("stage-chain is left out: a chain of stages needs pp=2 or more, --layout is "

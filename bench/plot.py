@@ -1,11 +1,14 @@
-"""Pictures of a benchmark's rows, each as SVG and PNG (needs the extra `plot`).
+"""Draws pictures of a benchmark's rows, each as SVG and PNG (needs the extra `plot`).
 
     python -m bench.plot FILE.jsonl --out FOLDER [--machine machine.json]
 
-For each operation: time by size, both axes logarithmic, with the pieces of the cost model if it is
-given; bandwidth by size; how the samples of each size are distributed; of the largest size, when
-each rank left each iteration after the first that did. For `pairs`: a matrix.
-Bars enclose the median with 95 % confidence; points are not joined, for nothing was measured there.
+Each operation has four pictures. Time by size has logarithmic axes, and the pieces of the cost
+model if one is given. The others show bandwidth by size, the distribution of the samples of each
+size, and when each rank left. That last one shows the largest size: how long after the first rank
+each rank left each iteration. For `pairs` there is a matrix.
+
+Bars enclose the median with 95 % confidence. Points are not joined, because nothing was measured
+between them.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from mpipar.plan import machine_file
 INCHES = (7.0, 4.5)
 MOST_CURVES = 6  # sizes in one picture of distributions
 MARKS = "osD^v"
-USUAL = {"dtype": "float32", "sync": "barrier"}  # named in a picture's file name where they are not
+USUAL = {"dtype": "float32", "sync": "barrier"}  # names of files have all others
 
 
 def pyplot():
-    """matplotlib without a display. Raises EnvironmentProblem when it is missing."""
+    """matplotlib, set to work without a display. Raises EnvironmentProblem when it is missing."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -89,7 +92,7 @@ def draw_time(axes, rows, machine) -> None:
 
 
 def draw_bandwidth(axes, rows) -> None:
-    """algbw and busbw by size; times that computing is in have none."""
+    """algbw and busbw by size; times that include computing have none."""
     rated = [row for row in rows if row["algbw_GBps"]]
     for number, (via, own) in enumerate(by_via(rated).items()):
         sizes = [row["size_bytes"] for row in own]
@@ -116,12 +119,12 @@ def draw_distribution(axes, rows) -> None:
 
 
 def draw_ranks(axes, rows) -> None:
-    """A cell for each rank and iteration: how long after the first rank it left, largest size."""
+    """A cell for each rank and iteration, largest size: how long after the first rank it left."""
     own = by_via(rows).get("mpipar.comm", rows)[-1]
     left = np.delete(np.array(own["left_ns"]), own["late_at"], axis=0)
     after_us = (left - left.min(axis=1, keepdims=True)).T / 1000
     picture = axes.imshow(after_us, cmap="viridis", aspect="auto", interpolation="nearest",
-                          vmax=np.percentile(after_us, 99))  # one stray must not hide the rest
+                          vmax=np.percentile(after_us, 99))  # one outlier must not hide the rest
     axes.figure.colorbar(picture, label=f"us after the first, {own['size_bytes']} bytes")
     axes.set(yticks=range(len(own["ranks"])), yticklabels=own["ranks"], xlabel="iteration",
              ylabel="world rank")

@@ -1,4 +1,4 @@
-"""Operations that are posted first and waited for later, so that something else can go on."""
+"""Operations that are posted first and waited for later, so that other work can go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Posted(Case):
 
 
 class PostedAllReduce(Posted, AllReduce):
-    """As gradients are summed."""
+    """A posted all-reduce, as training uses it to sum gradients."""
 
     name = "iall-reduce"
 

@@ -14,9 +14,10 @@ CHAIN, BOTH_WAYS = "stage-chain 1f1b", "bidirectional"
 
 
 def predicted(machine: Machine, row: dict) -> Estimate:
-    """The estimate for a row; a chain's messages are simulated. Raises UsageError: not measured.
+    """The estimate for a row; a chain's messages are simulated.
 
-    Its passes take what a rank is busy with for each: half of a message sent and one received.
+    A chain's pass takes as long as its messages keep the rank busy: half of one sent and one
+    received. Raises UsageError where the model was not measured.
     """
     nbytes, ranks, link = row["size_bytes"], len(row["ranks"]), row["link"]
     if row["case"] != CHAIN:
@@ -29,8 +30,10 @@ def predicted(machine: Machine, row: dict) -> Estimate:
 
 
 def holds(machine: Machine, row: dict) -> bool:
-    """Whether the model is of what a row measured: a call through mpipar.comm with the transport,
-    type and buffers that it was fitted to, one group at a time.
+    """Whether the model covers what a row measured.
+
+    It covers calls through mpipar.comm, one group at a time. Transport, type and buffers must be
+    those that it was fitted to.
     """
     fitted = machine.provenance
     return (row["via"] == COMM and row["mode"] != "together" and row["sync"] != "none"
@@ -39,8 +42,9 @@ def holds(machine: Machine, row: dict) -> bool:
 
 
 def beside(machine: Machine, row: dict) -> dict:
-    """predicted_us and measured_over_predicted of a row, or {} where the model does not hold or the
-    row's size is not between those that were measured.
+    """predicted_us and measured_over_predicted of a row.
+
+    The result is {} where the model does not hold, or where the size is outside the measured range.
     """
     if not holds(machine, row):
         return {}

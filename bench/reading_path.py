@@ -1,10 +1,10 @@
-"""The lines that one default training step runs, by file and by the ten stops of docs/map.md.
+"""Counts the lines that one default training step runs, by file and by stop of docs/map.md.
 
     mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
 
-Every rank takes one step of the default layout under a profile hook. Counted are the lines of the
-functions and methods that ran on any rank, with their comments and docstrings: what a reader has
-to read.
+Every rank takes one step of the default layout under a profile hook. The count has the lines of all
+functions and methods that ran on any rank. It includes their comments and docstrings, because a
+reader reads these too.
 """
 
 from __future__ import annotations

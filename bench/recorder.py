@@ -1,13 +1,15 @@
-"""What recording costs: a call through mpipar.comm beside the same bare mpi4py call, in one run.
+"""The cost of recording: a call through mpipar.comm beside the same bare mpi4py call, in one run.
 
     mpiexec -n 4 python -m bench.recorder
 
-Part 1, on world rank 0 alone: every operation is called on a communicator of one process, where the
-message costs next to nothing and nobody else's delay is in the numbers; the group only claims to
-have two members, so that everything is recorded. The cost of a call is the difference to the bare
-call. Bare and recorded calls take turns in short batches; the best batch of each counts, because
-whatever else runs on the machine can only add. Part 2, on all ranks: records and spans in a
-training step of the default model, times these costs, divided by the step's duration.
+Part 1 runs on world rank 0 alone. It calls every operation on a communicator of one process, where
+a message costs next to nothing and no other rank adds delay. The group only claims to have two
+members, so that everything is recorded. The cost of a call is its time above the bare call. Bare
+and recorded calls take turns in short batches. The best batch of each counts, because other
+processes can only add time.
+
+Part 2 runs on all ranks. It multiplies the records and spans in a training step of the default
+model by these costs, and divides by the step's duration.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ CASES = (
 
 
 def check(pairs) -> None:
-    """Both sides move the same data, and each recorded call leaves as many records as is said."""
+    """Check that both sides move the same data, and that each call leaves as many records as
+    stated.
+    """
     for name, count in CASES:
         for kind in ("bare", "recorded"):
             pairs.y[:] = 0
@@ -135,9 +139,7 @@ def measure_calls(repeats: int) -> dict:
 
 
 def measure_step(steps: int) -> tuple[int, int, float]:
-    """(records, spans, nanoseconds) of a step of the default model on these ranks, median of
-    steps.
-    """
+    """(records, spans, nanoseconds) of the default model's step on these ranks; median of steps."""
     world = MPI.COMM_WORLD
     config, _ = resolve(Config(), world.size)
     ops, recorder = ops_module.make("cpu", config.run.dtype), Recorder(None)

@@ -1,8 +1,8 @@
 """The file of a benchmark: JSON lines, one schema version, every sample kept.
 
-Line 1 is the head (machine, library, launch, options), then one line for each row, and a last line
-that says how the run ended. A line is written whole, so a file of a run that was killed is valid up
-to there. Readers refuse versions that they do not know.
+Line 1 is the head: machine, library, launch, options. One line for each row follows, and a last
+line says how the run ended. A line is written whole, so the file of a killed run is valid up to its
+end. Readers refuse versions that they do not know.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Writer:
 
 
 class Run:
-    """One launch as it was read: head, rows, how it ended (`status`), refused cases."""
+    """One launch read from a file: head, rows, refused cases, and how it ended (`status`)."""
 
     def __init__(self, head: dict):
         self.head, self.rows, self.status, self.refused = head, [], CUT_OFF, []
 
 
 def parse(lines, name: str) -> list[Run]:
-    """The launches in the lines of a file. Raises DataError on what is not such a file."""
+    """The launches in the lines of a file. Raises DataError if it is not such a file."""
     runs: list[Run] = []
     lines = list(lines)
     for number, line in enumerate(lines, 1):
@@ -123,7 +123,7 @@ def read(path: str) -> list[Run]:
 
 
 def remark(path: str, runs) -> str:
-    """One line about a file whose launches did not all measure everything, else ""."""
+    """One line about a file if one of its launches did not measure everything, else ""."""
     found = [f"{name} in {count} of {len(runs)} launch(es)" for name in (INTERRUPTED, CUT_OFF)
              if (count := sum(run.status == name for run in runs))]
     refused = [text for run in runs for text in run.refused]
@@ -134,7 +134,7 @@ def remark(path: str, runs) -> str:
 def rows_of(paths, tell: bool = False) -> list[dict]:
     """The rows of all launches in some files, each with the number of its launch.
 
-    tell: say on standard error which files are not complete.
+    tell: name on standard error the files that are not complete.
     """
     found, launch = [], 0
     for path in paths:

@@ -1,4 +1,4 @@
-"""Results of benchmarks as files: rows, the machine, the date; and the tables of them in the pages.
+"""Writes results of benchmarks to files, and the tables of the pages from these files.
 
     python -m bench.results            # write all tables into README.md and docs/ again
     python -m bench.results --check    # exit 1 if a table there is not what its file says
@@ -24,7 +24,7 @@ from mpipar.errors import OutputError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
-# "<!-- result: FILE -->", or "<!-- result: FILE where ranks=4 -->" for some of its rows.
+# "<!-- result: FILE -->", or "<!-- result: FILE where ranks=4 -->" for a selection of its rows.
 MARK = re.compile(r"<!-- result: (\S+)( where (\w+)=(\S+))? -->\n.*?<!-- end of result -->",
                   re.DOTALL)
 MAP = re.compile(r"<!-- map: (folders|files) -->\n.*?<!-- end of map -->", re.DOTALL)
@@ -46,10 +46,10 @@ def machine() -> dict:
 
 
 def check_writable(path: str | None, session=None, flag: str = "--json") -> None:
-    """Before measuring (None: nothing will be written). Raises OutputError where `write` could not
-    write the file that a flag names; leaves no trace.
+    """Before measuring, raise OutputError if `write` could not write the file that a flag names.
 
-    session: of a job, started: world rank 0 looks, and if it fails all ranks end together.
+    path: None if nothing will be written. session: a job's, already started; world rank 0 looks,
+    and if it fails all ranks end together. The check leaves no trace.
     Comm: `Session.agree`; every rank must call it.
     """
     if session is not None:
@@ -69,10 +69,10 @@ def check_writable(path: str | None, session=None, flag: str = "--json") -> None
 
 
 def write(path: str, bench: str, rows: list[dict], *, beside: dict | None = None, **facts) -> None:
-    """Write a result file: rows with the unit in each column's name, and everything else as
-    facts. Raises OutputError.
+    """Write a result file. Raises OutputError.
 
-    beside: more keys of the file, which no table shows.
+    rows: each column's name has its unit. facts: everything else. beside: more keys of the file,
+    which no table shows.
     """
     result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows,
               **(beside or {})}
@@ -84,7 +84,7 @@ def write(path: str, bench: str, rows: list[dict], *, beside: dict | None = None
 
 
 def text(value) -> str:
-    """A cell."""
+    """A value as the text of a table's cell."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
@@ -99,7 +99,7 @@ def markdown_table(rows: list[dict]) -> str:
 
 
 def markdown(result: dict) -> str:
-    """The rows as a table, and a line that says where they were measured."""
+    """The rows as a Markdown table, and a line that says where they were measured."""
     assert result["schema"] == SCHEMA, f"schema {result['schema']}, this reads {SCHEMA}"
     facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     return f"{markdown_table(result['rows'])}\n\n`{result['bench']}`: {facts}"
@@ -111,7 +111,7 @@ def pages() -> list[Path]:
 
 
 def update(page: str) -> str:
-    """A page with every marked table as its result file has it, and the map as the sources are."""
+    """The page with every marked table made from its result file, and the map from the sources."""
     def write_table(match):
         result = json.loads((ROOT / match[1]).read_text())
         if match[2]:

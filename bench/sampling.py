@@ -1,8 +1,8 @@
-"""Takes samples: ranks start as starts.py says, every time is kept, nothing is averaged here.
+"""Takes samples: ranks start as starts.py says; every time is kept, and none is averaged.
 
-The ways of doing one thing (through mpipar.comm, by bare calls) take turns in short batches, so
-that a slow spell of the machine hits all of them. How many more samples each needs is decided in
-one place and told to all ranks of the team, so that nobody leaves a loop alone.
+An operation can be done in several ways: through mpipar.comm, or by bare calls. The ways take turns
+in short batches, so that a slow spell of the machine hits all of them. One rank of the team decides
+how many more samples each needs and tells the others, so that no rank leaves a loop alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from bench.starts import STARTS
 from bench.statistics import half_width
 from mpipar.comm.facts import gather_facts
 
-TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is heard
-LEAST_TURNS = 5  # so that one slow spell of the machine is never the whole of one way
+TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is noticed
+LEAST_TURNS = 5  # so that one slow spell of the machine never covers all samples of a way
 ELSEWHERE = "payload wrong on another rank"
-MOST = 2000  # iterations kept: more would not tell more, and the file keeps each
+MOST = 2000  # iterations kept: the file keeps each, and more would add no information
 
 
 class Plan(NamedTuple):
     """budget: seconds for one way of one size. target: half the median's interval over the median.
 
-    least: iterations at least. warm_up: iterations that are not kept. sync: how they start.
+    least: the least number of iterations. warm_up: iterations that are not kept. sync: how they
+    start.
     """
 
     budget: float = 1.0
@@ -39,15 +40,17 @@ class Plan(NamedTuple):
 
 
 class Progress:
-    """What the watchdog looks at."""
+    """The progress that the watchdog observes."""
 
     def __init__(self):
         self.count, self.doing = 0, "starting"
 
 
 class Outcome(NamedTuple):
-    """Of one way: times of this rank (ns of its own clock), problems of the payload, the numbers of
-    iterations that this rank started too late.
+    """The outcome of one way on this rank.
+
+    It has times (ns of its own clock), problems of the payload, and the numbers of the iterations
+    that this rank started too late.
     """
 
     entered: list
@@ -77,7 +80,7 @@ def batch_size(durations_s, plan: Plan) -> int:
 
 
 def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Times of `count` iterations of this rank, and which began too late. Comm: the start's."""
+    """Run `count` iterations; this rank's times, and which began too late. Comm: the start's."""
     entered, left, late = np.empty(count, np.int64), np.empty(count, np.int64), []
     settle = case.ops.synchronize if case.ops.device != "cpu" else None
     start.begin()
@@ -97,7 +100,7 @@ def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, li
 
 
 def checked(team, case) -> list[str]:
-    """What is wrong with the payload; somebody else's problem is everybody's.
+    """The problems of the payload; a problem on one rank is reported on all.
 
     Comm: the case, and one all-reduce over the team.
     """
@@ -110,7 +113,7 @@ def checked(team, case) -> list[str]:
 
 
 def told(team, orders) -> list[int]:
-    """What the first rank of the team orders. Comm: one all-reduce over the team."""
+    """The orders of the team's first rank, on every rank. Comm: one all-reduce over the team."""
     from mpi4py import MPI
 
     values = np.array(orders, np.int64)
@@ -120,10 +123,11 @@ def told(team, orders) -> list[int]:
 
 def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
             ahead_ns: int = 0) -> dict[str, Outcome]:
-    """{way: Outcome} of this rank. stopping(): whether somebody asked this rank to end.
+    """{way: Outcome} of this rank; all ways go on until each has enough.
 
-    ahead_ns: this rank's clock minus the common one. All ways go on until each has enough. Comm:
-    the cases; on the team the start of each iteration and one all-reduce for each turn.
+    stopping(): whether this rank was asked to end. ahead_ns: this rank's clock minus the common
+    one.
+    Comm: the cases; on the team the start of each iteration and one all-reduce for each turn.
     """
     found, together = {}, STARTS[plan.sync](team, ahead_ns)
     for via, case in cases.items():
@@ -132,7 +136,7 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
     running = [via for via in cases if not found[via].problems]
     counts, spent = [plan.warm_up] * len(running), dict.fromkeys(running, 0.0)
     gc.disable()
-    for turn in range(MOST if running else 0):  # turn 0 is the warm-up and not kept
+    for turn in range(MOST if running else 0):  # turn 0 is the warm-up and is not kept
         orders = []
         for via, count in zip(running, counts, strict=True):
             progress.doing = f"{cases[via].name}, {cases[via].setup.size} bytes, {via}"

@@ -1,13 +1,12 @@
-"""What each pipeline schedule recovers of the time that layer-wise parallelism leaves idle,
-measured and simulated.
+"""The idle time of layer-wise parallelism that each schedule recovers: measured and simulated.
 
     mpiexec -n 4 python -m bench.schedules [--num-microbatches 8] [--cell-ms 25] [--json FILE]
 
 The real engine runs the real programs and sends real messages, but a pass sleeps for its cost
-instead of computing. So four workers on two cores measure the order of the work and not the cores.
+instead of computing. So four workers on two cores measure the order of the work, not the cores.
 
 Every schedule gets the same model. `--cell-ms` is the time of a forward pass through all layers of
-a worker; a schedule that cuts them into chunks has that many shorter passes.
+a worker. A schedule that cuts these layers into chunks has more and shorter passes.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
 
-SHAPE = (4, 8)  # of an activation: small, the messages are not what is measured
+SHAPE = (4, 8)  # of an activation: small, because messages are not measured here
 TOLERANCE = 0.05  # of the simulated makespan
 
 
 class Sleeper:
-    """Stands in for a Stage: F, I and W take `seconds` each, a full backward I and W."""
+    """Stands in for a Stage: F, I and W take `seconds` each, a full backward takes I and W."""
 
     def __init__(self, ops, seconds: float, is_last: bool):
         self.ops, self.seconds, self.is_last = ops, seconds, is_last
@@ -63,7 +62,7 @@ class Sleeper:
 
 
 class NoSync:
-    """Gradients that nobody needs."""
+    """Stands in for gradient sums, which this benchmark does not need."""
 
     def start(self, stage):
         pass
@@ -110,9 +109,7 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
 
 
 def main(argv, session) -> int:
-    """Run all schedules that take these counts; exit 1 if one is more than 5 % off its
-    simulation.
-    """
+    """Run all schedules that take these counts; exit 1 if one is over 5 % off its simulation."""
     parser = flags.Parser(prog="python -m bench.schedules", description=__doc__)
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)")

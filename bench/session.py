@@ -1,4 +1,4 @@
-"""What all parts of one benchmark launch share: ranks and their places, memory, clock, file."""
+"""The parts that one benchmark launch shares: ranks and their places, memory, clock, file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def copy_rate() -> float:
 
 
 def largest(world, number: int) -> int:
-    """Of the ranks' numbers. Comm: one all-reduce over the world."""
+    """The largest of the ranks' numbers. Comm: one all-reduce over the world."""
     from mpi4py import MPI
 
     found = np.array([number], np.int64)
@@ -68,15 +68,16 @@ def revision(root: Path = results.ROOT) -> str:
 
 
 def make_ops(transport: str, dtype: str, host_rank: int):
-    """Arrays where the transport takes them. Raises EnvironmentProblem without a usable GPU.
+    """Array functions for the memory that the transport takes.
 
-    On a GPU the plain functions: messages need no kernels, which older GPUs cannot run.
+    On a GPU these are the plain functions: messages need no kernels, which older GPUs cannot run.
+    Raises EnvironmentProblem without a usable GPU.
     """
     try:
         if transport == "mpi-host":
             return ops_module.make("cpu", dtype)
         return ops_module.make("cuda", dtype, kernels="plain", host_rank=host_rank)
-    except EnvironmentProblem as error:  # it speaks of mpipar's flag
+    except EnvironmentProblem as error:  # its text names a flag of mpipar
         text = str(error).replace("--device cuda", f"--transport {transport}")
         raise EnvironmentProblem(text.replace("--device cpu", "--transport mpi-host")) from error
 
@@ -84,7 +85,7 @@ def make_ops(transport: str, dtype: str, host_rank: int):
 class Bench:
     """One launch. world: every rank; only world rank 0 has rows, prints and writes.
 
-    Comm: every rank must make it: if the GPU of one is not usable, all leave together.
+    Comm: every rank must make it; if the GPU of one is not usable, all leave together.
     """
 
     def __init__(self, session, dtype: str, buffers: str, footprint: int, plan: Plan,
@@ -102,7 +103,9 @@ class Bench:
         self.stopped, self.refused = False, []
 
     def _look_at_clocks(self) -> None:
-        """How far this rank's clock is ahead of world rank 0's. Comm: messages, one broadcast."""
+        """Measure how far this rank's clock is ahead of world rank 0's. Comm: messages, one
+        broadcast.
+        """
         self.clock_before = measure_clocks(self.world, self.owners)
         text = json.dumps({str(owner): sample.offset_ns
                            for owner, sample in self.clock_before.items()})
@@ -138,9 +141,9 @@ class Bench:
         }
 
     def watchdog(self, seconds: float) -> Watchdog:
-        """Ends the job with a message when nothing has moved for so long (0: never).
+        """Ends the job with a message after so many seconds without progress (0: never).
 
-        Comm: one broadcast over the world, of a name that no job before this one has left files in.
+        Comm: one broadcast over the world, of a folder name that no earlier job has used.
         """
         name = broadcast_text(self.world, f"mpipar-bench-{os.getuid()}-{secrets.token_hex(8)}")
         folder = Path(tempfile.gettempdir()) / name
@@ -168,7 +171,7 @@ class Bench:
         return rows
 
     def ways(self, section) -> tuple[str, ...]:
-        """The bare calls need memory that this MPI can read."""
+        """The ways of this section; bare calls need memory that this MPI can read."""
         return section.ways[:1] if self.transport in ("staged", "nccl") else section.ways
 
     def _one(self, section, group, size: int) -> list[dict]:

@@ -1,11 +1,10 @@
-"""How the ranks of a team begin an iteration: behind a `barrier`, at a `deadline`, or at once
-(`none`).
+"""How the ranks of a team begin an iteration: after a `barrier`, at a `deadline`, or at once.
 
-Ranks leave a barrier one after the other, and what lies between is added to a short operation or
-hidden in it. A deadline is an instant on the common clock, far enough ahead that every rank has
-heard of it; a rank that has not is late, and the iteration does not count. Between hosts that clock
-is an estimate, and starts are apart by up to its error, which no time on it shows. Without either,
-calls follow each other as fast as they can: that gives throughput, not the time of one call.
+Ranks leave a barrier one after the other. Their distance is added to a short operation or hidden in
+it. A deadline is an instant on the common clock, far enough ahead for every rank to hear of it. A
+rank that has not heard of it is late, and the iteration does not count. Between hosts that clock is
+an estimate: starts differ by up to its error, and no time on that clock shows it. With `none` calls
+follow each other as fast as they can. That gives throughput, not the time of one call.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-TRIALS = 10  # messages from which the lead of a deadline is taken
+TRIALS = 10  # messages that determine the lead of a deadline
 LEAD = 2  # times the slowest of them
 LEAST_LEAD_NS, MOST_LEAD_NS = 10_000, 2_000_000
 LATE_NS = 5_000  # after the deadline: this rank had not heard of it in time, or had no core
@@ -47,8 +46,9 @@ class NoStart(BarrierStart):
 
 
 class DeadlineStart(BarrierStart):
-    """An instant that the team's first rank names; ahead_ns: this rank's clock minus the common
-    one.
+    """A start at an instant that the team's first rank names.
+
+    ahead_ns: this rank's clock minus the common one.
     """
 
     def __init__(self, team, ahead_ns: int = 0):
@@ -57,17 +57,17 @@ class DeadlineStart(BarrierStart):
         self.message = np.zeros(1, np.int64)
 
     def now(self) -> int:
-        """On the common clock."""
+        """The time on the common clock."""
         return perf_counter_ns() - self.ahead_ns
 
     def tell(self) -> None:
-        """Everybody gets the first rank's time plus lead. Comm: a barrier and a broadcast."""
+        """Give all ranks the first rank's time plus lead. Comm: a barrier and a broadcast."""
         self.team.Barrier()
         self.message[0] = self.now() + self.lead_ns
         self.team.Bcast(self.message, root=0)
 
     def begin(self) -> None:
-        """Find out how long the news takes. Comm: `tell` TRIALS times, one all-reduce."""
+        """Measure how long this message takes. Comm: `tell` TRIALS times, one all-reduce."""
         from mpi4py import MPI
 
         self.lead_ns, slowest = 0, np.zeros(1, np.int64)

@@ -1,8 +1,8 @@
 """What the samples of a benchmark say: pure functions of arrays, no MPI, no clocks.
 
 A sample is one iteration: when each rank entered and left it, on one clock. Nothing is averaged
-over ranks: the time of an iteration is last exit minus first entry; where iterations follow each
-other without a common start, last exit minus the last exit before. Spread is given by order
+over ranks: the time of an iteration is last exit minus first entry. Where iterations follow each
+other without a common start, it is last exit minus the last exit before. Spread is given by order
 statistics, which assume no distribution.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 FIRST_ALONE = ("latency", "bandwidth", "bidirectional")  # only the first rank's clock counts, as
 # in OSU's point-to-point tests
-EXACT_SPLITS = 20_000  # of two sets of launches: up to here every one of them is looked at
+EXACT_SPLITS = 20_000  # of two sets of launches: up to here every split is counted
 
 # Bus bandwidth over algorithm bandwidth for P ranks: what the busiest link carries per byte of the
 # result. Source: PERFORMANCE.md of nccl-tests.
@@ -43,15 +43,16 @@ def iteration_ns(entered, left):
 
 
 def back_to_back_ns(entered, left):
-    """(n, ranks), (n, ranks) -> (n,): last exit minus the one before; the first iteration of a
-    batch counts from its first entry.
+    """(n, ranks), (n, ranks) -> (n,): last exit minus the last exit before.
+
+    The first iteration of a batch counts from its first entry.
     """
     ends = left.max(axis=1)
     return ends - np.maximum(entered.min(axis=1), np.concatenate([entered[:1].min(1), ends[:-1]]))
 
 
 def times_us(row: dict) -> np.ndarray:
-    """Times of a row's iterations that count: of one operation each, from the samples."""
+    """Times in us of a row's iterations that count, each for one operation, from the samples."""
     entered, left = np.array(row["entered_ns"]), np.array(row["left_ns"])
     if row["case"].removeprefix("pairs ") in FIRST_ALONE:
         entered, left = entered[:, :1], left[:, :1]
@@ -60,7 +61,7 @@ def times_us(row: dict) -> np.ndarray:
 
 
 def skew_us(row: dict) -> float:
-    """Median distance of the ranks' starts; 0 where only one clock counts, and without a start."""
+    """Median distance of the ranks' starts; 0 where one clock counts, or without a common start."""
     if row["case"].removeprefix("pairs ") in FIRST_ALONE or row["sync"] == "none":
         return 0.0
     entered = np.delete(np.array(row["entered_ns"]), row["late_at"], axis=0)
@@ -73,7 +74,7 @@ def skew_ns(entered):
 
 
 def last_share(times) -> tuple[int, float]:
-    """(n, ranks) -> the column that holds the row's largest value most often, and how often."""
+    """(n, ranks) -> the column that most often holds the row's largest value, and how often."""
     last = np.bincount(times.argmax(axis=1), minlength=times.shape[1])
     return int(last.argmax()), float(last.max() / last.sum())
 
@@ -120,7 +121,7 @@ def bandwidths(case: str, ranks: int, nbytes: float, median_us: float) -> dict:
 def rank_sum(a, b) -> float:
     """Two-sided p-value of the Wilcoxon-Mann-Whitney rank-sum test; ties get mean ranks.
 
-    Exact while there are few ways to split the values, else by the normal approximation.
+    It is exact while there are few ways to split the values, else a normal approximation.
     """
     values = np.concatenate([a, b]).astype(float)
     order = np.argsort(values, kind="stable")
@@ -139,7 +140,7 @@ def rank_sum(a, b) -> float:
 
 
 def discoveries(p_values, rate: float = 0.05) -> list[bool]:
-    """Which of many tests stand when at most `rate` of those found may be false.
+    """Which of many tests hold if at most `rate` of those found may be false.
 
     Source: Benjamini and Hochberg 1995, the step-up rule.
     """

@@ -4,24 +4,24 @@
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
 
-Each side is a row: mpipar with NumPy and, where it is installed, Numba, on several ranks with data
-and with tensor parallelism; where PyTorch is installed, it eager with attention computed explicitly
-(product, mask, softmax, product), as mpipar does; on a GPU also that model compiled. All start from
-the same weights, and must give PyTorch's losses over three updates before anything is timed. Their
-repetitions alternate, so that a slow spell of the machine hits all.
+Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba; on several ranks both
+data and tensor parallelism. If PyTorch is installed, its side runs eagerly. It computes attention
+explicitly (product, mask, softmax, product), as mpipar does. On a GPU another row has that model
+compiled. All sides start from the same weights, and must give PyTorch's losses over three updates
+before anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all.
 
-With 16 bits both sides keep float32 weights, which they update, and compute with a rounded copy;
-no autocast. Losses must then agree to one rounding of the type. float16 has mpipar's first loss
+With 16 bits both sides update float32 weights and compute with a rounded copy; PyTorch does not use
+autocast. Losses must then agree to one rounding of the type. float16 keeps mpipar's first loss
 scale all the time.
 
-Columns: medians over the repetitions; of several ranks the slowest counts, from a barrier to its
-last update. over_torch: step_ms over that of PyTorch eager; best_over_torch: of the best
+Columns are medians over the repetitions. Of several ranks the slowest counts, from a barrier to its
+last update. over_torch: step_ms over that of PyTorch eager. best_over_torch: the same of the best
 repetitions. blas: the library that multiplies, and the processor that it chose its loops for.
 in_communication: share of the step inside barriers or waiting for messages.
 tflops: operations of the products, 6 B T P + 12 L B T^2 D (P: elements of the matrices of blocks
-and head), per second. mfu: tflops over the peak of the devices of the ranks that computed, one
-each: --peak-tflops, else what the maker's data sheet says for --dtype (bench/gpu.py; dense, and
-without TF32), else, as on a CPU, no column.
+and head), per second. mfu: tflops over the peak of the devices of all ranks that computed. The peak
+of a device is --peak-tflops, else that of the maker's data sheet for --dtype (bench/gpu.py; dense,
+and without TF32). If neither is known, as on a CPU, the column is missing.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def parse(argv):
         parser.add_argument(f"--{name}", type=flags.count, default=default,
                             help=f"{text} ({default})")
     parser.add_argument("--threads", type=flags.count,
-                        help="of PyTorch, and of all ranks together (number of ranks)")
+                        help="threads of PyTorch, and of all ranks together (number of ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32",
-                        help="of weights and activations (float32); on a CPU 16 bits show numerics"
-                        " and no speed: NumPy widens and rounds around every function")
+                        help="of weights and activations (float32); on a CPU 16 bits show numerics,"
+                        " not speed: NumPy widens and rounds around every function")
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
@@ -79,7 +79,7 @@ def parse(argv):
 
 
 def our_sides(args, batch, world, host_rank=0) -> dict:
-    """Name -> OurSide, for every layout and set of kernels. Comm: those of their groups."""
+    """Name -> OurSide, for every layout and set of kernels. Comm: makes their groups."""
     layouts = [{}] if world.size == 1 else [
         {axis: world.size} for axis, count in (("dp", args.batch_size), ("tp", args.heads))
         if count % world.size == 0]
@@ -97,7 +97,7 @@ def our_sides(args, batch, world, host_rank=0) -> dict:
 
 
 def quiet_barrier(world):
-    """Return when all ranks are here; asleep meanwhile, because PyTorch needs all cores.
+    """Return when all ranks are here; they sleep meanwhile, because PyTorch needs all cores.
 
     Comm: two barriers over the world; the second, short one makes all leave together.
     """
@@ -120,9 +120,9 @@ def losses(sides, names, world) -> dict[str, list[float]]:
 
 
 def disagreement(found, wanted, dtype) -> str | None:
-    """What differs between the losses of a few full updates, or None.
+    """The difference between the losses of a few full updates, or None.
 
-    The second loss is right only if every gradient and the update were.
+    The second loss is right only if every gradient and the update were right.
     """
     for name, ours in found.items():
         for step, (a, b) in enumerate(zip(ours, wanted, strict=True), 1):
@@ -132,7 +132,7 @@ def disagreement(found, wanted, dtype) -> str | None:
 
 
 def measure_steps(sides, names, repeats, world) -> np.ndarray:
-    """This rank's (names, repetitions, three): seconds of both parts, of them in communication.
+    """(names, repetitions, three) of this rank: seconds of both parts, and those in communication.
 
     The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step
     of each side, and the sides' own.
@@ -159,7 +159,7 @@ def measure_steps(sides, names, repeats, world) -> np.ndarray:
 
 
 def device_facts(args) -> dict:
-    """What the figures of this rank's device depend on, its peak among them if that is known."""
+    """Facts that the figures of this rank's device depend on, with its peak if that is known."""
     found = {}
     if args.device == "cuda":
         card = gpu.Gpu(args.repeats)
@@ -177,7 +177,7 @@ def libraries(args, names) -> dict[str, str]:
 
 
 def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
-    """The result as rows, of all ranks' seconds (ranks, names, repetitions, three)."""
+    """The result as rows; seconds: all ranks' (ranks, names, repetitions, three)."""
     products = libraries(args, names)
     parts = seconds.max(axis=0)
     steps = seconds[..., :2].sum(axis=-1).max(axis=0)
@@ -207,7 +207,7 @@ def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
 
 
 def their_sides(args, batch, world) -> tuple[list[str], dict]:
-    """(names of PyTorch's sides, those that this rank runs: all on world rank 0), if installed."""
+    """(names of PyTorch's sides, sides that this rank runs: all on world rank 0), if installed."""
     if importlib.util.find_spec("torch") is None:
         return [], {}
     import torch
@@ -219,7 +219,7 @@ def their_sides(args, batch, world) -> tuple[list[str], dict]:
 
 
 def compare_sides(args, world, host_rank) -> int:
-    """Check, measure, print; returns the exit code. Comm: as `measure`, and a few sums."""
+    """Check, measure, print; return the exit code. Comm: that of `measure_steps`, and some sums."""
     batch = random_batch(args)
     sides = our_sides(args, batch, world, host_rank)
     ours = list(sides)

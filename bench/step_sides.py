@@ -1,4 +1,4 @@
-"""What bench.step lets run against each other: a training step of ours on this rank, and PyTorch's.
+"""The sides that bench.step compares: a training step of ours on this rank, and PyTorch's.
 
 A side has `forward_backward(step)`, which returns the loss and finishes all gradients,
 `update(step)` and `synchronize()`; steps count from 1.
@@ -60,7 +60,7 @@ class OurSide:
             batch.tokens[own], batch.targets[own], batch.positions)))
 
     def forward_backward(self, step):
-        """Return the mean loss of all rows; keeps the gradient norm for `update`."""
+        """Return the mean loss of all rows; keep the gradient norm for `update`."""
         loss, self.norm, _ = self.worker.gradients(step, lambda mb: self.batch)
         return loss
 
@@ -88,7 +88,8 @@ def torch_side(torch, args, batch, device="cpu", compiled=False) -> TorchDecoder
 def step_flops(args) -> int:
     """Floating-point operations of all products of one step (2 M K N each), counted on shapes.
 
-    For P elements in the matrices of blocks and head that is 6 B T P + 12 L B T^2 D: per element
-    and token 2 forward and 4 backward, and attention's two products with the hidden half counted.
+    With P elements in the matrices of blocks and head, that is 6 B T P + 12 L B T^2 D. The first
+    term has 2 operations forward and 4 backward per element and token. The second has attention's
+    two products; the hidden half counts.
     """
     return sum(predict(configure(args, {}, 1), 0).flops.values())

@@ -1,16 +1,16 @@
-"""Tables of a benchmark's rows, with the columns and conventions of nccl-tests.
+"""Prints tables of a benchmark's rows, with the columns and conventions of nccl-tests.
 
     python -m bench.table FILE.jsonl [--format text|csv|markdown] [--machine machine.json]
 
-algbw is size over median time, busbw what the busiest link carries of it, both in GB/s = 1e9 B/s.
-"low" and "high" enclose the median with 95 % confidence. A "~" behind the time: ranks started
-further apart than a tenth of it, so it says more about the start than about the operation. n
-iterations count; "late" ones, which some rank began after the agreed instant, do not.
-bound_percent is busbw in percent of the bound in the title: what --bound-GBps stated, or, inside a
-host and for information, the rate of a memory copy; bidirectional has twice the bound.
-overlap_percent is how much of alone_us passed beside computing_us; time_us is then both together.
-With --machine rows that its cost model covers have two columns more. Cells without a value are
-empty.
+algbw is size over median time; busbw is the part of it that the busiest link carries. Both are in
+GB/s = 1e9 B/s. "low" and "high" enclose the median with 95 % confidence. A "~" behind the time
+means that the ranks' starts differ by more than a tenth of it. Such a time says more about the
+start than about the operation. n iterations count; "late" ones, which some rank began after the
+agreed instant, do not. bound_percent is busbw in percent of the bound in the title. That bound is
+the rate that --bound-GBps states or, inside a host and for orientation, that of a memory copy;
+bidirectional has twice the bound. overlap_percent is the share of alone_us that computing_us hides;
+time_us then covers both. With --machine rows that its cost model covers have two more columns.
+Cells without a value are empty.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def title(row: dict) -> str:
 
 
 def by_table(rows) -> list[list[dict]]:
-    """Rows that belong into one table each, in order of appearance."""
+    """The rows of each table, in order of appearance."""
     found: dict = {}
     for row in rows:
         key = (row.get("launch"), row["case"], row["axis"], row["mode"], row["buffers"],
@@ -108,7 +108,7 @@ def narrow(row: dict) -> dict:
 
 
 def as_csv(rows) -> str:
-    """One line for each row, every column but the samples."""
+    """One line for each row, with every column but the samples."""
     plain = [narrow(row) for row in rows]
     columns = list(dict.fromkeys(name for row in plain for name in row))
     out = io.StringIO()
@@ -139,7 +139,7 @@ FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown}
 
 
 def main(argv, session) -> int:
-    """Print a file's rows; what is printed can be made again from the file at any time."""
+    """Print a file's rows; the file can be printed again at any time."""
     parser = flags.Parser(prog="python -m bench.table", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")

@@ -1,31 +1,33 @@
-"""How the size of a tile decides the time of a kernel, on the CPU or on a GPU.
+"""Shows how the size of a tile decides the time of a kernel, on the CPU or on a GPU.
 
     python -m bench.tiles [--json FILE]
     python -m bench.tiles --device cuda [--json FOLDER]    # three tables, gpu_*.json
 
-CPU: each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
-(numpy_attention.py) over a tile of queries. Small tiles starve on the interpreter, large ones fall
-out of the cache, and a large tile of queries works on the hidden triangle too. Before anything is
-timed, every tile's result is compared with the plain functions of array_ops.py.
+On the CPU each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
+(numpy_attention.py) over a tile of queries. Small tiles drown in interpreter overhead, and large
+ones fall out of the cache. A large tile of queries also computes scores that the causal mask then
+discards. Before anything is timed, every tile's result is compared with the plain functions of
+array_ops.py.
 
-Columns: tile: elements, or queries; "all" is no tiling, "numba" the compiled loop, where Numba is
-installed. tile_KiB: one array of that tile. over_best: time over that of the best tile.
-bytes_MiB: every argument once and every result once, what any tiling has to move.
-percent_of_copy: that per second, of the rate at which NumPy copies an array (its bytes counted
-twice) larger than the caches. percent_of_gemm: operations on visible pairs per second, of the rate
-of a product of 2048 x 2048 matrices; both peaks are measured in the same run. A copy writes half
-of its bytes: a chain that reads more can pass 100.
+Columns: tile: elements, or queries; "all" is no tiling, "numba" is the compiled loop, if Numba is
+installed. tile_KiB: one array of that tile. over_best: time over that of the best tile. bytes_MiB:
+every argument once and every result once; any tiling has to move these. percent_of_copy: bytes_MiB
+per second, in percent of the rate at which NumPy copies an array larger than the caches. A copy
+counts its bytes twice, and half of them are writes. So a chain that reads more can pass 100.
+percent_of_gemm: operations on visible pairs per second, in percent of a product of 2048 x 2048
+matrices. Both peaks are measured in the same run.
 
-GPU: every product of the ladder (mpipar/ops/cuda) beside cuBLAS, the two highest rungs with tiles
-from starved to full, and every kernel between the products beside a copy on the device. Each
-result, cuBLAS's too, is first compared with float64. Times are medians by CUDA events, the
-operands out of the device's cache.
+On a GPU every product of the ladder (mpipar/ops/cuda) runs beside cuBLAS. The two highest rungs run
+with tiles from starved to full. Every kernel between the products runs beside a copy on the device.
+Each result, cuBLAS's too, is first compared with float64. Times are medians by CUDA events; the
+operands start outside the device's cache.
 
 Columns: tflop_per_s: 2 M N K / time. percent_of_cublas: cuBLAS's time for the same types over this
-one's. percent_of_roof: of the device's published dense peak for the instruction that is used, or of
+time. percent_of_roof: percent of the device's published dense peak for the instruction used, or of
 its memory's, where bench/gpu.py knows it. host_us: the time that Python needs to queue the call.
-flop_per_byte: of a block's step, global memory only. MB, gb_per_s: every large array once that the
-kernel has to read or write. percent_of_copy: time of a copy of as many bytes over this one's.
+flop_per_byte: FLOPs of a block's step per byte of global memory. MB, gb_per_s: every large array
+that the kernel has to read or write, once. percent_of_copy: time of a copy of as many bytes over
+this time.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ REPEATS = {"cpu": 5, "cuda": 20}
 
 @dataclass(frozen=True)
 class Chain:
-    """One function with its arguments; it returns arrays, or changes its arguments."""
+    """One function with its arguments; it returns arrays or changes its arguments."""
 
     call: Callable
     arrays: tuple
@@ -128,7 +130,7 @@ def attention(args, real) -> dict[str, Chain]:
 
 
 def outcome(chain, ops):
-    """What one call on copies of the arguments returns, or the first argument if it changes it."""
+    """The result of one call on copies of the arguments: its return value or its first argument."""
     arrays = [array.copy() for array in chain.arrays]
     result = chain.call(ops, *arrays)
     return arrays[0] if result is None else result
@@ -148,7 +150,7 @@ def best_seconds(function, repeats) -> float:
 def peaks(repeats) -> dict[str, float]:
     """GFLOP/s of a product and GB/s of a copy, on this thread now."""
     x = np.ones((PEAK_SIZE, PEAK_SIZE), np.float32)
-    source, copy = np.ones((2, COPY_BYTES // 8), np.float32)  # zeros need not lie in memory
+    source, copy = np.ones((2, COPY_BYTES // 8), np.float32)  # pages of zeros may share memory
     out = np.empty_like(x)
     product = best_seconds(partial(np.matmul, x, x, out=out), repeats)
     moved = best_seconds(partial(np.copyto, copy, source), repeats)
@@ -156,7 +158,7 @@ def peaks(repeats) -> dict[str, float]:
 
 
 def sweep(name, chain, args, peak) -> list[dict]:
-    """Rows of one chain, a row per tile; raises ValueError where one changes the result."""
+    """Rows of one chain, a row per tile; raises ValueError if a tile changes the result."""
     module, constant = chain.constant
     whole = args.seq_len if chain.flops else args.rows * args.width
     row_elements = args.seq_len * args.heads if chain.flops else 1
@@ -191,8 +193,9 @@ def sweep(name, chain, args, peak) -> list[dict]:
 
 
 def run(args) -> None:
-    """Sweep the tiles of the CPU, print, write. Raises OutputError, and ValueError at a result that
-    is wrong.
+    """Sweep the tiles of the CPU, print, write.
+
+    Raises OutputError, and ValueError if a result is wrong.
     """
     results.check_writable(args.json)
     with threadpool_limits(1):

@@ -1,5 +1,4 @@
-"""Causal attention on one GPU: in tiles, and with whole scores between cuBLAS's products; part of
-bench.tiles.
+"""Part of bench.tiles: causal attention on one GPU, in tiles, and with whole scores and cuBLAS.
 
 Each result is compared with the plain formulas in float64 before it is timed.
 """
@@ -45,8 +44,8 @@ def ways() -> dict[str, FusedOps]:
 def rows(gpu: Gpu, args) -> list[dict]:
     """Each way forward and backward in float32 and bfloat16, a row each.
 
-    FLOPs: those of the visible half of two products forward, four backward; what tiles compute
-    again is not counted. kept_MB: what the forward pass leaves for the backward pass, beside qkv.
+    FLOPs count the visible half of two products forward and four backward, but not what tiles
+    compute again. kept_MB: arrays that the forward pass leaves for the backward pass, beside qkv.
     """
     batch, width = max(1, args.rows // args.seq_len), HEAD_WIDTH
     shape = (batch, args.seq_len, args.heads, width)

@@ -1,6 +1,4 @@
-"""One GPU: every rung beside cuBLAS, a sweep of tiles, attention, and what is between the products;
-part of bench.tiles.
-"""
+"""Part of bench.tiles, on one GPU: every rung beside cuBLAS, a sweep of tiles, other kernels."""
 
 from __future__ import annotations
 
@@ -38,9 +36,9 @@ class Products:
                         ladder.gemm(rung, layout, dtype, out_dtype, tiles))
 
     def timed(self, name, gemm, a, b, expected, precision=None) -> tuple[float, float]:
-        """Seconds on device and host of gemm(a, b), which must be what is expected.
+        """Seconds on device and host of gemm(a, b), whose result must equal `expected`.
 
-        precision: where it is not that of the operands' type.
+        precision: given where it differs from the operands' type.
         """
         out = self.xp.full(expected.shape, np.nan, np.float32).astype(expected.dtype)
         gemm(a, b, out)
@@ -106,8 +104,7 @@ def sweep_rows(gpu: Gpu, size=SWEEP_SIZE) -> list[dict]:
 def run(args) -> None:
     """Measure and print the tables, write them to the folder args.json.
 
-    Raises ValueError at a result that is wrong, EnvironmentProblem where there is no usable GPU,
-    OutputError.
+    Raises ValueError if a result is wrong, EnvironmentProblem without a usable GPU, OutputError.
     """
     gpu = Gpu(args.repeats)
     if args.json:

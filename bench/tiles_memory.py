@@ -1,6 +1,6 @@
-"""The kernels between the products, beside a copy on the same device; part of bench.tiles.
+"""Part of bench.tiles: the kernels between the products, beside a copy on the same device.
 
-Each one's results are compared with the plain formulas in float64 before it is timed.
+The results of each are compared with the plain formulas in float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ADAMW = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3)  # lr, beta1, beta2, eps, weight decay, 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and the same in plain formulas: functions of arrays that return arrays.
+    """A kernel and its plain formulas: functions of arrays that return arrays.
 
-    bytes: every large array that has to be read or written, once; of causal scores, the visible
+    bytes: every large array that has to be read or written, once. Of causal scores only the visible
     half is read.
     """
 
@@ -35,7 +35,7 @@ class Kernel:
 
 
 def returned(function, *numbers):
-    """The function with numbers after its arrays."""
+    """Fix the numbers that follow the arrays; the new function returns its results as a tuple."""
     def call(*arrays):
         result = function(*arrays, *numbers)
         return result if isinstance(result, tuple) else (result,)
@@ -43,7 +43,7 @@ def returned(function, *numbers):
 
 
 def changed(function, *which, numbers=()):
-    """The function with numbers after its arrays, of which it changes some."""
+    """Fix the numbers that follow the arrays; the new function returns the arrays it changes."""
     def call(*arrays):
         function(*arrays, *numbers)
         return tuple(arrays[i] for i in which)
@@ -140,7 +140,7 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
 
 
 def updates(gpu: Gpu, fused, plain, count, dtype) -> dict[str, Kernel]:
-    """AdamW over flat buffers; the copy is what 16-bit parameters need."""
+    """AdamW over flat buffers; 16-bit parameters also need the copy."""
     state = (*(gpu.random(count) for _ in range(3)), abs(gpu.random(count)))
     arrays = state if dtype == "float32" else (*state, gpu.random(count, dtype=dtype))
     written = (0, 2, 3) if dtype == "float32" else (0, 2, 3, 4)

@@ -1,7 +1,7 @@
-"""Layers that are too large for one device: which layouts train under the same --memory-limit.
+"""Layers too large for one device: which layouts train under the same --memory-limit.
 
 Each of the two blocks is too large for one device alone. A pipeline gives each stage a whole block,
-so it is a legal layout that does not help; only cutting the layers themselves does.
+so it is legal but does not help. Only cutting the layers themselves helps.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def configure(axes: dict):
 
 
 def attempt(config, world) -> str:
-    """Train two steps; "trains", or what did not fit. Comm: everything of those steps.
+    """Train two steps; return "trains", or what did not fit.
 
-    Where a rank of these layouts lacks memory, all do, for the optimizer, before the first message:
-    none is left waiting.
+    If one rank of these layouts lacks memory, all do. They notice it at the optimizer, before the
+    first message, so that no rank is left waiting.
+    Comm: everything of those steps.
     """
     ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
     tokens, _ = load_tokens((), config.model.vocab_size)

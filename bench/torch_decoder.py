@@ -1,4 +1,4 @@
-"""The same decoder in PyTorch: what the tests and the benchmarks compare with.
+"""The same decoder in PyTorch: the tests and the benchmarks compare with it.
 
 Attention is explicit (product, mask, softmax, product), as mpipar computes it.
 """
@@ -13,10 +13,10 @@ from mpipar.train.optim import learning_rate
 class TorchDecoder:
     """Loss, gradients by autograd, clipping and AdamW, on leaf tensors named like our parameters.
 
-    weights: our parameters by name, whole, in their logical shapes; copied. config: resolved; its
-    TrainConfig is PyTorch's too. compiled: by torch.compile. dtype: what the model computes in, a
-    copy of the weights rounded to it, where that is not their own. loss_scale: the loss times this
-    goes backward, and the gradients are divided by it.
+    weights: our parameters by name, whole, in their logical shapes; they are copied. config:
+    resolved; its TrainConfig holds for PyTorch too. compiled: by torch.compile. dtype: the type
+    that the model computes in; if it is not the weights' own, a rounded copy of them is used.
+    loss_scale: the loss is multiplied by it, and the gradients are divided by it.
     """
 
     def __init__(self, torch, config, batch, weights, *, device="cpu", compiled=False,
@@ -71,7 +71,7 @@ class TorchDecoder:
                 for name, w in self.leaves.items()}
 
     def _weight(self, name):
-        """The leaf in the model's type: itself where it has that."""
+        """The leaf in the model's type: the leaf itself if it has that type."""
         return self.leaves[name].to(self.dtype)
 
     def _linear(self, x, name):
@@ -108,7 +108,7 @@ class TorchDecoder:
         return self.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
 
     def forward_backward(self, step):
-        """Return the loss; leaves the gradients in the leaves."""
+        """Return the loss; leave the gradients in the leaves."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         (loss * self.loss_scale).backward()

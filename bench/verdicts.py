@@ -1,4 +1,4 @@
-"""Predicted beside measured: comparisons, and what they amount to."""
+"""Compares predicted with measured times, and judges the errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPERATION_TOLERANCE, STEP_TOLERANCE = 0.10, 0.15
 
 
 class Subject(NamedTuple):
-    """What is compared: an operation, a chain, a formula or a step, on so many ranks."""
+    """The thing compared: an operation, a chain, a formula or a step, on a number of ranks."""
 
     what: str
     ranks: int
@@ -20,7 +20,7 @@ class Subject(NamedTuple):
 
 def line(subject: Subject, detail: str, predicted_us: float, measured_us: float,
          extrapolated: bool = False) -> dict:
-    """One comparison."""
+    """One comparison as a row."""
     return {**subject._asdict(), "detail": detail, "predicted_us": predicted_us,
             "measured_us": measured_us, "error": predicted_us / measured_us - 1,
             "extrapolated": extrapolated}
@@ -39,14 +39,14 @@ def judge(lines) -> list[dict]:
 
 
 def verdict(error: float, tolerance: float | None) -> str:
-    """In a word."""
+    """The verdict as one word."""
     if tolerance is None:
         return "information"
     return "kept" if error <= tolerance else "NOT KEPT"
 
 
 def tolerance_of(what: str) -> float | None:
-    """None for what is information only: a chain, the algorithms' formulas, products."""
+    """The tolerated error; None for mere information: a chain, algorithms' formulas, products."""
     if what.startswith("step"):
         return STEP_TOLERANCE
     information = what.startswith(("stage-chain", "all-reduce as", "product"))
@@ -54,7 +54,7 @@ def tolerance_of(what: str) -> float | None:
 
 
 def shown(lines, verdicts) -> str:
-    """Both tables."""
+    """Both tables as text."""
     rows = [("what", "link", "ranks", "size", "predicted_us", "measured_us", "error", "")]
     rows += [(one["what"], one["link"], one["ranks"], one["detail"], f"{one['predicted_us']:.2f}",
               f"{one['measured_us']:.2f}", f"{one['error']:+.1%}",

@@ -3,10 +3,11 @@
     mpiexec -n 2 python -m bench.verify machine.json
     python -m bench.verify machine.json --launches 5 --start "mpiexec -n 2"
 
-For every fitted operation sizes between the fitted ones; the messages of a pipeline schedule; a
-training step of each layout; and, as information, products of shapes that were not measured, and
-what each all-reduce algorithm would take by the fitted messages and reduction. Exit code 1 when the
-median error of an operation or of a step is above its tolerance.
+Every fitted operation is predicted at sizes between the fitted ones. The messages of a pipeline
+schedule and a training step of each layout follow. Products of shapes that were not measured are
+for information only. So is the time of each all-reduce algorithm by the fitted messages and
+reduction. Exit code 1 says that the median error of an operation or of a step is above its
+tolerance.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def held_out_sizes(fitted, count: int) -> tuple[int, ...]:
 
 
 def section_of(curve, places, world_size: int, count: int) -> Section | None:
-    """Held-out sizes of a curve, on ranks of this job with the same kind of link; None without."""
+    """Held-out sizes of a curve, on ranks of this job with its kind of link; None if there are
+    none.
+    """
     sizes = held_out_sizes(curve.fitted_bytes, count)
     if not sizes or curve.ranks > world_size:
         return None
@@ -146,7 +149,7 @@ def compared(machine, rows) -> list[dict]:
 
 
 def all_reduce_lines(machine, row) -> list[dict]:
-    """What each algorithm would take for an all-reduce that was measured: information."""
+    """The predicted time of each algorithm for a measured all-reduce, for information."""
     try:
         hop, reduction = machine.curve(HOP, link=row["link"]), machine.curve(REDUCTION, 1)
     except UsageError:
@@ -159,7 +162,9 @@ def all_reduce_lines(machine, row) -> list[dict]:
 
 
 def verify_products(world, machine) -> list[dict]:
-    """Products of shapes between the measured ones: information. Comm: see `measure_products`."""
+    """Compare products of shapes between the measured ones, for information. Comm: see
+    `measure_products`.
+    """
     if not machine.products:
         return []
     ops = ops_module.make("cpu", machine.provenance.get("dtype", "float32"))
@@ -169,7 +174,7 @@ def verify_products(world, machine) -> list[dict]:
 
 
 def verify_steps(world, machine) -> list[dict]:
-    """A training step of each layout that the measured passes allow. Comm: the steps."""
+    """Compare a training step of each layout that the measured passes allow. Comm: the steps."""
     found, world_size = [], world.size
     largest = {(str(units.model), units.tp): units
                for units in sorted(machine.units, key=lambda units: units.rows)}
@@ -201,8 +206,10 @@ def write_lines(path: str, lines) -> None:
 
 
 def prepared(args, world_rank: int = 0):
-    """The cost model. Raises, before anything is measured, DataError where it cannot be read, and
-    on world rank 0 OutputError where a file that is asked for cannot be written.
+    """The cost model; checks everything before anything is measured.
+
+    Raises DataError where it cannot be read, and on world rank 0 OutputError where a file that is
+    asked for cannot be written.
     """
     if world_rank == 0:
         results.check_writable(args.json)
@@ -215,7 +222,7 @@ def one_launch(session, args) -> list[dict] | None:
     machine = session.agree(lambda: prepared(args, session.world.rank))
     fitted = machine.provenance
     bench, places = open_bench(session, fitted.get("dtype", "float32"), args.seconds,
-                               fitted.get("buffers", ["rotated"])[0],  # it can't hold several
+                               fitted.get("buffers", ["rotated"])[0],  # a model cannot hold several
                                fitted.get("transport", "mpi-host"))
     world = session.world
     chosen = session.agree(lambda: chosen_sections(machine, places, world.size, args.sizes))
@@ -246,8 +253,9 @@ def all_launches(session, args) -> list[dict]:
 
 
 def fresh_launch(session, args, launch: int) -> list[dict]:
-    """The comparisons of one job. Raises UsageError and EnvironmentProblem when there are none,
-    KeyboardInterrupt after a Ctrl-C.
+    """The comparisons of one job.
+
+    Raises UsageError and EnvironmentProblem if there are none, KeyboardInterrupt after a Ctrl-C.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "details.jsonl"
