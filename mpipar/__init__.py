@@ -1,8 +1,8 @@
 """Partitioned decoder training on plain MPI and NumPy or CuPy, in which nothing is hidden.
 
 The names of LIBRARY are a small library: a layer, a cut or a schedule can be used without the
-command. Each is imported when it is asked for: importing mpipar loads neither NumPy nor MPI, since
-the command has to set the number of BLAS threads before NumPy is there.
+command. Each is imported when it is asked for. Importing mpipar loads neither NumPy nor MPI,
+because the command has to set the number of BLAS threads before NumPy is loaded.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """The sub-commands: reads the command line and hands over to the one module that was asked for.
 
-Only that module is imported, and only now: `mpipar schedule` never loads MPI, and NumPy is loaded
-after the guard has set the number of BLAS threads.
+Only that module is imported, and only then. So `mpipar schedule` never loads MPI, and NumPy is
+loaded after the guard has set the number of BLAS threads.
 """
 
 import argparse

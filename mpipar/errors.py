@@ -1,8 +1,8 @@
 """Errors that a user can cause, and the exit codes of every command.
 
-Each class carries its exit code. An error holds *all* problems found, not the first one: a user
-who made three mistakes reads three lines, not one line three times. A problem is one sentence that
-says what is wrong and what to type instead.
+Each class carries its exit code. An error holds *all* problems found, not only the first. A user
+who made three mistakes reads three lines at once, and not one line three times. A problem is one
+sentence that says what is wrong and what to type instead.
 """
 
 import difflib
@@ -36,7 +36,10 @@ EXIT_CODES = {
 
 
 class UserError(Exception):
-    """A mistake the user can put right: `problems` lists all of it, `exit_code` is its code."""
+    """A mistake that the user can put right.
+
+    `problems` lists all of it, and `exit_code` is its code.
+    """
 
     exit_code = EXIT_INTERNAL
 
@@ -47,7 +50,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """Flags, config file or layout: what was typed cannot be meant."""
+    """Flags, config file or layout that make no sense as typed."""
 
     exit_code = EXIT_USAGE
 
@@ -89,7 +92,7 @@ class NonFiniteError(UserError):
 def combine(errors: Sequence[UserError]) -> UserError:
     """One error with the problems of all; its class is that of the lowest exit code among them.
 
-    Flags come first (2 < 65 < 69 < 74): with a wrong flag, what follows from it may be wrong too.
+    Flags come first (2 < 65 < 69 < 74), because what follows from a wrong flag may be wrong too.
     """
     ordered = sorted(errors, key=lambda error: error.exit_code)
     return type(ordered[0])([problem for error in ordered for problem in error.problems])
@@ -98,7 +101,7 @@ def combine(errors: Sequence[UserError]) -> UserError:
 def suggestion(word: str, options: Iterable[str] | dict[str, str]) -> str:
     """'; did you mean X?' if an option is close to the word, else ''.
 
-    A dict maps what the word is compared with to what is shown.
+    A dict maps what is compared with the word to what is shown.
     """
     shown = options if isinstance(options, dict) else {option: option for option in options}
     close = difflib.get_close_matches(word, list(shown), n=1)

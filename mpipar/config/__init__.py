@@ -1,1 +1,1 @@
-"""What a run is told: dataclasses, flags, TOML, layouts, presets, and sizes with their units."""
+"""The settings of a run: dataclasses, flags, TOML, layouts, presets, and sizes with their units."""

@@ -20,7 +20,7 @@ USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the
     ("update", "", ("steps", "batch_size", "lr")),
     ("machine and measurement", "", ("dtype", "device", "trace")),
 )
-MORE = {  # flags that are no fields
+MORE = {  # flags that are not fields
     "layout": {"default": argparse.SUPPRESS, "metavar": "dp=2,pp=2,tp=2",
                "help": "short for --dp 2 --pp 2 --tp 2"},
     "config": {"metavar": "FILE.toml", "help": "read these keys first; flags go before them"},
@@ -32,7 +32,7 @@ MORE = {  # flags that are no fields
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations and without its own exit: a mistake raises UsageError.
 
-    Every rank of a job comes to the same help: only the first one prints it.
+    Every rank of a job comes to the same help, so only the first one prints it.
     """
 
     def __init__(self, **options):
@@ -55,7 +55,7 @@ def count(text: str) -> int:
 
 
 def all_groups() -> list[tuple[str, str, list[str]]]:
-    """As USUAL: every section, that of the model for each family of models, and MORE."""
+    """Groups as in USUAL: every section, that of the model for each family of models, and MORE."""
     shared = [name for name in FIELDS if name in OF_EVERY_FAMILY]
     found = [("model", ModelConfig.__doc__, shared)]
     parts = [*FAMILIES.items(), *((name, parts[0]) for name, parts in SECTIONS.items()
@@ -69,9 +69,9 @@ def all_groups() -> list[tuple[str, str, list[str]]]:
 def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=True) -> bool:
     """Add the flags of the named fields and those of MORE; return whether the help hides some.
 
-    every: the help shows all of them, by section; if not, and there are many, the USUAL ones.
-    Values stay text here and are absent from the namespace when not given: read() must see all
-    mistakes at once and must know what the user said.
+    every: the help shows all of them, by section. If not, and there are many, it shows the USUAL
+    ones. Values stay text here, and those not given are absent from the namespace. So read() sees
+    all mistakes at once and knows what the user said.
     """
     hidden = [name for name in [*FIELDS, *MORE] if name in names or name in MORE]
     groups = all_groups() if every or len(hidden) <= MANY else USUAL
@@ -115,8 +115,9 @@ def _add_flag(group, name: str, **more) -> None:
 
 
 def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:
-    """One problem for each argument the parser did not know: another command's, or none's, with the
-    closest flag it has.
+    """One problem for each argument the parser did not know.
+
+    It belongs to another command, or to none. The problem then names the closest flag of this one.
     """
     known = [option[2:].replace("-", "_") for action in parser._actions
              for option in action.option_strings if option.startswith("--")]
@@ -137,7 +138,7 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
 
 
 def join_negative(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """Write `--lr -1e-3` as `--lr=-1e-3`: argparse takes -1e-3 and -inf for flags otherwise."""
+    """Write `--lr -1e-3` as `--lr=-1e-3`, because argparse would take -1e-3 and -inf for flags."""
     takes_value = {option for action in parser._actions for option in action.option_strings
                    if action.nargs is None and action.option_strings}
     joined = []

@@ -31,7 +31,10 @@ class GridConfig:
 
 
 def grid_problems(grid: GridConfig, layers: int, bad: set[str]) -> list[str]:
-    """What is wrong between the fields of a grid and the number of blocks; see `model_problems`."""
+    """What is wrong between the fields of a grid and the number of blocks.
+
+    A relation with a field in `bad` is not judged.
+    """
     found = []
     if sorted(grid.rank_order.split(",")) != sorted(AXES):
         found.append(f"--rank-order {grid.rank_order}: must name each of {', '.join(AXES)} once, "

@@ -1,6 +1,6 @@
 """Which dp x pp x tp for a number of ranks: every layout that fits, and the one to take.
 
-Plain arithmetic on sizes; the flags are named in the messages because a user reads them.
+It is plain arithmetic on sizes. Messages name the flags, because a user reads them.
 """
 
 import math
@@ -23,7 +23,7 @@ def listing(values: Iterable[int], near: int, count: int = 6) -> str:
 
 
 def fitting(world_size: int, layers: int, heads: int) -> list[Layout]:
-    """Every (dp, pp, tp) that uses all ranks: tp divides the heads, pp at most the layers."""
+    """Every (dp, pp, tp) that uses all ranks. tp divides the heads; pp is at most the layers."""
     return [(world_size // (tp * pp), pp, tp)
             for tp in divisors(world_size) if heads % tp == 0
             for pp in divisors(world_size // tp) if pp <= layers]
@@ -33,10 +33,11 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
            layers: int, heads: int, d_model: int, fixed: bool = False) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
-    heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp. fixed: the shape
-    is that of weights, so that only the layout can be changed. With problems, the layout returned
-    holds the given axes and 1 where nothing is known, so that a caller can go on and look for more
-    problems.
+    heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
+    fixed: the shape is that of weights, so only the layout can be changed.
+
+    If there are problems, the layout holds the given axes, and 1 for an unknown one. So a caller
+    can go on and look for more problems.
     """
     options = fitting(world_size, layers, heads)
     matching = [one for one in options
@@ -58,7 +59,10 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
 
 
 def _heads_problem(tp: int, world_size: int, heads: int, d_model: int) -> str:
-    """Heads cannot be cut over tp ranks; what can. They must also divide d_model, 0 if fixed."""
+    """The message that heads cannot be cut over tp ranks, with what to type instead.
+
+    The number of heads must also divide d_model, which is 0 if the shape is fixed.
+    """
     cuts = listing(divisors(math.gcd(heads, world_size)), tp)
     legal = [number for number in divisors(d_model) if number % tp == 0] if d_model else []
     other = f", or --heads {listing(legal, heads, 2)}" if legal else ""
@@ -68,9 +72,9 @@ def _heads_problem(tp: int, world_size: int, heads: int, d_model: int) -> str:
 def _preference(given, world_size: int):
     """Sort key for layouts: tp 2 if a multiple of 4 ranks is free, pp 2 if even, the rest dp.
 
-    A second tp rank divides memory and work but speaks most, so never more than two by default;
-    a second pp rank speaks least. dp takes what is left, because it needs no more memory per rank
-    to go on growing.
+    A second tp rank divides memory and work but sends most, so the default is never more than two.
+    A second pp rank sends least. dp takes the rest, because growing it takes no more memory per
+    rank.
     """
     _, pp, tp = given
     free = world_size // math.prod(axis or 1 for axis in given)

@@ -1,7 +1,8 @@
 """The shape of the model that is trained: one class for each family.
 
 A family has the fields that mean something to it, and no others. Its members are values of its
-choices, as `norm`; a field that only one value of a choice knows names that value: see `setting`.
+choices, such as `norm`. A field that only one value of a choice uses names that value: see
+`setting`.
 """
 
 from dataclasses import dataclass, fields
@@ -18,7 +19,7 @@ def family(name: str):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every family has: a stream of features through blocks, each with a wider inside."""
+    """The fields of every family: a stream of features through blocks, each with a wider inside."""
 
     model: str
     layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1)
@@ -124,9 +125,10 @@ FAMILIES = {"decoder": DecoderConfig, "convnet": ConvnetConfig}
 
 
 def model_config(values: dict) -> ModelConfig:
-    """The ModelConfig of the family that values["model"] names; what is no field of it is left out.
+    """The ModelConfig of the family that values["model"] names.
 
-    The name may be misspelt: the checks of values say so, of a decoder's.
+    Values without a field in it are dropped. A misspelt name gives a decoder; the checks of values
+    report the name.
     """
     chosen = FAMILIES.get(values.get("model"), DecoderConfig)
     return chosen(**{one.name: values[one.name] for one in fields(chosen) if one.name in values})

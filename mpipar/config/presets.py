@@ -1,4 +1,4 @@
-"""Named starting points: field -> value, where it is not the default."""
+"""Named starting points: the fields that are not the default, with their values."""
 
 
 def _gpt2(layers, d_model, heads):
@@ -18,7 +18,7 @@ PRESETS = {
     "gpt2-xl": _gpt2(48, 1600, 25),
 }
 
-OF_MODEL = {"decoder": "tiny", "convnet": "digits"}  # where --preset is not given
+OF_MODEL = {"decoder": "tiny", "convnet": "digits"}  # without --preset
 
 
 def preset_problems(preset: str, model: str) -> list[str]:

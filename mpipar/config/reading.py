@@ -1,7 +1,7 @@
 """From flags and a TOML file to a Config, and from a Config to config.toml.
 
-Precedence: preset < config file < flags. Every mistake is collected; a field whose text could not
-be read keeps its default and is named in `bad`, so that the checks that follow do not judge it.
+Precedence: preset < config file < flags. Every mistake is collected. A field whose text could not
+be read keeps its default and is named in `bad`, so that later checks do not judge it.
 """
 
 import argparse
@@ -21,9 +21,10 @@ KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 @dataclass(frozen=True)
 class Reading:
-    """What flags and file say: an unresolved Config and all problems of reading it.
+    """What flags and file say: an unresolved Config, and all problems of reading it.
 
-    given: fields that the user named. bad: those of them whose text could not be read.
+    given: fields that the user named.
+    bad: those of them whose text could not be read.
     """
 
     config: Config
@@ -33,9 +34,9 @@ class Reading:
 
 
 def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Reading:
-    """The unresolved Config that --config and the flags make up; nothing is raised.
+    """The unresolved Config that --config and the flags make up. It raises nothing.
 
-    `problems`: found before (unknown flags); they stand first.
+    problems: those found before (unknown flags); they stand first.
     """
     problems, bad = list(problems or []), set()
     from_file = {}
@@ -58,9 +59,9 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Re
 
 
 def choice_problems(config: Config, given: dict) -> list[str]:
-    """Fields that were given, but belong to a choice that is not taken; what to type instead.
+    """Fields that were given but belong to a choice that is not taken, and what to type instead.
 
-    Not judged where a preset or the choice itself is none of the known values.
+    Nothing is judged if a preset or the choice itself has an unknown value.
     """
     values, found = {one.name: value for _, one, value in settings(config)}, []
     for name, value in given.items():
@@ -101,7 +102,7 @@ def _read_file(path: str, problems: list[str]) -> dict:
 
 
 def _expand_layout(source: dict, problems: list[str]) -> dict:
-    """Replace layout="dp=2,pp=2" by the single axes; both are fine if they agree."""
+    """Replace layout="dp=2,pp=2" by the single axes. Both may be given if they agree."""
     layer = dict(source)
     text = layer.pop("layout", None)
     if text is None:

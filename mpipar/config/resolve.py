@@ -1,4 +1,4 @@
-"""From a Config to a complete one for a number of ranks, with all its problems named at once."""
+"""From a Config to a complete one for a number of ranks, with all its problems reported at once."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -65,7 +65,8 @@ def _choose_batch(config: Config) -> tuple[Config, list[str], list[str]]:
                    train=replace(config.train, batch_size=up)), found, notes
 
 
-# While one of these is wrong no other floor is asked: it could not compute with the value.
+# While one of these is wrong, the checks of other folders do not run: they could not compute with
+# the value.
 FIRST = {"batch_size", "preset", "dtype", "device", "loss_scale", "loss_scale_interval", *(
     field.name for part in SECTIONS["model"] + SECTIONS["grid"]
     for field in dataclasses.fields(part))}
@@ -75,9 +76,10 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
              bad: Iterable[str] = ()) -> tuple[Config, list[str], list[UserError]]:
     """Fill in every None; return the config, notes for the user, and all problems as errors.
 
-    `checks` are the other floors' problems(config), each with the error it stands for; they get the
-    completed config. `bad` names fields whose text could not even be read: they hold defaults, so
-    nothing is concluded from them.
+    checks: problems(config) of other folders, each with the error it stands for. They get the
+    completed config.
+    bad: names fields whose text could not even be read. They hold defaults, so nothing is concluded
+    from them.
     """
     found = _value_problems(config)
     bad = set(found) | set(bad)
@@ -101,7 +103,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
 
 def resolve(config: Config, world_size: int,
             checks: Iterable[Check] = ()) -> tuple[Config, list[str]]:
-    """The complete Config for this number of ranks, and notes; all problems in one error."""
+    """The complete Config for this number of ranks, and notes. One error reports all problems."""
     config, notes, errors = complete(config, world_size, checks)
     if errors:
         raise combine(errors)

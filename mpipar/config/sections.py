@@ -1,8 +1,8 @@
 """The whole configuration: its sections, and their fields in one flat key space.
 
 The fields are the only source: command-line flags, TOML keys and `config.toml` are generated from
-them. Field `seq_len` = flag `--seq-len` = TOML key `seq-len`. `None` means "chosen by resolve()",
-which turns a Config and a number of ranks into a complete one. The defaults are the preset `tiny`;
+them. Field `seq_len` = flag `--seq-len` = TOML key `seq-len`. `None` means that resolve() chooses;
+it turns a Config and a number of ranks into a complete one. The defaults are the preset `tiny`.
 PRESETS holds what the other presets change.
 """
 
@@ -27,7 +27,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-# The classes that a section may be of.
+# The classes that a section may have.
 SECTIONS = {"model": tuple(FAMILIES.values()), "grid": (GridConfig,), "train": (TrainConfig,),
             "run": (RunConfig,)}
 FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
@@ -60,7 +60,7 @@ def is_in_force(config: Config, name: str) -> bool:
 def build(values: dict) -> Config:
     """A Config from flat values over their preset; batch size and microbatches wait for resolve.
 
-    Values of a choice that is not taken are left out.
+    Values of a choice that is not taken are dropped.
     """
     default = OF_MODEL.get(values.get("model", "decoder"), "tiny")
     values = {"preset": default} | values

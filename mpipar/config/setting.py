@@ -12,8 +12,8 @@ def setting(default, text, *, low=None, above=None, below=None, choices=None, in
             only=None):
     """A field: help, low <= value, above < value, value < below; in_bytes: 64K is a value too.
 
-    only: (field, value) of the choice that it belongs to; with another value it means nothing, is
-    not written, and is refused if it is given.
+    only: (field, value) of the choice that the field belongs to. With another value of the choice,
+    the field means nothing, is not written, and is refused if given.
     """
     legal = {"low": low, "above": above, "below": below, "choices": choices, "in_bytes": in_bytes,
              "only": only}

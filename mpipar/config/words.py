@@ -17,7 +17,7 @@ SYNONYMS = {  # other programs' names -> field
     "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
     "num_layers_per_virtual_pipeline_stage": "chunks",
 }
-OTHERWISE = {  # other programs' names for what is said in another way here -> what to type
+OTHERWISE = {  # other programs' names for what has another form here -> what to type
     "micro_batch_size": "--num-microbatches: a microbatch has batch-size / (dp *"
                         " num-microbatches) rows",
     "gradient_accumulation_steps": "--num-microbatches: each adds to the gradients of one step",
@@ -26,7 +26,7 @@ OTHERWISE = {  # other programs' names for what is said in another way here -> w
     "untie_embeddings_and_output_weights": "--no-tied",
 }
 WHOLE = "leave it out: every dp rank has the whole optimizer state and weights of its shard"
-NOT_BUILT = {  # names that people know for what these programs do not do -> what to do instead
+NOT_BUILT = {  # known names for what these programs do not do -> what to do instead
     "dropout": "leave it out", "attention_dropout": "leave it out",
     "hidden_dropout": "leave it out", "compile": "leave it out", "fp8": "use --dtype bfloat16",
     "fp8_format": "use --dtype bfloat16", "zero": WHOLE, "zero_stage": WHOLE, "fsdp": WHOLE,
@@ -41,14 +41,14 @@ NOT_BUILT = {  # names that people know for what these programs do not do -> wha
     "eval_interval": "leave it out: the held-out loss comes at the end", "wandb_project":
     "leave it out: a run folder has metrics.jsonl",
 }
-COUNTERPARTS = {  # what the other family of models calls it
+COUNTERPARTS = {  # a field -> its name in the other family of models
     "d_model": "channels", "channels": "d_model", "vocab_size": "classes", "classes": "vocab_size",
 }
 EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt"}
 
 
 def unknown_word(word: str, names, what: str) -> str:
-    """What to say of a word that is no flag or key (`what`) of the fields in `names`."""
+    """The message for a word that is not a flag or key (`what`) of the fields in `names`."""
     name = word.lstrip("-").replace("-", "_")
     if name in NOT_BUILT:
         return f"is not built; {NOT_BUILT[name]}"

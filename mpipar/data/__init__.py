@@ -1,5 +1,5 @@
-"""Rows of text and images: where they come from, which of them a step trains on, and a bigram model
-to compare with.
+"""Rows of text and images: their sources, the rows of each step, and a bigram model to compare
+with.
 
 The data of a model is a module with `load`, `Rows` and `blank_batch`.
 """
@@ -10,5 +10,5 @@ DATA = {"decoder": rows, "convnet": images}
 
 
 def data_of(config):
-    """The module of what a ModelConfig's model reads."""
+    """The module for the data that a ModelConfig's model reads."""
     return DATA[config.model]

@@ -1,6 +1,4 @@
-"""A byte-bigram model: what is known of the next byte from the last one alone, the bar for a
-trained model.
-"""
+"""A byte-bigram model, which knows only the last byte: the bar for a trained model."""
 
 from __future__ import annotations
 
@@ -10,11 +8,11 @@ PSEUDO_COUNTS = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
 def bigram_loss(train, held_out, vocab_size: int) -> float:
-    """Mean loss in nats per byte on the held-out part of a bigram model counted on the training
-    part.
+    """Mean loss of a bigram model on the held-out part, in nats per byte.
 
-    Each row of counts is smoothed with `pseudo * unigram`; of a few pseudo counts the best *on the
-    held-out part* is taken, so the bar is as high as this kind of model can put it.
+    The bigrams are counted on the training part. Each row of counts is smoothed with `pseudo *
+    unigram`. Of a few pseudo counts, the best *on the held-out part* is taken. So the bar is as
+    high as this kind of model can put it.
     """
     pairs = np.bincount(
         train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2)

@@ -1,7 +1,7 @@
 """Images with their classes: scikit-learn's handwritten digits, or the arrays of an .npz file.
 
-Which images a step trains on is decided as for rows of text: see `mpipar.data.rows`. Letters: N
-images, B of a microbatch, H and W height and width, C channels.
+The images of a step are chosen as for rows of text: see `mpipar.data.rows`. Letters: N images, B of
+a microbatch, H and W height and width, C channels.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mpipar.data import rows
 from mpipar.errors import DataError
 
 HELD_OUT = 5  # one image in five is held out
-# What NumPy and the zip reader say of a damaged file, or of one of another kind: RuntimeError of an
-# encrypted one or another version, zlib's of compressed arrays, TokenError of an array's header.
+# What NumPy and the zip reader raise for a damaged file, or one of another kind. RuntimeError: it
+# is encrypted or of another version. zlib's: compressed arrays. TokenError: an array's header.
 DAMAGED = (ValueError, TypeError, AttributeError, EOFError, RuntimeError, zipfile.BadZipFile,
            zlib.error, tokenize.TokenError)
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images (N, H, W, C), their mean 0 and deviation 1 over the training part; labels (N,)."""
+    """Images (N, H, W, C), scaled to mean 0 and deviation 1 over the training part; labels (N,)."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -36,8 +36,9 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: images (B, H, W, C) and targets (B,), their classes; targets is None where
-    the logits are wanted.
+    """One microbatch: images (B, H, W, C) and targets (B,), their classes.
+
+    targets is None if only the logits are wanted.
     """
 
     images: object
@@ -68,9 +69,9 @@ def blank_batch(ops, config) -> Batch:
 
 
 def load(config):
-    """((training part, held-out part), what they are).
+    """((training part, held-out part), a text that says what they are).
 
-    Raises DataError when they can't be read, don't fit the model, or are fewer than a batch each.
+    Raises DataError when they cannot be read, do not fit the model, or are fewer than a batch each.
     """
     paths = config.run.data
     if len(paths) > 1:
@@ -126,7 +127,7 @@ def _read_npz(path: str):
 
 
 def _check(x, y, model, where) -> None:
-    """Raise DataError with everything about x and y that does not fit each other or the model."""
+    """Raise DataError with every way in which x and y do not fit each other or the model."""
     if x.ndim != 4 or y.ndim != 1 or len(x) != len(y):
         raise DataError(f"{where}: x has shape {x.shape} and y {y.shape}; needed are images"
                         " (N, H, W) or (N, H, W, C) and as many classes (N,)")

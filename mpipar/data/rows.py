@@ -1,6 +1,6 @@
 """Which rows of the text a step trains on: row i of step s is a pure function of (seed, s, i).
 
-The place in the grid and the microbatch only choose which i are read, so every layout trains on the
+The place in the grid and the microbatch only choose which i are read. So every layout trains on the
 same rows. Letters: B rows of a microbatch, T tokens.
 """
 
@@ -18,8 +18,9 @@ HELD_OUT = 10  # one part in ten is held out
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: tokens and targets (B, T), positions (T,); targets is None when
-    generating.
+    """One microbatch: tokens and targets (B, T), positions (T,).
+
+    targets is None when generating.
     """
 
     tokens: object
@@ -32,7 +33,7 @@ class Batch:
 
 
 def split(tokens, batch_size: int, seq_len: int):
-    """The training part and the held-out part (the last tenth, but at least one batch).
+    """The training part and the held-out part, which is the last tenth but at least one batch.
 
     Raises DataError when either would be smaller than one batch.
     """
@@ -47,7 +48,10 @@ def split(tokens, batch_size: int, seq_len: int):
 
 
 def load(config):
-    """((training part, held-out part), what they are); DataError when the text won't do."""
+    """((training part, held-out part), a text that says what they are).
+
+    Raises DataError when the text cannot be used.
+    """
     tokens, what = load_tokens(config.run.data, config.model.vocab_size)
     return split(tokens, config.train.batch_size, config.model.seq_len), what
 
@@ -67,8 +71,8 @@ def blank_batch(ops, config) -> Batch:
 class Rows:
     """Rows of one part of the text for one place in the grid.
 
-    batch_size is global; this rank's dp replica reads batch_size / dp_size rows in num_microbatches
-    pieces.
+    batch_size is global. This rank's dp replica reads batch_size / dp_size rows, in
+    num_microbatches pieces.
     """
 
     def __init__(self, ops, part, config, grid):
@@ -107,7 +111,9 @@ class Rows:
         return self._batch(starts)
 
     def num_sweeps(self) -> int:
-        """Batches in one sweep over the text: rows that do not overlap; the last may be smaller."""
+        """Batches in one sweep over the text: rows that do not overlap. The last batch may be
+        smaller.
+        """
         return -(-self.rows_of_sweep() // self.batch_size)
 
     def rows_of_sweep(self) -> int:
@@ -117,8 +123,8 @@ class Rows:
     def sweep(self, number: int) -> list[Batch]:
         """This replica's microbatches of batch `number` of the sweep.
 
-        Of the last batch only what is left of the text: fewer rows in a microbatch, fewer
-        microbatches, none for some replicas.
+        The last batch has only what is left of the text: fewer rows in a microbatch, fewer
+        microbatches, and none for some replicas.
         """
         first = number * self.batch_size
         left = self.rows_of_sweep() - first

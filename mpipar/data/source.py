@@ -1,8 +1,8 @@
 """Tokens from the user's files, or from the English text that every CPython carries.
 
-Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, with llm.c's header
-of 256 int32 (magic 20240520, version 1, number of tokens) or bare. A folder stands for all files in
-it.
+Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, bare or with
+llm.c's header of 256 int32 (magic 20240520, version 1, number of tokens). A folder stands for all
+files in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpipar.errors import DataError
 
 LLMC_MAGIC, LLMC_HEADER = 20240520, 256 * 4
 OTHER_MAGICS = {20240801: "llm.c's Llama 3 format (uint32)", 20240522: "llm.c's HellaSwag format"}
-BYTE_VOCABULARY = 512  # a larger vocabulary than this is not one of bytes, padding included
+BYTE_VOCABULARY = 512  # a vocabulary above this, padding included, is not one of bytes
 
 
 def load_tokens(paths: tuple[str, ...], vocab_size: int):
@@ -76,7 +76,7 @@ def _files(paths):
 
 
 def _hidden(path, folder):
-    """Whether the file, or a folder on the way to it, has a name with a dot in front, as .git."""
+    """Whether the file, or a folder on the way to it, has a name that begins with a dot (.git)."""
     return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 
@@ -128,8 +128,9 @@ def _read_bin(path, vocab_size, problems):
 
 
 def _check_ids(path, tokens, vocab_size, problems):
-    """Every id must have a row in the table: looked at here, block by block, not inside a
-    kernel.
+    """Append a problem if an id has no row in the table.
+
+    The check is here, block by block, and not inside a kernel.
     """
     block = 1 << 24
     for first in range(0, len(tokens), block):
