@@ -25,7 +25,7 @@ MORE = {  # flags that are not fields
                "help": "short for --dp 2 --pp 2 --tp 2"},
     "config": {"metavar": "FILE.toml", "help": "read these keys first; flags go before them"},
     "print_config": {"action": "store_true",
-                     "help": "print the configuration that results as TOML and stop"},
+                     "help": "print the resulting configuration as TOML and stop"},
 }
 
 

@@ -19,7 +19,7 @@ def family(name: str):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields of every family: a stream of features through blocks, each with a wider inside."""
+    """For every family: features flow as a stream through blocks, each of which is wider inside."""
 
     model: str
     layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1)

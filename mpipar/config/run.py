@@ -17,14 +17,15 @@ class RunConfig:
     out: str | None = setting(None, "run folder; must be new (default: runs/NUMBER, the next one)")
     run_name: str | None = setting(None, "name of the run folder in runs/, in place of --out")
     device: str = setting("cpu", "where arrays live", choices=("cpu", "cuda"))
-    dtype: str = setting("float32", "of weights and activations; with 16 bits sums stay float32",
+    dtype: str = setting("float32", "type of weights and activations; sums are float32 or wider",
                          choices=("float32", "float64", "bfloat16", "float16"))
-    loss_scale: float | None = setting(None, "float16: at first (65536)", above=0, below=2.0**127)
+    loss_scale: float | None = setting(
+        None, "float16: first factor on the loss (default 65536)", above=0, below=2.0**127)
     loss_scale_interval: int | None = setting(
         None, "float16: good steps until the factor doubles (default 2000)", low=1)
-    kernels: str | None = setting(None, "between products (default: numpy; on a GPU: fused)",
+    kernels: str | None = setting(None, "what runs between products (default: numpy; GPU: fused)",
                                   choices=("numpy", "numba", "fused", "plain"))
-    gemm: str = setting("blas", "GPU: who multiplies", choices=("blas", "tile", "cuda-tile"))
+    gemm: str = setting("blas", "GPU: what multiplies", choices=("blas", "tile", "cuda-tile"))
     tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
     init_from: str | None = setting(None, "folder with weights to start from; fixes the shape")
@@ -34,7 +35,7 @@ class RunConfig:
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call")
     hang_warn: float = setting(
-        60.0, "seconds without progress until it is reported who waits for whom; 0 = never",
+        60.0, "seconds without progress until a report says who waits for whom; 0 = never",
         low=0.0)
     hang_stop: float = setting(
         600.0, "seconds without progress until the job ends with exit code 76; 0 = never", low=0.0)
@@ -49,7 +50,7 @@ class RunConfig:
     sample_tokens: int = setting(
         200, "tokens generated at the end; 0 = none", low=0, only=OF_TEXT)
     temperature: float = setting(
-        0.8, "of that text; 0 = always the likeliest token", low=0.0, only=OF_TEXT)
+        0.8, "of the generated text; 0 = always the likeliest token", low=0.0, only=OF_TEXT)
 
 
 def run_problems(run: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ OF_ADAMW = ("optimizer", "adamw")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The update."""
+    """The update: how long, how many rows, which rule."""
 
     steps: int = setting(300, "optimizer updates", low=1)
     batch_size: int | None = setting(

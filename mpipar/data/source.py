@@ -117,10 +117,10 @@ def _read_bin(path, vocab_size, problems):
             f"--data {path}: this is {OTHER_MAGICS[int(head[0])]}; uint16 tokens are read")
         return np.zeros(0, np.uint16)
     elif nbytes % 2:
-        problems.append(f"--data {path}: {nbytes:,} bytes are no whole number of uint16 tokens")
+        problems.append(f"--data {path}: {nbytes:,} bytes are not a whole number of uint16 tokens")
         return np.zeros(0, np.uint16)
     if nbytes == start:
-        problems.append(f"--data {path}: the file has a header and no token")
+        problems.append(f"--data {path}: the file has a header but no tokens")
         return np.zeros(0, np.uint16)
     tokens = np.memmap(path, "<u2", mode="r", offset=start)
     _check_ids(path, tokens, vocab_size, problems)
