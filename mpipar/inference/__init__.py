@@ -1,1 +1,1 @@
-"""What a trained model does: text, and the class of an image."""
+"""What a trained model does: it continues text, and names the class of an image."""

@@ -1,4 +1,4 @@
-"""The share of images that a model of classes gets right, through the same pipeline that trains."""
+"""The share of images that a classifier gets right, through the same pipeline that trains it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Text from the model, token by token, through the same pipeline and the same cut layers that
-train.
+"""Text from the model, token by token, through the pipeline and cut layers that train it.
 
 No rank ever sees all logits: each offers its best token, and the best of those wins. Sampling adds
-Gumbel noise to logits / temperature and takes the largest sum, which is a draw from the softmax
-(arXiv 1611.01144); the noise of a token is a pure function of (seed, position, token id), so every
+Gumbel noise to logits / temperature and takes the largest sum. That is a draw from the softmax
+(arXiv 1611.01144). A token's noise is a pure function of (seed, position, token id), so every
 layout draws the same text.
 """
 
@@ -17,7 +16,7 @@ from mpipar.errors import UsageError
 
 
 def encode(prompt: str, vocab_size: int) -> list[int]:
-    """Prompt -> tokens: bytes for a byte model, else ids separated by blanks. Raises UsageError."""
+    """A prompt's tokens: bytes for a byte model, else ids between blanks. Raises UsageError."""
     if vocab_size <= BYTE_VOCABULARY:
         tokens = list(prompt.encode("utf-8", "surrogateescape"))  # the bytes that were typed
         bad = [token for token in tokens if token >= vocab_size]
@@ -34,7 +33,9 @@ def encode(prompt: str, vocab_size: int) -> list[int]:
 
 
 def decode(tokens: list[int], vocab_size: int) -> str:
-    """Tokens -> text: the inverse of `encode`; bytes that are no UTF-8 become replacement marks."""
+    """The text of tokens, as the inverse of `encode`. Bytes that are not UTF-8 become replacement
+    marks.
+    """
     if vocab_size <= BYTE_VOCABULARY:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
     return " ".join(map(str, tokens))
@@ -48,16 +49,18 @@ def best_ids(worker, logits, noise) -> np.ndarray:
     ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
     best = ops.argmax_forward(logits, loss.start, loss.vocab_size, noise)
     best = ops.to_host(worker.comms.tp.all_gather(best, "best"))  # (tp, N, 2)
-    # The largest value wins; of equal ones the first rank's, the lowest id, as on one rank.
+    # The largest value wins. Of equal ones the first rank's wins, which has the lowest id, as on
+    # one rank.
     return best[best[..., 0].argmax(axis=0), np.arange(best.shape[1]), 1].astype(np.int64)
 
 
 def generate(worker, prompt: list[int], num_tokens: int, temperature: float, seed: int):
-    """Yield num_tokens further tokens, the same on every rank; temperature 0 takes the likeliest.
+    """Yield num_tokens more tokens, the same on every rank; temperature 0 takes the likeliest.
 
-    The last T tokens are the context, and each token runs the whole context through the model
-    again. Comm: per token one forward pass, one all_gather of two numbers over tp, one broadcast
-    over world.
+    The last T tokens are the context. Each new token runs the whole context through the model
+    again.
+    Comm: per token one forward pass, one all_gather of two numbers over tp, one broadcast over
+    world.
     """
     ops, model = worker.ops, worker.config.model
     last_stage = worker.schedule.num_stages - 1

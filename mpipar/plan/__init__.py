@@ -1,1 +1,1 @@
-"""What a layout will cost: costs of passes, and what is predicted from them."""
+"""What a layout will cost: the costs of passes, and the predictions that follow from them."""

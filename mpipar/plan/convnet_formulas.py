@@ -1,10 +1,10 @@
-"""What each barrier of a convnet's step must carry, as formulas: text for the reader, numbers for
-the test.
+"""What each barrier of a convnet's step must carry, as formulas: text for readers, numbers for
+tests.
 
-B images of a microbatch, S places of an image in the convolution's input or output (height times
-width: S0 before the stem's pooling, S behind it), D channels of the stream, F channels inside a
-pair, q size of the group, e bytes of a number. Gathered, letters count with the padding of equal
-pieces. A pair of convolutions is a pair of products: one all-reduce forward, one backward,
+Letters: B images of a microbatch, D channels of the stream, F channels inside a pair. q is the size
+of the group, e the bytes of a number. S0 and S are the places (height times width) of an image
+before and after the stem's pooling. In a gather, D and F include the padding to equal pieces. A
+pair of convolutions is a pair of products. So it has one all-reduce forward and one backward,
 whatever the kernel.
 """
 
@@ -17,18 +17,18 @@ from mpipar.comm.record import family
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.models.convnet import stem_size, stream_size
 
-CARRIED = {  # (name, operation): letters of what travels, besides B*e; up and down: see `letters`
+CARRIED = {  # (name, operation): letters of the payload, besides B*e; for up and down see `letters`
     ("stem", "all_gather"): ("S0", "D"), ("head", "all_reduce"): ("D",),
     ("activations", "send"): ("S", "D"), ("activations", "recv"): ("S", "D"),
     ("gradients", "send"): ("S", "D"), ("gradients", "recv"): ("S", "D"),
 }
-# With convolutions that stand alone, the one to F channels carries F forward, the one from F
-# backward: the operation says which pass.
+# Convolutions that stand alone carry F channels in one pass each: the one to F in forward, the one
+# from F in backward. The operation says which pass it is.
 FORWARD = {"gather": "all_gather", "reduce": "all_reduce"}
 
 
 def letters(name: str, operation: str, ffn_cut: str) -> tuple[str, ...] | None:
-    """Letters of an operation's payload; None where it is no activation."""
+    """Letters of an operation's payload; None if it is not an activation."""
     name = family(name).removeprefix("block*.")
     if name in ("up", "down"):
         forward = operation == FORWARD.get(ffn_cut)
@@ -55,9 +55,7 @@ def payload(name: str, operation: str, config, itemsize: int, group_size: int,
 
 
 def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
-    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, forward and
-    backward.
-    """
+    """(calls, formula, bytes that a rank sends) over tp: both passes of a block and microbatch."""
     model = config.model
     once = ((group_size - 1) / group_size * rows_per_microbatch(config)
             * math.prod(stream_size(model)) * itemsize)
@@ -69,8 +67,9 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
 
 
 def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
-    """[(calls, formula, bytes that a rank sends)] over tp for what is no block, for a microbatch:
-    the stem gathers if `first`; the head sums and the loss gathers if `last`.
+    """[(calls, formula, bytes that a rank sends)] over tp outside the blocks, for a microbatch.
+
+    The stem gathers if `first`. The head sums and the loss gathers if `last`.
     """
     num_rows, channels, found = rows_per_microbatch(config), config.model.channels, []
     if first:
@@ -85,5 +84,5 @@ def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_
 
 
 def replicated(config, blocks: int, last: int) -> int:
-    """No gradient of a replica is partial: every rank of tp has all places."""
+    """Always 0: every rank of tp has all places, so no gradient of a replica is partial."""
     return 0

@@ -1,9 +1,9 @@
-"""What each barrier of a decoder's step must carry, as formulas: text for the reader, numbers for
-the test.
+"""What each barrier of a decoder's step must carry, as formulas: text for readers, numbers for
+tests.
 
-B rows of a microbatch, T tokens, D model width, F ffn width, q size of the group, e bytes of a
-number. Gathered or scattered, letters count with the padding of equal pieces. Source of the counts:
-two all-reduces per layer and pass of a column/row pair (arXiv 1909.08053, 2104.04473).
+Letters: B rows of a microbatch, T tokens, D model width, F ffn width. q is the size of the group, e
+the bytes of a number. In a gather or scatter, letters include the padding to equal pieces. A
+column/row pair has two all-reduces per layer and pass (arXiv 1909.08053, 2104.04473).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def sizes(config, itemsize: int) -> Sizes:
 
 
 def width(name: str, operation: str, ffn_cut: str) -> str | None:
-    """Width of what the operation carries per token: D, F, or None where it is no activation."""
+    """Width of an operation's payload per token: D, F, or None if it is not an activation."""
     name = family(name).removeprefix("block*.")
     if name in ("ffn.up", "ffn.down") and ffn_cut != "pair":
-        # Of products that stand alone, the first makes F forward, the second takes F backward.
+        # Of products that stand alone, the first carries F forward, the second F backward.
         forward = operation == {"gather": "all_gather", "reduce": "all_reduce"}[ffn_cut]
         return "F" if (name == "ffn.up") == forward else "D"
     return "D" if name in OF_THE_STREAM else None
@@ -48,7 +48,7 @@ def payload(name: str, operation: str, config, itemsize: int, group_size: int,
             ) -> tuple[str, int] | None:
     """(formula, bytes) of an operation's payload, None where there is no formula.
 
-    With sequence parallelism messages carry a tp rank's tokens, collectives those of all.
+    With sequence parallelism messages carry one tp rank's tokens, collectives those of all.
     """
     letters, tp = sizes(config, itemsize), config.grid.tp
     if name == "loss" and operation == "all_gather":
@@ -58,7 +58,7 @@ def payload(name: str, operation: str, config, itemsize: int, group_size: int,
         return None
     formula, tokens, numbers = f"B*T*{found}*e", letters.T, getattr(letters, found)
     if config.model.sequence_parallel:
-        tokens = share(letters.T, tp) * tp  # the last rank's are padded
+        tokens = share(letters.T, tp) * tp  # the last rank's tokens are padded
         if operation in ("send", "recv"):
             formula, tokens = f"{formula}/tp", tokens // tp
     elif operation == "all_gather":
@@ -67,9 +67,10 @@ def payload(name: str, operation: str, config, itemsize: int, group_size: int,
 
 
 def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
-    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch, forward and
-    backward. Source: arXiv 2104.04473 section 3.2; with sequence parallelism inputs are gathered
-    once more, for the weight gradient; a ring sends and receives each of the q - 1 other pieces.
+    """(calls, formula, bytes that a rank sends) over tp: both passes of a block and microbatch.
+
+    Source: arXiv 2104.04473 section 3.2. With sequence parallelism inputs are gathered once more,
+    for the weight gradient. A ring sends and receives each of the q - 1 other pieces.
     """
     model, letters = config.model, sizes(config, itemsize)
     once = (group_size - 1) / group_size * letters.B * _tokens(config, group_size) * itemsize
@@ -83,8 +84,9 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
 
 
 def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
-    """[(calls, formula, bytes that a rank sends)] over tp for what is no block, for a microbatch:
-    of the embedding if `first`, of head and loss if `last`.
+    """[(calls, formula, bytes that a rank sends)] over tp outside the blocks, for a microbatch.
+
+    The embedding counts if `first`, head and loss if `last`.
     """
     letters, cut = sizes(config, itemsize), config.model.sequence_parallel
     once = (group_size - 1) / group_size * letters.B * _tokens(config, group_size) * itemsize
@@ -100,7 +102,7 @@ def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_
 
 
 def replicated(config, blocks: int, last: int) -> int:
-    """How many gradients of norms ranks of tp sum once a step: each has those of its tokens."""
+    """How many gradients of norms the ranks of tp sum once a step: each has those of its tokens."""
     if not config.model.sequence_parallel:
         return 0
     each = {"layer": 2, "rms": 1}[config.model.norm] * config.model.d_model
@@ -108,6 +110,6 @@ def replicated(config, blocks: int, last: int) -> int:
 
 
 def _tokens(config, group_size: int) -> int:
-    """Tokens of a row, where they are cut with the padding of equal pieces."""
+    """Tokens of a row, including the padding to equal pieces where they are cut."""
     tokens = config.model.seq_len
     return share(tokens, group_size) * group_size if config.model.sequence_parallel else tokens

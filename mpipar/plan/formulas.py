@@ -1,7 +1,7 @@
-"""The closed forms of a step's barriers: what they carry, how often they come.
+"""The closed forms of a step's barriers: what they carry and how often they come.
 
-What depends on the model is in a module with `payload`, `layer`, `ends` and `replicated`.
-Source of the factors: ring algorithms, per rank.
+Each model has a module of its own with `payload`, `layer`, `ends` and `replicated`. The factors are
+those of ring algorithms, per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMULAS = {"decoder": decoder_formulas, "convnet": convnet_formulas}
 
 def payload(name: str, operation: str, config, itemsize: int, group_size: int,
             ) -> tuple[str, int] | None:
-    """(formula, bytes) of an operation's payload, None where there is no formula."""
+    """(formula, bytes) of an operation's payload; None where there is no formula."""
     return FORMULAS[config.model.model].payload(
         name, operation, config, itemsize, group_size)
 
@@ -31,7 +31,7 @@ def sent(record) -> str:
 
 
 class Expected(NamedTuple):
-    """Calls and bytes sent per step of one rank over one axis; None where there is no formula."""
+    """One rank's calls and bytes sent per step over one axis; None where there is no formula."""
 
     calls_formula: str = ""
     calls: int | None = None
@@ -40,10 +40,10 @@ class Expected(NamedTuple):
 
 
 def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str, Expected]:
-    """{axis: Expected} of one rank. num_params: its parameters, without the buffers' padding.
+    """{axis: Expected} of one rank. num_params: number of its parameters, without padding.
 
-    L here is the number of blocks on this rank, m of microbatches. A schedule whose ranks hold a
-    second stage for the other direction sends half of the microbatches each way.
+    L is the number of blocks on this rank, m the number of microbatches. A schedule whose ranks
+    hold a second stage for the other direction sends half of the microbatches each way.
     """
     stages, mirror = schedule.stages_of(grid.pp_rank), schedule.placement == "mirror"
     parts = [stage_parts(stage, stage_layers) for stage in stages]
@@ -52,13 +52,13 @@ def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str,
     if grid.tp_size > 1:
         found["tp"] = _tensor_parallel(config, parts, *m, grid.tp_size)
     if grid.pp_size > 1:
-        # Neighbours on one rank hand over without a message; a mirror's are of two directions.
+        # Neighbouring stages on one rank need no message. A mirror's stages are of two directions.
         hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
                    for stage in stages for other in (stage - 1, stage + 1))
         text, size = payload("activations", "send", config, _itemsizes(config)[0], 2)
         found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
                                f"{m[1]} * {hops} * {text}", m[0] * hops * size)
-    if grid.dp_size > 1:  # how often: by buckets, and by what is summed over further groups
+    if grid.dp_size > 1:  # the number of calls depends on buckets and further groups
         gradient_bytes = num_params * _itemsizes(config)[1]
         found["dp"] = Expected(sent_formula="2(q-1)/q * gradients",
                                sent=2 * (grid.dp_size - 1) / grid.dp_size * gradient_bytes)
@@ -68,7 +68,7 @@ def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str,
 
 
 def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int) -> Expected:
-    """Over tp: blocks, ends, and once per stage the sum of what is replicated."""
+    """The Expected of tp: blocks, ends, and once per stage the sum of replicated gradients."""
     module, sizes = FORMULAS[config.model.model], _itemsizes(config)
     blocks, first, last = (sum(values) for values in zip(
         *((len(part[0]), *map(int, part[1:3])) for part in parts), strict=True))
@@ -87,7 +87,7 @@ def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int) -> Exp
 
 
 def _itemsizes(config) -> tuple[int, int]:
-    """Bytes of a number: of activations; of sums and gradients, which keep 32 bits."""
+    """Bytes of a number: in activations, and in sums and gradients, which keep 32 bits."""
     itemsize = np.dtype(config.run.dtype).itemsize
     return itemsize, max(itemsize, 4)
 
@@ -98,7 +98,7 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
 
 
 def one_block(records) -> list:
-    """The records over tp of the first block and microbatch among them."""
+    """Those records that belong to tp, the first block and the first microbatch."""
     inside = [one for one in records if one.axis == "tp" and one.name.startswith("block")]
     first = [(one.name.split(".")[0], one.mb) for one in inside[:1]]
     return [one for one in inside if [(one.name.split(".")[0], one.mb)] == first]

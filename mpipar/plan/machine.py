@@ -1,9 +1,9 @@
-"""The cost model of a machine: how long a message, a collective, a product and a block take there.
+"""The cost model of a machine: how long a message, a collective, a product or a block takes.
 
-bench.calibrate fits it to measurements; machine_file.py keeps it as JSON. Time of an operation on n
-bytes: latency + n * time per byte, with parameters of its own in each range of sizes, for each
-operation, kind of link and number of ranks (a library changes protocol and algorithm with all of
-these). Whatever lies outside of what was measured is refused, or says so: `Estimate.extrapolated`.
+bench.calibrate fits it to measurements, and machine_file.py keeps it as JSON. An operation on n
+bytes takes latency + n * time per byte. Each operation, kind of link, number of ranks and range of
+sizes has its own parameters. A library changes protocol and algorithm with all of these. A time
+outside of the measured range is refused, or says so in `Estimate.extrapolated`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 from mpipar.errors import UsageError
 
-HOP = "latency"  # the operation that is one message between two ranks
+HOP = "latency"  # the name of one message between two ranks
 
 
 def settings_of(model) -> dict:
-    """The settings of a ModelConfig that the passes of one part depend on, as a file keeps them."""
+    """The settings of a ModelConfig on which its passes depend, as a file keeps them."""
     return {name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(model).items() if name != "layers"}
 
 
 class Estimate(NamedTuple):
-    """A predicted time, and whether it lies outside of what was measured."""
+    """A predicted time, and whether it lies outside of the measured range."""
 
     seconds: float
     extrapolated: bool
@@ -52,10 +52,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time of one operation by size; pieces ascend and touch, fitted_bytes are the measured sizes.
+    """Time of one operation by size.
 
-    held_out_*: relative errors on sizes that were left out of a second fit; None when there were
-    too few.
+    The pieces ascend and touch. fitted_bytes: the measured sizes.
+
+    held_out_*: relative errors on sizes that a second fit left out; None when there were too few.
     """
 
     operation: str
@@ -68,7 +69,7 @@ class Curve:
     held_out_max: float | None = None
 
     def estimate(self, nbytes: float) -> Estimate:
-        """Time for a size; beyond the last piece its line goes on."""
+        """Time for a size; the last piece's line continues beyond it."""
         piece = next((piece for piece in self.pieces if nbytes <= piece.to_bytes), self.pieces[-1])
         outside = not self.fitted_bytes[0] <= nbytes <= self.fitted_bytes[-1]
         return Estimate(piece.microseconds(nbytes) * 1e-6, outside)
@@ -100,9 +101,9 @@ class Passes:
 class Units:
     """Passes of the parts of a model, measured with microbatches of `rows` rows.
 
-    model: the ModelConfig's fields but the number of layers: every block costs the same. tp: ranks
-    that share a block; their barriers are in the times. update_seconds_per_parameter: everything
-    that a step does once for each parameter, from clearing gradients to the optimizer.
+    model: the ModelConfig's fields except the number of layers, since every block costs the same.
+    tp: ranks that share a block; the times include their barriers. update_seconds_per_parameter:
+    everything that a step does once for each parameter, from clearing gradients to the optimizer.
     """
 
     model: dict
@@ -118,7 +119,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Contention:
-    """How much longer groups on an axis take when all are at it at once, by operation and size."""
+    """How much longer groups on an axis take when all run at once, by operation and size."""
 
     operation: str
     axis: str
@@ -128,7 +129,7 @@ class Contention:
 
 @dataclass(frozen=True)
 class Duplex:
-    """Bandwidth both ways over twice that of one way: 1 full duplex, 0.5 a shared medium."""
+    """Bandwidth both ways over twice that of one way: 1 is full duplex, 0.5 a shared medium."""
 
     link: str
     factor: float
@@ -136,7 +137,7 @@ class Duplex:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was fitted. call_overhead_us: what one call through mpipar.comm adds to a bare one."""
+    """The fitted model. call_overhead_us: time that mpipar.comm adds to a bare MPI call."""
 
     curves: tuple[Curve, ...]
     duplex: tuple[Duplex, ...]
@@ -147,9 +148,11 @@ class Machine:
     provenance: dict
 
     def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
-        """The curve of an operation; link None: the slowest kind measured with so many ranks.
+        """The curve of an operation.
 
-        Raises UsageError that says what has been calibrated.
+        link: None stands for the slowest kind measured with so many ranks.
+
+        Raises UsageError, which lists the calibrated curves.
         """
         same = [curve for curve in self.curves if curve.operation == operation
                 and curve.ranks == ranks and link in (None, curve.link)]
@@ -170,14 +173,15 @@ class Machine:
         return self.curve(operation, ranks, link).estimate(nbytes)
 
     def contention_factor(self, operation: str) -> float:
-        """Median over what was measured of an operation's groups together over alone; 1 without."""
+        """Median of an operation's measured contention factors; 1 without any."""
         found = [one.factor for one in self.contention if one.operation == operation]
         return median(found) if found else 1.0
 
     def product_seconds(self, m: int, k: int, n: int) -> Estimate:
-        """Seconds of a product (M, K) x (K, N): linear between measured shapes, all in logarithms.
+        """Seconds of a product (M, K) x (K, N), interpolated in logarithms between measured shapes.
 
-        Outside, the nearest measured shape's rate counts. Raises UsageError without products.
+        Outside of them the nearest measured shape's rate counts. Raises UsageError without
+        products.
         """
         if not self.products:
             raise UsageError("this cost model has no products: run bench.calibrate without "
@@ -195,7 +199,7 @@ class Machine:
     def units_of(self, model, dtype: str, tp: int, rows: int) -> Units:
         """The measured passes of a model (a ModelConfig), of the nearest number of rows.
 
-        Raises UsageError that says which there are.
+        Raises UsageError, which lists the available ones.
         """
         wanted = settings_of(model) | {"dtype": dtype, "tp": tp}
         others = [units.model | {"dtype": units.dtype, "tp": units.tp} for units in self.units]
@@ -208,13 +212,13 @@ class Machine:
 
 
 def _differences(have: dict, wanted: dict) -> str:
-    """What is measured in one model's passes that is not as wanted."""
+    """How the model of measured passes differs from the wanted one."""
     return ", ".join(f"{name} {have.get(name)} (not {wanted.get(name)})"
                      for name in {**have, **wanted} if have.get(name) != wanted.get(name))
 
 
 def _between(size: float, ticks) -> list[tuple[int, float]]:
-    """(tick, weight) of the neighbours of a size, linear in its logarithm; only what has weight."""
+    """(tick, weight) of a size's neighbours, linear in its logarithm, without those of weight 0."""
     high = next(tick for tick in ticks if tick >= size)
     if high == size:
         return [(high, 1.0)]

@@ -18,7 +18,7 @@ CURE = "write it with python -m bench.calibrate"
 
 
 def save(machine: Machine, path: str) -> None:
-    """Write the file, whole or not at all. Raises OutputError when that is not possible."""
+    """Write the file, whole or not at all. Raises OutputError if it cannot be written."""
     text = json.dumps({"schema": SCHEMA, **asdict(machine)}, indent=1) + "\n"
     partial = f"{path}.partial"
     try:
@@ -29,16 +29,17 @@ def save(machine: Machine, path: str) -> None:
 
 
 def check_writable(path: str) -> None:
-    """Before long measurements. Raises OutputError when `save` could not write the file."""
-    if Path(path).exists() and not Path(path).is_file():  # a device would be replaced by a file
+    """Raise OutputError if `save` could not write the file; called before long measurements."""
+    if Path(path).exists() and not Path(path).is_file():  # saving would replace a device by a file
         raise OutputError(f"{path}: is a folder or a device; name a file")
     if not os.access(Path(path).resolve().parent, os.W_OK):
         raise OutputError(f"{path}: its folder is missing or cannot be written")
 
 
 def load(path: str) -> Machine:
-    """Read a file. Raises DataError on one that cannot be read, is incomplete, or of another
-    schema.
+    """Read a file.
+
+    Raises DataError if it cannot be read, is incomplete, or has another schema version.
     """
     try:
         value = json.loads(Path(path).read_text())
@@ -61,7 +62,7 @@ def load(path: str) -> Machine:
 
 
 def built(kind, value, where: str):
-    """A JSON value as a value of an annotated type; ValueError says where it is not one."""
+    """A JSON value as a value of an annotated type; ValueError says where it does not fit."""
     if isinstance(kind, types.UnionType):  # X | None
         return None if value is None else built(typing.get_args(kind)[0], value, where)
     if typing.get_origin(kind) is tuple:
@@ -91,7 +92,7 @@ def _dataclass(kind, value, where: str):
 
 
 def _problems(machine: Machine) -> list[str]:
-    """Curves without a range, times that are none."""
+    """What is wrong: curves without a range, and times that are not valid."""
     found = []
     for curve in machine.curves:
         name = f"{curve.operation} of {curve.ranks} ranks"

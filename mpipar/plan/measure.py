@@ -1,9 +1,8 @@
-"""Costs of this model on this machine: f, i, w of each layer, what they keep, and one hop of the
-pipeline.
+"""Costs of this model on this machine: f, i, w and memory of each layer, and a pipeline hop.
 
-Measured with the real layers in the real tensor-parallel groups, all stages at once, as in a step;
-what the layers keep comes from running them on shapes. The result is one `Costs` value per *unit*
-(embedding, each block, head and loss), which `merged` adds up to the stages of any schedule.
+Times come from the real layers in the real tensor-parallel groups, all stages at once, as in a
+step. Memory comes from running the layers on shapes. The result is one `Costs` whose values are by
+*unit*: embedding, each block, head and loss. `merged` adds them up to the stages of any schedule.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ def unit_counts(config, schedule) -> tuple[int, ...]:
 def one_pass(groups, batch, x, dy, observe):
     """Forward, input gradients and weight gradients of a stage, unit by unit.
 
-    groups: (unit, its layers) of each. observe(kind, unit, run) calls run() and notes what it
-    wants. Comm: what the layers cross over tp.
+    groups: (unit, its layers) of each unit. observe(kind, unit, run) calls run(), takes its
+    measurement and returns the result.
+    Comm: the layers' barriers over tp.
     """
     stash = Stash(batch)
     for unit, layers in groups:
@@ -56,7 +56,7 @@ def one_pass(groups, batch, x, dy, observe):
                 x = layer.forward(x, stash)
             return x
         x = observe("f", unit, forward)
-    if groups and not groups[-1][1][-1].params:  # the loss: nothing comes from above
+    if groups and not groups[-1][1][-1].params:  # the loss gets no gradient from above
         dy = None
     for unit, layers in reversed(groups):
         def backward_input(dy=dy, layers=layers):
@@ -72,14 +72,14 @@ def one_pass(groups, batch, x, dy, observe):
 
 
 def activation_shape(worker, batch) -> tuple[int, ...]:
-    """What a rank holds of the activations between two stages: the same between any two."""
+    """Shape of a rank's activations between two stages, which is the same between any two."""
     return next(iter(worker.stages.values())).in_shape(batch)
 
 
 def measure_times(worker) -> dict:
-    """{kind: {unit: seconds}} of the units that this rank holds, medians.
+    """{kind: {unit: median seconds}} of the units that this rank holds.
 
-    Comm: what the layers cross over tp.
+    Comm: the layers' barriers over tp.
     """
     ops, config = worker.ops, worker.config
     batch = data.data_of(config.model).blank_batch(ops, config)
@@ -105,7 +105,7 @@ def measure_times(worker) -> dict:
 
 
 def measure_hop(worker) -> float:
-    """Seconds for one activation from a pipeline rank to the next; 0 without neighbours.
+    """Seconds that one activation takes from a pipeline rank to the next; 0 without neighbours.
 
     Comm: a ping-pong over pp between the first two ranks.
     """
@@ -128,10 +128,9 @@ def measure_hop(worker) -> float:
 
 
 def unit_memory(config) -> dict:
-    """{field of Costs: bytes by unit}: what a microbatch keeps, and weights with gradients and
-    moments.
+    """{field of Costs: bytes by unit}: a microbatch's stash, and weights, gradients and moments.
 
-    From the real layers on shapes, for one rank of the tp group. Comm: none.
+    They come from the real layers on shapes, for one rank of the tp group.
     """
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
@@ -162,8 +161,9 @@ def unit_memory(config) -> dict:
 
 
 def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
-    """Costs by unit, on world rank 0; None elsewhere. config: resolved, but for the name of the
-    schedule.
+    """Costs by unit, on world rank 0; None elsewhere.
+
+    config: resolved, except for the schedule's name.
 
     Comm: groups of a worker of its own, a few passes of every layer over tp, a ping-pong over pp,
     one gather.

@@ -1,9 +1,8 @@
-"""What one rank of any layout would do, without MPI and without numbers: the cost model is the code
-itself.
+"""What one rank of any layout would do, without MPI and numbers: the code is the cost model.
 
-The real Worker takes one step on shapes: memory, FLOPs, and every barrier with its bytes come out
-of the same lines that will run. So a prediction can only be wrong where shapes are not all there is
-to know.
+The real Worker takes one step on shapes. So memory, FLOPs, and every barrier with its bytes come
+from the same lines that will run. A prediction can be wrong only about what shapes do not
+determine.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from mpipar.train.worker import Worker
 
 @dataclass(frozen=True)
 class Prediction:
-    """One rank, one training step.
+    """One training step of one rank.
 
-    peak_bytes: label -> bytes at the instant of the largest sum. flops: phase -> FLOPs of products.
+    peak_bytes: {label: bytes} at the instant of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     """
 
@@ -38,7 +37,7 @@ class Prediction:
 
 
 def predict(config, world_rank: int) -> Prediction:
-    """Run one step of `world_rank` in the layout of a resolved config, on shapes. Comm: none."""
+    """Run one step of `world_rank` in the layout of a resolved config, on shapes."""
     recorder = Recorder(capacity=1 << 20)
     ops = ops_module.shapes_for(config.run, recorder)
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)

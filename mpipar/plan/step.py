@@ -1,8 +1,9 @@
-"""How long a training step of a layout takes on a machine whose cost model is known.
+"""How long a training step of a layout takes on a machine with a known cost model.
 
-The passes and their messages are simulated in the schedule's order; what comes behind the pipeline
-(gradient sums, norm, update) is added up from the barriers that the real code crosses on shapes.
-Sums that start while other stages still compute are counted whole: the estimate is then too long.
+A simulation times the passes and their messages in the schedule's order. After the pipeline come
+gradient sums, norm and update. The real code on shapes says which barriers these cross. The
+update's time is proportional to the number of parameters. Overlap of gradient sums with other
+stages' passes is not modelled, so the estimate errs on the high side.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from mpipar.plan.measure import unit_counts, unit_memory
 from mpipar.plan.predict import Prediction, predict
 from mpipar.train.worker import configured_schedule
 
-BUCKET = "grads.bucket"  # the one sum that is posted first and waited for later
+BUCKET = "grads.bucket"  # the only sum that is posted first and waited for later
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Seconds of one training step by part, and what of it lies outside of the measured range."""
+    """Seconds of one training step by part, and the operations outside of the measured range."""
 
     pipeline: float
     barriers: float
@@ -40,7 +41,7 @@ def microbatch_rows(config) -> int:
 
 
 def measured_units(machine: Machine, config):
-    """The machine's `Units` for a config. Raises UsageError that says which there are."""
+    """The machine's `Units` for a config. Raises UsageError, which lists the available ones."""
     return machine.units_of(config.model, config.run.dtype, config.grid.tp,
                             microbatch_rows(config))
 
@@ -48,8 +49,8 @@ def measured_units(machine: Machine, config):
 def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     """The costs of a config by unit, as the simulator of schedules reads them.
 
-    A number of rows that was not measured counts in proportion to the nearest one that was. Raises
-    UsageError when the machine has not measured this model.
+    A number of rows without a measurement counts in proportion to the nearest measured one. Raises
+    UsageError if the machine's file lacks this model.
     """
     units = measured_units(machine, config)
     factor = microbatch_rows(config) / units.rows
@@ -62,15 +63,15 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
 
 
 def largest_message(steps) -> int:
-    """Bytes of the largest message between stages in some ranks' steps on shapes."""
+    """Bytes of the largest message between stages in these ranks' steps on shapes."""
     return max((record.payload_bytes for step in steps for record in step.recorder.records
                 if record.operation == "send" and record.phase not in ("sync", "opt")), default=0)
 
 
 def schedule_costs(machine: Machine, config) -> Costs:
-    """The costs of a resolved config by unit, whatever its schedule, for choosing one.
+    """The costs of a resolved config by unit, for choosing a schedule.
 
-    Raises UsageError when the machine lacks the model or the message. Comm: none.
+    Raises UsageError if the machine's file lacks the model or the message.
     """
     plain = replace(config, grid=replace(
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
@@ -78,10 +79,10 @@ def schedule_costs(machine: Machine, config) -> Costs:
 
 
 def step_estimate(machine: Machine, config) -> StepEstimate:
-    """Predict a step of a resolved config. Raises UsageError when the machine lacks a curve.
+    """Predict a step of a resolved config. Raises UsageError if the machine's file lacks a curve.
 
-    The slowest pipeline rank counts, for barriers and for the update: replicas and tensor-parallel
-    ranks do the same.
+    The slowest pipeline rank counts, for barriers and for the update. Replicas and tensor-parallel
+    ranks do the same work.
     """
     grids = [Grid.of(config.grid, place) for place in range(Grid.of(config.grid, 0).world_size)]
     grids = [grid for grid in grids if grid.dp_rank == grid.tp_rank == grid.cp_rank == 0]
@@ -103,7 +104,7 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
 def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:
     """Seconds of one rank's sums over replicas and over the world; adds to `outside`.
 
-    Groups that are not the whole world run all at once: their contention counts.
+    Groups smaller than the world all run at once, so their contention counts.
     """
     seconds = 0.0
     for record in step.recorder.records:
