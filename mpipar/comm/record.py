@@ -30,7 +30,7 @@ class Record(NamedTuple):
     waited_ns: when the rank began to wait; 0 before.
     peer: its place in the group; -1 without one.
     site: where a layer, or whoever calls the group, crosses the barrier, as file:line.
-    cut: the line inside the cut; "" if there is no cut between.
+    cut: the line inside the cut; "" if the call goes through no cut.
     """
 
     posted_ns: int
@@ -111,7 +111,7 @@ TALLY = len(Record._fields)
 
 # What the entries of one barrier share. An entry must cost next to nothing, so one look-up finds
 # it when the operation is posted. First come calls, nanoseconds inside, wire bytes of a call and
-# dtype. Then comes the last caller (code and instruction), and what was found of it: how many
+# dtype. Then comes the last caller: its code and instruction. The rest was found from it: how many
 # frames further out the site is, the site's code and instruction, and both places.
 (T_CALLS, T_NANOSECONDS, T_WIRE, T_DTYPE, T_CODE, T_INSTRUCTION, T_DEPTH, T_SITE_CODE,
  T_SITE_INSTRUCTION, T_SITE, T_CUT) = range(11)

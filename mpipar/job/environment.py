@@ -17,7 +17,7 @@ OPEN_MPI = "Open MPI's mpirun"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
                     "BLIS_NUM_THREADS")
 # A rank that waits in MPI spins. With more ranks than cores it takes the core from the rank it
-# waits for, so it has to give the core away after each poll. Measured with 4 ranks on 2 cores, 1 ms
+# waits for. So it has to give the core away after each poll. Measured with 4 ranks on 2 cores, 1 ms
 # of work + ring exchange + all-reduce, median. Open MPI 5.0.11: 3.6 ms without, 1.8 ms with. MPICH
 # 5.0.2: 1.7 ms either way, but 5.2 and 1.7 ms in a round with other load. More of MPICH's settings
 # do not pay: progress throttling changes nothing, heavy yield costs 0.5 ms in every all-reduce.

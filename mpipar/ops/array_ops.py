@@ -156,7 +156,7 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
         """Return dx = dy GELU'(x): with t = tanh(u), that is 0.5 (1 + t) (1 + (1 - t) x u')."""
         square = x * x
         t = self.xp.tanh(x * (GELU_A + GELU_B * square))
-        slope = square  # x u', over what is no longer needed
+        slope = square  # x u', written over the square
         slope *= 3.0 * GELU_B
         slope += GELU_A
         slope *= x

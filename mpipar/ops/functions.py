@@ -75,8 +75,8 @@ WHOLE = {
 }
 # FLOPs: a number and the sizes that it is multiplied by.
 FLOPS = {"matmul": "2..KM", "matmul_nt": "2..KM", "matmul_tn_add": "2..KM"}
-# These take 16 bits as they are: they move values, add two numbers of one type (which rounds once),
-# or work on what is float32 anyway.
+# These take 16 bits as they are. They move values, add two numbers of one type (which rounds once),
+# or work on arrays that are float32 anyway.
 EXACT_IN_16_BITS = (
     "fill", "copy", "scale", "accumulate", "bias_forward", "embedding_forward", "sum",
     "square_sum", "attention_merge", "cross_entropy_combine", "sgd_step", "adamw_step",
