@@ -5,9 +5,9 @@ and traces. Each call appends one record. In a group of one it does nothing, so 
 how many ranks there are. Reductions work in place on the array they are given. How bytes travel is
 the transport's business (`mpipar/comm/connect.py`).
 
-Every member of the group must make the same calls in the same order; for send and recv, the peer
-with the same tag. If one member skips or reorders a call, the job hangs, or some ranks get a wrong
-sum without any error.
+Every member of the group must make the same collective calls in the same order. A send needs a recv
+of the peer with the same tag, and the reverse. If one member skips or reorders a call, the job
+hangs, or some ranks get a wrong sum without any error.
 """
 
 from __future__ import annotations

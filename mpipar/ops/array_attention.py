@@ -17,7 +17,7 @@ activations have 16 bits. The caller who has joined them rounds once, by `copy`.
 
 import numpy as np
 
-# Below any score. Finite: (it - the largest score) is never inf - inf = NaN.
+# Below any score, but finite: so its difference to the largest score is never inf - inf = NaN.
 LOWEST = -1e30
 
 

@@ -5,7 +5,7 @@ N tokens, V columns of the shard. Columns j with start + j >= num_valid are padd
 
 import numpy as np
 
-# Stands for the maximum over no columns. Finite: (it - true maximum) is never inf - inf = NaN.
+# The maximum over no columns. It is finite, so minus the true maximum it is never inf - inf = NaN.
 EMPTY_MAX = -1e30
 
 

@@ -44,7 +44,7 @@ class ShapeAttention:
         return self.empty((batch, heads, queries), self.statistics)
 
     def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
-        """Return (dq, dk, dv); five products, the scores once more among them."""
+        """Return (dq, dk, dv); five products, one of which makes the scores again."""
         scores = self._scores(5, q, k, v, q_pos, k_pos)
         assert dy.shape == q.shape, (dy.shape, q.shape)
         assert lse.shape == delta.shape == scores[:-1], (lse.shape, delta.shape, scores)

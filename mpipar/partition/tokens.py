@@ -37,8 +37,9 @@ def scatter(ops, y, comm, name):
 class WholeTokens:
     """Every rank of the group holds all tokens.
 
-    cuts: the cuts of the two products of a pair. partial_groups: for parameters that work on held
-    tokens, the groups over which their gradients are partial.
+    cuts: the cuts of the two products of a pair.
+    partial_groups: for parameters that work on held tokens, the groups over which their gradients
+    are partial.
     """
 
     cuts = ("column", "row")
