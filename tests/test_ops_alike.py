@@ -1,6 +1,7 @@
 """Every implementation has the functions of the table and no others."""
 
 import sys
+from inspect import signature
 
 import fake_cupy
 import pytest
@@ -8,6 +9,7 @@ from ops_cases import plain
 
 from mpipar.comm.record import Recorder
 from mpipar.ops import make
+from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.fused import Fused
 from mpipar.ops.functions import FUNCTIONS, MEMORY, ROWS
 from mpipar.ops.timed_ops import TimedOps
@@ -43,6 +45,14 @@ def test_every_implementation_has_the_same_functions(monkeypatch, name):
               and callable(getattr(ops, one)) and not isinstance(getattr(ops, one), type)}
     more = public - expected - OTHERS - (KERNELS if isinstance(ops, Fused) else set())
     assert not more, "no line of the table"
+
+
+def test_a_line_names_the_arguments_of_its_formula():
+    """`out` is between the formulas and the driver of tiles, except for attention."""
+    for name, function in FUNCTIONS.items():
+        found = [one for one in signature(getattr(ArrayOps, name)).parameters
+                 if one not in ("self", "out")]
+        assert found == [part.name for part in function.takes if part.name != "out"], name
 
 
 def test_a_line_says_what_it_reads_and_writes():

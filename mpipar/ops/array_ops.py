@@ -142,31 +142,40 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
         db += self._column_sums(dy)
 
-    # GELU. x * x * x, never x**3: a power is computed through logarithms, 70 times slower.
+    # Elementwise chains. One temporary, on which a chain works in place, is what makes them fast:
+    # it is the result, and `out` says where it lies. x * x * x, never x**3: a power is computed
+    # through logarithms, 70 times slower.
 
-    def gelu_forward(self, x):
+    def gelu_forward(self, x, out=None):
         """Return the tanh form of GELU of x: 0.5 x (1 + tanh(x (A + B x^2)))."""
-        y = self.xp.tanh(x * (GELU_A + GELU_B * x * x))
+        y = self.xp.multiply(x, x, out=out)
+        y *= GELU_B
+        y += GELU_A
+        y *= x
+        self.xp.tanh(y, out=y)
         y += 1.0
         y *= x
         y *= 0.5
         return y
 
-    def gelu_backward_input(self, dy, x):
+    def gelu_backward_input(self, dy, x, out=None):
         """Return dx = dy GELU'(x): with t = tanh(u), that is 0.5 (1 + t) (1 + (1 - t) x u')."""
-        square = x * x
-        t = self.xp.tanh(x * (GELU_A + GELU_B * square))
-        slope = square  # x u', written over the square
+        slope = x * x  # in the end x u'
+        t = slope * GELU_B
+        t += GELU_A
+        t *= x
+        self.xp.tanh(t, out=t)
         slope *= 3.0 * GELU_B
         slope += GELU_A
         slope *= x
-        slope *= 1.0 - t
-        slope += 1.0
+        dx = self.xp.subtract(1.0, t, out=out)
+        dx *= slope
+        dx += 1.0
         t += 1.0
-        t *= slope
-        t *= 0.5
-        t *= dy
-        return t
+        dx *= t
+        dx *= 0.5
+        dx *= dy
+        return dx
 
     def bias_gelu_forward(self, x, b):
         """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
@@ -174,46 +183,51 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
 
     # Norms over the last dimension. LayerNorm is RMSNorm of x - mean, plus b.
 
-    def rmsnorm_forward(self, x, w, eps):
+    def rmsnorm_forward(self, x, w, eps, out=None):
         """Return (y, rstd): x (..., D) times rstd = 1 / sqrt(mean(x^2) + eps), scaled; rstd (...).
 
         Zhang and Sennrich 2019, arXiv 1910.07467.
         """
         square = self._row_dots(x, x) / self.scalar(x.shape[-1])
         rstd = self.scalar(1.0) / self.xp.sqrt(square + self.scalar(eps))
-        y = x * rstd[..., None]
+        y = self.xp.multiply(x, rstd[..., None], out=out)
         y *= w
         return y, rstd
 
-    def rmsnorm_backward_input(self, dy, x, w, rstd):
+    def rmsnorm_backward_input(self, dy, x, w, rstd, out=None):
         """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
-        g, xhat = dy * w, x * rstd[..., None]
-        slope = self._row_dots(g, xhat) / self.scalar(x.shape[-1])
-        xhat *= slope[..., None]
-        g -= xhat
-        g *= rstd[..., None]
-        return g
+        g = dy * w
+        dx = self.xp.multiply(x, rstd[..., None], out=out)  # xhat
+        slope = self._row_dots(g, dx) / self.scalar(x.shape[-1])
+        dx *= slope[..., None]
+        self.xp.subtract(g, dx, out=dx)
+        dx *= rstd[..., None]
+        return dx
 
     def rmsnorm_backward_weight(self, dy, x, rstd, dw):
         """Add the sum of dy xhat to dw (D,)."""
         dw += self._column_sums(dy * x, rstd)
 
-    def layernorm_forward(self, x, w, b, eps):
+    def layernorm_forward(self, x, w, b, eps, out=None):
         """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
         mean = self._row_sums(x) / self.scalar(x.shape[-1])
-        y, rstd = ArrayOps.rmsnorm_forward(self, x - mean[..., None], w, eps)
+        y = self.xp.subtract(x, mean[..., None], out=out)
+        _, rstd = ArrayOps.rmsnorm_forward(self, y, w, eps, out=y)
         y += b
         return y, mean, rstd
 
-    def layernorm_backward_input(self, dy, x, w, mean, rstd):
+    def layernorm_backward_input(self, dy, x, w, mean, rstd, out=None):
         """Return dx = c - mean(c), where c is the gradient of x - mean."""
-        c = ArrayOps.rmsnorm_backward_input(self, dy, x - mean[..., None], w, rstd)
+        c = self.xp.subtract(x, mean[..., None], out=out)
+        ArrayOps.rmsnorm_backward_input(self, dy, c, w, rstd, out=c)
         c -= (self._row_sums(c) / self.scalar(x.shape[-1]))[..., None]
         return c
 
     def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
         """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-        ArrayOps.rmsnorm_backward_weight(self, dy, x - mean[..., None], rstd, dw)
+        part = x - mean[..., None]
+        part *= dy
+        dw += self._column_sums(part, rstd)
         db += self._column_sums(dy)
 
     # Embeddings. A table shard holds the rows of the ids [start, start + rows).
@@ -259,19 +273,20 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
         Hutter, arXiv 1711.05101.
         """
         cast = self.scalar
+        part = grad * cast(1.0 - beta1)
         m *= cast(beta1)
-        m += cast(1.0 - beta1) * grad
+        m += part
+        self.xp.multiply(grad, grad, out=part)
+        part *= cast(1.0 - beta2)
         v *= cast(beta2)
-        square = grad * grad
-        square *= cast(1.0 - beta2)
-        v += square
-        root = self.xp.sqrt(v)
-        root *= cast((1.0 - beta2**step) ** -0.5)
-        root += cast(eps)
-        update = m / root
-        update *= cast(lr / (1.0 - beta1**step))
+        v += part
+        self.xp.sqrt(v, out=part)
+        part *= cast((1.0 - beta2**step) ** -0.5)
+        part += cast(eps)
+        self.xp.divide(m, part, out=part)
+        part *= cast(lr / (1.0 - beta1**step))
         data *= cast(1.0 - lr * weight_decay)
-        data -= update
+        data -= part
         if copy is not None:
             self.copy(copy, data)
 

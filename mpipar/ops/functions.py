@@ -20,11 +20,8 @@ from typing import NamedTuple
 
 # Functions of rows: any rows of the results need only the same rows of the arguments.
 ROWS = {
-    "bias_forward": "y[..M]+ b[M] -> y",
-    "bias_backward_weight": "dy[..M] db[M]+ ->",
     "gelu_forward": "x[..] -> y[..]",
     "gelu_backward_input": "dy[..] x[..] -> dx[..]",
-    "bias_gelu_forward": "x[..M]+ b[M] -> y[..M]",
     "rmsnorm_forward": "x[..D] w[D] eps -> y[..D] rstd[..]:sum",
     "rmsnorm_backward_input": "dy[..D] x[..D] w[D] rstd[..] -> dx[..D]",
     "rmsnorm_backward_weight": "dy[..D] x[..D] rstd[..] dw[D]+ ->",
@@ -51,6 +48,9 @@ WHOLE = {
     "matmul": "x[..K] w[KM] -> y[..M]",
     "matmul_nt": "x[..M] w[KM] -> y[..K]",
     "matmul_tn_add": "x[..K] y[..M] out[KM]+ ->",
+    "bias_forward": "y[..M]+ b[M] -> y",
+    "bias_backward_weight": "dy[..M] db[M]+ ->",
+    "bias_gelu_forward": "x[..M]+ b[M] -> y[..M]",
     "embedding_forward": "ids[..] table[VD] start -> y[..D]",
     "embedding_backward_weight": "ids[..] dy[..D] dtable[VD]+ start ->",
     # Q queries, K keys, H heads, G heads of keys and values. What is saved may be a pair instead.

@@ -1,11 +1,12 @@
 """The driver of the CPU: functions of rows walk over tiles of rows that stay in cache.
 
-A chain of elementwise operations pays for its temporaries. On a tile they stay in cache, and the
-allocator hands out the same ones for the next tile. So the formulas are those of `array_ops`, and
+A chain of elementwise operations pays for its passes over memory. On a tile of rows, arguments and
+temporaries stay in cache from one operation to the next. The formulas are those of `array_ops`;
 only this file knows of tiles.
 """
 
 from functools import partial, wraps
+from inspect import signature
 from math import prod
 
 import numpy as np
@@ -25,34 +26,33 @@ def cut(rows, width):
         yield slice(first, min(first + step, rows))
 
 
-def walk(formula, function, given):
+def walk(formula, function, given, takes_out):
     """Return what formula(**given) returns, made tile by tile; `function`: its line of the table.
 
     Arguments that are not rows, such as a gradient that each tile adds to, go to every tile whole.
+    takes_out: the formula writes its first result, which is like its first rows, where it is told.
     """
-    by_row = [(part.name, x, x.ndim - len(part.dims) + 1)
+    by_row = [(part, x, x.ndim - len(part.dims) + 1)
               for part, x in function.arrays(given) if part.by_row]
     _, first, at = by_row[0]
-    leading = first.shape[:at]
-    count = prod(leading)
-    tiles = list(cut(count, max(prod(x.shape[at:]) for _, x, at in by_row)))
+    count = prod(first.shape[:at])
+    tiles = list(cut(count, max(prod(x.shape[own:]) for _, x, own in by_row)))
     if len(tiles) <= 1:
         return formula(**given)
-    rows = {name: x.reshape(count, *x.shape[at:]) for name, x, at in by_row}
-    for part in function.takes:
-        assert not (part.written and part.name in rows) or np.may_share_memory(
-            rows[part.name], given[part.name]), f"{part.name} has gaps: nothing can be written"
-    results = []
+    rows = {part.name: x.reshape(count, *x.shape[own:]) for part, x, own in by_row}
+    for part, x, _ in by_row:
+        assert not part.written or np.may_share_memory(rows[part.name], x), (
+            f"{function.name}: {part.name} has gaps, so that nothing can be written to its rows")
+    results = [np.empty((count, *first.shape[at:]), first.dtype)] if takes_out else []
     for tile in tiles:
-        made = formula(**given | {name: x[tile] for name, x in rows.items()})
-        if not function.makes:
-            continue
-        made = made if isinstance(made, tuple) else (made,)
-        if not results:
-            results = [np.empty((count, *x.shape[1:]), x.dtype) for x in made]
-        for whole, part in zip(results, made, strict=True):
-            whole[tile] = part
-    results = [x.reshape(*leading, *x.shape[1:]) for x in results] or [
+        out = {"out": results[0][tile]} if takes_out else {}
+        made = formula(**given | {name: x[tile] for name, x in rows.items()} | out)
+        if function.makes:
+            made = made if isinstance(made, tuple) else (made,)
+            results += [np.empty((count, *x.shape[1:]), x.dtype) for x in made[len(results):]]
+            for whole, part in list(zip(results, made, strict=True))[takes_out:]:
+                whole[tile] = part
+    results = [x.reshape(*first.shape[:at], *x.shape[1:]) for x in results] or [
         given[part.name] for part in function.gives]
     return tuple(results) if len(results) > 1 else results[0] if results else None
 
@@ -60,10 +60,12 @@ def walk(formula, function, given):
 def _walked(name):
     """Return the method that walks a function of rows."""
     plain, function = getattr(ArrayOps, name), FUNCTIONS[name]
+    takes_out = "out" in signature(plain).parameters
 
     @wraps(plain)
     def method(self, *arguments, **named):
-        return walk(partial(plain, self), function, function.bind(arguments, named))
+        given = function.bind(arguments, named)
+        return walk(partial(plain, self), function, given, takes_out)
 
     return method
 
