@@ -1,1 +1,1 @@
-"""Weights on disk, streamed: Hugging Face's form of a GPT-2, and the form of other models."""
+"""Weights on disk, streamed: Hugging Face's form of a GPT-2, and mpipar's form of other models."""

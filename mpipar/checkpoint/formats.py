@@ -1,5 +1,7 @@
-"""Which form on disk a model has: a module with `short_name`, `file_name`, `disk_shape`, `to_json`,
-`settings` and `differences`.
+"""Which form on disk a model has.
+
+A form is a module with `short_name`, `file_name`, `disk_shape`, `to_json`, `settings` and
+`differences`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from mpipar.errors import DataError
 
 
 def format_of(model):
-    """The form of a ModelConfig's model: Hugging Face's, where that describes it."""
+    """The form of a ModelConfig's model: Hugging Face's if that can describe it, or mpipar's."""
     return hf_format if (model.model, model.norm) == ("decoder", "layer") else own_format
 
 
 def model_settings(folder: str) -> dict:
-    """The ModelConfig fields that folder/config.json fixes; DataError when it can't be used."""
+    """The ModelConfig fields that folder/config.json fixes.
+
+    Raises DataError if it cannot be used.
+    """
     path = Path(folder) / "config.json"
     where = f"--init-from {folder}"
     form, shown = hf_format, "GPT-2"

@@ -13,7 +13,7 @@ HF_OTHER = {
     "embedding.tokens": "wte.weight", "embedding.positions": "wpe.weight",
     "final_norm.w": "ln_f.weight", "final_norm.b": "ln_f.bias", "head.table": "lm_head.weight",
 }
-# What these layers compute; a configuration that says otherwise is another model.
+# What mpipar's layers compute; a configuration with other values is another model.
 COMPUTED = {
     "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
@@ -44,12 +44,12 @@ def disk_shape(param) -> tuple[int, ...]:
 
 
 def file_name(name: str) -> str:
-    """The name in our files: as Hugging Face's own save of a GPT2LMHeadModel has it."""
+    """The name in mpipar's files, as Hugging Face itself saves a GPT2LMHeadModel."""
     return short_name(name) if name == "head.table" else f"transformer.{short_name(name)}"
 
 
 def to_json(config, dtype: str) -> dict:
-    """What config.json says of a resolved Config whose weights are written as `dtype`."""
+    """The config.json of a resolved Config whose weights are written as `dtype`."""
     model = config.model
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": model.layers,
@@ -74,6 +74,6 @@ def settings(found: dict) -> dict:
 
 
 def differences(found: dict) -> list[str]:
-    """What a config.json says that these layers do not compute."""
+    """The values of a config.json that mpipar's layers do not compute."""
     return [f"{key} is {found[key]!r}; {value!r} is what mpipar computes"
             for key, value in COMPUTED.items() if found.get(key, value) != value]

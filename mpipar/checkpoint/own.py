@@ -1,6 +1,6 @@
-"""mpipar's own form of what has none with Hugging Face: convnets, and decoders with RMSNorm.
+"""mpipar's own form of models that Hugging Face's does not cover: convnets, decoders with RMSNorm.
 
-Names and shapes of the tensors are those of the parameters.
+Tensors have the names and shapes of the parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def short_name(name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """The name in our files."""
+    """The name in mpipar's files."""
     return name
 
 
@@ -29,7 +29,7 @@ def disk_shape(param) -> tuple[int, ...]:
 
 
 def to_json(config, dtype: str) -> dict:
-    """What config.json says of a resolved Config whose weights are written as `dtype`."""
+    """The config.json of a resolved Config whose weights are written as `dtype`."""
     model = config.model
     more = {"image_shape": list(model.image_shape)} if model.model == "convnet" else {
         "tied": model.tied}
@@ -56,5 +56,5 @@ def settings(found: dict) -> dict:
 
 
 def differences(found: dict) -> list[str]:
-    """What a config.json says that these layers do not compute: nothing can be said otherwise."""
+    """Nothing: this form cannot state what mpipar's layers do not compute."""
     return []

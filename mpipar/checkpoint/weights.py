@@ -1,8 +1,8 @@
 """Weights on disk: one file of full tensors in the model's form, whatever the layout.
 
-Written and read in row blocks, so that no rank ever holds a tensor it does not own. A row is an
-index of a parameter's first logical axis; in the file a row is a contiguous run of bytes, because
-the logical shape differs from the file's only by splitting axes: (D, 3, H, d) is stored as
+Weights are written and read in row blocks, so that no rank ever holds a tensor it does not own. A
+row is an index of a parameter's first logical axis. In the file a row is a contiguous run of bytes.
+The reason is that the logical shape only splits axes of the file's shape: (D, 3, H, d) is stored as
 (D, 3*D).
 """
 
@@ -27,11 +27,11 @@ from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.layers.context import Context
 
-BLOCK_BYTES = 16 * 2**20  # a row block: what one message and one write carry at most
+BLOCK_BYTES = 16 * 2**20  # a row block: the most that one message or one write carries
 
 
 def all_params(config, stage_layers) -> list[tuple[int, object]]:
-    """(stage, Param) of every tensor, whole and without memory: the real layers on shapes."""
+    """(stage, Param) of every whole tensor, from the real layers on shapes, without memory."""
     ops = ops_module.make("shapes", "float32")
     solo = Context(ops, Comms.solo(ops))
     tables, found, form = {}, [], formats.format_of(config)
@@ -50,7 +50,7 @@ def _blocks(shape, itemsize):
 def _shard_part(param, index, count, first, last):
     """Where shard `index` of `count` meets rows [first, last): (local rows, index into the block).
 
-    None when it holds none of them.
+    None if the shard holds none of these rows.
     """
     if param.cut_axis is None or count == 1:
         return slice(first, last), ()
@@ -67,10 +67,9 @@ def _shard_part(param, index, count, first, last):
 
 
 def stream(worker, array_of):
-    """Yield (name, disk shape, first row, block) of full tensors on world rank 0, nothing
-    elsewhere.
+    """Yield (name, disk shape, first row, block) of full tensors on world rank 0, none elsewhere.
 
-    array_of(param) picks what is streamed: `param.master`, or `param.grad` for a comparison. The
+    array_of(param) picks the array to stream: `param.master`, or `param.grad` for a comparison. The
     block keeps the parameter's logical shape. Every rank must run this to the end.
     Comm: per block and owner other than rank 0, one send over world, in the order of the file.
     """
@@ -92,7 +91,7 @@ def stream(worker, array_of):
                 if grid.world_rank == owner:
                     own = mine[param.name]
                     inside = [slice(None)] * len(param.shape)
-                    if own.cut_axis:  # padding of the cut axis stays out of the file
+                    if own.cut_axis:  # the padding of the cut axis stays out of the file
                         inside[own.cut_axis] = slice(0, own.bounds()[1] - own.bounds()[0])
                     piece = array_of(own)[(local, *inside[1:])]
                 if owner != 0:
@@ -105,7 +104,7 @@ def stream(worker, array_of):
 
 
 def _move(worker, world, piece, shape, owner, name):
-    """One piece from its owner to world rank 0. Comm: one send over world."""
+    """Send one piece from its owner to world rank 0. Comm: one send over world."""
     if worker.grid.world_rank == owner:
         buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
         worker.ops.copy(buffer, piece)
@@ -117,9 +116,9 @@ def _move(worker, world, piece, shape, owner, name):
 
 
 def save(worker, folder: Path) -> None:
-    """Write folder/model.safetensors and config.json; a crash leaves the former ones as they were.
+    """Write folder/model.safetensors and config.json; a crash leaves the old files unchanged.
 
-    Raises OutputError on rank 0 when the disk refuses. Comm: see `stream`.
+    Raises OutputError on rank 0 if the disk cannot take them. Comm: see `stream`.
     """
     params = all_params(worker.config.model, worker.stage_layers)
     form, dtype = formats.format_of(worker.config.model), worker.ops.statistics
@@ -149,7 +148,7 @@ def save(worker, folder: Path) -> None:
 
 
 def _replace(path: Path, pieces) -> None:
-    """Write a file under another name and rename it: readers see it whole, or the former one."""
+    """Write a file under another name and rename it: readers see the whole new file or the old."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -165,9 +164,9 @@ def _replace(path: Path, pieces) -> None:
 
 
 def weight_problems(config) -> list[str]:
-    """What is wrong with the tensors that a run starts from; their names and shapes alone are read.
+    """What is wrong with the tensors that a run starts from; reads only their names and shapes.
 
-    A config.json that can't be used was told where the model's shape was read from it.
+    A config.json that cannot be used gives no problem here. Reading the model's shape reports it.
     """
     folder = config.run.init_from
     if folder is None:
@@ -186,7 +185,7 @@ def weight_problems(config) -> list[str]:
 def load(worker, folder: str) -> None:
     """Read this rank's shards of every tensor, row block by row block.
 
-    Raises DataError with all tensors that are missing or have another shape. Comm: none.
+    Raises DataError that names all tensors that are missing or have another shape.
     """
     with _open(folder) as file:
         found, wrong = _find(file, worker.config.model, folder)
@@ -208,7 +207,7 @@ def _open(folder: str):
 
 
 def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
-    """Parameter name -> tensor name in the file, and what is missing or does not fit."""
+    """({parameter name: tensor name in the file}, what is missing or does not fit)."""
     names, found, wrong, form = set(file.keys()), {}, [], formats.format_of(model)
     for _, param in all_params(model, (model.layers,)):
         options = [form.file_name(param.name), form.short_name(param.name)]
@@ -228,7 +227,7 @@ def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
 
 def _load_param(ops, param, tensor):
     """Fill one shard from a tensor of the file; padding stays zero."""
-    per_row = tensor.get_shape()[0] // param.shape[0]  # file rows in a logical row
+    per_row = tensor.get_shape()[0] // param.shape[0]  # rows of the file in a logical row
     start, stop = param.bounds()
     for first, last in _blocks(param.shape, 4):
         part = _shard_part(param, param.cut_index, param.cut_count, first, last)
