@@ -1,9 +1,9 @@
-"""Busy share and bubble of each pipeline rank, measured beside simulated.
+"""Busy share and bubble of each pipeline rank, measured and simulated.
 
-Measured: the compute spans of the steps that are still in the ring, against the time from the start
-to the end of the pipeline. All ranks start a step together (the norm of the step before has just
-been agreed on), so the slowest rank's duration is the step's and no clock has to be compared.
-Simulated: the same schedule with the measured mean cost of each stage's passes and instant
+The measured share compares compute spans with the time from start to end of the pipeline, for steps
+still in the ring. All ranks start a step together, because they have just agreed on the norm of the
+step before. So the slowest rank's duration is the step's, and no clocks need comparing. The
+simulation runs the same schedule with the measured mean cost of each stage's passes and instant
 messages.
 """
 
@@ -19,9 +19,9 @@ PASSES = ("F", "B", "I", "W")
 
 
 def span_facts(recorder) -> dict:
-    """This rank's mean seconds per pass, by kind and stage, and per step busy and pipeline seconds.
+    """This rank's mean seconds per pass, by kind and stage, and busy and pipeline seconds per step.
 
-    Only steps that are whole in the ring count: the oldest may have lost its first spans.
+    Only steps that are whole in the ring count; the oldest may have lost its first spans.
     """
     spans = list(recorder.spans)
     whole = {span.step for span in spans if span.kind == "pipeline"}
@@ -44,9 +44,7 @@ def span_facts(recorder) -> dict:
 
 
 def measured_costs(facts: list[dict], num_stages: int) -> Costs:
-    """f, i, w of every stage, means over the ranks that ran it; a full backward is halved into i
-    and w.
-    """
+    """f, i, w of every stage, as means over the ranks that ran it; i and w each get half of a B."""
     sums = defaultdict(list)
     for fact in facts:
         for key, seconds in fact["passes"].items():
@@ -62,10 +60,9 @@ def measured_costs(facts: list[dict], num_stages: int) -> Costs:
 
 
 def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:
-    """(pp_rank, measured busy share, measured bubble s, simulated busy share, simulated bubble s),
-    by rank.
+    """Rows by rank: (pp_rank, busy share, bubble s, simulated busy share, simulated bubble s).
 
-    facts: `span_facts` of every world rank; pp_ranks: their pipeline ranks.
+    facts: `span_facts` of every world rank. pp_ranks: their pipeline ranks.
     """
     timeline = simulate(schedule, measured_costs(facts, schedule.num_stages))
     steps = set.intersection(*(set(fact["busy"]) for fact in facts))

@@ -1,4 +1,4 @@
-"""Measured memory of one rank, to stand beside the prediction."""
+"""Measured memory of one rank, to print beside the prediction."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tracemalloc
 class PeakMemory:
     """Peak bytes in arrays between `start` and `stop`.
 
-    CPU: what Python's allocator tracing sees, NumPy's arrays and little else; it is on for the
-    first step only, because it slows small allocations down, and the peak of every later step is
-    the same. GPU: what CuPy's pool holds.
+    On the CPU Python's allocator tracing counts NumPy's arrays and little else. It slows small
+    allocations down, so it is on for the first step only. The peak of every later step is the same.
+    On a GPU the peak is the size of CuPy's pool.
     """
 
     def __init__(self, ops):
@@ -31,7 +31,5 @@ class PeakMemory:
 
 
 def process_peak() -> int:
-    """Largest resident size of this process so far, in bytes (libraries and MPI's buffers
-    included).
-    """
+    """Largest resident size of this process so far in bytes, with libraries and MPI's buffers."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

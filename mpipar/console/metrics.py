@@ -1,7 +1,7 @@
-"""metrics.jsonl: one object per step, with what every rank spent inside communication, per axis.
+"""metrics.jsonl: one object per step, with every rank's time inside communication, per axis.
 
-Ranks keep their own numbers and meet only when lines are due, so that measuring adds no barrier to
-a step.
+Ranks keep their own numbers and meet only when lines are due. So measuring adds no barrier to a
+step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mpipar.comm.record import Sums
 
 
 class Metrics:
-    """Collects steps; `flush` brings them to world rank 0, which writes the lines to `file`.
+    """Collects steps; `flush` sends them to world rank 0, which writes the lines to `file`.
 
-    axes: names of the groups that exist. file: open text file on world rank 0, None elsewhere.
+    axes: names of the groups that exist. file: an open text file on world rank 0, None elsewhere.
     """
 
     def __init__(self, recorder, axes, tokens_per_step, file=None):
@@ -27,27 +27,26 @@ class Metrics:
         self.steps, self.numbers = [], []
 
     def _totals(self) -> np.ndarray:
-        """(axes, 3): calls, payload bytes, seconds since the run began."""
+        """An array (axes, 3) of calls, payload bytes and seconds since the run began."""
         totals = self.recorder.totals("axis")
         rows = [totals.get((axis,), Sums()) for axis in self.axes]
         return np.array([[row.calls, row.payload_bytes, row.nanoseconds * 1e-9] for row in rows])
 
     def skip(self) -> None:
-        """Leave out what was communicated since the last step (evaluation, saving)."""
+        """Ignore communication since the last step, such as evaluation or saving."""
         self.before = self._totals()
 
     def add(self, result) -> None:
-        """Take in a StepResult and what happened on the wires since the step before."""
+        """Add a StepResult and the communication since the step before."""
         now = self._totals()
         self.steps.append(result)
         self.numbers.append(np.append((now - self.before).ravel(), result.step_seconds))
         self.before = now
 
     def flush(self, mpi_world) -> list[dict] | None:
-        """Write the collected steps; returns their objects on world rank 0.
+        """Write the collected steps; return their objects on world rank 0.
 
-        Comm: one Gather over the world, outside the records; every rank must call it at the same
-        step.
+        Comm: one Gather over the world, without a record; every rank must call it at the same step.
         """
         if not self.steps:
             return [] if self.file else None
@@ -62,7 +61,7 @@ class Metrics:
         return objects
 
     def _object(self, result, numbers: np.ndarray) -> dict:
-        """One line; numbers (ranks, axes * 3 + 1). A step takes as long as on the slowest rank."""
+        """One line. numbers: (ranks, axes * 3 + 1). The slowest rank gives the step's time."""
         seconds = float(numbers[:, -1].max())
         per_axis = numbers[:, :-1].reshape(len(numbers), len(self.axes), 3)
         inside = per_axis[:, :, 2].sum(1) / numbers[:, -1]

@@ -1,4 +1,4 @@
-"""Files that a view writes because somebody asked for them."""
+"""Files that a view writes on request."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        if error.errno in DISK_ERRORS and path.is_file():  # a part of it is of no use
+        if error.errno in DISK_ERRORS and path.is_file():  # a partial file is useless
             path.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from None

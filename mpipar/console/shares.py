@@ -1,7 +1,7 @@
-"""What share of a step each rank computes, communicates, and does neither; without a trace.
+"""What share of a step each rank computes, communicates, or does neither; without a trace.
 
-Useful: compute spans less the communication inside them, as a trace counts it too. In
-communication: blocked in a call of a group, whether inside a span or not. Rest: Python, posting
+Useful time is that of compute spans less the communication inside them, as in a trace. A rank is in
+communication while a group's call blocks it, inside a span or not. The rest is Python, posting
 messages, and waiting for a core where ranks share cores. A step lasts from the start of its
 pipeline span to the end of its optimizer span.
 """
@@ -17,9 +17,7 @@ COMPUTE = ("F", "B", "I", "W", "opt", "data")
 
 
 def share_facts(recorder) -> dict:
-    """Seconds of this rank, summed over the steps that are whole in both rings: useful,
-    communication, rest.
-    """
+    """{useful, communication, rest: seconds} of this rank, over the steps whole in both rings."""
     spans, starts, ends = defaultdict(list), {}, {}
     for span in recorder.spans:
         if span.kind in COMPUTE:
@@ -30,7 +28,7 @@ def share_facts(recorder) -> dict:
             ends[span.step] = span.end_ns
     records = recorder.records
     whole = starts.keys() & ends.keys()
-    if records:  # a step has more records than spans: of older steps only spans are left
+    if records:  # records outnumber spans, so older steps may have only spans left
         whole = {step for step in whole if step >= records[0].step}
     if len(whole) > 1:
         whole.discard(min(whole))  # the oldest may have lost its first spans or records
@@ -42,7 +40,7 @@ def share_facts(recorder) -> dict:
     for record in records:
         if record.step in whole and record.waited_ns and record.done_ns > record.waited_ns:
             if not starts[record.step] <= record.waited_ns <= ends[record.step]:
-                continue  # what follows a step: metrics, saving
+                continue  # after a step: metrics, saving
             blocked = record.done_ns - record.waited_ns
             sums["communication"] += blocked
             own = spans[record.step]
@@ -63,7 +61,10 @@ def share_table(facts: list[dict], places: list[str]) -> str:
 
 
 def crowded(hosts: list[str], cores: list[int]) -> str | None:
-    """What to say where a host has more ranks than cores; hosts and cores of every rank."""
+    """The remark on hosts with more ranks than cores, or None.
+
+    hosts, cores: of every rank.
+    """
     ranks = Counter(hosts)
     found = {host: (ranks[host], have) for host, have in zip(hosts, cores, strict=True)
              if ranks[host] > have}

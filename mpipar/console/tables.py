@@ -1,4 +1,4 @@
-"""What a training run prints: plain text, built from plain values."""
+"""What a training run prints, as plain text built from plain values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from mpipar.ops.shape_array import MEMORY_LABELS
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
-    """Rows of cells as columns; the first `left` columns are left-aligned, the others
-    right-aligned.
-    """
+    """Rows of cells as columns of text; the first `left` are left-aligned, others right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = []
@@ -24,7 +22,7 @@ def table(rows: list[tuple], left: int = 1) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what standard output's encoding lacks replaced by question marks."""
+    """The text, with question marks for characters that standard output's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
@@ -63,7 +61,7 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
 
 
 def describe_stage(stage: int, stage_layers, entry: str) -> str:
-    """The layers of a stage, as '0: embedding, blocks 0-1'; entry: what lies below the blocks."""
+    """The layers of a stage, as '0: embedding, blocks 0-1'. entry: what lies below the blocks."""
     first, count = sum(stage_layers[:stage]), stage_layers[stage]
     parts = [entry] if stage == 0 else []
     if count:
@@ -75,7 +73,7 @@ def describe_stage(stage: int, stage_layers, entry: str) -> str:
 
 
 def holdings(facts: list[dict]) -> str:
-    """Who holds what: one row per rank."""
+    """Which rank holds what, in one row per rank."""
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
     rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
               short_count(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
@@ -83,7 +81,7 @@ def holdings(facts: list[dict]) -> str:
 
 
 def memory_breakdown(facts: list[dict]) -> str:
-    """Predicted bytes at the peak of a step, by what they are for."""
+    """Predicted bytes at the peak of a step, by purpose."""
     rows = [("rank", *MEMORY_LABELS, "predicted peak")]
     for fact in facts:
         memory = fact["memory"]
@@ -93,7 +91,7 @@ def memory_breakdown(facts: list[dict]) -> str:
 
 
 def measured_memory(facts: list[dict]) -> str:
-    """Predicted beside measured bytes, per rank."""
+    """Predicted and measured bytes of each rank."""
     rows = [("rank", "predicted peak", "measured peak", "ratio", "whole process")]
     for fact in facts:
         predicted = sum(fact["memory"].values())
@@ -103,7 +101,7 @@ def measured_memory(facts: list[dict]) -> str:
 
 
 def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
-    """One line per log interval, fixed order: greppable; speed is that of seconds_per_step."""
+    """A log interval's line, with fields in fixed order. seconds_per_step gives the speed."""
     left = round((steps - line["step"]) * seconds_per_step)
     per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
     norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
@@ -118,7 +116,7 @@ def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str
 
 
 def skipped_steps(lines: list[dict]) -> list[str]:
-    """What is said of each of these steps whose gradients overflowed."""
+    """A sentence about each of these steps whose gradients overflowed."""
     return [f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
             f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
             for line in lines if line.get("skipped")]
@@ -151,7 +149,7 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
 
 
 def overlap(facts: list[dict]) -> str:
-    """Share of the gradient all-reduces' flight time that passed beside computing."""
+    """Share of the gradient all-reduces' flight time that overlapped with computing."""
     flight = sum(fact["flight_ns"] for fact in facts)
     if not flight:
         return "gradient all-reduce: none (dp 1)"
@@ -160,8 +158,9 @@ def overlap(facts: list[dict]) -> str:
 
 
 def ring_overlap(facts: list[dict]) -> str | None:
-    """Share of the flight of --tp-matmul ring's messages that passed beside computing; None without
-    messages.
+    """Share of the flight time of --tp-matmul ring's messages that overlapped with computing.
+
+    None without such messages.
     """
     flight, hidden = (sum(fact["ring_ns"][i] for fact in facts) for i in (0, 1))
     if not flight:
