@@ -1,1 +1,1 @@
-"""The sub-commands; each is imported only when it is the one that was typed."""
+"""The sub-commands; mpipar imports only the one that the user typed."""

@@ -1,5 +1,6 @@
-"""`--schedule auto`: measure what this model costs here, or read it from a cost model of the
-machine; simulate every schedule, take the shortest.
+"""`--schedule auto`: get this model's costs, simulate every schedule, and take the shortest.
+
+The costs come from a measurement here, or from a cost model of the machine.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from mpipar.plan.step import schedule_costs
 
 
 def with_schedule(session, inputs, machine_path: str | None = None):
-    """The Inputs with the chosen schedule's name in place of auto, and the table behind it in the
-    notes.
+    """The Inputs with the chosen schedule's name instead of auto, and with the table of choices.
 
-    World rank 0 chooses, by the cost model in machine_path if there is one. Raises (on every rank)
-    UsageError when no schedule fits --memory-limit or the cost model lacks this model, DataError
-    when it cannot be read. Comm: `measure_costs` without a cost model, and the name from world
-    rank 0.
+    World rank 0 chooses, by the cost model in machine_path if there is one. Every rank raises
+    UsageError if no schedule fits --memory-limit or the cost model lacks this model. Every rank
+    raises DataError if the cost model cannot be read.
+    Comm: `measure_costs` without a cost model, and the name from world rank 0.
     """
     config, world = inputs.config, session.world
     if config.grid.schedule != AUTO:
@@ -45,9 +45,9 @@ def with_schedule(session, inputs, machine_path: str | None = None):
 
 
 def shortest(config, costs) -> tuple[str, list[str]]:
-    """(name of the schedule, lines that say why). costs: by unit.
+    """(name of the schedule, lines that say why). costs: of each unit.
 
-    Raises UsageError when none fits --memory-limit.
+    Raises UsageError if no schedule fits --memory-limit.
     """
     name, candidates = choose_schedule(
         config.grid.pp, config.grid.num_microbatches,
@@ -57,14 +57,14 @@ def shortest(config, costs) -> tuple[str, list[str]]:
 
 
 def with_schedule_name(config, schedule: str):
-    """The config with a schedule's name, and --chunks only where it is free."""
+    """The config with a schedule's name, and with --chunks only where that is free."""
     looped = FAMILIES[schedule].placement == "looped"
     return replace(config, grid=replace(config.grid, schedule=schedule,
                                         chunks=config.grid.chunks if looped else None))
 
 
 def machine_problems(machine_path: str | None):
-    """The check that a cost model has something to choose."""
+    """The check that a cost model has a schedule to choose, that is, --schedule auto."""
     def problems(config) -> list[str]:
         if machine_path is None or config.grid.schedule == AUTO:
             return []
@@ -74,7 +74,7 @@ def machine_problems(machine_path: str | None):
 
 
 def ranking(candidates) -> str:
-    """The schedules that were considered, best first."""
+    """The table of considered schedules, best first."""
     rows = [("schedule", "simulated step", "weights and stash", "")]
     for each in candidates:
         known = each.makespan is not None

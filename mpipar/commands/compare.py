@@ -14,7 +14,7 @@ WIDTH = 100  # characters of a line of text
 
 
 def add_arguments(parser) -> None:
-    """The two run folders, and whether the exit code is to judge them."""
+    """Add the two run folders, and the flag that lets the exit code judge them."""
     parser.add_argument("run_a", metavar="RUN_A", help="run folder of mpipar train --trace")
     parser.add_argument("run_b", metavar="RUN_B", help="the run that is judged against it")
     parser.add_argument("--check", action="store_true",
@@ -22,9 +22,9 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Print the comparison; with --check 1 if B's steps are slower beyond the spread.
+    """Print the comparison; with --check return 1 if B's steps are slower beyond the spread.
 
-    Raises DataError where a run has no trace. Comm: none.
+    Raises DataError if a run has no trace.
     """
     before, after = (analyse(trace_file.read(folder)) for folder in (args.run_a, args.run_b))
     print_runs(before, after)
@@ -34,7 +34,7 @@ def run(args) -> int:
 
 
 def print_runs(before: Analysis, after: Analysis) -> None:
-    """What is compared, and which settings differ."""
+    """Print what is compared, and which settings differ."""
     for name, side in (("A", before), ("B", after)):
         trace = side.trace
         print(f"{name}: {trace.folder}: {trace.size()},"
@@ -61,7 +61,7 @@ def print_runs(before: Analysis, after: Analysis) -> None:
 
 
 def print_step(before: Analysis, after: Analysis) -> str:
-    """How long a step takes on both sides; returns the verdict."""
+    """Print how long a step takes on both sides; return the verdict."""
     step, known_from, has_spread = comparison.step_time(before, after)
     undecided = ("within the spread: neither slower nor faster" if has_spread
                  else "which may be chance: so few steps show no spread")
@@ -72,7 +72,7 @@ def print_step(before: Analysis, after: Analysis) -> str:
 
 
 def print_causes(before: Analysis, after: Analysis) -> None:
-    """Where the time went on both sides, and what others waited for."""
+    """Print where the time went on both sides, and what others waited for."""
     print("\nby cause, ms per step and rank (medians of the traced steps), most lost first:")
     print(change_table("cause", comparison.items(before, after)))
     print("\nwhat others waited for, ms per step, summed over ranks, most lost first:")
@@ -80,7 +80,7 @@ def print_causes(before: Analysis, after: Analysis) -> None:
 
 
 def change_table(title: str, changes: list[comparison.Change]) -> str:
-    """The largest changes, and the rest in one line."""
+    """A table of the largest changes, with the rest in one line."""
     largest = sorted(changes, key=lambda one: -abs(one.change_ms))[:MOST]
     rest = [one for one in changes if one not in largest]
     shown = [one for one in changes if one in largest]

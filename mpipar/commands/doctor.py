@@ -1,6 +1,6 @@
 """`mpipar doctor`: what MPI, launcher, hosts, cores, threads and GPUs these ranks really have.
 
-Only facts that the ranks can see themselves; what cannot be known safely is called unknown.
+It reports only facts that the ranks themselves can see, and calls the others unknown.
 """
 
 import os
@@ -28,7 +28,7 @@ def run(session) -> int:
 
 
 def rank_facts(world_rank: int, host_rank: int) -> dict:
-    """What one rank sees of its own host; gpu, gpus: where it has one."""
+    """What one rank sees of its own host, with gpu and gpus if it has one."""
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     return {
         "world_rank": world_rank,
@@ -41,7 +41,7 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
 
 
 def own_device(host_rank: int) -> dict:
-    """The GPU that the host_rank-th rank of a host uses: they are dealt out in turn."""
+    """The GPU that the host_rank-th rank of a host uses; ranks take a host's GPUs in turn."""
     try:
         import cupy
     except ImportError:
@@ -94,7 +94,7 @@ def rank_table(facts: list[dict]) -> list[str]:
 
 
 def remarks(facts: list[dict]) -> list[str]:
-    """What the table means where it is not what one would want."""
+    """What to change, or to keep in mind, if the table shows a problem."""
     found = []
     for host in sorted({fact["host"] for fact in facts}):
         here = [fact for fact in facts if fact["host"] == host]

@@ -1,7 +1,6 @@
 """`mpipar explain`: every barrier of one training step of a rank, in order, without MPI.
 
-The step is the real one, run on shapes, so what is printed is what the code would do; beside it
-stand the closed forms.
+It runs the real step on shapes and prints what the code would do, beside the closed forms.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from mpipar.train.worker import configured_schedule
 
 
 def run(reading, world_rank: int, machine_path: str | None = None) -> int:
-    """Print the barriers of `world_rank`; the number of ranks is that of the layout. Comm: none.
+    """Print the barriers of `world_rank`; the layout gives the number of ranks.
 
-    machine_path: a cost model's file, for the time of the step and for --schedule auto.
+    machine_path: file of a cost model, for the time of the step and for --schedule auto.
     """
     machine = machine_file.load(machine_path) if machine_path else None
     given = reading.config.grid
@@ -79,7 +78,7 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
 
 
 def step_time(estimate) -> str:
-    """The predicted time of a step and its parts, and what the cost model does not cover."""
+    """The predicted time of a step and its parts, and operations outside of the measured range."""
     parts = {"pipeline": estimate.pipeline, "sums and norm": estimate.barriers,
              "update": estimate.update}
     text = f"predicted step: {estimate.total * 1e3:.2f} ms = " + " + ".join(
@@ -90,7 +89,7 @@ def step_time(estimate) -> str:
 
 
 def in_order(prediction, config) -> str:
-    """One row per barrier or message, as the rank comes to them; site and cut: see record.py."""
+    """One row per barrier or message, in the rank's order. For site and cut see record.py."""
     rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "dtype", "payload",
              "formula", "sent", "factor", "site", "cut")]
     for i, record in enumerate(prediction.recorder.records, 1):
@@ -111,7 +110,7 @@ def in_order(prediction, config) -> str:
 
 
 def without_times(text: str) -> str:
-    """The barrier table without its last two columns: nothing has been timed."""
+    """The barrier table without its last two columns, which hold times: nothing has been timed."""
     end = text.splitlines()[0].index("ms mean")
     return "\n".join(line[:end].rstrip() for line in text.splitlines())
 

@@ -1,5 +1,7 @@
-"""What a run shows when its steps are done: barriers, overlap and memory as measured, the page of a
-traced run, and what the model has learned.
+"""What a run shows when its steps are done.
+
+It prints measured barriers, overlap and memory, and what the model has learned. A traced run also
+gets its page.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from mpipar.trace.analysis import analyse
 
 
 def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
-    """Print the barriers of a step, overlap and memory, as measured.
+    """Print the measured barriers of a step, overlap and memory.
 
-    fact: what this rank told about itself before. peak_bytes: of the first step. steps: how many
-    there were. Comm: one gather over the world.
+    fact: what this rank reported before the run. peak_bytes: measured in the first step. steps:
+    number of steps.
+    Comm: one gather over the world.
     """
     fact = fact | {
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
@@ -59,10 +62,10 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
 
 
 def draw_trace(folder, log) -> None:
-    """Make report.html of the trace; every rank must have written its part. Comm: none."""
+    """Write the trace's report.html; every rank must have written its part."""
     try:
         thinned = html.write(analyse(trace_file.read(folder)), folder / "report.html")
-    except UserError as error:  # as where the hosts share no disk; the run itself is none the worse
+    except UserError as error:  # as when hosts share no disk; the run itself is fine
         log(f"no report.html: {error}")
     else:
         log(f"report.html shows who waited for whom{f' ({thinned})' if thinned else ''}; open it in"
@@ -70,7 +73,9 @@ def draw_trace(folder, log) -> None:
 
 
 def show_decoder(worker, inputs, log, seconds) -> None:
-    """Held-out loss beside a bigram model's, and a text. Comm: forward passes, generation.
+    """Print the held-out loss beside a bigram model's, and a text.
+
+    Comm: forward passes, generation.
 
     seconds: how long the training took.
     """
@@ -88,7 +93,7 @@ def show_decoder(worker, inputs, log, seconds) -> None:
 
 
 def show_text(worker, inputs, log) -> None:
-    """Text that continues the prompt. Comm: generation."""
+    """Print text that continues the prompt. Comm: generation."""
     run, vocab_size = worker.config.run, worker.config.model.vocab_size
     if run.sample_tokens:
         prompt = inputs.prompt or [int(token) for token in inputs.held_out[:1]]
@@ -98,7 +103,7 @@ def show_text(worker, inputs, log) -> None:
 
 
 def show_convnet(worker, inputs, log, seconds) -> None:
-    """Held-out loss and accuracy. Comm: two sweeps of forward passes over the held-out part.
+    """Print held-out loss and accuracy. Comm: two sweeps of forward passes over the held-out part.
 
     seconds: how long the training took.
     """
@@ -111,4 +116,4 @@ def show_convnet(worker, inputs, log, seconds) -> None:
 
 
 SHOW = {"decoder": show_decoder, "convnet": show_convnet}
-UNITS = {"decoder": "tok", "convnet": "img"}  # what a step's speed counts
+UNITS = {"decoder": "tok", "convnet": "img"}  # the unit of a step's speed

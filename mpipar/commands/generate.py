@@ -20,9 +20,9 @@ from mpipar.train.worker import Worker
 
 
 def run(session, reading, run_folder: str) -> int:
-    """Print the prompt and what follows, piece by piece; returns the exit code.
+    """Print the prompt and its continuation, piece by piece; return the exit code.
 
-    run_folder: what `mpipar train` wrote, or a folder with model.safetensors and config.json.
+    run_folder: a run of `mpipar train`, or a folder with model.safetensors and config.json.
     Comm: see `mpipar.inference.generate.generate`.
     """
     world = session.start()
@@ -44,7 +44,7 @@ def run(session, reading, run_folder: str) -> int:
 def show(prompt: list[int], tokens: Iterable[int], vocab_size: int) -> Iterator[str]:
     """Yield the prompt's text and what each token adds to it; all pieces make up the whole text.
 
-    The last character may be a part of one that the next byte completes: it waits for that byte.
+    The last bytes may be part of a character that the next byte completes. They wait for that byte.
     """
     seen, shown = prompt[:-1], 0
     for token in itertools.chain(prompt[-1:], tokens):
@@ -57,7 +57,7 @@ def show(prompt: list[int], tokens: Iterable[int], vocab_size: int) -> Iterator[
 
 
 def prepare(reading, run_folder: str, world_size: int, host_rank: int):
-    """(config, ops, prompt tokens), all checked; raises one UserError. Comm: none.
+    """(config, ops, prompt tokens), all checked; raises one UserError with all problems.
 
     host_rank: place of this process on its host.
     """

@@ -1,6 +1,4 @@
-"""What a command that computes needs before it starts: configuration, data and device, all
-checked.
-"""
+"""What a computing command needs before it starts: checked configuration, data and device."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from mpipar.inference.generate import encode
 
 @dataclass(frozen=True)
 class Inputs:
-    """A complete configuration and what belongs to it; notes are lines for the user."""
+    """A complete configuration, and its ops, data and prompt. notes: lines for the user."""
 
     config: Config
     notes: list[str]
@@ -30,11 +28,11 @@ class Inputs:
 
 
 def prepare(reading, world_size: int, host_rank: int, checks=()) -> Inputs:
-    """Check everything that can be checked before anything is allocated.
+    """Check everything that can be checked before allocating anything.
 
-    host_rank: place of this process on its host. checks: a command's own (problems of a config,
-    error class). Raises one UserError with all problems found: flags, layout, schedule, prompt,
-    data and device. Comm: none.
+    host_rank: place of this process on its host. checks: the command's own pairs (function that
+    lists a config's problems, error class). Raises one UserError with all problems of flags,
+    layout, schedule, prompt, data and device.
     """
     found = {}
 
@@ -69,10 +67,9 @@ def prepare(reading, world_size: int, host_rank: int, checks=()) -> Inputs:
 
 
 def prompt_tokens(config) -> list[int]:
-    """The prompt's tokens; none of a model without text, none where nobody typed one that this
-    vocabulary could understand.
+    """The prompt's tokens; none for a model without text, or if the default prompt does not fit.
 
-    The default prompt is text, so a model of token ids starts from the held-out part instead.
+    The default prompt is text. A model of token ids starts from the held-out part instead.
     """
     if not is_in_force(config, "prompt"):
         return []

@@ -1,8 +1,8 @@
-"""`--memory-limit`: each rank's arrays get so many bytes, and what did not fit is named.
+"""`--memory-limit`: limit the bytes of each rank's arrays, and name the array that did not fit.
 
-On the CPU the kernel enforces it (RLIMIT_DATA: the private memory of the process) and products take
-one thread; on a GPU CuPy's pool does. A layer that is too large for one device thus fails here as
-it would there, and the error says over how many ranks it fits.
+On the CPU the kernel enforces it by RLIMIT_DATA, the private memory of the process, and products
+take one thread. On a GPU CuPy's pool enforces it. So a layer that is too large for one device fails
+here as it would there. The error says over how many ranks it fits.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
 from mpipar.plan.predict import predict
 
-# What a process takes after its start for things that are no array of the model: stacks of threads,
-# Python's objects, scratch tiles.
+# What a process takes after its start besides the model's arrays: stacks of threads, Python's
+# objects, scratch tiles.
 RESERVE_BYTES = 16 << 20
-# Arrays that were freed leave holes, and BLAS and NumPy have temporaries that shapes do not show.
+# Freed arrays leave holes, and BLAS and NumPy have temporaries that shapes do not show.
 HEADROOM = 1.05
 MOST_RANKS = 64  # of the layouts that are tried
 PASSES = {"F": "forward pass", "I": "input gradient", "W": "weight gradient", "opt": "update"}
 
 
 class MemoryLimit:
-    """Inside, arrays may take the --memory-limit of a resolved config; None sets no limit.
+    """Inside its block, arrays may take the config's --memory-limit; None sets no limit.
 
-    A MemoryError leaves as OutOfMemory: which array, bytes wanted and left, the layouts that fit.
+    A MemoryError becomes OutOfMemory, with the array, the bytes wanted and left, and layouts that
+    fit.
     """
 
     def __init__(self, config, ops, recorder):
@@ -46,11 +47,12 @@ class MemoryLimit:
         if self.budget is not None and self.ops.device == "cuda":
             self._pool().set_limit(size=self.budget)
         elif self.budget is not None:
-            # The first product makes BLAS allocate its own buffers: before, not from the budget.
+            # The first product makes BLAS allocate its own buffers. It runs before the limit is
+            # set, so that they do not count.
             warm = self.ops.zeros((512, 512), label="buffers")
             self.ops.matmul(warm, warm)
-            # With more threads OpenBLAS allocates for each product, and where it cannot it ends the
-            # process without a word that says why.
+            # With more threads OpenBLAS allocates for each product. If it cannot, it ends the
+            # process without saying why.
             self.blas = threadpool_limits(1, "blas")
             self.before = resource.getrlimit(resource.RLIMIT_DATA)
             self.limit = data_bytes() + self.budget + RESERVE_BYTES
@@ -89,7 +91,7 @@ class MemoryLimit:
                     " each rank, more ranks (--tp, --pp) or fewer rows (--batch-size) need less")]
         predicted = fullest(self.config)
         parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
-        # What was freed while the error came here counts as left, as a stage that was already made.
+        # Memory that was freed while the error came up counts as left, such as a finished stage.
         freed = wanted is not None and left >= wanted
         when = " (by now; less when it was wanted)" if freed else ""
         found = [
@@ -122,9 +124,9 @@ class MemoryLimit:
 
 
 def tight(budget: int | None, peaks: list[int]) -> str:
-    """What to say of a limit below the predicted peak bytes of some rank; "" where there is none.
+    """A warning if the limit is below the predicted peak bytes of some rank, else "".
 
-    Such a run may still pass: a small model finds room in the reserve of the process.
+    Such a run may still pass, since a small model may find room in the reserve of the process.
     """
     if budget is None or max(peaks) <= budget:
         return ""
@@ -134,14 +136,14 @@ def tight(budget: int | None, peaks: list[int]) -> str:
 
 
 def data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process: private memory that it may write."""
+    """The bytes of this process that RLIMIT_DATA counts: private memory that it may write."""
     with open("/proc/self/status") as file:
         found = re.search(r"^VmData:\s+(\d+) kB", file.read(), re.MULTILINE)
     return int(found[1]) * 1024
 
 
 def bytes_wanted(error: Exception) -> int | None:
-    """Bytes of the allocation that failed, by NumPy's or CuPy's error; None if it does not say."""
+    """Bytes of the failed allocation, from NumPy's or CuPy's error; None if that does not say."""
     if hasattr(error, "shape"):
         return prod(error.shape) * error.dtype.itemsize
     found = re.search(r"allocating ([\d,]+) bytes", str(error))
@@ -149,9 +151,9 @@ def bytes_wanted(error: Exception) -> int | None:
 
 
 def tensor(error: Exception) -> str:
-    """What was being allocated: its label, its shape, the layer it belongs to, and the line.
+    """What could not be allocated: its label, shape, layer, and line of code.
 
-    The layer is found as in `ops/timed_ops.py`: the `name` of a function, else that of its `self`.
+    As in `ops/timed_ops.py`, the layer is the `name` of a function, else that of its `self`.
     """
     label = layer = site = ""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -169,12 +171,15 @@ def tensor(error: Exception) -> str:
 
 
 def num_ranks(grid) -> int:
-    """Ranks of a layout."""
+    """Number of ranks of a layout."""
     return prod(getattr(grid, axis) for axis in AXES)
 
 
 def fullest(config):
-    """The prediction of the rank that needs most: first of its dp and tp groups, on each stage."""
+    """The prediction of the rank that needs most.
+
+    Of each pipeline rank it looks at the first member of the dp and tp groups.
+    """
     places = (Grid.of(config.grid, one) for one in range(num_ranks(config.grid)))
     firsts = [grid.world_rank for grid in places
               if not any(grid.axis_rank(axis) for axis in AXES if axis != "pp")]
@@ -182,8 +187,9 @@ def fullest(config):
 
 
 def smallest_layouts(config, budget: int) -> list[tuple]:
-    """(grid, predicted peak bytes) of the smallest tp, pp and dp that fit, each grown alone; where
-    none does, of the smallest pp x tp that does.
+    """(grid, predicted peak bytes) of the smallest tp, pp and dp that fit, each grown alone.
+
+    If none fits, the result has the smallest pp x tp that does, if any.
     """
     given = config.grid
     room = MOST_RANKS // num_ranks(given)
@@ -199,7 +205,7 @@ def smallest_layouts(config, budget: int) -> list[tuple]:
 
 
 def _first_fit(config, candidates: list[dict], budget: int):
-    """(grid, peak bytes) of the first candidate that is a legal layout and fits; or None."""
+    """(grid, peak bytes) of the first candidate that is a legal layout and fits, or None."""
     for axes in candidates:
         grid = replace(config.grid, **axes, stage_layers=None)
         try:

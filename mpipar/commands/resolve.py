@@ -1,4 +1,4 @@
-"""From what the user typed to a complete Config, with the mistakes of all floors named at once."""
+"""From what the user typed to a complete Config; one error names all mistakes at once."""
 
 import math
 from collections.abc import Iterable
@@ -18,15 +18,15 @@ from mpipar.pipeline.schedules.catalog import num_stages, schedule_problems
 from mpipar.trace.tracer import trace_problems
 from mpipar.train.loss_scale import loss_scale_problems
 
-AUTO = "auto"  # the schedule whose name is chosen after the costs have been measured
+AUTO = "auto"  # stands for a schedule that is chosen once costs are known
 
 
 def resolve(reading: Reading, world_size: int,
             checks: Iterable[Check] = ()) -> tuple[Config, list[str]]:
     """The complete Config of a command for this number of ranks, and notes for the user.
 
-    `checks`: a command's own, beside those of values, layout, weights' shape and schedule. Raises
-    one UserError with all problems. Comm: none; every rank that calls it comes to the same Config.
+    checks: the command's own, besides those of values, layout, weights' shape and schedule. Raises
+    one UserError with all problems. Every rank that calls it gets the same Config.
     """
     config = reading.config
     found = [*reading.problems, *silent_hang(reading)]
@@ -46,7 +46,8 @@ def resolve(reading: Reading, world_size: int,
 
 
 def with_weights_shape(reading: Reading, shape: dict) -> Config:
-    """The Config with the shape of the weights it starts from; UsageError if flags contradict."""
+    """The Config with the shape of the weights it starts from; UsageError if flags contradict it.
+    """
     typed = {field.name: value for _, field, value in settings(reading.config)}
     if shape["model"] != typed["model"]:
         raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
@@ -62,9 +63,9 @@ def with_weights_shape(reading: Reading, shape: dict) -> Config:
 
 
 def silent_hang(reading: Reading) -> list[str]:
-    """A warning that was asked for and cannot come, because the job ends before.
+    """The problem of a hang warning that cannot come, because --hang-stop ends the job before.
 
-    The default warning may be later than the end: --hang-stop alone is enough to say so.
+    Only a warning that the user set is a problem. The default one may be later than --hang-stop.
     """
     run = reading.config.run
     if reading.bad & {"hang_warn", "hang_stop"} or run.hang_warn == RunConfig.hang_warn or not (
@@ -75,11 +76,11 @@ def silent_hang(reading: Reading) -> list[str]:
 
 
 def stage_problems(config: Config) -> list[str]:
-    """The schedule takes these counts, and --stage-layers names its stages."""
+    """Counts that the schedule does not take, or --stage-layers that do not fit its stages."""
     grid = config.grid
     if grid.schedule_csv is not None:
         return csv_problems(grid)
-    if grid.schedule == AUTO:  # chosen later, from measured costs, among those that take the counts
+    if grid.schedule == AUTO:  # auto chooses later among schedules that take the counts
         return [f"{flag(name)} fixes {what}, which --schedule auto chooses: give one of them"
                 for name, what in (("stage_layers", "the stages"), ("group_size", "the groups"))
                 if getattr(grid, name) is not None]
@@ -92,7 +93,7 @@ def stage_problems(config: Config) -> list[str]:
 
 
 def split_problems(grid, stages: int) -> list[str]:
-    """--stage-layers names as many stages as there are."""
+    """What is wrong if --stage-layers names more or fewer stages than there are."""
     if grid.stage_layers is None or len(grid.stage_layers) == stages:
         return []
     split = ",".join(map(str, grid.stage_layers))
@@ -103,7 +104,7 @@ def split_problems(grid, stages: int) -> list[str]:
 
 
 def csv_problems(grid) -> list[str]:
-    """The schedule in the file is for these numbers of ranks and microbatches."""
+    """What is wrong if the file's schedule is for other numbers of ranks or microbatches."""
     try:
         schedule = read_csv(Path(grid.schedule_csv))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Where a run's files go: a new folder, or an empty one; nothing that exists is written over."""
+"""Where a run's files go: a new or an empty folder, so that no existing file is overwritten."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from mpipar.config.reading import to_toml
 from mpipar.errors import OutputError
 from mpipar.job.failure import DISK_ERRORS
 
-RUNS = Path("runs")  # of the folders that --out does not name
+RUNS = Path("runs")  # parent of the folders that --out does not name
 
 
 def named_folder(run) -> Path | None:
-    """The folder that the user named; None stands for the next number in runs/."""
+    """The folder that the user named, or None for the next number in runs/."""
     if run.out is not None:
         return Path(run.out)
     return RUNS / run.run_name if run.run_name is not None else None
 
 
 def folder_problems(config) -> list[str]:
-    """Why the folder that the user named can't be written to, if so."""
+    """Why the folder that the user named cannot be written to; empty if it can."""
     folder = named_folder(config.run)
     try:
         if folder is None or not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -35,8 +35,9 @@ def folder_problems(config) -> list[str]:
 
 
 def make_run_folder(config) -> Path:
-    """Create the run folder and write config.toml; world rank 0 alone calls it. Raises
-    OutputError.
+    """Create the run folder and write config.toml. Raises OutputError.
+
+    Only world rank 0 calls it.
     """
     folder = named_folder(config.run)
     try:
@@ -51,7 +52,7 @@ def make_run_folder(config) -> Path:
 
 
 def _make_numbered_folder() -> Path:
-    """The next number in runs/; two runs that start at the same time get two folders."""
+    """Make the next number in runs/; two runs that start at the same time get two folders."""
     RUNS.mkdir(exist_ok=True)
     number = max((int(p.name) for p in RUNS.iterdir() if p.name.isdecimal()), default=0)
     while True:
@@ -66,7 +67,7 @@ def _make_numbered_folder() -> Path:
 
 @contextmanager
 def full_disk_is_an_output_error(folder: Path):
-    """A disk that is full, over quota or broken is no defect of the program."""
+    """Raise OutputError for a full, broken or over-quota disk: it is not the program's defect."""
     try:
         yield
     except OSError as error:

@@ -60,7 +60,7 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; returns the exit code. Raises UserError with all mistakes at once."""
+    """Run the sub-command; return the exit code. Raises UserError with all mistakes at once."""
     problems = []
     costs = None
     try:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def unread(args: argparse.Namespace, why: str, *words: str) -> list[str]:
-    """The one problem that those of `words` make that were given: nothing would come of them."""
+    """The one problem of those flags in `words` that the user gave but the command would ignore."""
     values = {word: getattr(args, word.lower().lstrip("-").replace("-", "_")) for word in words}
     given = [word for word, value in values.items() if value is not None and value is not False]
     return [f"{why}: leave {' and '.join(given)} out"] if given else []
@@ -110,7 +110,7 @@ def name_problems(args: argparse.Namespace) -> list[str]:
 
 
 def parse_costs(text: str, latency: str) -> Costs:
-    """Costs from F,I,W[,FB] and C, exact; raises UsageError with all mistakes at once."""
+    """The exact costs of F,I,W[,FB] and C; raises UsageError with all mistakes at once."""
     problems, values = [], []
     for flag, word, least in [("--costs", word, 1) for word in text.split(",")] + [
         ("--latency", latency, 0)
@@ -133,7 +133,7 @@ def parse_costs(text: str, latency: str) -> Costs:
 
 
 def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
-    """Print the schedule, and write the files that were asked for."""
+    """Print the schedule, and write the requested files."""
     timeline = simulate(schedule, costs)
     form = None if args.group_size else closed_form(schedule, costs)
     if args.svg:
@@ -159,7 +159,7 @@ def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
 
 
 def headline(schedule: Schedule, costs: Costs) -> str:
-    """Which schedule, which counts, which costs, and what has been proved by now."""
+    """The schedule, its counts and costs, and what has been proved."""
     return (
         f"{title(schedule)}; {cost_words(costs)}\n"
         "proved: every pass once and in order, no deadlock even if every send is synchronous"
@@ -181,7 +181,7 @@ def cost_words(costs: Costs) -> str:
 
 
 def summary(timeline: Timeline, form: ClosedForm | None) -> str:
-    """Simulated figures of the whole step beside the closed forms."""
+    """Simulated numbers of the whole step beside the closed forms."""
     bubble, peak = spread(timeline.global_bubble), spread(timeline.peak_stash)
     messages = draw.short_number(sum(timeline.messages))
     rows = [
@@ -212,7 +212,7 @@ def spread(values: tuple[Real, ...]) -> str:
 
 
 def workers(timeline: Timeline) -> str:
-    """A line for each worker."""
+    """A table with a line for each worker."""
     rows = [("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")]
     columns = zip(
         timeline.busy, timeline.busy_share, timeline.global_bubble, timeline.span_bubble,
@@ -225,7 +225,7 @@ def workers(timeline: Timeline) -> str:
 
 
 def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
-    """All schedules for one p, m: what each costs and saves, or why it cannot be used."""
+    """All schedules for one p and m: what each costs and saves, or why it cannot be used."""
     rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
     notes = []
     slowest = None
@@ -246,7 +246,7 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
             draw.short_number(stash), draw.short_number(sum(timeline.messages)),
         ))
     if len(rows) == 1:
-        raise UsageError(list(dict.fromkeys(notes)))  # what is wrong for all of them is said once
+        raise UsageError(list(dict.fromkeys(notes)))  # a problem of all schedules is named once
     head = f"{p} workers, {m} microbatches; a worker's layers take {cost_words(costs)}"
     foot = "peak stash: microbatches of a worker's layers; dualpipe holds its weights twice"
     return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])

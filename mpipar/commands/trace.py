@@ -18,7 +18,7 @@ MOST = 12  # rows of a table of causes, barriers or call sites
 
 
 def add_arguments(parser) -> None:
-    """The run folder and the two files that can be written."""
+    """Add the run folder and the two files that can be written."""
     parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train --trace")
     parser.add_argument("--perfetto", metavar="FILE",
                         help="write Chrome JSON for ui.perfetto.dev to this file,"
@@ -28,10 +28,10 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Print the tables of a traced run, or write the files that were asked for, a line each.
+    """Print the tables of a traced run, or write the requested files and print a line for each.
 
-    Raises UsageError where both are one file, DataError where there is no trace, OutputError where
-    a file can't be written. Comm: none.
+    Raises UsageError if both are the same file, DataError if there is no trace, OutputError if a
+    file cannot be written.
     """
     if args.html is not None and args.html == args.perfetto:
         raise UsageError(f"--html and --perfetto both name {args.html}: give two files")
@@ -64,7 +64,7 @@ def run(args) -> int:
 
 
 def write_files(args, analysis: Analysis) -> None:
-    """Write what was asked for, and say so."""
+    """Write the requested files, and say so."""
     if args.perfetto is not None:
         count = perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
         print(f"{args.perfetto}: {count:,} events; open it in https://ui.perfetto.dev")
@@ -74,7 +74,7 @@ def write_files(args, analysis: Analysis) -> None:
 
 
 def print_findings(analysis: Analysis) -> None:
-    """What is wrong, in words, and where each rank's time went."""
+    """Print the findings, and where each rank's time went."""
     if analysis.findings:
         print("\nfindings:")
     for finding in analysis.findings:
@@ -90,7 +90,7 @@ def print_findings(analysis: Analysis) -> None:
 
 
 def print_waits(analysis: Analysis) -> None:
-    """Causes of waiting, and totals by axis, barrier, source and rank."""
+    """Print causes of waiting, and totals by axis, barrier, source line and rank."""
     steps = analysis.trace.num_steps
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
     print(cause_table(analysis.costs, steps))
@@ -104,7 +104,7 @@ def print_waits(analysis: Analysis) -> None:
 
 
 def cause_table(costs: dict, steps: int) -> str:
-    """What ranks did while others waited for them, the largest first."""
+    """What ranks did while others waited for them, the longest wait first."""
     if not costs:
         return "nobody waited"
     total = sum(cost.wait_ns for cost in costs.values())
@@ -118,7 +118,7 @@ def cause_table(costs: dict, steps: int) -> str:
 
 
 def wait_table(title: str, sums: dict, steps: int) -> str:
-    """Calls, bytes, waiting and transfer, and who came last how often."""
+    """A table of calls, bytes, waiting and transfer, and of who came last how often."""
     rows = [(title, "calls", "payload", "wait ms", "transfer ms", "longest wait ms", "last")]
     for key, entry in list(sums.items())[:MOST]:
         late = ", ".join(f"rank {late} {count}x" for late, count in entry.last.most_common(2))

@@ -41,9 +41,9 @@ from mpipar.train.worker import Worker, configured_schedule
 
 
 def run(session, reading, machine_path: str | None = None) -> int:
-    """Train as the flags say; returns the exit code. machine_path: costs for --schedule auto.
+    """Train as the flags say; return the exit code. machine_path: costs for --schedule auto.
 
-    Comm: everything.
+    Comm: that of every method of `Run`.
     """
     training = Run(session)
     training.prepare(reading, machine_path)
@@ -73,8 +73,9 @@ class Log:
 
 
 class Run:
-    """One training run of one rank. Its methods are called in the order in which they stand here,
-    each by every rank.
+    """One training run of one rank.
+
+    Every rank calls all methods, in the order in which they stand here.
     """
 
     def __init__(self, session):
@@ -83,10 +84,10 @@ class Run:
     def prepare(self, reading, machine_path) -> None:
         """Check all that can be checked, choose the schedule, make the run folder.
 
-        Comm: those of `with_schedule`, and the folder's name from world rank 0.
+        Comm: that of `with_schedule`, and the folder's name from world rank 0.
         """
         session, world = self.session, self.world
-        # What lies on the disk is world rank 0's to judge.
+        # World rank 0 alone checks the disk.
         checks = [(folder_problems, UsageError)] if world.rank == 0 else []
         checks.append(machine_problems(machine_path))
         inputs = session.agree(lambda: prepare(reading, world.size, session.host_rank, checks))
@@ -99,7 +100,7 @@ class Run:
 
     @contextmanager
     def open_files(self):
-        """Inside, world rank 0 writes log.txt and metrics.jsonl."""
+        """Inside its block world rank 0 writes log.txt and metrics.jsonl."""
         with ExitStack() as stack:
             log, self.metrics_file = (
                 stack.enter_context(open(self.folder / name, "w", encoding="utf-8"))
@@ -108,13 +109,13 @@ class Run:
             yield
 
     def describe(self) -> None:
-        """Print layout, who holds what and the schedule of a step, before anything is allocated.
+        """Print layout, holdings and the schedule of a step, before allocating anything.
 
         Comm: two gathers over the world.
         """
         session, config, grid, log = self.session, self.config, self.grid, self.log
         schedule = configured_schedule(config.grid)
-        # One proof for all: a schedule that could hang never starts.
+        # One proof covers all ranks: a schedule that could hang never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
         model = models.model_of(config.model)
         split = models.layer_split(config, schedule)
@@ -123,7 +124,7 @@ class Run:
         for note in self.inputs.notes:
             log(note)
         predicted = predict(config, grid.world_rank)
-        # Room for two whole steps, so that what led to a failure is still there.
+        # The ring has room for two whole steps, so that it still holds what led to a failure.
         self.recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
         share = f"{grid.tp_rank + 1}/{grid.tp_size} of {model.CUT}"
         self.fact = {
@@ -145,7 +146,7 @@ class Run:
             log(draw.grid(simulate(schedule, Costs())) + "\n")
 
     def allocate(self) -> None:
-        """Make the worker, its weights and what watches it. Comm: the groups of the worker."""
+        """Make the worker and its weights, data, metrics and tracer. Comm: the worker's groups."""
         config, ops, recorder = self.config, self.inputs.ops, self.recorder
         self.memory = PeakMemory(ops)
         self.memory.start()
@@ -157,15 +158,15 @@ class Run:
         else:
             self.worker.initialize()
         self.rows = data.data_of(config.model).Rows(ops, self.inputs.train_part, config, self.grid)
-        # The same axes on every rank, also where this one is in no group of several (a tie has two
-        # members).
+        # Every rank has the same axes, even where it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.by_axis, "world"]
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, self.metrics_file)
         recorder.reset_counters()
 
     def watchdog(self) -> Watchdog:
-        """Reports a hang after --hang-warn seconds without progress, ends the job after
-        --hang-stop.
+        """The watchdog of a job without progress.
+
+        It reports a hang after --hang-warn seconds and ends the job after --hang-stop.
         """
         recorder, run, size = self.recorder, self.config.run, self.grid.world_size
 
@@ -183,7 +184,7 @@ class Run:
             on_warn=warn, on_stop=stop, warn=run.hang_warn, stop=run.hang_stop)
 
     def loop(self) -> None:
-        """Take the steps, and report them. Every rank leaves at the same step.
+        """Take and report the steps. Every rank leaves at the same step.
 
         Comm: that of a training step, `Tracer` and `Metrics`; one gather for the report.
         """
@@ -198,7 +199,7 @@ class Run:
                     result = worker.train_step(
                         step, lambda mb, step=step: self.rows.train(step, mb),
                         session.stop_requested)
-            except NonFiniteError:  # on every rank: the steps that led here are not lost
+            except NonFiniteError:  # all ranks raise it, so the steps so far can be reported
                 self.metrics.flush(self.world)
                 raise
             self.show_step(result)
@@ -217,14 +218,14 @@ class Run:
                 self.world, worker, self.fact, self.memory.peak, self.last, self.log)
 
     def show_step(self, result) -> None:
-        """Note a step, and print it where its turn has come. Comm: that of `Metrics.flush`."""
+        """Record a step, and print it if its turn has come. Comm: that of `Metrics.flush`."""
         step, steps, run = result.step, self.config.train.steps, self.config.run
         self.metrics.add(result)
         if step == 1:
             self.memory.stop()
-        else:  # the first step also pays for what later ones reuse
+        else:  # the first step also pays for things that later ones reuse
             self.durations = [*self.durations[-50:], result.step_seconds]
-            # A step that takes long may be finished, and saved, before a Ctrl-C ends the job.
+            # After Ctrl-C even a long step has time to finish and be saved.
             self.session.grace = max(self.session.grace, 2 * result.step_seconds)
         if step % run.log_interval == 0 or step in (1, steps) or result.stop:
             lines = self.metrics.flush(self.world)
@@ -236,7 +237,7 @@ class Run:
                 self.log(console.step_line(steps, lines[-1], seconds, unit))
 
     def save(self) -> None:
-        """Write the weights; they are on the disk when any rank returns.
+        """Write the weights; when any rank returns, they are on the disk.
 
         Comm: see `checkpoint.stream`, and a barrier over the world.
         """
@@ -245,7 +246,7 @@ class Run:
         self.worker.comms.world.barrier("save.written")
 
     def finish(self) -> int:
-        """Show what the model has learned; returns the exit code. Comm: forward passes."""
+        """Show what the model has learned; return the exit code. Comm: forward passes."""
         weights = self.folder / "weights"
         if self.stopped:
             self.log(f"stopped on request after step {self.last}; the weights are in {weights}")

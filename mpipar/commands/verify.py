@@ -1,4 +1,4 @@
-"""`mpipar verify`: prove this layout on this machine, one float64 step against one rank."""
+"""`mpipar verify`: prove this layout on this machine by a float64 step compared with one rank's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpipar.train import verify
 
 
 def run(session, reading) -> int:
-    """Print the largest difference of every tensor; 0 if all are small, 1 if not.
+    """Print the largest difference of every tensor; return 0 if all are small, else 1.
 
-    dtype and optimizer are float64 and plain SGD whatever the flags say: float32 would hide a small
-    error in rounding, Adam a wrong scale. Comm: one training step and two streams of tensors to
-    world rank 0.
+    dtype and optimizer are float64 and plain SGD, whatever the flags say. float32 would hide a
+    small error in rounding, and Adam a wrong scale.
+    Comm: one training step and two streams of tensors to world rank 0.
     """
     world = session.start()
     inputs = session.agree(lambda: prepare(exact(reading), world.size, session.host_rank,
@@ -41,18 +41,18 @@ def run(session, reading) -> int:
         print(table(rows, left=2))
         print(f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
               f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
-    # World rank 0 knows; the highest code becomes everybody's.
+    # Only world rank 0 knows the result. The highest code becomes that of all ranks.
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
 
 def schedule_problems(config) -> list[str]:
-    """What is proven has a name."""
+    """What is wrong with --schedule: verify needs a named one, not auto."""
     return ["--schedule auto: measures first, which verify does not; name a schedule"
             ] if config.grid.schedule == AUTO else []
 
 
 def exact(reading):
-    """The reading with float64 and SGD in place of what the flags or the preset say."""
+    """The reading with float64 and SGD instead of the dtype and optimizer of flags or preset."""
     config = reading.config
     config = replace(config, run=replace(config.run, dtype="float64", loss_scale=None,
                                          loss_scale_interval=None, gemm="blas", tf32=False),
