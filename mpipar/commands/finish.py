@@ -75,9 +75,8 @@ def draw_trace(folder, log) -> None:
 def show_decoder(worker, inputs, log, seconds) -> None:
     """Print the held-out loss beside a bigram model's, and a text.
 
-    Comm: forward passes, generation.
-
     seconds: how long the training took.
+    Comm: forward passes, generation.
     """
     config, held_out = worker.config, inputs.held_out
     loss, count = worker.evaluate(rows.Rows(worker.ops, held_out, config, worker.grid))

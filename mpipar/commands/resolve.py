@@ -46,8 +46,7 @@ def resolve(reading: Reading, world_size: int,
 
 
 def with_weights_shape(reading: Reading, shape: dict) -> Config:
-    """The Config with the shape of the weights it starts from; UsageError if flags contradict it.
-    """
+    """The Config with the shape of its first weights; UsageError if flags contradict it."""
     typed = {field.name: value for _, field, value in settings(reading.config)}
     if shape["model"] != typed["model"]:
         raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
