@@ -1,7 +1,7 @@
 """Check what keeps the code readable: file <= 400 lines, function <= 60, line <= 100, no leftovers.
 
-Prints every finding as path:line: text; exits 1 if there is one. This is the only place of these
-limits: tests/test_structure.py runs the same check.
+Prints every finding as path:line: text; exits 1 if there is one. These limits stand only here:
+tests/test_structure.py runs the same check.
 """
 
 import ast
@@ -39,7 +39,7 @@ def problems(path: Path, text: str) -> Iterator[tuple[int, str]]:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Return the sources that git knows or would take in."""
+    """Return the sources that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True, text=True)
     paths = [root / name for name in listed.stdout.split("\0") if name]

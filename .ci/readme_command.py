@@ -1,4 +1,4 @@
-"""Print a command of README.md: what stands in the fenced block right behind its comment.
+"""Print a command of README.md: the fenced block right after its comment.
 
 ``python3 .ci/readme_command.py test`` prints the block behind ``<!-- command: test -->``.
 """

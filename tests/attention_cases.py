@@ -1,4 +1,4 @@
-"""Random arrays for attention in tiles, and what it makes of them in float64."""
+"""Random arrays for attention in tiles, and the expected results in float64."""
 
 import numpy as np
 from cuda_fused import BOUNDS, DTYPES, place, relative
@@ -6,8 +6,8 @@ from ops_cases import parts
 
 from mpipar.ops.cuda.attention import Attention
 
-# (B, T, H, d) and the order of positions. Tiles are 16 to 128 tokens by 32, 64 or 128 of width: no
-# shape fills them, some tiles are hidden, some have more tokens than there are.
+# (B, T, H, d) and the order of positions. Tiles are 16 to 128 tokens by 32, 64 or 128 of width.
+# No shape fills them; some tiles are hidden, and some have more tokens than there are.
 CASES = {
     "increasing": (2, 150, 2, 40),
     "shuffled": (1, 71, 2, 33),  # no address of 16 bytes
@@ -16,7 +16,7 @@ CASES = {
     "narrow": (1, 201, 1, 16),
 }
 # Values of 16 bits are rounded: p or ds before the last product, the result, and y before delta is
-# made of it. Independent, they add up in squares.
+# computed from it. The errors are independent, so their squares add up.
 ROUNDINGS = {"y": 2, "dq": 3, "dk": 3, "dv": 2}
 
 
@@ -73,7 +73,7 @@ class Case:
 
 
 class Grouped:
-    """Fewer key heads than query heads, other queries than keys; some queries see no key.
+    """A case with fewer key heads than query heads and other tokens; some queries see no key.
 
     Keys are the first of a longer array, as in a cache.
     """
@@ -115,7 +115,7 @@ def both_passes(kernels, qkv, dy, q_pos, k_pos, wide=False, out=None):
 
 
 def check_forward(case, y, lse):
-    """Raise AssertionError unless y and lse are a case's."""
+    """Raise AssertionError unless y and lse are those of the case."""
     assert (y.dtype, lse.dtype) == (case.dtype, np.float32)
     assert relative(y, case.y) <= case.bound * ROUNDINGS["y"] ** 0.5
     assert np.abs(lse - case.lse).max() <= 1e-5

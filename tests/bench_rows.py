@@ -1,4 +1,4 @@
-"""Rows and files as bench.interconnect writes them, for the tests of what is made of them."""
+"""Rows and files as bench.interconnect writes them, for the tests of the tools that read them."""
 
 import numpy as np
 

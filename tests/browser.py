@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by chromedriver over HTTP: just what the tests of the page need."""
+"""A headless Chromium, driven by chromedriver over HTTP: only what the tests of the page need."""
 
 import base64
 import contextlib
@@ -15,7 +15,7 @@ LIMIT = 60.0  # seconds for one command
 
 
 def missing_programs() -> list[str]:
-    """Return what is not installed here."""
+    """Return the names of the programs that are not installed here."""
     browser = [] if any(map(shutil.which, CHROMIUM)) else ["chromium"]
     return browser + ([] if shutil.which("chromedriver") else ["chromium-driver"])
 
@@ -48,11 +48,11 @@ class Browser:
         self._post("/url", {"url": path.resolve().as_uri()})
 
     def run(self, script: str, *arguments):
-        """Return what the body of a function returns; a promise is waited for."""
+        """Run the body of a function and return its result; wait for it if it is a promise."""
         return self._post("/execute/sync", {"script": script, "args": list(arguments)})
 
     def console(self) -> list[dict]:
-        """Return what the console has said since the last call."""
+        """Return the console's messages since the last call."""
         return self._post("/se/log", {"type": "browser"})
 
     def prefer(self, theme: str, media: str = "") -> None:
@@ -97,7 +97,7 @@ class Browser:
         return base64.b64decode(self._post("/print", {"page": {"width": 21, "height": 29.7}}))
 
     def picture(self, path: Path, *, whole: bool = True, height: float | None = None) -> None:
-        """Save the whole page, its first pixels, or what the window shows of it, as PNG."""
+        """Save the whole page, its first pixels, or its visible part, as PNG."""
         if not whole:
             path.write_bytes(base64.b64decode(self._post("/screenshot", method="GET")))
             return
@@ -111,7 +111,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(width: int = 1440, height: int = 1000) -> Iterator[Browser]:
-    """A browser for the time of a `with`; afterwards its processes are gone."""
+    """A browser for the duration of a `with`; afterwards its processes are gone."""
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     try:
         port = None

@@ -30,7 +30,7 @@ def changed(config=None, **values):
 
 
 def reading_of(*argv):
-    """What `mpipar train` reads from these words."""
+    """The result of reading these words as `mpipar train` does."""
     parser = flags.Parser(prog="mpipar train")
     flags.add_flags(parser)
     args, extras = parser.parse_known_args(flags.join_negative(parser, list(argv)))

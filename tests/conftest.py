@@ -1,6 +1,7 @@
 """Fixtures and skips that hold for every test.
 
-A test that needs something that this machine may lack is skipped with the reason, never passed.
+If this machine lacks something that a test needs, the test is skipped with the reason, never
+passed.
 """
 
 import functools
@@ -23,7 +24,7 @@ from bench import nvrtc
 MPI_FOLDER = Path(__file__).parent / "mpi"
 
 hypothesis.settings.register_profile("mpipar", deadline=None, print_blob=True)
-# The same examples in every CI run: a red run has to mean the change, not the dice.
+# The same examples in every CI run: a failure must come from the change, not from chance.
 hypothesis.settings.register_profile(
     "ci", parent=hypothesis.settings.get_profile("mpipar"), derandomize=True
 )
@@ -32,7 +33,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "mpipar")
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers that depend on the test's name alone: a failing test can be repeated alone."""
+    """Random numbers that depend only on the test's name, so that a failing test repeats alone."""
     digest = hashlib.sha256(request.node.nodeid.encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "little"))
 
@@ -109,12 +110,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that two processes (-n 2) end at about the same time."""
+    """Start the slowest tests first, so that two processes (-n 2) end at about the same time."""
     items.sort(key=lambda item: item.path.name != "test_mpi_sessions.py")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what every session under mpiexec skipped: those are tests that did not run at all."""
+    """Print the tests that every session under mpiexec skipped: these did not run at all."""
     sessions = [
         {value for name, value in report.user_properties if name == "skipped_inside"}
         for report in terminalreporter.getreports("passed")
@@ -133,7 +134,7 @@ def window():
 
 @pytest.fixture
 def opened(window, tmp_path):
-    """Open the page of a trace; afterwards the console must have said nothing."""
+    """Open the page of a trace; afterwards the console must be empty."""
     from mpipar.trace import html
     from mpipar.trace.analysis import analyse
 

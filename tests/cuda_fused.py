@@ -1,4 +1,4 @@
-"""What the tests of the fused kernels share: where they run, poisoned results, relative errors."""
+"""Helpers for the tests of the fused kernels: places to run, poisoned results, relative errors."""
 
 import ml_dtypes
 import numpy as np
@@ -8,12 +8,12 @@ from cuda_host import run_kernel, run_sanitized
 from mpipar.ops.cuda.loader import Loader
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-# Largest relative error: one rounding of the result, and for float32 of a few steps before it.
+# Largest relative error: one rounding of the result; for float32 also of a few steps before it.
 BOUNDS = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 class Poisoned:
-    """NumPy whose empty arrays hold NaN: an element that no kernel writes is seen."""
+    """NumPy whose empty arrays hold NaN, so that an element that no kernel writes shows."""
 
     ascontiguousarray = staticmethod(np.ascontiguousarray)
 
@@ -59,7 +59,7 @@ def place(name):
 
 
 def relative(got, expected):
-    """Norm of the error relative to the norm of what is expected; NaN is infinite."""
+    """Norm of the error relative to the norm of the expected result; NaN counts as infinite."""
     difference = np.asarray(got).astype(np.float64) - expected
     error = np.linalg.norm(difference) / max(np.linalg.norm(expected), 1e-30)
     return np.inf if np.isnan(error) else error

@@ -3,14 +3,14 @@
     run_kernel("gemm_naive.cu", "gemm_naive<float, float, false, false>", grid=(2, 3),
                block=(32, 8), args=[m, n, k, a, k, b, n, 0.0, c, n])
 
-NumPy arrays are passed as pointers, whatever their strides, and changed in place; numbers as
-`kernels.SCALARS` says, anything else as a NumPy scalar of the parameter's type. The sources are
-what `kernels.source` puts together, with tests/cuda_shim/mma.cuh in place of the one that has
+NumPy arrays are passed as pointers, whatever their strides, and changed in place. Numbers are
+passed as `kernels.SCALARS` says, anything else as a NumPy scalar of the parameter's type.
+`kernels.source` assembles the sources, with tests/cuda_shim/mma.cuh in place of the file with
 inline PTX.
 
-run_kernel runs a block's threads as fibers, in this process; run_sanitized as OS threads in a
-process of its own, under ThreadSanitizer or AddressSanitizer, and returns what that printed.
-`edit` is a pair (old, new) of texts: the kernel is run with that change, to see it caught.
+run_kernel runs a block's threads as fibers, in this process. run_sanitized runs them as OS threads
+in a separate process under ThreadSanitizer or AddressSanitizer, and returns its output. `edit` is a
+pair (old, new) of texts: the kernel runs with that change, which must be caught.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ SHIM = Path(__file__).parent / "cuda_shim"
 LIMIT = 120  # seconds for the compiler, and for a program under a sanitizer
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"]
 MODES = {
-    # Nothing of one library is another's: each has its own shared memory and its own threads.
+    # Libraries share nothing: each has its own shared memory and its own threads.
     # Fortified longjmp refuses to leave one stack for another.
     "fibers": ["-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-fvisibility=hidden",
                "-fno-gnu-unique"],
@@ -40,18 +40,19 @@ MODES = {
 
 
 class KernelError(Exception):
-    """A kernel that does not compile, or did what no GPU allows; the text says where."""
+    """A kernel does not compile, or did what no GPU allows; the text says where."""
 
 
 @functools.cache
 def own_folder():
-    """A folder of this process, which goes when it ends."""
+    """A folder of this process, removed when it ends."""
     return tempfile.TemporaryDirectory(prefix="mpipar-cuda-shim-")
 
 
 def build_folder():
-    """Where compiled programs lie: MPIPAR_SHIM_FOLDER, which all sessions of one check share, or a
-    folder of this process. Files are named by their contents.
+    """The folder of compiled programs; files are named by their contents.
+
+    It is MPIPAR_SHIM_FOLDER, which all sessions of one check share, or a folder of this process.
     """
     return Path(os.environ.get("MPIPAR_SHIM_FOLDER") or own_folder().name)
 
@@ -79,7 +80,7 @@ def _compiled(text, mode):
 
 @functools.cache
 def _place(mode, text):
-    """Where what is compiled of this text lies; a change of the shim moves it too."""
+    """The path of the program compiled from this text; a change of the shim changes it too."""
     shim = "".join(path.read_text() for path in sorted(SHIM.iterdir()))
     return build_folder() / hashlib.sha256(f"{mode}{shim}{text}".encode()).hexdigest()[:16]
 
@@ -96,7 +97,7 @@ def _parsed_shim(mode):
 
 
 def _build(target, suffix, text, mode, options):
-    own = target.with_suffix(f".{os.getpid()}")  # several ranks may be at it
+    own = target.with_suffix(f".{os.getpid()}")  # several ranks may compile at once
     source = own.with_suffix(f"{own.suffix}{suffix}")
     source.write_text(text)
     command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], *options, str(source), "-o",
@@ -149,9 +150,9 @@ def run_kernel(file, name, grid, block, args, shared_bytes=0, *, order=1, edit=N
 
 
 def run_sanitized(sanitizer, file, name, grid, block, args, shared_bytes=0, *, edit=None):
-    """Run one kernel under "thread" or "address" sanitizer; return (exit code, what it printed).
+    """Run one kernel under the "thread" or "address" sanitizer; return (exit code, output).
 
-    The arrays keep what they hold: their values come from run_kernel.
+    The arrays keep their values: results come from run_kernel.
     """
     program = compile_host(file, (name,), sanitizer, edit)
     blob = [f"{name}\n{' '.join(map(str, _shape(grid, block)))} {shared_bytes} {len(args)}\n"

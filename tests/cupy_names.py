@@ -1,8 +1,9 @@
-"""What the code takes from CuPy: every name behind `xp` or `cupy`, with the arguments of its calls.
+"""Collects what the code takes from CuPy: names behind `xp` or `cupy`, and arguments of calls.
 
 Used only by test_cupy_names.py. A path is a tuple: `self.xp.cuda.Device()` is ("cuda", "Device").
 Names that the code gives to parts of CuPy are followed inside a function (`cuda = self.xp.cuda`)
-and, for attributes of self, inside a file. An attribute of a call's result is one of its class.
+and, for attributes of self, inside a file. An attribute of a call's result counts as one of its
+class.
 """
 
 import ast
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOTS = {"xp", "_xp", "cupy"}
-# The class of what a function returns; a class makes an instance of itself.
+# Function: class of its result. A class makes an instance of itself.
 RESULTS = {
     ("cuda", "get_current_stream"): ("cuda", "Stream"),
     ("cuda", "alloc_pinned_memory"): ("cuda", "PinnedMemoryPointer"),
@@ -22,7 +23,7 @@ RESULTS = {
 
 
 class Use(NamedTuple):
-    """One place: the path, and for a call the number of its arguments and their names."""
+    """One use: the path, and for a call the number of its arguments and their names."""
 
     place: str
     path: tuple[str, ...]
@@ -97,7 +98,7 @@ def uses_in(file, source, is_class):
 
 
 def method_calls(file, source, methods):
-    """Calls of these methods on whatever is not self or a module, as uses of an array's."""
+    """Calls of these methods on anything but self or a module, as uses of an array's methods."""
     calls = [node for node in ast.walk(ast.parse(source))
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
              and node.func.attr in methods
@@ -111,7 +112,7 @@ def method_calls(file, source, methods):
 
 
 class Compiled:
-    """A module of CuPy that needs a library of CUDA to be imported, read as the file that it is.
+    """A module of CuPy whose import needs a library of CUDA: it is read as a file instead.
 
     Cython writes every name, and the signature of every function, into the file.
     """
@@ -125,7 +126,7 @@ class Compiled:
         return alone is not None or self.signature(name) is not None
 
     def signature(self, name: str) -> str | None:
-        """The text "name(parameters)", if there is one; "Class.method" for a method."""
+        """The text "name(parameters)" or None; a method's name is "Class.method"."""
         pattern = rb"\0(?:\w+ )?(" + re.escape(name.encode()) + rb"\([^\0\n]*\))"
         found = re.search(pattern, self.text)
         return found[1].decode() if found else None

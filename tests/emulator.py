@@ -1,7 +1,8 @@
-"""A second opinion on schedules: execute the instructions of all ranks the plain way.
+"""A second opinion on schedules: executes the instructions of all ranks in the simplest way.
 
-Slow and simple on purpose, and sharing no rule with mpipar.pipeline.check: what the engine does is
-acted out with sets of what has been computed, sent, posted and stashed. Sends are synchronous.
+It is slow and simple on purpose, and shares no rule with mpipar.pipeline.check. It acts out what
+the engine does, with sets of what has been computed, sent, posted and stashed. Sends are
+synchronous.
 """
 
 from mpipar.pipeline.instructions import parts
@@ -28,7 +29,7 @@ class Rank:
         return self.schedule.rank_of(stage, mb) == self.pp_rank
 
     def step(self, network):
-        """Run the next instruction; False if it has to wait. network: messages on their way."""
+        """Run the next instruction; return False if it must wait. network: messages in transit."""
         instr = self.program[self.position]
         if instr.kind.startswith("SEND"):
             self.send(instr, network)

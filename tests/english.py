@@ -1,9 +1,9 @@
-"""The length of sentences: what is text in a page, and which of its sentences are too long."""
+"""Finds the text of a page, and those of its sentences that are too long."""
 
 import re
 
 MOST_WORDS = 25
-# What no sentence is made of: fenced code, what bench.results generates, comments, pictures.
+# Parts without sentences: fenced code, tables that bench.results generates, comments, pictures.
 NO_TEXT = re.compile(r"^```.*?^```$|<!-- (result|map): .*?<!-- end of \1 -->|<!--.*?-->"
                      r"|!\[[^]]*\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")

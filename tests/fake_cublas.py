@@ -1,6 +1,6 @@
 """cuBLAS's gemmEx and gemmStridedBatchedEx on the host; part of tests/fake_cupy.py.
 
-The same arguments, columns first, the same rules of leading dimensions, the same table of types.
+It has cuBLAS's arguments, column order, rules for leading dimensions and table of types.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""The tile model on NumPy: what kernels written for the package cuda-tile need of it.
+"""The tile model on NumPy, as far as kernels written for the package cuda-tile need it.
 
-Blocks run one after another. What a load without padding finds outside an array is NaN, and a tile
-that lies wholly outside is refused, as both are undefined on a GPU.
+Blocks run one after another. A load without padding reads NaN outside an array, and a tile that
+lies wholly outside is refused: both are undefined on a GPU.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def launch(on, grid, function, arguments):
     arguments = on_host(arguments)
     for one in itertools.product(*map(range, grid)):
         block[:len(one)] = one
-        with np.errstate(divide="ignore", invalid="ignore"):  # rows beyond an array may see nothing
+        with np.errstate(divide="ignore", invalid="ignore"):  # rows outside an array may see no key
             function(*arguments)
     stream.busy = True
 

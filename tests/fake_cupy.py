@@ -1,7 +1,7 @@
 """Stands in for CuPy where there is no GPU: NumPy arrays that refuse to meet host arrays.
 
-It proves which calls the device path makes, in which order, and that host and device memory are
-not mixed; it proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the
+It proves which calls the device path makes, in which order, and that host and device memory are not
+mixed. It proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the
 stream is synchronized. Kernels run on the CPU (tests/cuda_host.py).
 """
 
@@ -13,7 +13,7 @@ from cuda_host import run_kernel
 
 from mpipar.ops.cuda import kernels
 
-__version__ = "14.2.0"  # whose behaviour this is
+__version__ = "14.2.0"  # the version that behaves like this
 
 
 class Stream:
@@ -59,11 +59,11 @@ class DeviceArray(np.ndarray):
 
     @property
     def data(self):
-        """Like CuPy's: `ptr` is the address of the first element."""
+        """Memory like CuPy's: `ptr` is the address of the first element."""
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
     def set(self, host):
-        """Like CuPy's, this only queues the copy."""
+        """Queue the copy, like CuPy's `set`; it may not be done on return."""
         assert not isinstance(host, DeviceArray)
         stream.busy = stream.reads_host = True
         np.copyto(self.view(np.ndarray), host)
@@ -98,7 +98,7 @@ def asnumpy(x):
 
 
 class RawModule:
-    """A file of mpipar's own kernels; its unchanged source, told by its text."""
+    """A file of mpipar's own kernels, recognized by the text of its unchanged source."""
 
     def __init__(self, code, options, name_expressions):
         assert options == ("--std=c++17",)
@@ -121,7 +121,7 @@ class RawKernel:
     def __call__(self, grid, block, arguments, shared_mem):
         assert shared_mem <= self.max_dynamic_shared_size_bytes
         assert all(grid), "CUDA starts no grid without blocks"
-        for one in arguments:  # CuPy makes a Python int 8 bytes: say which is meant
+        for one in arguments:  # CuPy passes a Python int as 8 bytes: the type must be given
             assert isinstance(one, DeviceArray | np.int32 | np.int64 | np.float32), type(one)
         stream.busy = True
         run_kernel(self.file, self.name, grid, block, arguments, shared_mem)
@@ -135,17 +135,17 @@ def _queued(function):
 
 
 class Event:
-    """What was queued before it is done at once here."""
+    """An event; here everything queued before it is done at once."""
 
     def record(self):
-        """Nothing to mark."""
+        """Do nothing: there is no queue to mark."""
 
     def synchronize(self):
         stream.synchronize()
 
 
 def alloc_pinned_memory(nbytes):
-    """Memory that was given back lately, CuPy's pool hands out first."""
+    """Pinned memory. CuPy's pool reuses returned memory first, so no queued copy may still read."""
     assert not stream.reads_host, "page-locked memory is given away while a copy still reads it"
     return bytearray(nbytes)
 

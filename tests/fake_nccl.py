@@ -1,7 +1,7 @@
 """Stands in for cupy.cuda.nccl over MPI: the calls that bench/nccl.py makes, by address and count.
 
-Messages outside of a group, or without a partner in the same group, would hang on a GPU; here they
-are posted when the group ends and waited for at once.
+On a GPU, messages outside of a group or without a partner in the same group would hang. Here
+messages are posted when the group ends, and waited for at once.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def array(address, count, kind):
 
 
 class NcclCommunicator:
-    """One group: the world's, which is all that the tests need."""
+    """One group, the world's: the tests need no other."""
 
     def __init__(self, size, key, rank):
         assert key == get_unique_id()

@@ -20,7 +20,7 @@ def wrong(x, calls):
 
 
 def stall(x, calls):
-    """After a while this rank does not come back."""
+    """After some calls this rank does not come back."""
     if calls > CALLS_BEFORE_STALL:
         time.sleep(600)
 

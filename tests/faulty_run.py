@@ -17,9 +17,7 @@ RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"
 
 
 def at_step(step, fault):
-    """Replace LayerNorm.forward on rank 1: from that step on, `fault` runs in block 1's first
-    norm.
-    """
+    """Replace LayerNorm.forward on rank 1: from `step` on, block 1's first norm runs `fault`."""
     plain = LayerNorm.forward
     calls = []
 
@@ -46,7 +44,7 @@ if FAULT == "slow-disk":
     os.fsync = lambda number: (time.sleep(1), plain_fsync(number))
 if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
     plain_forward = LayerNorm.forward
-    microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation behind them
+    microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation after them
 
     def late_forward(self, x, stash):
         real = self.name == "block1.norm1" and isinstance(x, np.ndarray)
@@ -57,7 +55,7 @@ if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
     LayerNorm.forward = late_forward
 if (RANK, FAULT) == (1, "slow-link"):  # a microbatch's activations need 20 ms from rank 0 to rank 1
     plain_irecv = HostTransport.irecv
-    messages = iter(range(5 * 4))  # of the training steps, not of the evaluation behind them
+    messages = iter(range(5 * 4))  # of the training steps, not of the evaluation after them
 
     class SlowRequest:
         def __init__(self, request):

@@ -1,6 +1,6 @@
 """GPT-2 a second time, from its paper and Hugging Face's file layout alone: weights, file, logits.
 
-Nothing of mpipar is used here. Letters: T tokens, D width, F ffn width, V vocabulary, H heads.
+It uses nothing of mpipar. Letters: T tokens, D width, F ffn width, V vocabulary, H heads.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What several tests share: closeness, commands with a hard time limit, commands under mpiexec."""
+"""Helpers of several tests: closeness, commands with a hard time limit, commands under mpiexec."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# More ranks than cores: a waiting rank has to give its core away; one thread per rank is enough.
+# More ranks than cores run: a waiting rank must yield its core, and one thread per rank is enough.
 # Variables of the library that is not in use do no harm.
 OVERSUBSCRIBED = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
@@ -38,8 +38,8 @@ def assert_close(actual, expected, tol: float, name: str, largest: float = 0.0) 
     """Assert max|a-b| <= tol * max(max|b|, 1e-3 * largest), naming the tensor and the worst place.
 
     ``largest`` is the largest absolute value over all tensors of this kind (gradients, weights) of
-    the model: a tensor that is zero by mathematics is noise in practice, and no scale for itself.
-    NaN in either array fails.
+    the model. A tensor that is mathematically zero holds noise, which cannot serve as its own
+    scale. NaN in either array fails.
     """
     actual = np.asarray(actual)
     expected = np.asarray(expected)
@@ -114,11 +114,11 @@ def run_command(
 ) -> Finished:
     """Run a command to its end; past ``timeout`` seconds it is killed whole and the test fails.
 
-    Processes that outlive the command are killed, and are a failure as well.
+    Processes that outlive the command are killed; they fail the test as well.
     """
     mark = uuid.uuid4().hex
     argv = tuple(map(str, argv))
-    # Options for the pytest that runs this test are not meant for one that the command may start.
+    # The command may start a pytest of its own, which must not get the options of this one.
     inherited = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.monotonic()

@@ -1,7 +1,7 @@
-"""Commands in this process: what one prints, and what it refuses. MPI is not started.
+"""Runs commands in this process, to see what they print and refuse; MPI is not started.
 
-That an exit code reaches the shell, with one block for all ranks, is tested by starting programs:
-in test_cli.py, test_launch.py and test_refusals.py.
+Other tests start programs. They show that an exit code reaches the shell, with one block for all
+ranks: test_cli.py, test_launch.py and test_refusals.py.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from mpipar.job.session import Session
 
 
 class StandIn(Session):
-    """The session of one of several ranks, as far as a refusal comes: its MPI is a number."""
+    """The session of one of several ranks, up to a refusal; a number stands in for MPI."""
 
     def __init__(self, ranks=1, rank=0):
         super().__init__(Launcher("a launcher", rank, ranks, rank, ranks))
@@ -32,7 +32,7 @@ class StandIn(Session):
 
 
 def printed(*words, ranks=1, rank=0, code=0):
-    """What a command prints on this rank; it ends with this code, and without MPI."""
+    """The output of a command on this rank; the command must end with this code."""
     session, text = StandIn(ranks, rank), io.StringIO()
     with contextlib.redirect_stdout(text):
         try:
@@ -45,7 +45,7 @@ def printed(*words, ranks=1, rank=0, code=0):
 
 
 def refusal(*words, ranks=1, folder="."):
-    """The error that ends this command, started in a folder, before it has printed anything."""
+    """The error that ends this command, run in `folder`, before it has printed anything."""
     text = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(text), \
             pytest.raises(UserError) as caught:

@@ -1,7 +1,8 @@
 """A job for test_launch.py: `launch_job.py HOW [FOLDER]`, each HOW one way to end or to go wrong.
 
-Rank 1 is the one at fault, where one is. FOLDER receives a file for each rank that is up, and is
-the run folder. Before it goes wrong a rank prints the time, as a start under load can take seconds.
+If a rank is at fault, it is rank 1. FOLDER is the run folder, and receives a file for each rank
+that is up. Before a rank goes wrong it prints the time, because a start under load can take
+seconds.
 """
 
 import os
@@ -23,7 +24,7 @@ def fail_with(error):
 
 
 def no_return(world):
-    """What the ranks do that are not at fault: they wait for the one that is."""
+    """Wait for the rank at fault, as all other ranks do."""
     world.Barrier()
     time.sleep(60)
 

@@ -35,7 +35,7 @@ def config_of(layers=4, num_microbatches=4, rows=2, **axes):
 
 
 def curve(operation, link, ranks, slow=1.0):
-    """5 us up to 1 KiB, from there to 4 MiB 20 us and 1 us for each 1000 bytes."""
+    """A curve of 5 us up to 1 KiB, and from there to 4 MiB of 20 us plus 1 us per 1000 bytes."""
     return Curve(operation, link, ranks, (8, 1024, 4 << 20), (
         Piece(0.0, 1024.0, *[LATENCY_US * slow] * 3, 0.0, 0.0, 0.0),
         Piece(1024.0, float(4 << 20), *[LARGE_US * slow] * 3, *[US_PER_BYTE * slow] * 3)), 100,
@@ -43,7 +43,7 @@ def curve(operation, link, ranks, slow=1.0):
 
 
 def machine() -> Machine:
-    """Passes of the default model with 2 rows; groups of 2 and 4 ranks, also over a slow link."""
+    """A cost model: passes of the default model with 2 rows; groups of 2 and 4 ranks; two links."""
     model = settings_of(config_of().model)
     curves = [curve(operation, "same node", ranks) for operation in OPERATIONS for ranks in (2, 4)]
     curves += [curve(operation, "between nodes", 2, 3.0) for operation in OPERATIONS[:1]]

@@ -15,7 +15,7 @@ from mpipar.train.worker import Worker
 
 
 def worker_for(folder, dtype="float64"):
-    """One rank with the shape of the weights in a folder, not yet loaded."""
+    """One rank with the shape of the weights in a folder; they are not loaded yet."""
     words = ["--init-from", str(folder), "--dtype", dtype, "--batch-size", "4",
              "--num-microbatches", "1"]
     config, _ = resolve(reading_of(*words), 1)
@@ -40,7 +40,7 @@ def fresh(**values):
 
 
 def fresh_convnet(**values):
-    """The same of a convnet."""
+    """One rank of a convnet with random weights, no file."""
     return _made({"model": "convnet", "preset": "digits", "layers": 2} | values)
 
 

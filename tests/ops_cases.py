@@ -1,4 +1,4 @@
-"""Every array function called once on odd, unequal sizes, with any implementation."""
+"""Calls every array function once on odd, unequal sizes, with any implementation."""
 
 from collections import namedtuple
 
@@ -8,7 +8,7 @@ from mpipar.ops.array_ops import ArrayOps
 
 Sizes = namedtuple("Sizes", "batch tokens width inner heads head rows")
 SMALL = Sizes(batch=2, tokens=5, width=7, inner=9, heads=3, head=2, rows=11)
-# More than one tile of everything: queries, rows, and rows of a weight gradient.
+# Sizes of more than one tile: of queries, of rows, and of rows of a weight gradient.
 LARGE = Sizes(batch=2, tokens=131, width=193, inner=301, heads=3, head=5, rows=307)
 
 
@@ -34,7 +34,7 @@ def positions_of(kind, tokens, rng):
 class Inputs:
     """Makes arrays of one implementation from random host arrays of its types.
 
-    rounded: the type whose numbers weights and activations are, if it is not that of the ops.
+    rounded: weights and activations are numbers of this type, if it is not that of the ops.
     """
 
     def __init__(self, ops, seed, rounded=None):
@@ -132,7 +132,7 @@ def _norm(ops, make, sizes):
 
 
 def _attention(ops, make, sizes, kind):
-    """Both forms, over one sequence in which every token sees itself, as in training."""
+    """Both forms of attention over one sequence; every token sees itself, as in training."""
     qkv = make.real(sizes.batch, sizes.tokens, 3, sizes.heads, sizes.head)
     q, k, v = parts(qkv)
     positions = ops.asarray(positions_of(kind, sizes.tokens, make.rng))
@@ -145,7 +145,7 @@ def _attention(ops, make, sizes, kind):
 
 
 def _attention_in_blocks(ops, make, sizes):
-    """Two query heads for each key head, fewer queries than keys, the first of which sees none."""
+    """Attention with two query heads per key head, fewer queries than keys; query 0 sees none."""
     batch, keys, kv_heads, width = sizes.batch, sizes.tokens, sizes.heads, sizes.head
     queries = keys - 2
     q, dy = (make.real(batch, queries, 2 * kv_heads, width) for _ in range(2))

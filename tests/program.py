@@ -20,7 +20,7 @@ LAYOUTS = (  # (dp, pp, tp)
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the program is started with, wherever it is started: this source, one thread a rank."""
+    """The environment of every start of the program: this source, one thread per rank."""
     return {**OVERSUBSCRIBED, "PYTHONPATH": str(REPOSITORY), **(env or {})}
 
 
@@ -44,7 +44,7 @@ def layout_flags(layout: tuple[int, int, int]) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """Return the objects of metrics.jsonl; NaN and Infinity, which are no JSON, are refused."""
+    """Return the objects of metrics.jsonl; NaN and Infinity are not JSON and are refused."""
 
     def refuse(word):
         raise AssertionError(f"{word} is no JSON number")

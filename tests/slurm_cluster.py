@@ -1,7 +1,7 @@
 """A real SLURM cluster of several nodes on this host: munged, slurmctld, one slurmd for each node.
 
-Everything (configuration, keys, sockets, logs, state) lies in one temporary folder. It shows
-allocation, environment, exit codes and signals truthfully, never timing.
+Everything (configuration, keys, sockets, logs, state) lies in one temporary folder. Allocation,
+environment, exit codes and signals are real; timing is not.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from helpers import kill_with, processes_with
 START_LIMIT = 60.0  # seconds for all nodes to become idle
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo")
-# SLURM's PMI2 server takes what has arrived of a request for all of it. Where a long one of
-# MPI_Init comes in two parts the job waits for ever or is ended, whatever it was to run.
+# SLURM's PMI2 server takes the part of a request that has arrived for all of it. If a long request
+# of MPI_Init comes in two parts, the job hangs or is ended, whatever it was to run.
 CUT_REQUEST = "mpi/pmi2: invalid client request"
 MOST_STARTS = 3
 FINAL_STATES = frozenset(
@@ -44,7 +44,7 @@ def missing_programs() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class JobResult:
-    """How a batch job ended: SLURM's state, the script's exit code and signal, what it printed."""
+    """How a batch job ended: SLURM's state, the script's exit code and signal, its output."""
 
     job_id: int
     state: str
@@ -63,7 +63,7 @@ class SlurmCluster:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return a clean environment whose SLURM commands talk to this cluster."""
-        # Variables of an outer job or launcher would tell the ranks of a job that is not theirs.
+        # Variables of an outer job or launcher would describe another job to the ranks.
         foreign = ("SLURM", "SBATCH", "PMI", "PMIX", "OMPI", "PRTE", "HYDRA", "MPI_LOCAL")
         env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
         return env | {"SLURM_CONF": str(self.config)} | dict(extra or {})
@@ -100,7 +100,7 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in result.stdout.split() if "=" in word)
 
     def finish(self, submit: Callable[[], int], timeout: float) -> JobResult:
-        """Submit a job and wait for its end; again where SLURM has cut a request of MPI_Init.
+        """Submit a job and wait for its end; submit again if SLURM cut a request of MPI_Init.
 
         Past ``timeout`` seconds it is cancelled and the test fails.
         """

@@ -18,7 +18,7 @@ def put_in(monkeypatch):
 
 @pytest.fixture(name="cupy", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def cupy_or_stand_in(request, monkeypatch):
-    """The module cupy of both places; its kernels on the CPU need the mark shim."""
+    """The module cupy, real or stand-in; kernels on the CPU need the mark shim."""
     if request.param == "gpu":
         if "cuda-tile" in request.node.callspec.params.values():
             pytest.importorskip("cuda.tile")

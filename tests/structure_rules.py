@@ -34,7 +34,7 @@ SOURCES = {module_name(path): path.read_text() for path in sorted(PACKAGE.rglob(
 
 
 def imports(module, source):
-    """(line, module of this package or outside name, whether inside a function) of each import."""
+    """(line, module of this package or outside name, inside a function?) of each import."""
     found = []
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -145,9 +145,9 @@ def is_layer(node):
 def array_math_problems(module, source):
     """Layers and models reshape, transpose and slice; all arithmetic on arrays is in ops.
 
-    In a class with a `forward`, outside __init__, operators may only make up shapes and indices:
-    inside a subscript, or in the arguments of reshape, transpose, range or a method of ops that
-    makes an array. NumPy is not there at all.
+    In a class with a `forward`, outside __init__, operators may only compute shapes and indices.
+    They stand inside a subscript, or in the arguments of reshape, transpose, range or a method of
+    ops that makes an array. NumPy is not used there at all.
     """
     if module.split(".")[0] not in ("layers", "models", "partition"):
         return []
@@ -181,9 +181,9 @@ def array_math_problems(module, source):
 
 
 def name_problems(module, source):
-    """A rank says of what: world_rank, dp_rank, ...
+    """The name of a rank says of what: world_rank, dp_rank, ...
 
-    grid.py alone has bare ones; so have launchers, and views of a run, which know one kind.
+    Only grid.py, launchers and views of a run have bare names: the last two know one kind of rank.
     """
     if module in ("comm.grid", "comm.facts", "comm.clock") or folder(module) in (
             "console", "job", "plan", "trace"):
@@ -203,7 +203,7 @@ MUTATORS = set(
 
 
 def state_problems(module, source):
-    """Nothing at module level changes: no global, no cache, constants alone, none written."""
+    """Nothing at module level changes: there are only constants, no globals and no caches."""
     tree, found, constants = ast.parse(source), [], set()
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [

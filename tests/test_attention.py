@@ -1,6 +1,6 @@
-"""Attention with shared key heads, unequal lengths and any positions; its parts merged, and twins.
+"""Attention with shared key heads, unequal lengths and any positions; merged parts; broken twins.
 
-What is expected comes from `attention_cases.formula`, a head and a query at a time.
+Expected results come from `attention_cases.formula`, one head and one query at a time.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ def ops(request, monkeypatch):
 
 
 class Case:
-    """Random q, k, v, dy; `kind` says how their positions lie."""
+    """Random q, k, v, dy; `kind` says how their positions are ordered."""
 
     def __init__(self, rng, sizes, kind):
         batch, queries, keys, heads, kv_heads, width = sizes
@@ -48,7 +48,7 @@ class Case:
 
 
 def check(found, expected, tol=1e-12):
-    """Compare (y, lse, dq, dk, dv); lse of nobody is -inf in both."""
+    """Compare (y, lse, dq, dk, dv); a query that sees no key has lse -inf in both."""
     for name, got, wanted in zip(NAMES, found, expected, strict=True):
         assert np.array_equal(np.isneginf(got), np.isneginf(wanted)), name
         seen = np.isfinite(wanted)
@@ -168,7 +168,7 @@ def test_a_broken_twin_is_seen(rng, twin):
 
 
 def test_a_cache_is_a_longer_array(ops, rng):
-    """Token after token against the first keys of an array whose rest is not read."""
+    """Token after token meets the first keys of an array; its rest is not read."""
     batch, tokens, heads, kv_heads, width = 2, 6, 4, 2, 3
     case = Case(rng, (batch, tokens, tokens, heads, kv_heads, width), "gaps")
     q, k, v = case.qkv
@@ -200,7 +200,7 @@ def test_parts_of_16_bits_are_rounded_once(rng, dtype):
 @pytest.mark.shim
 @pytest.mark.parametrize("dtype", HALF_UNIT)
 def test_parts_of_16_bits_on_the_gpu(cupy, rng, dtype):
-    """Probabilities and dscores are operands of products there: rounded too."""
+    """There probabilities and dscores are operands of products, so they are rounded too."""
     check_parts_of_16_bits(make("cuda", dtype), rng, HALF_UNIT[dtype])
 
 

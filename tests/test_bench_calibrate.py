@@ -1,7 +1,7 @@
 """bench.calibrate and bench.verify from end to end, on two ranks and few sizes.
 
-How exact a fit is here says nothing on a machine under load: that is shown by
-bench/results/verify.json. Here a cost model that is wrong must be found out.
+On a loaded machine the accuracy of a fit means nothing; bench/results/verify.json shows it. Here a
+wrong cost model must be found out.
 """
 
 import csv
@@ -19,7 +19,7 @@ from mpipar.plan import machine_file
 SHORT = ("--rounds", "1", "--seconds", "0.002", "--end-bytes", "32K")
 OPERATIONS = {"latency", "bandwidth", "bidirectional", "all-reduce", "iall-reduce", "all-gather",
               "reduce-scatter"}
-WRONG = 30  # times what was measured: no load of the machine hides that
+WRONG = 30  # times the measured value: no load of the machine hides that
 
 
 def bench(name, *words, ranks=2):

@@ -16,7 +16,7 @@ def barriers():
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_parallel_barriers_do_not_depend_on_its_size(barriers, tp):
-    """Per microbatch 4 all-reduces a layer, embedding, head, loss; and the norm, once a step."""
+    """A microbatch has 4 all-reduces a layer, embedding, head and loss; a step adds the norm."""
     assert barriers[f"tp {tp}"]["collectives_per_step"] == M * (4 * L + 3) + 1
     gather = barriers[f"tp {tp} (ffn-cut gather)"]
     assert gather["collectives_per_step"] == M * (6 * L + 3) + 1
@@ -28,7 +28,7 @@ def test_tensor_parallel_barriers_do_not_depend_on_its_size(barriers, tp):
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_a_pipeline_sends_two_messages_a_microbatch_and_rank(barriers, pp):
     row = barriers[f"pp {pp}"]
-    assert row["messages_sent_per_step"] == (M if pp == 2 else 2 * M)  # an end sends one way
+    assert row["messages_sent_per_step"] == (M if pp == 2 else 2 * M)  # an end stage sends one way
     assert row["collectives_per_step"] == 2  # the tied table at both ends, and the norm
 
 
@@ -49,7 +49,7 @@ def test_memory_is_pooled_by_tp_and_pp_and_not_by_dp():
 
 
 def test_two_layers_cut_as_a_pair_meet_half_as_often_for_a_fifth_of_the_bytes():
-    """The same for convolutions and for a decoder's products, and for every number of ranks."""
+    """It holds for convolutions and for a decoder's products, and for every number of ranks."""
     rows = {(row["layer"], row["cut"], row["tp"]): row for row in claims.convolution()}
     for layer in ("convnet: 2 convolutions", "decoder: feed-forward"):
         for tp in (2, 4, 8):

@@ -20,7 +20,7 @@ def truth(size):
 
 
 def samples(rng, size, count=200, noise=0.03, shift=1.0):
-    """Times as they come: skewed, never below the true one by much, a few very late."""
+    """Realistic times: skewed, never far below the true time, a few very late."""
     times = truth(size) * shift * (1 + noise * rng.standard_normal(count))
     late = rng.random(count) < 0.04
     return np.where(late, times * rng.uniform(3, 40, count), times)
@@ -48,7 +48,7 @@ def test_pieces_and_parameters_are_recovered(seed):
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
-    """95 % each: of 2 pieces x 2 parameters x 15 fits at least 90 % (54 of 60)."""
+    """Of the 95 % intervals of 2 pieces x 2 parameters x 15 fits at least 90 % hold (54 of 60)."""
     inside = 0
     for seed in range(15):
         curve = fit("latency", "same node", 2, data(seed, launches=5))
@@ -59,7 +59,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
 
 
 def test_plain_least_squares_would_fail_here():
-    """Relative errors: a fit that lets the largest message rule gets the latency wrong."""
+    """Errors must be relative: if the largest message dominates a fit, its latency is wrong."""
     rng = np.random.default_rng(1)
     sizes = np.array(SIZES[:10], float)
     times = np.array([np.median(samples(rng, size)) for size in sizes])
@@ -163,7 +163,7 @@ def test_factors_and_overhead():
 
 
 def test_contention_is_within_a_launch():
-    """A launch that is slower as a whole has no more of it."""
+    """A launch that is slower as a whole does not have more contention."""
     one, = contention([row("all-reduce", 64, [slow * time], mode=mode, axis="dp", launch=launch)
                        for launch, slow in enumerate((3.0, 1.0, 1.0))
                        for mode, time in (("alone", 10.0), ("together", 17.0 + launch))])
@@ -186,7 +186,7 @@ def test_the_verdict_is_by_the_median_of_absolute_errors():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_all_reduce_formulas_in_the_limits(ranks):
-    """By hand, for messages of 3 us + n/1000 and sums of n/500: 2 (P-1)/P n bytes and so on."""
+    """The formulas by hand, for messages of 3 us + n/1000 and sums of n/500."""
     logs, n = {2: 1, 4: 2, 8: 3}[ranks], 8000.0
     found = all_reduce_models(lambda size: 3 + size / 1000, lambda size: size / 500, n, ranks)
     moved = (ranks - 1) / ranks * n

@@ -1,4 +1,4 @@
-"""What bench.interconnect makes of samples: statistics, files, tables, findings; no MPI."""
+"""The output of bench.interconnect from samples: statistics, files, tables, findings; no MPI."""
 
 import csv
 import sys
@@ -158,7 +158,7 @@ def test_csv_and_markdown_hold_the_rows():
 
 
 def test_percent_of_the_bound_is_that_of_the_link():
-    """10 us for 40,000 bytes: 4 GB/s. What is stated belongs to the slowest kind of link."""
+    """10 us for 40,000 bytes are 4 GB/s. A stated rate belongs to the slowest kind of link."""
     inside, away = (row("ring", size=40_000, link=link) for link in ("same node", "between nodes"))
     one, two = (Bounds(5.0, 16.0, "mpi-host", several) for several in (False, True))
     assert one.columns(inside) == {
@@ -277,7 +277,7 @@ def test_head_says_that_ranks_share_a_gpu(monkeypatch, capsys):
 
 
 def test_ranks_agree_on_their_gpus_before_they_talk():
-    """Else the others would wait for a rank whose GPU is not usable."""
+    """Otherwise the others would wait for a rank whose GPU is not usable."""
     def agree(function):
         raise EnvironmentProblem("somebody has none")
 

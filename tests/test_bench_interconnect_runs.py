@@ -1,4 +1,4 @@
-"""bench.interconnect as a job: every case, its files, and whatever goes wrong on the way."""
+"""bench.interconnect as a job: every case, its files, and its failures."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What several launches of bench.interconnect say together: spread, comparison, overhead."""
+"""Several launches of bench.interconnect together: spread, comparison, overhead."""
 
 import contextlib
 import pathlib

@@ -1,4 +1,4 @@
-"""bench.matmul: its table, its file, and no time for a cut that computes something else."""
+"""bench.matmul: its table, its file; it does not time a cut whose results are wrong."""
 
 import json
 import sys

@@ -10,7 +10,7 @@ from mpipar.errors import EXIT_OUTPUT, DataError, OutputError
 
 
 class Session:
-    """A job of one rank which can do nothing but agree."""
+    """A job of one rank that can only agree."""
 
     class world:
         rank, size = 0, 1

@@ -1,4 +1,4 @@
-"""bench.interconnect --overlap: what hides and what does not is told apart; no MPI."""
+"""bench.interconnect --overlap tells what hides behind computing from what does not; no MPI."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ PRODUCT_SECONDS = 1e-6
 
 
 class Clock:
-    """Time that passes where this file says so, so that nothing else on the machine counts."""
+    """Time passes only where this file says so, so that nothing else on the machine counts."""
 
     now = 0.0
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Background:
-    """An operation that goes on by itself."""
+    """An operation that progresses by itself."""
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds, self.tests = clock, seconds, 0
@@ -40,7 +40,7 @@ class Background:
 
 
 class InWait(Background):
-    """An operation of which nothing happens before somebody waits for it."""
+    """An operation that does not progress until it is waited for."""
 
     def test(self, end):
         self.tests += 1
@@ -54,7 +54,7 @@ class InWait(Background):
     (Background, 1.0, 100, NUM_TESTS), (Background, 0.5, 100, 3),
     (Background, 2.0, 50, NUM_TESTS), (InWait, 1.0, 0, NUM_TESTS)])
 def test_overlap_of_a_planted_operation(operation, length, overlap, tests):
-    """length: of the operation, in times of the computing."""
+    """length: the operation's, as a multiple of the computing's."""
     clock = Clock()
     work = Work(ops_module.make("cpu", "float32"), NUM_TESTS)
     work.slices = [PRODUCTS] * (NUM_TESTS + 1)

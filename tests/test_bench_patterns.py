@@ -1,4 +1,4 @@
-"""What the benchmark's payloads are made of: two that are swapped must not look the same."""
+"""The benchmark's payloads: no two may look the same, so that a swap shows."""
 
 import numpy as np
 

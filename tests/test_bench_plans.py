@@ -1,4 +1,4 @@
-"""What bench.interconnect is asked to measure: flags, sizes, groups and their sections; no MPI."""
+"""The plan of bench.interconnect: flags, sizes, groups and their sections; no MPI."""
 
 import pytest
 

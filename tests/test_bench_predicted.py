@@ -1,4 +1,4 @@
-"""What a cost model says of a benchmark's rows, and of which it says nothing."""
+"""A cost model's predictions for a benchmark's rows, and rows that it does not cover."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""bench.recorder: its table and its file; a limit that is not kept is an exit code."""
+"""bench.recorder: its table and its file; a broken limit sets the exit code."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ def test_every_operation_is_measured_and_written(tmp_path):
     path = tmp_path / "recorder.json"
     command = [sys.executable, "-m", "bench.recorder", *QUICK, "--json", str(path)]
     done = run_ranks(2, command, timeout=100)
-    assert done.returncode in (0, 1), done.tail()  # so few batches may be too slow for the limits
+    assert done.returncode in (0, 1), done.tail()  # few batches may miss the limits
     result = json.loads(path.read_text())
     assert [row["operation"] for row in result["rows"]] == [
         "all_reduce", "broadcast", "iall_reduce", "send_and_receive", "span"]

@@ -1,4 +1,4 @@
-"""bench.step: runs, prints its table, and refuses to time a model that computes something else."""
+"""bench.step runs, prints its table, and refuses to time a model whose results differ."""
 
 import json
 import sys
@@ -34,14 +34,14 @@ class Alone:
         return types.SimpleNamespace(Test=lambda: True)
 
     def Barrier(self):
-        """Nobody to wait for."""
+        """Return at once: no other rank exists."""
 
     def Allreduce(self, send, receive):
         receive[...] = send
 
 
 def rows_of(path, sides):
-    """The rows of a result file by side, after checks that hold for any of them."""
+    """The rows of a result file by side, after checks that hold for every row."""
     rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
     assert [side for side in rows if "numba" not in side] == sides
     assert rows["torch"]["over_torch"] == rows["torch"]["best_over_torch"] == 1
@@ -133,7 +133,7 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
 @pytest.mark.parametrize(("words", "peak"), [
     ([], 67), pytest.param(["--dtype", "bfloat16"], 989, marks=pytest.mark.slow)])
 def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak):
-    """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
+    """A stand-in for CuPy is used, so the times say nothing about a GPU."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     monkeypatch.setitem(sys.modules, "torch", None)
     session = types.SimpleNamespace(start=Alone, host_rank=0, world=Alone(),
@@ -154,7 +154,7 @@ def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak)
 
 @pytest.mark.shim
 def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
-    """With a stand-in for CuPy; what a GPU's times mean is not shown by this."""
+    """A stand-in for CuPy is used, so the times say nothing about a GPU."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     found = {}
     for device in ("cpu", "cuda"):

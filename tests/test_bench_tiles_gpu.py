@@ -78,7 +78,7 @@ def test_kernels_between_the_products(card):
 @pytest.mark.shim
 def test_attention(card, monkeypatch):
     assert tiles_attention.HEAD_WIDTH <= MOST_WIDTH
-    monkeypatch.setattr(tiles_attention, "HEAD_WIDTH", 10)  # whatever the width of the chains is
+    monkeypatch.setattr(tiles_attention, "HEAD_WIDTH", 10)  # independent of the width of the chains
     found = tiles_attention.rows(card, tiles.parse([*GPU_SIZES, "--width", "900"]))
     rows = {(row["kernel"], row["pass"], row["dtype"]): row for row in found}
     assert {name for name, _, _ in rows} == {"whole scores", "tiles", "cuda-tile"}
@@ -113,7 +113,7 @@ def test_a_kernel_that_does_nothing_is_not_timed(card, monkeypatch, kernel):
 
 
 def test_every_call_is_timed_after_the_caches_are_emptied(card, monkeypatch):
-    """In the order: fill, start, call, stop; the warm-up does not count."""
+    """The order is fill, start, call, stop; the warm-up does not count."""
     done, times = [], iter(range(100))
 
     class Event:

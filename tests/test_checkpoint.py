@@ -1,6 +1,6 @@
-"""Weights on disk: Hugging Face's GPT-2 files, in and out, against a writer and a model apart.
+"""Weights on disk: Hugging Face's GPT-2 files, in and out, against a separate writer and model.
 
-What several ranks do with them is in tests/mpi/test_weights.py.
+Several ranks read and write them in tests/mpi/test_weights_and_text.py.
 """
 
 import json
@@ -29,7 +29,7 @@ HEADS = 3
 
 @pytest.fixture
 def model(rng, tmp_path):
-    """A function: writes a random model in Hugging Face's form; returns (folder, its tensors)."""
+    """A function that writes a random model in Hugging Face's form; returns (folder, tensors)."""
 
     def write(tied=True, dtype="F64", prefix="", **shape):
         shape = SHAPE | shape | {"tied": tied}
@@ -58,7 +58,7 @@ def test_imported_model_computes_what_gpt2_computes(prefix, tied, model):
 
 
 def test_each_tensor_counts(model):
-    """The comparison above has teeth: any tensor of the file changed is seen in the logits."""
+    """The comparison above has teeth: a change of any tensor of the file shows in the logits."""
     folder, tensors = model(tied=False)
     ids = np.array([3, 16, 0, 7, 7, 1])
     expected = gpt2.logits(tensors, HEADS, ids)
@@ -79,7 +79,7 @@ def test_other_dtypes_are_read(dtype, model):
 
 
 def test_default_ffn_width_and_what_else_is_in_the_file(model):
-    """n_inner null stands for 4 D; old files carry masks, which are no weights."""
+    """n_inner null stands for 4 D; old files carry masks, which are not weights."""
     folder, tensors = model(F=4 * SHAPE["D"])
     gpt2.write_file(folder / "model.safetensors", tensors | {
         "h.0.attn.bias": np.ones((1, 1, 6, 6)), "h.0.attn.masked_bias": np.array(-1e4)})

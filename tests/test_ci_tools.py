@@ -1,4 +1,4 @@
-"""The small programs under .ci/: each has to find what it is there for."""
+"""The small programs under .ci/: each must find what it looks for."""
 
 import runpy
 import subprocess

@@ -1,4 +1,4 @@
-"""The command line: what is printed, once; what is refused, with the right code; what is loaded."""
+"""The command line: its output, its refusals with the right code, and the modules it loads."""
 
 import configparser
 import errno
@@ -30,7 +30,7 @@ SHAPE = {
 
 
 def refused(*words, ranks=1):
-    """The problems that a wrong command line has."""
+    """The problems reported for a wrong command line."""
     found = refusal(*words, ranks=ranks)
     assert isinstance(found, UsageError), found
     return found.problems
@@ -70,7 +70,7 @@ def test_a_broken_disk_is_said_without_saying_which_way():
 
 
 def listed(text):
-    """The flags that a help explains."""
+    """The flags that a help text explains."""
     return re.findall(r"^  (?:-h, )?--([a-z0-9-]+)[ ,\n]", text + "\n", re.MULTILINE)
 
 

@@ -1,6 +1,4 @@
-"""What got slower from one run to the other: each planted slowdown is named first, and noise is
-not.
-"""
+"""Comparing two runs: each planted slowdown is named first, and noise is not named."""
 
 import json
 import shutil
@@ -22,7 +20,7 @@ from mpipar.trace.analysis import analyse
 
 STEPS = 7
 PLANTED_MS = 6.0
-# What a step of the run below is made of, in ms. Rank 1 alone computes `late` before the barrier,
+# The parts of a step of the run below, in ms. Rank 1 alone computes `late` before the barrier,
 # and its backward is shorter by `short`.
 PARTS = {"data": 2, "forward": 10, "late": 0, "transfer": 3, "backward": 20, "short": 10,
          "message": 4, "opt": 5}
@@ -31,7 +29,7 @@ PARTS = {"data": 2, "forward": 10, "late": 0, "transfer": 3, "backward": 20, "sh
 def run(seed, num_steps=STEPS, **longer):
     """Two ranks: data, forward, a barrier, backward, a message 0 -> 1, a barrier, the optimizer.
 
-    Each part is up to 2 % longer than PARTS says, by dice, and by what `longer` says in ms.
+    Each part is longer than PARTS says: by a random share up to 2 %, and by `longer` in ms.
     """
     random, clock = Random(seed), [0.0, 0.0]
     steps, records, spans = [], [[], []], [[], []]
@@ -74,8 +72,8 @@ def run(seed, num_steps=STEPS, **longer):
     return analyse(made)
 
 
-# What takes longer, the causes that must come first, and their share of the planted time: a mean
-# over two ranks, of which one or both lose it.
+# The part that takes longer, the causes that must come first, and their share of the planted time.
+# The share is a mean over two ranks, of which one or both lose the time.
 @pytest.mark.parametrize(("part", "causes", "share"), [
     ("data", {"data loading"}, 1), ("forward", {"compute: forward of stage 0"}, 1),
     ("backward", {"compute: backward of stage 0"}, 1), ("opt", {"optimizer"}, 1),

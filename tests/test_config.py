@@ -1,4 +1,4 @@
-"""Configuration: what is legal, what is chosen, and what is said about the rest."""
+"""Configuration: legal values, chosen values, and the messages about all others."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ def test_every_field_says_what_it_is_and_has_a_flag_of_its_own():
 
 
 def test_a_name_means_the_same_in_every_section_and_family():
-    """One flat key space: sections share no name, families only what ModelConfig has."""
+    """Keys form one flat space: sections share no name, and families share only ModelConfig's."""
     sections = [{field.name for part in parts for field in dataclasses.fields(part)}
                 for parts in SECTIONS.values()]
     assert sum(map(len, sections)) == len(FIELDS)

@@ -1,6 +1,4 @@
-"""Convolution, pooling and the convnet on one rank: against plain loops, finite differences and
-PyTorch.
-"""
+"""Convolution, pooling, convnet on one rank, against loops, finite differences and PyTorch."""
 
 import itertools
 
@@ -156,7 +154,7 @@ def test_loss_and_every_gradient_are_those_of_pytorch(shape, rng):
 
 
 def torch_loss(torch, leaves, model, x, y):
-    """The network in PyTorch, whose images have their channels second."""
+    """The loss by PyTorch, whose images have their channels second."""
     functional = torch.nn.functional
 
     def conv(x, name, stride=1):

@@ -1,4 +1,4 @@
-"""`mpipar train --model convnet` as a user types it: what it learns, writes and refuses."""
+"""`mpipar train --model convnet` as a user types it: learning, files and refusals."""
 
 import json
 import re

@@ -50,7 +50,7 @@ class Job:
 
 @contextlib.contextmanager
 def started(here, ranks, *words, program=PROGRAM):
-    """A job that is killed with all its processes if it is still there at the end."""
+    """A job; at the end it is killed with all its processes if it still runs."""
     mark = f"ctrl-c-{os.getpid()}-{time.monotonic_ns()}"
     command = [*program, *TINY, *words]
     if ranks > 1:
@@ -86,7 +86,7 @@ def test_in_training_the_run_ends_with_its_weights(ranks, tmp_path):
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_training_the_weights_are_there_already(ranks, tmp_path):
-    """Evaluation of a long text takes longer than the training did; nothing of that is lost."""
+    """Evaluation of a long text takes longer than the training; no trained weight is lost."""
     (tmp_path / "text.txt").write_text("a long text, again and again. " * 100_000)
     path = tmp_path / "run" / "weights" / "model.safetensors"
     with started(tmp_path, ranks, "--steps", "2") as job:

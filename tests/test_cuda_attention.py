@@ -12,7 +12,7 @@ from mpipar.ops.cuda.attention import Attention
 
 @pytest.fixture(params=[hosts()[0], hosts()[-1]])
 def where(request):
-    """One order of threads: a test below says that the other one gives the same bits."""
+    """One order of threads; a test below shows that the other one gives the same bits."""
     return request.param
 
 
@@ -32,7 +32,7 @@ def test_against_float64(where, rng, dtype, kind):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shared_key_heads_and_unequal_lengths(where, rng, dtype, wide, sizes):
-    """wide: results in float32, which is how those over some of the keys are merged."""
+    """wide: results in float32, the type in which results over parts of the keys are merged."""
     case = Grouped(rng, dtype, sizes)
     y, lse, *grads = case.run(where, wide)
     kind = np.float32 if wide else case.dtype
@@ -94,9 +94,9 @@ def test_separate_arrays_and_other_strides(where, rng):
 
 
 def test_what_no_query_of_a_tile_sees_is_not_read(where, rng):
-    """Times a probability of zero, the NaN of a hidden tile would be everywhere."""
+    """A hidden tile holds NaN: if it were read, even times zero, NaN would be everywhere."""
     case = Case(rng, "float32", (1, 200, 1, 32))
-    first_hidden = 192  # what the tile of queries from 128 to 191 does not see
+    first_hidden = 192  # the tile of queries from 128 to 191 does not see it
     case.qkv[:, first_hidden:] = np.nan
     case.dy[:, first_hidden:] = np.nan
     y, lse, dqkv = case.run(where)
@@ -114,7 +114,7 @@ def test_another_type_is_refused(where, rng):
 
 
 def test_every_tile_fits_a_processor():
-    """Shared memory of one block on compute capabilities 8.6 and 8.9, which have the least."""
+    """The limit is a block's shared memory on compute capabilities 8.6 and 8.9, the smallest."""
     for dtype in DTYPES:
         for kernel in attention.FILES:
             for width in (1, *attention.WIDTHS):
@@ -142,7 +142,7 @@ def both_directions(loader, rng):
 @pytest.mark.parametrize(("file", "edit"), [
     *NO_BARRIER, *(pytest.param(*twin, marks=pytest.mark.slow) for twin in (NO_WAIT, MASK_LOST))])
 def test_broken_twin_gives_wrong_results(rng, file, edit):
-    """In one of the two orders of threads at least."""
+    """The result must be wrong in at least one of the two orders of threads."""
     errors = []
     for order in (1, -1):
         case, got = both_directions(HostLoader(order, edited=file, edit=edit), rng)

@@ -49,7 +49,7 @@ def test_gelu(case, shape):
     case.check(case.fused.gelu_backward_input(dy, x), case.ops.gelu_backward_input(dy64, x64))
     y = case.fused.bias_gelu_forward(x, b)
     case.check(x, x64 + b64)
-    rounded = case.to_host(x).astype(np.float64)  # what the gradient will see
+    rounded = case.to_host(x).astype(np.float64)  # the values that the gradient uses
     case.check(y, case.ops.gelu_forward(rounded))
 
 
@@ -150,7 +150,7 @@ def test_adamw(where, rng, step, copy):
 @pytest.mark.parametrize(("rows", "columns", "start", "padding"), [
     (1, 1, 0, 0), (7, 261, 0, 5), (9, 130, 130, 0), (5, 20, 20, 20)])
 def test_cross_entropy(case, rows, columns, start, padding):
-    """Two shards of a vocabulary as one of them sees it; the last is all padding."""
+    """One shard's view of a vocabulary in two shards; the last is all padding."""
     logits, wide = case.array(rows, columns, scale=4.0)
     valid, num_valid = columns - padding, start + columns - padding
     targets = case.rng.integers(0, max(num_valid, 1), rows)
@@ -248,7 +248,7 @@ def call(kernel, loader):
 @pytest.mark.shim
 @pytest.mark.parametrize(("file", "kernel", "edit"), TWINS)
 def test_missing_barrier_gives_wrong_results(file, kernel, edit):
-    """In one of the two orders of threads at least."""
+    """The result must be wrong in at least one of the two orders of threads."""
     right = call(kernel, HostLoader())
     assert np.isfinite(right).all()
     twins = [call(kernel, HostLoader(order, edited=file, edit=edit)) for order in (1, -1)]

@@ -1,7 +1,7 @@
 """Training steps with the fused kernels between the products: `--kernels fused`.
 
-Each test runs on the CPU, where tests/fake_cupy.py stands in for CuPy and the kernels are the ones
-that a GPU gets, and on a GPU if there is one.
+Each test runs on the CPU and, if there is one, on a GPU. On the CPU tests/fake_cupy.py stands in
+for CuPy, and the kernels are those that a GPU gets.
 """
 
 import sys
@@ -31,7 +31,7 @@ SHAPE = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab
 
 @pytest.fixture(params=["in tiles", "whole scores"])
 def attention(request, monkeypatch):
-    """Both ways of attention: heads that fit a tile, and as if none did."""
+    """Attention in both ways: with heads that fit a tile, and as if none did."""
     if request.param == "whole scores":
         monkeypatch.setattr(FusedOps, "tiled_head_width", 0)
     return request.param
@@ -57,7 +57,7 @@ def step(**run):
 
 @pytest.fixture(scope="module")
 def exact():
-    """The same steps by the plain functions of NumPy in float64, by optimizer or norm."""
+    """The same steps by NumPy's plain functions in float64, by optimizer; "rms" has that norm."""
     steps = {name: step(dtype="float64", optimizer=name) for name in ("sgd", "adamw")}
     return steps | {"rms": step(dtype="float64", optimizer="sgd", norm="rms")}
 
@@ -83,15 +83,16 @@ def test_a_float32_step_with_rmsnorm_is_that_of_float64(cupy, exact):
 @pytest.mark.shim
 @pytest.mark.parametrize("gemm", ["cuda-tile"])
 def test_a_step_in_the_tile_model_is_that_of_float64(cupy, exact, gemm):
-    """Forward attention by cuda-tile's kernel, backward by the others from what it kept."""
+    """Forward attention uses cuda-tile's kernel; the other kernels use what it kept backward."""
     check_step(step(device="cuda", optimizer="sgd", gemm=gemm), exact["sgd"], (1e-6, 1e-4))
 
 
 @pytest.mark.shim
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
-    """Both round between two functions; on a GPU attention also rounds probabilities and their
-    gradients, which are operands of products.
+    """Both round between two functions; a GPU's attention also rounds operands of its products.
+
+    These are probabilities and their gradients.
     """
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     run = {"dtype": dtype, "optimizer": "sgd"}
@@ -116,7 +117,7 @@ def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
 @pytest.mark.parametrize(("dtype", "norm"), [
     *((dtype, "layer") for dtype in DTYPES), ("bfloat16", "rms")])
 def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dtype, norm):
-    """The kernels that a step starts, and how often 16 bits are widened: for positions only."""
+    """Counts the kernels that a step starts; 16 bits are widened for positions only."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     started, widened = [], []
     call, wide = fake_cupy.RawKernel.__call__, MixedOps._wide
@@ -201,7 +202,7 @@ def test_shapes_are_those_of_the_fused_kernels(cupy, attention, dtype):
 
 
 def test_no_probabilities_are_predicted_on_a_gpu():
-    """Of 64 tokens that 3 heads attend to; y, which is kept too, is what the next product reads."""
+    """3 heads attend to 64 tokens. y is kept too, because the next product reads it."""
     config, _ = resolve(changed(**SHAPE | {"seq_len": 64}, dtype="float32"), 1)
     on_gpu = replace(config, run=replace(config.run, device="cuda"))
     cpu, gpu = (predict(one, 0).peak_bytes["stash"] for one in (config, on_gpu))

@@ -27,7 +27,7 @@ def small(rung, dtype, out_dtype):
 
 
 class Product:
-    """Random operands of one layout in arrays with `gap` more columns, and what is expected."""
+    """Random operands of one layout in arrays with `gap` more columns, and the expected result."""
 
     def __init__(self, rng, sizes, layout, dtype, out_dtype, beta=0.0, gap=0):
         self.m, self.n, self.k = sizes
@@ -57,7 +57,7 @@ class Product:
                 self.arguments(), kernel.shared_bytes]
 
     def error(self):
-        """Relative norm of the error; what lies beside the columns of C must be as before."""
+        """Relative norm of the error; memory beside the columns of C must be unchanged."""
         assert np.array_equal(self.c[:, self.n :], self.before[:, self.n :])
         difference = self.c[:, : self.n].astype(np.float64) - self.expected
         return np.linalg.norm(difference) / np.linalg.norm(self.expected)
@@ -116,7 +116,7 @@ def _listed():
 
 
 def test_mma_has_float32_sums(rng):
-    """Twenty thousand values of one sign: a sum in bfloat16 would stop growing at 256."""
+    """With twenty thousand values of one sign a sum in bfloat16 would stop growing at 256."""
     kernel = ladder.gemm("mma", "NN", "bfloat16", "float32", SMALL["mma"])
     product = Product(rng, (16, 16, 20000), "NN", "bfloat16", "float32")
     product.a[...], product.b[...] = 1.0, 1.0
@@ -148,7 +148,7 @@ def tiny(rng, rung):
 @pytest.mark.parametrize(("rung", "number"), [
     (rung, number) for rung, edits in TWINS.items() for number in range(len(edits))])
 def test_missing_barrier_gives_wrong_results(rng, rung, number):
-    """In one of the two orders of threads at least."""
+    """The result must be wrong in at least one of the two orders of threads."""
     kernel, product = tiny(rng, rung)
     wrong = []
     for order in (1, -1):

@@ -1,7 +1,8 @@
 """Products of the GPU path: cuBLAS's calling rules, and the hand-written kernels.
 
-Each test runs on the CPU, where tests/fake_cupy.py stands in for CuPy and the kernels are the ones
-that a GPU gets (those of cuda-tile on tests/fake_cuda_tile.py), and on a GPU if there is one.
+Each test runs on the CPU and, if there is one, on a GPU. On the CPU tests/fake_cupy.py stands in
+for CuPy, and the kernels are those that a GPU gets. Kernels of cuda-tile run on
+tests/fake_cuda_tile.py.
 """
 
 from functools import partial
@@ -31,11 +32,11 @@ WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim), "cuda-tile"]
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("gemm", WAYS)
 def test_16_bits_are_multiplied_as_they_are(rng, cupy, monkeypatch, gemm, dtype):
-    """On tensor cores: products are the one thing that is not widened to float32 first."""
+    """Tensor cores multiply 16 bits: products alone are not widened to float32 first."""
     ops = make("cuda", dtype, gemm=gemm)
     x, w = (ops.asarray(rng.standard_normal(shape).astype(DTYPES[dtype]))
             for shape in ((9, 24), (24, 17)))
-    monkeypatch.setattr(MixedOps, "_wide", None)  # what would widen
+    monkeypatch.setattr(MixedOps, "_wide", None)  # this function would widen
     y = ops.matmul(x, w)
     dw = ops.zeros((24, 17), ops.statistics)
     ops.matmul_tn_add(x, y, dw)
@@ -56,7 +57,7 @@ def test_every_function_equals_plain(cupy, gemm):
 
 @pytest.mark.parametrize("gemm", WAYS)
 def test_a_piece_without_rows_is_a_product_too(cupy, gemm):
-    """What a rank of the ring has where there are fewer tokens than ranks."""
+    """A rank of the ring has such a piece if there are fewer tokens than ranks."""
     ops = make("cuda", "float32", gemm=gemm)
     none, w, dw = cupy.zeros((0, 8), np.float32), *(cupy.ones((8, 6), np.float32) for _ in "wd")
     assert ops.matmul(none, w).shape == (0, 6)
@@ -146,7 +147,7 @@ def test_a_step_with_hand_written_products(cupy):
 
 
 def test_sizes_that_a_gpu_might_see():
-    """Large products take the large tiles, small ones the small; one call each."""
+    """Large products take the large tiles, small ones the small tiles; each is one call."""
     calls = []
 
     class Loader:

@@ -1,4 +1,4 @@
-"""The stand-in for a GPU itself: barriers, shuffles, tensor-core products, what it must refuse."""
+"""The stand-in for a GPU: barriers, shuffles, tensor-core products, and what it must refuse."""
 
 import ml_dtypes
 import numpy as np

@@ -61,7 +61,7 @@ def attend(case):
 def test_attention_with_shared_key_heads_and_unequal_lengths(rng):
     case = Grouped(rng, "float32", (2, 67, 41, 6, 2, 24))
     q, cache, *positions = map(fake_cupy.device, (case.q, case.cache, case.q_pos, case.k_pos))
-    k, v = (x.copy() for x in case.kv(cache))  # what lies beyond an array is not its cache's rest
+    k, v = (x.copy() for x in case.kv(cache))  # memory behind an array is not its cache
     kernels = TileModelAttention(fake_cupy, None, fake_cuda_tile)
     y, lse = map(fake_cupy.asnumpy, kernels.forward(q, k, v, *positions))
     assert relative(y, case.y) <= case.bound * 2
@@ -109,7 +109,7 @@ def itemsize(dtype):
 
 
 def bytecode(make_kernel, parameters):
-    """Bytes that the front end writes: types and shapes are checked, machine code is not made."""
+    """The front end's bytes: it checks types and shapes, but does not make machine code."""
     ct = pytest.importorskip("cuda.tile")
     from cuda.tile import compilation
 

@@ -1,6 +1,7 @@
-"""Every name that the code takes from CuPy is in the real package, with the arguments it is given.
+"""Every name that the code takes from CuPy is in the real package, with fitting arguments.
 
-Importing CuPy needs no GPU. What a device alone can show is listed here by what it is.
+Importing CuPy needs no GPU. Attributes of objects that only a device has are listed here, with what
+they are.
 """
 
 import functools
@@ -25,9 +26,9 @@ SOURCES = {str(path.relative_to(REPOSITORY)): path.read_text()
 ARRAYS = [name for name in SOURCES if name.startswith("mpipar/ops/")
           and not any(word in name for word in ("numba", "numpy", "shape"))]
 ARRAYS += ["mpipar/comm/device.py", "bench/gpu.py", "bench/nccl.py"]
-# Modules that need a library of CUDA: read as files where it is missing.
+# These modules need a library of CUDA: they are read as files where it is missing.
 LIBRARIES = {("cuda", "cublas"), ("cuda", "nccl")}
-# What only an object of a device has: keys of dictionaries are no attributes.
+# Only an object of a device has these: keys of dictionaries are not attributes.
 ON_OBJECTS = {("cuda", "Stream", "ptr"): "set when a stream is made, Stream.null has it",
               ("ndarray", "data", "ptr"): "of cuda.MemoryPointer"}
 
@@ -60,7 +61,7 @@ def is_class(path):
 
 
 def problem(use):
-    """What is wrong with a use, or None."""
+    """The problem of a use, or None."""
     where = f"{use.place}: cupy.{'.'.join(use.path)}"
     if use.path in ON_OBJECTS:
         return None
@@ -116,7 +117,7 @@ def test_cublas_takes_as_many_arguments_as_its_stand_in(name):
 
 
 def test_what_the_walk_cannot_follow():
-    """Kernels in a dictionary, and what a method of ours returns."""
+    """Check kernels in a dictionary, and the result of a method of ours."""
     import cupy
 
     use = Use("loader", ("RawKernel", "__call__"), 3, frozenset({"shared_mem"}))

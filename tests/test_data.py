@@ -1,4 +1,4 @@
-"""Where tokens come from, which rows a step trains on, and the bigram model beside it."""
+"""Tokens and their sources, the rows that a step trains on, and the bigram model."""
 
 import itertools
 import math
@@ -84,7 +84,7 @@ def test_rows_depend_on_step_and_seed_and_on_nothing_else(rng):
     tokens = rng.integers(0, 256, 5000).astype(np.uint8)
     first = rows_of(tokens).train(1, 0).tokens
     rows = rows_of(tokens)
-    rows.train(7, 0)  # what was read before leaves no trace
+    rows.train(7, 0)  # earlier reads leave no trace
     np.testing.assert_array_equal(rows.train(1, 0).tokens, first)
     assert (rows.train(2, 0).tokens != first).any()
     assert (rows_of(tokens, seed=4).train(1, 0).tokens != first).any()
@@ -92,7 +92,7 @@ def test_rows_depend_on_step_and_seed_and_on_nothing_else(rng):
 
 
 def test_rows_begin_anywhere(rng):
-    """First and last possible start come up, none outside; each about as often as the others."""
+    """First and last possible start occur, and none outside; all are about equally frequent."""
     tokens = np.arange(SEQ_LEN + 20, dtype=np.uint8)
     rows = rows_of(tokens)
     starts = Counter(int(row[0]) for step in range(300) for row in rows.train(step, 0).tokens)
@@ -248,7 +248,7 @@ def test_a_large_token_file_is_not_read_into_memory(tmp_path):
 
 
 def slow_bigram_loss(train, held_out, vocab_size):
-    """The same by dictionaries, a token at a time."""
+    """The bigram loss by dictionaries, a token at a time."""
     pairs, after, total = defaultdict(Counter), Counter(), 0
     for a, b in itertools.pairwise(train):
         pairs[a][b] += 1

@@ -1,4 +1,4 @@
-"""What launchers say, what is set before NumPy and MPI are loaded, and what doctor shows of it."""
+"""Variables of launchers, settings made before NumPy and MPI are loaded, and doctor's report."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`mpipar explain`: the barriers of a step in order, and their formulas beside what is counted."""
+"""`mpipar explain`: the barriers of a step in order, and their formulas beside the counts."""
 
 import math
 import sys
@@ -41,7 +41,7 @@ def configure(layout, schedule, ffn_cut):
 @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
 @pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 4)], ids=str)
 def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
-    """9 tokens over 2 or 4 ranks: the last rank's are padded."""
+    """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
     config = configure(layout, "1f1b", "pair")
     config = replace(config, model=replace(
         config.model, sequence_parallel=True, tp_matmul=tp_matmul))
@@ -94,7 +94,7 @@ RING = {"sequence_parallel": True, "tp_matmul": "ring"}
     {}, {"ffn_cut": "gather"}, {"ffn_cut": "reduce"}, {"sequence_parallel": True}, RING,
     RING | {"norm": "rms"}], ids=str)
 def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
-    """9 tokens over 2 or 4 ranks: the last rank's are padded."""
+    """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
     config = configure(layout, "1f1b", "pair")
     assert_closed_forms(replace(config, model=replace(config.model, **settings)))
 

@@ -1,4 +1,4 @@
-"""Flags and TOML: what is read, what is refused, and config.toml there and back."""
+"""Flags and TOML: values read, values refused, and config.toml written and read back."""
 
 import dataclasses
 import re
@@ -43,7 +43,7 @@ def sample(field):
 
 
 def chosen(name):
-    """The words that take the choice that a field belongs to; the field and the value of it."""
+    """The words for the choice that a field belongs to; the choice's field and value."""
     choice, value = CHOICES.get(name, ("model", "decoder"))
     return [] if name == "model" else ["--" + choice, value], choice, value
 
@@ -66,7 +66,7 @@ def test_every_field_is_read_from_flag_and_file(tmp_path, name):
 
 
 def others(name):
-    """The words that take another value of the choice that a field belongs to."""
+    """The words for another value of the choice that a field belongs to."""
     choice, value = CHOICES[name]
     return ["--" + choice, next(one for one in FIELDS[choice].metadata["choices"] if one != value)]
 
@@ -170,9 +170,9 @@ def test_flag_that_cannot_be_read(words, parts):
 
 
 def test_what_is_said_of_other_programs_names_is_true():
-    """No name is a field of ours by now, no two tables know the same, and every cure can be typed.
+    """No name is a field of ours, no two tables share a name, and every cure can be typed.
 
-    A feature that is built takes its names out of NOT_BUILT.
+    Whoever builds a feature takes its names out of NOT_BUILT.
     """
     tables = SYNONYMS, OTHERWISE, NOT_BUILT
     names = {name for table in tables for name in table}

@@ -72,7 +72,7 @@ def test_runs_and_units_cover_each_parameter_once(layout):
 def test_every_data_rank_can_own_an_equal_share(dp):
     flat = worker_of(dp=dp, batch_size=2 * dp).stages[0].flat
     assert flat.data.size == flat.grad.size == -(-flat.size // dp) * dp
-    assert flat.size % 2 == 1  # so that there is something to pad
+    assert flat.size % 2 == 1  # so that padding is needed
 
 
 def test_an_update_is_two_runs_for_each_unit():
@@ -86,7 +86,7 @@ def test_an_update_is_two_runs_for_each_unit():
 @pytest.mark.parametrize(("optimizer", "kinds"), [("sgd", ["master"]),
                                                   ("adamw", ["master", "m", "v"])])
 def test_state_names_all_that_an_update_changes(optimizer, kinds):
-    """Two steps give the same bits as one step, its state in a new worker, and the other step."""
+    """Two steps give the same bits as one step, a new worker with its state, and another step."""
     config, _ = resolve(changed(**SHAPE, dp=1, pp=1, tp=1, dtype="float64", optimizer=optimizer), 1)
     rng = np.random.default_rng(0)
 

@@ -1,6 +1,6 @@
 """`mpipar train` as a user starts it: same losses and weights on every layout.
 
-What a run prints is in test_console.py, how it ends in test_run_ends.py.
+test_console.py tests what a run prints, test_run_ends.py how it ends.
 """
 
 import tomllib
@@ -17,7 +17,7 @@ TOLERANCE = 1e-10
 
 @pytest.fixture(scope="module")
 def one_rank(run_of):
-    """The run folder of one rank, which all others are compared with."""
+    """The run folder of one rank; all others are compared with it."""
     return run_of((1, 1, 1))[0]
 
 
@@ -33,7 +33,7 @@ def test_losses_and_weights_equal_one_rank(layout, run_of, one_rank):
 
 
 def test_the_comparison_would_see_a_difference(one_rank, tmp_path, text_file):
-    """Losses fall, and another seed gives other ones: nothing above compares constants."""
+    """Losses fall, and another seed gives other losses: no test above compares constants."""
     lines = metrics(one_rank)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     other = [*SMALL, "--seed", "6", "--data", text_file, "--out", tmp_path / "run"]
@@ -96,7 +96,7 @@ def test_resolved_config_reads_back(run_of, tmp_path):
 
 
 def test_config_file_gives_the_same_run(run_of, tmp_path, one_rank):
-    """The file of one layout, run on another by flags that go before it."""
+    """The file of one layout runs on another one, because flags take precedence."""
     folder, _ = run_of((1, 2, 2))
     again = tmp_path / "again"
     result = mpipar("train", "--config", folder / "config.toml", "--out", again,
@@ -106,7 +106,7 @@ def test_config_file_gives_the_same_run(run_of, tmp_path, one_rank):
 
 
 def test_weights_of_a_run_start_the_next_one(run_of, one_rank, tmp_path, text_file):
-    """Over two layouts and both dtypes, with a step too small to change anything."""
+    """It holds over two layouts and both dtypes; the step is too small to change anything."""
     still = ("train --steps 1 --lr 1e-30 --optimizer sgd --batch-size 4 --num-microbatches 2"
              " --sample-tokens 0")
     single, double = tmp_path / "single", tmp_path / "double"
@@ -128,7 +128,7 @@ def test_weights_of_a_run_start_the_next_one(run_of, one_rank, tmp_path, text_fi
 
 
 def test_weights_are_saved_on_the_way(tmp_path, text_file):
-    """A rate that no loss survives: the run fails in its second step, the first is on the disk."""
+    """No loss survives this rate: the run fails in its second step; the first is on the disk."""
     flags = [*SMALL, "--lr", "1e200", "--clip", "0", "--sample-tokens", "0", "--data", text_file]
     broken, first = tmp_path / "broken", tmp_path / "first"
     result = mpipar(*flags, "--out", broken, "--save-interval", "1", ranks=2)

@@ -1,6 +1,6 @@
 """Prompts, tokens and text; `mpipar generate` as a user starts it.
 
-That every layout draws the same tokens is in tests/mpi/test_weights_and_text.py.
+tests/mpi/test_weights_and_text.py shows that every layout draws the same tokens.
 """
 
 import gpt2_reference as gpt2
@@ -146,7 +146,7 @@ def test_bad_input_is_refused(words, code, parts, models):
 
 
 def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
-    """The default prompt is text, which such a model could not take; nobody typed it."""
+    """The default prompt is text, which such a model cannot take; nobody typed it."""
     ids = np.tile(np.arange(600, 620), 30).astype("<u2")
     (tmp_path / "tokens.bin").write_bytes(ids.tobytes())
     words = ["--data", tmp_path / "tokens.bin", "--vocab-size", "620", "--steps", "1",

@@ -1,4 +1,4 @@
-"""bench/gpu_session.sh on machines that lack something; a made-up python3 stands for the parts."""
+"""bench/gpu_session.sh on machines that lack something; a fake python3 runs the parts."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from helpers import REPOSITORY, run_command
 SCRIPT = REPOSITORY / "bench" / "gpu_session.sh"
 TABLES = ("products", "tiles", "attention", "memory")  # of bench.tiles --device cuda
 PARTS = ["gpu tests", "interconnect", "tiles", "step float32", "step bfloat16"]
-# Stands for python3 and mpiexec: nothing is missing, and each part ends as the test says.
+# A stand-in for python3 and mpiexec: nothing is missing, and each part ends as the test says.
 MADE_UP = """#!/bin/bash
 case "$*" in
     -) cat >/dev/null ;;
@@ -31,7 +31,7 @@ def visit(folder, **env):
 
 
 def machine(folder, **parts):
-    """A folder with a python3 and an mpiexec whose parts end as given, well if not named."""
+    """A folder with a python3 and an mpiexec whose parts end as given; others end well."""
     parts = dict.fromkeys(("tests", "interconnect", "tiles", "step"), "exit 0") | parts
     for name in ("python3", "mpiexec"):
         (folder / name).write_text(MADE_UP.format(**parts))

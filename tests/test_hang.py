@@ -1,4 +1,4 @@
-"""A stuck rank is named, a mismatched or missing collective is reported: never a silent hang."""
+"""A stuck rank is named and a wrong or missing collective is reported: no hang is silent."""
 
 import re
 import sys
@@ -59,7 +59,7 @@ def test_a_process_that_stops_in_the_evaluation_is_missing(tmp_path):
 
 
 def test_a_rank_that_wrote_nothing_is_named_also_where_nobody_waits_in_a_barrier():
-    """As where the metrics of all ranks are collected, which is in no record."""
+    """An example is the collection of all ranks' metrics, which no record has."""
     waits = {"step": 2, "phase": "opt", "stage": -1, "mb": -1, "inside": None, "stack": ["a.py:1"]}
     lines = hang.explain({0: waits}, 2)
     assert len(lines) == 2

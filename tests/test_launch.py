@@ -1,4 +1,4 @@
-"""However a rank ends, the job ends: at once, with one block, one exit code, and nobody left."""
+"""If a rank ends, the job ends at once, with one block, one exit code and no process left."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec i
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch, tmp_path):
-    """No launcher above this one, no thread counts from outside, error folders of its own."""
+    """The test has no outer launcher, no thread counts from outside, and its own error folders."""
     for name in list(os.environ):
         if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")) or name.endswith(
             "_NUM_THREADS"
@@ -50,7 +50,7 @@ def launch(num_ranks, *argv, env=None):
 
 
 def one_block(result):
-    """The only block: its exit code, which is also that of the job, and its text."""
+    """(exit code, text) of the only block; the job must have the same exit code."""
     blocks = result.stderr.split(BLOCK)[1:]
     assert len(blocks) == 1, result.tail()
     code = int(blocks[0].split()[0])
@@ -137,7 +137,7 @@ def test_regular_ends():
 
 @needs_mpiexec
 def test_installed_console_script_is_guarded(tmp_path):
-    """A defect put into one rank from outside the package."""
+    """A defect is put into one rank from outside the package."""
     script = Path(sys.executable).with_name("mpipar")
     command = [str(script)] if script.exists() else [sys.executable, "-m", "mpipar"]
     (tmp_path / "sitecustomize.py").write_text(
@@ -185,7 +185,7 @@ def running(num_ranks, how, folder):
 
 
 def is_hydra():
-    """Open MPI's launcher answers Ctrl-C itself: it kills the ranks and ends with its own code."""
+    """Whether the launcher is Hydra; Open MPI's answers Ctrl-C itself and has its own exit code."""
     version = subprocess.run(
         [find_launcher(), "--version"], capture_output=True, text=True, check=False
     )
@@ -201,7 +201,7 @@ needs_hydra = pytest.mark.skipif(
 @pytest.mark.parametrize("target", ["launcher", "rank"])
 @pytest.mark.parametrize("how", ["busy", "stuck"])
 def test_ctrl_c_ends_the_job(how, target, tmp_path):
-    """Also while a rank waits in MPI, and where a stop at the next step was asked for in vain."""
+    """It also holds while a rank waits in MPI, and after a request to stop that had no effect."""
     with running(3, how, tmp_path) as (process, ranks, output):
         start = time.monotonic()
         os.kill(process.pid if target == "launcher" else ranks[1], signal.SIGINT)

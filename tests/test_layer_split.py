@@ -1,4 +1,4 @@
-"""How blocks are cut into stages: nothing lost, and no split with a less busy busiest rank."""
+"""Blocks cut into stages: none is lost, and no split has a less busy busiest rank."""
 
 import itertools
 from dataclasses import replace
@@ -75,9 +75,10 @@ def test_no_split_of_any_schedule_is_better(case, layers, entry, block, head):
     ("zb-v", 3, 2, (0, 1, 1, 0, 0, 0)),
 ])
 def test_default_splits_of_the_small_decoder(name, pp_size, layers, expected):
-    """6 blocks of zb-v on two ranks: three each, where stages of equal cost give one of them four.
+    """6 blocks of zb-v on two ranks: each has three.
 
-    A head that costs a part of a block lies on the last stage.
+    Stages of equal cost would give one rank four. A head that costs a part of a block lies on the
+    last stage.
     """
     model = DecoderConfig(layers=layers, d_model=128, seq_len=64, vocab_size=256)
     config = Config(model=model, grid=GridConfig(pp=pp_size))
@@ -95,7 +96,7 @@ def test_a_split_that_is_given_is_taken():
     (ConvnetConfig(layers=1, channels=8, ffn=24, classes=10), {"classes": 30}),
 ], ids=["decoder", "convnet"])
 def test_flops_of_units(one, wider):
-    """A head in proportion to its classes; a decoder's block as the products of its formulas."""
+    """A head costs in proportion to its classes; a decoder's block costs its products."""
     model = models.model_of(one)
     more = model.unit_flops(replace(one, **wider))
     assert more.head == 3 * model.unit_flops(one).head == 2 * 8 * 30

@@ -47,7 +47,7 @@ def largest_difference(result) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_cut_mlp_of_the_docs_equals_the_whole_one(ranks):
-    """23 channels: padded on two ranks and on three."""
+    """23 channels are padded on two ranks and on three."""
     result = run_ranks(ranks, [sys.executable, str(EXAMPLE)], LIMIT, environment())
     assert largest_difference(result) <= 1e-12
     barriers = {line for line in result.stdout.splitlines() if line.startswith("all_reduce")}

@@ -74,7 +74,7 @@ def test_gradients_do_not_depend_on_the_scale():
 
 
 def test_without_a_scale_small_gradients_are_lost():
-    """The reason for all this: what is below 6e-8 on its way back is zero in float16."""
+    """This is why a scale exists: gradients below 6e-8 are zero in float16."""
     worker = fresh(dtype="float16", loss_scale=2.0**-24)
     reference = fresh(dtype="float32")
     lost, norm = steps(worker, 1)[0].grad_norm, steps(reference, 1)[0].grad_norm
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_weights_that_the_last_update_ruined_do_not_pass_for_trained(dtype):
-    """No further step finds them: the held-out loss must."""
+    """No further step can find them, so the held-out loss must."""
     worker = fresh(dtype=dtype, lr=1e30, warmup_steps=0, optimizer="sgd")
     assert math.isfinite(steps(worker, 1)[0].grad_norm)
     with np.errstate(all="ignore"), pytest.raises(NonFiniteError, match=r"held-out loss.*--lr"):
@@ -142,7 +142,7 @@ def test_masters_start_as_in_float32_and_layers_read_them_rounded():
 
 
 def way(dtype):
-    """Where 40 small plain steps move the weights."""
+    """The change of the weights over 40 small plain steps."""
     worker = fresh(dtype=dtype, optimizer="sgd", lr=1e-3, warmup_steps=0, min_lr_ratio=1.0)
     before = masters(worker).copy()
     steps(worker, 40)
@@ -154,14 +154,14 @@ def test_small_updates_are_kept_in_the_masters(dtype, monkeypatch):
     expected = way("float32")
 
     def astray():
-        """How far from the float32 run's end, as a share of its way."""
+        """The distance from the float32 run's end, as a share of that run's change."""
         return np.linalg.norm(way(dtype) - expected) / np.linalg.norm(expected)
 
     rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     assert astray() < 2 * rounding
     plain = FlatParams.publish
 
-    def update_rounded_weights(self):  # as if there were no masters
+    def update_rounded_weights(self):  # without master weights
         plain(self)
         self.ops.copy(self.master, self.data)
 

@@ -215,7 +215,7 @@ CHOOSE = ("--batch-size 8 --num-microbatches 4 --layers 4 --layout pp=2 "
 
 
 def simulated(name, config):
-    """Seconds of the passes and messages in a schedule's order, by the cost model."""
+    """Seconds of a schedule's passes and messages in order, by the cost model."""
     config = replace(config, grid=replace(config.grid, schedule=name))
     schedule = configured_schedule(config.grid)
     costs = costs_of(machine(), config, 2 * 64 * 128 * 4)

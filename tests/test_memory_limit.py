@@ -1,4 +1,4 @@
-"""--memory-limit: what does not fit is named with the layouts that do, and those train."""
+"""--memory-limit: an error names what does not fit and the layouts that do; these train."""
 
 import re
 import resource

@@ -12,9 +12,9 @@ from mpipar.ops.mixed_ops import DTYPES
 
 HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
 FLOAT32 = 2e-5
-# These read what another function has rounded before: errors of two or three roundings.
+# These read rounded results of other functions: they have errors of two or three roundings.
 FURTHER = {"attention_backward_input": 4}
-# Of the fused kernels: results of float32 too are made of operands that are rounded.
+# Of the fused kernels: float32 results come from rounded operands, too.
 OPERANDS = {
     "attention_forward y": 2, "attention_block_forward y": 1, "attention_merge y": 1,
     "attention_delta": 1, "attention_block_backward dq": 2, "attention_block_backward dk": 2,
@@ -34,7 +34,7 @@ def test_every_function_rounds_once_and_adds_up_in_float32(dtype, sizes):
 
 @pytest.mark.shim
 def test_every_function_rounds_once_on_the_gpu(cupy, dtype):
-    """Within attention, probabilities and their gradients are operands of products: rounded too."""
+    """Attention's probabilities and their gradients are operands of products: rounded too."""
     check_every_function(make("cuda", dtype), dtype, LARGE, OPERANDS)
 
 
@@ -69,7 +69,7 @@ def test_what_is_rounded_and_what_is_not(dtype):
 
 
 def test_what_the_table_does_not_name_is_an_error(dtype):
-    """Never a silent float32, whatever the wrapped functions have."""
+    """It is never a silent float32, whatever the wrapped functions have."""
     ops = make("cpu", dtype)
     ops.exact.stacked = lambda x: x
     for name in ("stacked", "stacked_products", "kernels", "gelu"):
@@ -78,7 +78,7 @@ def test_what_the_table_does_not_name_is_an_error(dtype):
 
 
 def test_layernorm_takes_its_mean_in_float32():
-    """257 is no bfloat16 number: with a mean of 256 or 258 half of the row would be 0."""
+    """257 is not a bfloat16 number: with a mean of 256 or 258 half of the row would be 0."""
     ops = make("cpu", "bfloat16")
     x = np.array([[256, 258, 256, 258]]).astype(ops.dtype)
     one, zero = np.ones(4).astype(ops.dtype), np.zeros(4).astype(ops.dtype)

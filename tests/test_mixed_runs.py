@@ -13,14 +13,14 @@ from mpipar.plan.predict import predict
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = "--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0".split()
-# A short text: all of its held-out part is evaluated, by slow functions of 16 bits.
+# The text is short: all of its held-out part is evaluated, by slow functions of 16 bits.
 DATA = ("--data", REPOSITORY / "LICENSE")
 TINY = ["--layers", 2, "--d-model", 16, "--heads", 2, "--seq-len", 8, "--batch-size", 8,
         "--num-microbatches", 2, "--log-interval", 2, *DATA]
 HALF = ("bfloat16", "float16")
-# Nats between a 16-bit loss curve and float32's, while the loss falls by 2.5: on average, and the
-# largest of all steps. At a rate that is stable: at the default one this small model's loss has
-# spikes, whose heights any rounding changes, also another order of sums in float32.
+# Nats between a 16-bit loss curve and float32's, while the loss falls by 2.5: the mean, and the
+# largest of all steps. The rate is a stable one. At the default rate this small model's loss has
+# spikes, whose heights any rounding changes, even another order of sums in float32.
 STABLE = ("--lr", 2e-3)
 MEAN_BAND, LARGEST_BAND = 0.003, 0.02
 

@@ -22,7 +22,7 @@ def session_command(folder: Path) -> list[str]:
         *("-o", "timeout=0"),  # tests/mpi/conftest.py has a limit that works inside MPI calls
         *("-p", "no:cacheprovider"),  # the ranks would write one cache at the same time
         *("-m", ""),  # no marker is left out here: nothing else would ever run it
-        # Not by file descriptor: what the MPI library prints before it aborts has to come through.
+        # Not by file descriptor: the MPI library's last words before an abort must come through.
         *("--capture=sys", "-rs", "--no-fold-skipped", "--color=no"),
     ]
 
@@ -58,7 +58,7 @@ def test_session(num_ranks, record_property):
         record_property("skipped_inside", line)
 
 
-# What the harness has to catch, each a small session of its own: file, what the message must say.
+# The harness must catch these, each in a small session: file, text that the message must have.
 BROKEN = {
     "one rank fails": (
         """

@@ -1,6 +1,6 @@
-"""The compiled elementwise chains: special values, exp, where compiled code is kept, the flag.
+"""The compiled elementwise chains: special values, exp, the cache of compiled code, the flag.
 
-What they compute is compared with the other implementations in test_ops.py.
+test_ops.py compares their results with the other implementations.
 """
 
 import os
@@ -42,7 +42,7 @@ def test_numba_on_a_gpu_is_refused():
 
 
 def kinds(x):
-    """Which elements of x are NaN, which infinite and of which sign."""
+    """A mark for each element of x: NaN, infinite with its sign, or neither."""
     return np.where(np.isfinite(x), 0.0, x)
 
 

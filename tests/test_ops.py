@@ -174,7 +174,7 @@ def test_cross_entropy_over_vocabulary_shards(ops, rng, shards):
     """With 7 of 12 columns valid, the last of three shards and of four are all padding."""
     num_valid, count = 7, 5
     logits = 3.0 * rng.standard_normal((count, 12))
-    logits[:, num_valid:] = 1e3  # padding that is looked at would win
+    logits[:, num_valid:] = 1e3  # padding would win if it were read
     targets = rng.integers(0, num_valid, count)
 
     def loss():

@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {
     "mixed shapes": lambda: make("shapes", "bfloat16"),
     "timed": lambda: TimedOps(make("cpu", "float32"), Recorder()),
 }
-# Beside array functions: a cast, what the shapes count.
+# Not array functions: a cast, and counts of the shapes.
 OTHERS = {"scalar", "reset_peak", "stacked_products"}
 # The kernels that stand behind functions of the fused implementation.
 KERNELS = {"column_sums", "causal_softmax_forward", "causal_softmax_backward",
@@ -56,7 +56,7 @@ def test_a_line_names_the_arguments_of_its_formula():
 
 
 def test_a_line_says_what_it_reads_and_writes():
-    """What the driver relies on: a function of rows has rows, and makes all results or none."""
+    """The driver relies on this: a function of rows has rows, and makes all results or none."""
     for name in ROWS:
         function = FUNCTIONS[name]
         assert any(part.by_row for part in function.takes), name

@@ -1,7 +1,7 @@
-"""What `pip install .` installs is what is in the repository, and its program runs from there.
+"""`pip install .` installs what is in the repository, and its program runs from there.
 
-The README installs a link to the sources (-e). So the package is built and installed here once
-more, from a copy of the sources and into a folder of its own, without any download.
+The README installs a link to the sources (-e). So these tests build and install the package once
+more. They use a copy of the sources, a separate folder, and no download.
 """
 
 import configparser
@@ -17,7 +17,7 @@ INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 
 def files_in(folder):
-    """{path: bytes} of what a package consists of; compiled files are not part of it."""
+    """{path: bytes} of the files of a package, without compiled files."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
             if path.is_file() and path.suffix != ".pyc"}
 
@@ -44,7 +44,7 @@ def test_installed_files_are_the_sources(installed):
 
 
 def test_console_script(installed, tmp_path):
-    """It is `mpipar`, and it runs the installed copy, not the sources."""
+    """The script is `mpipar`, and it runs the installed copy, not the sources."""
     scripts = configparser.ConfigParser()
     (path,) = installed.glob("mpipar-*.dist-info/entry_points.txt")
     scripts.read(path)

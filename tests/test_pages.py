@@ -28,7 +28,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_parts_are_up_to_date(name):
-    """Tables are their result files'; the map has each file, folder and docstring as it is now."""
+    """Tables equal their result files; the map has the current files, folders and docstrings."""
     assert results.update(PAGES[name]) == PAGES[name], "run python -m bench.results"
 
 
@@ -162,7 +162,7 @@ def commands():
 
 
 def command_problem(command):
-    """What is wrong with a command of a page, None if it can be typed as it stands."""
+    """The problem of a command of a page, None if it can be typed as it stands."""
     words = shlex.split(command)
     if words[0].endswith("mpiexec"):
         words = words[3:]

@@ -33,7 +33,7 @@ def both_sides(rng, num_microbatches=2, **values):
     model = config.model
     worker = Worker(config, Grid(0), make("cpu", "float64"), Recorder())
     params = [param for stage in worker.stages.values() for param in stage.flat.params]
-    for param in params:  # no bias is zero and no scale one, as they are at the start of training
+    for param in params:  # no bias is zero and no scale one, unlike at the start of training
         center = 1.0 if param.name.endswith(("norm1.w", "norm2.w", "final_norm.w")) else 0.0
         param.data[...] = rng.normal(center, 0.3, param.data.shape)
     rows = rng.integers(0, model.vocab_size, (6, model.seq_len + 1))
@@ -82,7 +82,7 @@ def test_weights_after_three_steps(shape, clip, tied, rng):
 
 @pytest.mark.parametrize("what", ["weight_decay", "eps", "beta1", "beta2", "clip", "lr"])
 def test_another_setting_would_be_seen(what, rng):
-    """The comparison above has teeth: one setting of the update changed on one side fails it."""
+    """The comparison above has teeth: it fails if one side changes one setting of the update."""
     other = {"weight_decay": 0.31, "eps": 1e-6, "beta1": 0.91, "beta2": 0.951, "clip": 0.051,
              "lr": 0.0301}[what]
     same = {"optimizer": "adamw", "clip": 0.05, "weight_decay": 0.3, **SHAPES["odd"]}

@@ -1,4 +1,4 @@
-"""Where a barrier is in the source: the line of the layer, beside the line of the cut."""
+"""A barrier's place in the source: the line of the layer, beside the line of the cut."""
 
 from itertools import pairwise
 

@@ -1,6 +1,6 @@
-"""What `mpipar train` refuses: exit code, what is said, and nothing left behind.
+"""Refusals of `mpipar train`: exit code, message, and no file left behind.
 
-One test for each kind of mistake, in this process. At the end, two starts show that the exit code
+Each kind of mistake has one test, in this process. At the end, two starts show that the exit code
 reaches the shell and that all ranks print one block.
 """
 
@@ -23,7 +23,7 @@ def text_folder(tmp_path):
 
 
 def contents(folder):
-    """What is in a folder: {path: bytes of the file, None for a folder}."""
+    """The contents of a folder: {path: bytes of the file, None for a folder}."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 

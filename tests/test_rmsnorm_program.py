@@ -1,4 +1,4 @@
-"""`--norm rms` as a user types it: weights in mpipar's own form, what is printed and refused."""
+"""`--norm rms` as a user types it: weights in mpipar's own form, output and refusals."""
 
 import json
 import re

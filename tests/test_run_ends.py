@@ -1,6 +1,6 @@
-"""How `mpipar train` ends when something goes wrong on the way, and where its files go.
+"""The end of `mpipar train` when something goes wrong on the way, and the place of its files.
 
-What it refuses is in test_refusals.py, interrupted runs are in test_ctrl_c.py.
+Refusals are in test_refusals.py, interrupted runs in test_ctrl_c.py.
 """
 
 import os
@@ -129,7 +129,7 @@ print(said)
 
 
 def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path):
-    """In a process of its own: the limit would also hold for what the tests write."""
+    """It runs in a separate process: the limit would also hold for files that the tests write."""
     done = run_command([sys.executable, "-c", PART_OF_A_FILE, str(tmp_path)], LIMIT, environment())
     assert done.returncode == 0, done.tail()
     assert "report.html: File too large" in done.stdout

@@ -1,4 +1,4 @@
-"""The checker: accepts what runs, and names rank, position and instruction of what does not."""
+"""The checker accepts what runs; for what does not, it names rank, position and instruction."""
 
 import time
 from dataclasses import replace
@@ -219,7 +219,7 @@ def test_every_schedule_can_be_acted_out(case):
 
 
 def test_a_step_of_64_ranks_is_checked_in_a_few_seconds():
-    """Half a million instructions take 3 s of processor time; ten times that is no chance."""
+    """Half a million instructions take 3 s of processor time; ten times that is not an accident."""
     schedule = make_schedule("interleaved", 64, 1024, 4)
     start = time.process_time()
     check(schedule)

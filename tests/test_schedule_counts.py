@@ -24,7 +24,7 @@ from mpipar.pipeline.simulate import simulate
 @pytest.mark.parametrize(("name", "cap"), [("v-min", lambda p: 2 * ((p + 4) // 3)),
                                            ("v-half", lambda p: 2 * ((p + 2) // 2))])
 def test_v_min_and_v_half_are_accepted(name, cap, p):
-    """Little stash, and never a longer step than 1F1B on stages of twice the length."""
+    """They have a small stash, and never a longer step than 1F1B on stages of twice the length."""
     for m in {1, 2, 3, p, p + 1, 2 * p, 3 * p + 2}:
         timeline = simulate(make_schedule(name, p, m), Costs())
         assert max(timeline.peak_stash) <= cap(p), m
@@ -88,7 +88,7 @@ def test_groups_of_interleaved_schedules(p, m, v, g):
 
 
 def test_a_short_group_really_deadlocks():
-    """Why the rule for groups is there: without it these counts would hang."""
+    """The rule for groups is needed: without it these counts would hang."""
     order = FAMILIES["interleaved"].order
     programs = tuple(with_reduce_grad(order(4, r, 5, 3, 4)) for r in range(4))
     with pytest.raises(UsageError, match="deadlock"):

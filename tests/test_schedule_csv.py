@@ -1,4 +1,4 @@
-"""CSV files: both forms, both directions, and what torch.distributed.pipelining makes of them."""
+"""CSV files: both forms, both directions, and exchange with torch.distributed.pipelining."""
 
 import csv
 import io
@@ -143,7 +143,7 @@ def test_same_orders_as_torch(name, tmp_path):
 @pytest.mark.peers
 @pytest.mark.parametrize("name", [name for name in PEERS if name not in ("gpipe", "1f1b")])
 def test_full_lists_of_torch_are_proved(name, tmp_path):
-    """With its own placing of sends and receives, and with one of them missing."""
+    """Its own sends and receives are proved; a list without one of them is refused."""
     text = theirs(name, 4, 8, 2, with_comms=True)
     assert check(read_csv(written(tmp_path, text))) == check(make_schedule(name, 4, 8))
     assert "1RECV_F3," in text

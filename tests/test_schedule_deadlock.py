@@ -1,4 +1,4 @@
-"""Why the engine never blocks in a send: schedules that hang with the two usual ways of doing it.
+"""Schedules that hang with two usual ways to send: the reason why the engine never blocks in one.
 
 Synchronous sends (a send returns once its receive is posted). "plain": blocking receive, pass,
 blocking send, in schedule order. "fused": all sends and receives between two passes are posted

@@ -1,4 +1,4 @@
-"""How far each schedule is from the best possible: an exact search under a memory cap.
+"""The distance of each schedule from the best possible: an exact search under a memory cap.
 
 Unit costs (f = i = w = 1). Microbatches are interchangeable, so a state is how many F, I and W each
 stage has done. Time goes in steps of one pass; what a step makes can be used from the next step on.
@@ -71,9 +71,10 @@ def least_left(state, ranks, m):
 
 
 def undominated(states, one_chunk):
-    """Drop states that another one is ahead of; it could do the same from there on, or idle.
+    """Drop a state if another one is ahead of it: that one could do the same from there on, or
+    idle.
 
-    With several chunks on a rank, being ahead in one chunk's F takes memory from the other's, so
+    With several chunks on a rank, being ahead in one chunk's F takes memory from the other's. So
     only states with equal F are compared.
     """
     groups = {}
@@ -91,7 +92,7 @@ def undominated(states, one_chunk):
 
 
 def exhaustive(ranks, m, cap):
-    """The same by plain breadth-first search: every choice, idling too, and nothing left out."""
+    """The fewest steps by plain breadth-first search over every choice, idling included."""
     stages = sum(map(len, ranks))
     done = tuple((m, m, m) for _ in range(stages))
     layer, step = {tuple((0, 0, 0) for _ in range(stages))}, 0
@@ -127,8 +128,8 @@ def test_the_search_leaves_nothing_out(ranks, m, caps):
 
 
 # Unit passes by which a schedule's step is longer than the best with the same stash, at most, over
-# p <= 4, m <= 6 with one stage a rank and p <= 2, m <= 4 with two. dualpipe is not in: its two
-# directions meet on a rank, so its microbatches are not interchangeable.
+# p <= 4, m <= 6 with one stage a rank and p <= 2, m <= 4 with two. dualpipe is left out:
+# its two directions meet on a rank, so its microbatches are not interchangeable.
 WORST_GAP = {
     "naive": 18, "gpipe": 6, "1f1b": 6, "eager-1f1b": 6, "interleaved": 3, "looped-bfs": 3,
     "zb-h1": 0, "zb-h2": 1, "interleaved-zb": 0, "zb-v": 1, "v-half": 2, "v-min": 2,

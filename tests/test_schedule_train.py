@@ -125,7 +125,7 @@ def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_measured_makespan_is_the_simulated_one_for_every_schedule(tmp_path):
-    """Passes that sleep, four workers: the exit code says whether all are within 5 %."""
+    """Four workers run passes that sleep; the exit code says whether all are within 5 %."""
     command = [PROGRAM[0], "-m", "bench.schedules", "--json", str(tmp_path / "result.json")]
     result = run_ranks(4, command, 250, environment(), cwd=REPOSITORY)
     assert result.returncode == 0, result.tail()

@@ -96,7 +96,7 @@ def test_orders_worked_out_by_hand(name, p, m, expected):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_pictures_in_the_docstrings_are_the_schedules(name):
-    """'p = 2, m = 3' and lines 'rank 0  F0 .. B0'; dots are idle time, at the end left out."""
+    """Pictures have 'p = 2, m = 3' and lines 'rank 0  F0 .. B0'; dots are idle time."""
     order = FAMILIES[name].order
     lines = [line.strip() for line in order.__doc__.splitlines()]
     pictures = [line for line in lines if line.startswith("rank ")]
@@ -215,7 +215,7 @@ def test_makespan_integers(p, m):
 @pytest.mark.parametrize(("p", "m", "h2", "v"), [(2, 4, 12, 24), (4, 8, 24, 48), (4, 12, 36, 72),
                                                  (8, 16, 48, 96)])
 def test_zero_bubble_is_about_the_span_of_a_rank(p, m, h2, v):
-    """ZB-H2 and ZB-V: no waiting between a rank's first and last pass, but p-1 overall."""
+    """In ZB-H2 and ZB-V no rank waits between its first and last pass; overall p-1 are lost."""
     for name, span in (("zb-h2", h2), ("zb-v", v)):
         timeline = simulate(make_schedule(name, p, m), Costs())
         assert timeline.span_bubble == (0,) * p

@@ -170,7 +170,7 @@ def test_no_recorder_books_under_no_phase():
 
 
 def real_allocations(function):
-    """Bytes that a function leaves allocated and the most it had allocated, read by tracemalloc."""
+    """Bytes that a function leaves allocated, and its peak, by tracemalloc."""
     tracemalloc.start()
     kept = function()
     live, peak = tracemalloc.get_traced_memory()
@@ -216,7 +216,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_that_of_the_tuned_functions(name):
-    """What is left over agrees, and temporaries beyond the shapes' count stay below the tiles."""
+    """Bytes left over agree; temporaries above the shapes' count are smaller than the tiles."""
     batch, tokens, width, inner = 4, 512, 256, 1024
     host = {
         "x": np.ones((batch, tokens, width), np.float32),

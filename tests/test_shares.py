@@ -12,7 +12,7 @@ from mpipar.trace.analysis import analyse
 
 
 class Past:
-    """What a recorder holds: spans and records, in milliseconds here."""
+    """Stands in for a recorder: spans and records, here in milliseconds."""
 
     def __init__(self, spans, calls):
         self.spans = [Span(kind, *(int(t * 1e6) for t in times), step, 0, 0)

@@ -24,7 +24,7 @@ def test_what_is_no_size_is_refused(text):
 
 
 def read(folder, text):
-    """What a config file and flags with this text as both of their sizes make."""
+    """The configuration from a file and flags that have this text for both sizes."""
     parser = flags.Parser()
     flags.add_flags(parser)
     (folder / "sizes.toml").write_text(f'memory-limit = "{text}"\n')

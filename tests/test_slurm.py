@@ -131,7 +131,7 @@ def test_submitted_from_elsewhere(cluster, tmp_path):
 
 @pytest.mark.skipif(not OPENMPI_VENV, reason="MPIPAR_OPENMPI_VENV names no Open MPI environment")
 def test_open_mpi_under_pmi2_is_caught(cluster, tmp_path):
-    """Open MPI speaks no PMI-2: each of the four processes believes to be alone."""
+    """Open MPI does not speak PMI-2: each of the four processes believes that it is alone."""
     result = submit(cluster, tmp_path, OPENMPI_VENV, "--out", f"{tmp_path}/run")
     assert (result.state, result.exit_code) == ("FAILED", 69), result.output
     assert "--mpi=pmix" in result.output, result.output

@@ -33,7 +33,7 @@ def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
 
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut not in ("2d", "2.5d")])
 def test_every_operation_of_a_cut_is_its_layer_s(cut):
-    """With --trace-ops; also what helpers of a cut copy and multiply. Last of two ranks: padded."""
+    """--trace-ops records them, helpers of a cut included. The last of two ranks is padded."""
     recorder, sizes = Recorder(), Sizes(1, 3, 5, 7)
     ops = TimedOps(ops_module.make("cpu", "float64"), recorder)
     ops.active = True
@@ -95,7 +95,7 @@ def test_costs_for_the_choice_of_a_schedule(tmp_path):
 
 
 def reduce_trace(posted):
-    """A trace of one reduce to the first of three ranks, which all are done at 100 ns."""
+    """A trace of one reduce to the first of three ranks; all are done at 100 ns."""
     ranks = []
     for world_rank, time in enumerate(posted):
         record = Record(**dict.fromkeys(Record._fields, 0) | {

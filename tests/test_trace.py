@@ -1,4 +1,4 @@
-"""Traces: what is written, what the tables say, and a planted delay that has to be found."""
+"""Traces: their files, their tables, and a planted delay that must be found."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from mpipar.trace.timeline import timeline
 from mpipar.trace.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-# A short text: the held-out part is evaluated in rows of 8 tokens.
+# The text is short: its held-out part is evaluated in rows of 8 tokens.
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
          f" --steps 6 --sample-tokens 0 --data {REPOSITORY / 'LICENSE'}").split()
 
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
 
 
 def test_a_report_that_cannot_be_made_does_not_fail_the_run(delayed, tmp_path):
-    """As where rank 1 wrote to a disk of its own host."""
+    """An example: rank 1 wrote to a disk of its own host."""
     folder, said = tmp_path / "run", []
     shutil.copytree(delayed[1], folder)
     (folder / "report.html").unlink()
@@ -262,7 +262,7 @@ def test_an_operation_that_never_ended_lasts_until_the_failure(delayed, tmp_path
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_file(tmp_path):
-    """Half a file may end at the end of a line, and then looks whole."""
+    """Half a file may end at the end of a line and then look whole."""
     head = {"world_rank": 0}
     with pytest.raises(TypeError, match="JSON"):
         trace_file.write_rank(tmp_path, head, [], [("F", 0, 1, 1, 0, 0), ("F", object())], [])

@@ -1,6 +1,4 @@
-"""Planted faults are named: an uneven stage, a heavy head, a slow rank, a slow link; and nothing
-else is.
-"""
+"""Planted faults alone are named: an uneven stage, a heavy head, a slow rank, a slow link."""
 
 import sys
 
@@ -12,7 +10,7 @@ from trace_cases import span, trace
 
 from mpipar.trace import findings, segments, trace_file, waits
 
-# Big enough that a stage's time is products and not Python.
+# Large enough that products, not Python, take a stage's time.
 SIZE = ("--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4 --layout pp=2"
         " --schedule gpipe --steps 5 --trace 3:5 --sample-tokens 0").split()
 

@@ -1,4 +1,4 @@
-"""What the page of a trace is made of; how it looks and answers is tested in a browser."""
+"""The parts of a trace's page; tests in a browser show how it looks and answers."""
 
 import json
 import re

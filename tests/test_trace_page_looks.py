@@ -15,7 +15,7 @@ from trace_cases import pipeline_trace, with_operations
 from trace_page import PLACE, example
 
 pytestmark = pytest.mark.browser
-# What a change of the window or of the theme leads to is drawn by then.
+# By then the effects of a change of the window or the theme are drawn.
 FRAME = "return new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
 
 
@@ -42,7 +42,7 @@ def test_nothing_is_fetched_and_both_themes_are_drawn(opened, tmp_path):
 
 
 def test_screenshots_of_both_themes(opened, tmp_path):
-    """Kept as artefacts, for somebody to look at: the whole page, and a hover."""
+    """The whole page and a hover are kept as artefacts for a person to look at."""
     folder = Path(os.environ.get("MPIPAR_SCREENSHOTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
     page = opened(with_operations(pipeline_trace()))

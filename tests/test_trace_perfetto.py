@@ -58,7 +58,7 @@ def test_one_process_per_rank_with_three_named_rows(found):
 
 
 def check_slices(found):
-    """Those of a row nest or follow each other. Times: microseconds, whole nanoseconds."""
+    """Slices of a row must nest or follow each other; times are microseconds, whole nanoseconds."""
     for row in slices(found).values():
         row.sort(key=lambda piece: (piece[0], -piece[1]))
         around = []
@@ -70,7 +70,7 @@ def check_slices(found):
 
 
 def check_arrows(found):
-    """Each begins and ends inside a slice that bears its name; returns their pairs of ends."""
+    """Each arrow begins and ends inside a slice of its name; returns the pairs of ends."""
     rows, ends = slices(found), defaultdict(dict)
     for event in found:
         if event["ph"] in "sf":

@@ -17,7 +17,7 @@ def analyse(case):
 
 
 def states(found):
-    """(wait, transfer) in ms and who was waited for, by rank and call."""
+    """(wait, transfer, rank waited for), times in ms, by rank and call."""
     return [[(call.wait_ns / MS, call.transfer_ns / MS, call.late) for call in own]
             for own in found.calls]
 
@@ -154,8 +154,9 @@ def test_totals_add_up_and_say_who_was_last():
 
 
 def test_efficiencies_by_hand():
-    """Two ranks, 100 ms. Useful: rank 0 100-32, rank 1 100-2. On an ideal network the 2 ms of
-    transfer are gone, and rank 0 ends 2 ms earlier, rank 1 too.
+    """Two ranks run 100 ms. Useful: rank 0 100-32, rank 1 100-2.
+
+    On an ideal network the 2 ms of transfer are gone, so both ranks end 2 ms earlier.
     """
     case = trace([[blocking("all_reduce", "a", "tp", 10, 42)],
                   [blocking("all_reduce", "a", "tp", 40, 42)]])  # fmt: skip

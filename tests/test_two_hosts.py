@@ -80,7 +80,7 @@ def test_hosts_have_clocks_of_their_own(measured):
 
 
 def test_start_at_an_instant_works_on_the_estimated_clock(both):
-    """One host's clock is AHEAD_SECONDS ahead: only who has estimated that begins in time."""
+    """One host's clock is AHEAD_SECONDS ahead: only ranks that estimate this begin in time."""
     done, run = both[1]
     assert "2 clocks: offsets by ping-pong" in done.stderr
     assert "good to +-" in done.stderr

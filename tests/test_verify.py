@@ -1,4 +1,4 @@
-"""`mpipar verify`, the proof any user can run: yes where all is well, no where it is not."""
+"""`mpipar verify`, a proof for any user: it says yes if all is well, and no otherwise."""
 
 import re
 import sys
@@ -80,7 +80,7 @@ def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_pat
 
 
 def test_takes_the_weights_that_it_is_given(tmp_path):
-    """On a trained model no bias is zero, and each of them counts."""
+    """In a trained model no bias is zero, and each of them counts."""
     worker = fresh(vocab_size=256, ffn=21)
     rng = np.random.default_rng(7)
     for param in worker.stages[0].flat.params:

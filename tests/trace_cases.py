@@ -1,4 +1,4 @@
-"""Small traces made by hand: what each rank did is written down, so what must come out is known."""
+"""Small traces made by hand: each rank's work is written down, so the results are known."""
 
 from pathlib import Path
 from random import Random
@@ -56,7 +56,7 @@ def trace(records, spans=None, end=100, groups=None, steps=1):
 
 
 def busy_trace(ranks=8, barriers=320, seed=0):
-    """Many slices: each rank computes and meets the others, again and again, never at one time."""
+    """A trace of many slices: ranks compute and meet again and again, never at the same time."""
     random = Random(seed)
     clock, records, spans = [0.0] * ranks, [[] for _ in range(ranks)], [[] for _ in range(ranks)]
     for number in range(barriers):
@@ -90,9 +90,9 @@ def with_operations(made):
 
 
 def pipeline_trace(name="zb-h1", ranks=4, microbatches=8, steps=2):
-    """Steps that run as the simulator says: 10 ms a pass, messages that are there at once.
+    """Steps that run as the simulator says: 10 ms a pass, messages without delay.
 
-    What is measured in it must equal what is simulated from it.
+    The measured values of this trace must equal the values simulated from it.
     """
     schedule = make_schedule(name, ranks, microbatches)
     timeline = simulate(schedule, Costs(f=10, i=10, w=10))

@@ -1,4 +1,4 @@
-"""What the tests of a trace's page look up in it."""
+"""Places on a trace's page that its tests look up."""
 
 from trace_cases import blocking, record, span, trace
 

@@ -29,7 +29,7 @@ OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL
 
 
 def missing() -> str | None:
-    """Why there can be no namespaces here, or None."""
+    """The reason why namespaces are impossible here, or None."""
     if os.geteuid():
         return "needs root"
     lacking = [name for name in PROGRAMS if not shutil.which(name)]
@@ -41,7 +41,7 @@ def ip(*words):
 
 
 def wait_until_up(name):
-    """The kernel says a little later that a cable's other end is up."""
+    """Wait until the kernel reports that a cable's other end is up."""
     deadline = time.monotonic() + 10
     while "LOWER_UP" not in (text := ip("-n", name, "link", "show", "eth0")) or (
             "state UP" not in text):
@@ -50,13 +50,13 @@ def wait_until_up(name):
 
 
 class Hosts:
-    """Their names, and how to start ranks on them."""
+    """The names of the hosts, and a way to start ranks on them."""
 
     def __init__(self, names, enter):
         self.names, self.enter = names, enter
 
     def mpiexec(self, launcher, counts, *command):
-        """mpiexec on the first host, with counts[i] ranks on host i."""
+        """The command of mpiexec on the first host, with counts[i] ranks on host i."""
         hosts = ",".join(f"{name}:{count}" for name, count in zip(self.names, counts, strict=True))
         words = [launcher, "-localhost", "10.77.0.1", "-launcher-exec", self.enter, "-hosts",
                  hosts, "-n", str(sum(counts)), *command]
@@ -65,7 +65,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def two_hosts(folder, mbit_per_second):
-    """Two Hosts; everything of them is gone afterwards."""
+    """Two Hosts; afterwards nothing of them is left."""
     tag = uuid.uuid4().hex[:6]
     names = [f"hosta{tag}", f"hostb{tag}"]
     enter = folder / "enter"

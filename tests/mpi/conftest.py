@@ -1,7 +1,7 @@
 """Rules for the tests that run as one pytest session on every rank of ``mpiexec -n P``.
 
 All ranks run the same tests in the same order. A rank that fails reports and then aborts the whole
-session: the others may already wait for it inside MPI and would wait for ever.
+session. Otherwise the others might wait for it inside MPI for ever.
 """
 
 import os
@@ -18,7 +18,7 @@ import pytest
 from mpi4py import MPI
 
 TEST_LIMIT = float(os.environ.get("MPIPAR_TEST_LIMIT", "100"))  # seconds for one test
-HARNESS = MPI.COMM_WORLD.Dup()  # own messages of this file: they must not meet those of a test
+HARNESS = MPI.COMM_WORLD.Dup()  # for this file's own messages: they must not meet those of a test
 NAME = f"rank {HARNESS.Get_rank()} of {HARNESS.Get_size()}"
 
 
@@ -45,9 +45,9 @@ def assert_same_everywhere(value: int, what: str) -> None:
 
 
 def stuck(nodeid: str, thread_id: int) -> None:
-    """Print where the main thread is, let the other ranks do the same, and end all ranks.
+    """Print the main thread's place, let the other ranks do the same, and end all ranks.
 
-    Runs in a thread of its own: a signal handler would have to wait for the MPI call that hangs.
+    It runs in a separate thread: a signal handler would wait for the MPI call that hangs.
     """
     frames = traceback.extract_stack(sys._current_frames()[thread_id])
     own = [x for x in frames if not re.search(r"/(_pytest|pluggy|runpy)\b", x.filename)]
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Check that all ranks have come to the same test: drift shows here, not as a later hang."""
+    """Check that all ranks are at the same test: drift shows here, not as a later hang."""
     assert_same_everywhere(zlib.crc32(item.nodeid.encode()), f"the test they run ({item.nodeid})")
 
 

@@ -1,6 +1,4 @@
-"""A decoder of odd, unequal sizes, and the comparison of a layout with one rank that many tests
-make.
-"""
+"""A decoder of odd, unequal sizes, and the comparison of a layout with one rank."""
 
 import functools
 from dataclasses import replace
@@ -91,7 +89,7 @@ def _step_on_one_rank(config):
 def computed_once(config, part):
     """One rank's tensors, kept for every layout and schedule of a model.
 
-    Not for a test that changes a function: others would be compared with what that gave.
+    A test that changes a function must not use it: other tests would get its results.
     """
     assert part is tokens()
     return _step_on_one_rank(serial_config(config))
@@ -100,8 +98,8 @@ def computed_once(config, part):
 def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors) -> None:
     """Assert that loss, norm, every gradient and every weight after a step equal those of one rank.
 
-    part: what is trained on; the random tokens by default. expected: gives one rank's tensors. The
-    verdict is world rank 0's, and all ranks raise with it. Comm: a step, two streams, a broadcast.
+    part: what is trained on; the random tokens by default. expected: gives one rank's tensors.
+    World rank 0 decides, and all ranks raise with it. Comm: a step, two streams, a broadcast.
     """
     found = compare_with_one_rank(config, tokens() if part is None else part, WORLD, expected)
     bad = [f"{d.kind} of {d.name}: {d.error:.1e} at {d.where}" for d in found if not d.ok]

@@ -1,6 +1,6 @@
 """Every case of bench.interconnect on every transport: the payload is right, and wrong ones show.
 
-Device memory is a stand-in (fake_cupy, fake_nccl): it shows that the calls fit, nothing of CUDA.
+Device memory is a stand-in (fake_cupy, fake_nccl): it shows that the calls fit, but not CUDA.
 """
 
 import sys
@@ -153,7 +153,7 @@ def test_hosts_that_differ_are_one_level():
 
 
 def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
-    """Else one would send more messages in a sample than the other receives."""
+    """Otherwise one would send more messages in a sample than the other receives."""
     monkeypatch.setattr(session, "cache_bytes", lambda: (WORLD.rank + 1) << 16)
     alone = types.SimpleNamespace(world=WORLD, agree=lambda function: function(), host_rank=0)
     bench = session.Bench(alone, "float32", "rotated", 0, PLAN)

@@ -1,4 +1,4 @@
-"""How iterations of bench.interconnect begin: a skew that is planted shows, or is taken out."""
+"""The start of bench.interconnect's iterations: a planted skew shows, or is removed."""
 
 import time
 
@@ -12,7 +12,7 @@ from bench.starts import BarrierStart, DeadlineStart, NoStart
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2)
 PLANTED_NS = 600_000
-MISSED_SECONDS = 0.01  # longer than any deadline is ahead
+MISSED_SECONDS = 0.01  # longer than the lead of any deadline
 COUNT, ATTEMPTS = 40, 5
 
 
@@ -23,7 +23,7 @@ def sleep_ns(duration):
 
 
 class SlowBarrier:
-    """The world, but the last rank comes out of each barrier late."""
+    """The world, but the last rank leaves each barrier late."""
 
     def __init__(self):
         self.rank, self.Bcast, self.Allreduce = WORLD.rank, WORLD.Bcast, WORLD.Allreduce
@@ -35,7 +35,7 @@ class SlowBarrier:
 
 
 class Nothing:
-    """A case that sends nothing: what is measured is the start."""
+    """A case that sends nothing, so that only the start is measured."""
 
     name, setup = "nothing", type("Setup", (), {"size": 0})
     ops = type("Ops", (), {"device": "cpu"})
@@ -59,7 +59,7 @@ def skews(sync, team, ahead_ns=0):
 
 
 def some_attempt(accepted, *arguments):
-    """A machine under load takes cores away; all ranks see the same and try again together."""
+    """Try several times, because a loaded machine takes cores away; all ranks retry together."""
     return any(accepted(skews(*arguments)) for _ in range(ATTEMPTS))
 
 

@@ -1,6 +1,4 @@
-"""The comparison with one rank must fail for every bug that the field knows: each is planted here
-once.
-"""
+"""The comparison with one rank must fail for every known bug: each is planted here once."""
 
 import pytest
 from small_model import assert_equals_one_rank, small_config
@@ -103,7 +101,7 @@ def test_norm_counts_copies(monkeypatch, layout):
             stage.flat.owned = [slice(stage.flat.size)]
         return plain(self)
 
-    # One row of the comparison is enough to be caught: the norm.
+    # One row of the comparison is enough to catch it: the norm.
     monkeypatch.setattr(GradSync, "square_sum", square_sum)
     assert_caught(layout)
 

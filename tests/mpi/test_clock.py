@@ -1,4 +1,4 @@
-"""The clock measurement under MPI, with clocks that are really off: offset and drift planted."""
+"""The clock measurement under MPI, on clocks with planted offset and drift."""
 
 from time import perf_counter_ns, sleep
 

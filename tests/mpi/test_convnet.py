@@ -1,5 +1,6 @@
-"""The convnet over layouts, schedules and cuts against one rank, to 1e-12; its barriers against
-formulas; and planted bugs that the comparison must find.
+"""The convnet over layouts, schedules and cuts equals one rank to 1e-12.
+
+Its barriers equal formulas, and the comparison finds planted bugs.
 """
 
 from dataclasses import replace
@@ -30,8 +31,8 @@ from mpipar.plan import formulas
 from mpipar.plan.predict import predict
 from mpipar.train.worker import Worker
 
-# Channels that neither 2 nor 3 divides; images 7 x 9 with 2 channels, behind the stem 3 x 4; 7
-# classes: all padded over tp.
+# Neither 2 nor 3 divides the channels. Images are 7 x 9 with 2 channels, 3 x 4 behind the stem;
+# there are 7 classes. All are padded over tp.
 MODEL = ConvnetConfig(layers=5, channels=5, ffn=11, classes=7, image_shape=(7, 9, 2))
 CUTS = ("pair", "gather", "reduce")
 HERE = LAYOUTS[WORLD.size]

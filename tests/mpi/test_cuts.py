@@ -1,5 +1,6 @@
-"""Every cut of a product: results and both gradients equal the whole product, bytes and memory
-equal the formulas, and planted bugs are caught.
+"""Every cut of a product equals the whole one: results and both gradients.
+
+Bytes and memory equal the formulas, and planted bugs are caught.
 """
 
 import tracemalloc
@@ -19,7 +20,7 @@ from mpipar.partition import ring, shares, tokens
 
 TOLERANCE = 1e-12
 HERE = cases(WORLD.size)
-# Nothing divides by 2 or 3; less than one token and one channel for each rank; everything divides.
+# No size divides by 2 or 3; less than one token and channel for each rank; all sizes divide.
 SIZES = [Sizes(3, 5, 7, 11), Sizes(1, 1, 2, 1), Sizes(2, 24, 48, 72)]
 WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
                   "dtype", "phase", "site", "cut")
@@ -27,7 +28,7 @@ WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Every array that is handed out unwritten, receive buffers among them, is full of NaN."""
+    """Every newly allocated array, receive buffers included, is full of NaN."""
     poison_unwritten(monkeypatch)
 
 
@@ -45,7 +46,7 @@ def run(case, sizes, sync_sends=False):
 
 
 def bad_tensors(case, sizes, sync_sends=False) -> int:
-    """How many results of all ranks differ from the whole product. Comm: one all-reduce."""
+    """Number of results on all ranks that differ from the whole product. Comm: one all-reduce."""
     product, _ = run(case, sizes, sync_sends)
     errors = product.errors(whole(sizes, "float64"))
     count = np.array([sum(not error <= TOLERANCE for error in errors.values())])
@@ -59,7 +60,7 @@ def test_cut_equals_the_whole_product(case, sizes, sync_sends):
     assert bad_tensors(case, sizes, sync_sends) == 0
 
 
-# Every function of Comm that a cut uses, broken: its sums dropped, or what came from others lost.
+# Every function of Comm that a cut uses is broken: its sums, or data from others, are dropped.
 def _own_part(self, x, name):
     return x[self.index].copy()
 
@@ -69,7 +70,7 @@ def _own_repeated(self, x, name):
 
 
 def _long_last_piece(ops, x, axis, comm):
-    """What has no padding: the last pieces begin earlier, and overlap."""
+    """A variant without padding: the last pieces begin earlier and overlap."""
     width = share(x.shape[-1], comm.size)
     start = min(comm.index * width, x.shape[-1] - width)
     return x[..., start:start + width]
@@ -108,7 +109,7 @@ SWAPPED = [(tokens, {"column_sp", "row_sp"}),
 
 @pytest.mark.parametrize(("where", "cuts"), SWAPPED, ids=["tokens", "shares"])
 def test_pieces_swapped_are_caught(where, cuts, monkeypatch):
-    """A token or channel that lands in the wrong place is the typical bug of what is cut."""
+    """The typical bug of a cut puts a token or channel in the wrong place."""
     monkeypatch.setattr(
         where, "piece", lambda length, parts, index: piece(length, parts, parts - 1 - index))
     caught = {case[0] for case in HERE if bad_tensors(case, SIZES[2])}
@@ -121,7 +122,7 @@ def local_sizes(product):
 
 
 def piece_sizes(product):
-    """Bytes of x and y with as many channels as this rank's w: a piece of those held whole."""
+    """Bytes of x and y with as many channels as this rank's w: pieces of whole arrays."""
     rows = product.sizes.batch * product.sizes.tokens
     return tuple(8 * rows * width for width in product.w.shape)
 
@@ -165,7 +166,7 @@ def test_bytes_on_the_wire_follow_the_formula(case, sizes):
 
 
 def shape_run(case, sizes):
-    """The same on shapes: product, recorder, and bytes above the blocks held, by phase."""
+    """Run the cut on shapes: product, recorder, and bytes above the blocks held, by phase."""
     recorder = Recorder()
     ops = ops_module.make("shapes", "float64", recorder)
     _, comm = connect(*case, WORLD.rank, ops, recorder)
@@ -199,14 +200,14 @@ def memory_of(case, product):
     """Bytes above the blocks of x, w and dy (dw) at the peak of each function: the formulas."""
     cut, q, _ = case
     x, w, y = local_sizes(product)
-    side, pieces = q - 1, min(2, q - 1)  # pieces: those of a ring that are not this rank's own
+    side, pieces = q - 1, min(2, q - 1)  # pieces of a ring that belong to other ranks
     last_row, last_column, place = (
         (product.comm.row.index, product.comm.column.index, 0) if cut in ("2d", "2.5d")
         else (side, side, product.comm.index))
     x_part, y_part = (1 + (last < side) for last in (last_row, last_column))
     w_panel, x_panel = w * (q > 1), x * (q > 1)
     x_piece, y_piece = piece_sizes(product)
-    # This rank's channels of what is held whole are copied where they need padding.
+    # This rank's channels of a whole array are copied where they need padding.
     x_copy, y_copy = (nbytes * ((place + 1) * width > length) for nbytes, width, length in zip(
         (x_piece, y_piece), product.w.shape, product.sizes[2:], strict=True))
     if q == 1 and cut not in ("2d", "2.5d"):
@@ -231,7 +232,7 @@ def memory_of(case, product):
 
 @pytest.mark.parametrize("case", HERE, ids=str)
 def test_memory_follows_the_formula(case):
-    """Exactly on shapes; measured within 5 % and the 64 KiB that Python objects take."""
+    """Shapes give it exactly; measured bytes are within 5 % and 64 KiB for Python objects."""
     product, _, extra = shape_run(case, MEMORY_SIZES)
     expected = memory_of(case, product)
     if expected is None:

@@ -1,5 +1,6 @@
-"""Every layout against one rank: loss, norm, every gradient, every weight after a plain SGD step,
-to 1e-12.
+"""Every layout equals one rank to 1e-12 after a plain SGD step.
+
+Loss, norm, every gradient and every weight are compared.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ SIMPLE = ("naive", "gpipe", "1f1b")
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Every array that is handed out unwritten, receive buffers among them, is full of NaN."""
+    """Every newly allocated array, receive buffers included, is full of NaN."""
     poison_unwritten(monkeypatch)
 
 
@@ -71,6 +72,6 @@ def test_uneven_stages_equal_one_rank(last):
 @pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
 @pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
 def test_stages_without_blocks_equal_one_rank(layout, schedule, split):
-    """An array that an empty stage hands on is the one that it received."""
+    """An empty stage passes on the array that it received."""
     config = small_config(layout, 4, schedule=schedule, stage_layers=split)
     assert_equals_known(with_sync_sends(config))

@@ -1,5 +1,6 @@
-"""Every schedule trains: gradients and weights equal one rank's, with tp and dp, tied, and
-synchronous sends.
+"""Every schedule trains: its gradients and weights equal one rank's.
+
+Cases have tp and dp, tied weights, and synchronous sends.
 """
 
 import functools
@@ -36,9 +37,7 @@ def config_for(name, layout, num_microbatches, tied=True):
 
 
 def counts(name, layout):
-    """Microbatch counts to try: below, at and above the pipeline's depth, as far as they are
-    taken.
-    """
+    """Microbatch counts that are accepted below, at and above the pipeline's depth."""
     pp = layout[1]
     every = [m for m in (1, 2, 5, 8) if not schedule_problems(name, pp, m)]
     return every if WORLD.size < 8 else every[-1:]
@@ -66,9 +65,7 @@ one_step = functools.cache(real_step)  # the same for every test that looks at i
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)
 def test_tie_and_mirror_sums(case):
-    """V placements tie by a local sum and no message; others by exactly one all-reduce over the two
-    ends.
-    """
+    """V placements tie by a local sum without messages, others by one all-reduce of the ends."""
     _, layout, _ = case
     config = config_for(*case)
     worker, recorder = one_step(config)
@@ -103,9 +100,7 @@ def one_rank_worker(config):
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)
 def test_predicted_records(case):
-    """The shapes-only run of every schedule makes the records of the real one, in the same
-    order.
-    """
+    """The shapes-only run of every schedule makes the real run's records, in the same order."""
     config = config_for(*case)
     _, recorder = one_step(config)
     real = [record[3:] for record in recorder.records]
@@ -114,9 +109,7 @@ def test_predicted_records(case):
 
 @pytest.mark.parametrize("case", LARGEST, ids=str)
 def test_weight_gradients_are_really_postponed(case):
-    """Where a schedule has W, its I spans do no weight gradient: FLOPs per phase as the formula has
-    them.
-    """
+    """If a schedule has W, its I spans do no weight gradient: FLOPs per phase prove it."""
     config = config_for(*case)
     prediction = predict(config, WORLD.rank)
     worker, recorder = one_step(config)

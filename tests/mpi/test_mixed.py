@@ -27,9 +27,9 @@ from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
-# Largest difference of a gradient from one rank's, in roundings. Rows are cut without any further
-# rounding, only float32 sums come in another order; every tensor-parallel barrier rounds the parts
-# of its sum once more.
+# Largest difference of a gradient from one rank's, in roundings. A cut of rows adds no rounding:
+# only float32 sums come in another order. Every tensor-parallel barrier rounds the parts of its sum
+# once more.
 ROUNDINGS = {"rows": 0.25, "tp": 6}
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
@@ -88,7 +88,7 @@ def test_layout_equals_one_rank(layout, dtype, monkeypatch):
 @pytest.mark.usefixtures("cuda_aware")
 @pytest.mark.parametrize("layout", HERE[-2:], ids=str)
 def test_device_path_equals_one_rank(layout, dtype):
-    """With plain kernels: each of the processes would compile the fused ones for the CPU anew."""
+    """It uses plain kernels: each process would compile the fused ones for the CPU again."""
     config = mixed(dtype, layout)
     assert_equals_one_rank(replace(config, run=replace(config.run, device="cuda", kernels="plain")))
 
@@ -153,7 +153,7 @@ def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("layout", HERE[-1:], ids=str)
 def test_memory_is_predicted(layout):
-    """Widened copies, master weights and all, within 5 % and 2 MiB."""
+    """Widened copies and master weights count; the prediction holds within 5 % and 2 MiB."""
     model = replace(MODEL, d_model=96, ffn=384, seq_len=64)
     config = mixed("bfloat16", layout, model=model, rows_per_mb=1)
     memory = PeakMemory(ops_module.make("cpu", "bfloat16"))

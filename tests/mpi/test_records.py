@@ -1,6 +1,4 @@
-"""What a real step records equals what the shapes-only step predicts, and both equal the
-formulas.
-"""
+"""A real step's records equal those of the shapes-only step, and both equal the formulas."""
 
 from dataclasses import replace
 from operator import attrgetter
@@ -36,7 +34,7 @@ def test_shapes_only_run_predicts_every_record(layout, ffn_cut, schedule):
 
 
 # Calls of a block forward and backward: all-reduces (one of them is attention's), all-gathers. Of
-# products that stand alone one carries F, the other D.
+# two products that are cut alone, one carries F, the other D.
 PER_BLOCK = {"pair": ((2, 2), (0, 0)), "gather": ((1, 3), (2, 0)), "reduce": ((3, 1), (0, 2))}
 
 
@@ -99,7 +97,7 @@ def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_memory_is_predicted(layout):
-    """The arrays of a step, weights to messages, take what the shapes-only run says, within 5 %.
+    """The arrays of a step, weights to messages, are predicted within 5 % by the shapes-only run.
 
     Beside them the ops keep tile buffers of a fixed size, and Python its objects: 2 MiB.
     """

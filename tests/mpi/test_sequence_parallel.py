@@ -1,6 +1,4 @@
-"""--sequence-parallel and --tp-matmul ring: the same numbers as one rank, and planted bugs are
-caught.
-"""
+"""--sequence-parallel and --tp-matmul ring equal one rank, and planted bugs are caught."""
 
 from dataclasses import replace
 
@@ -40,7 +38,7 @@ all_layouts = pytest.mark.parametrize("layout", HERE, ids=str)
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Every array that is handed out unwritten, receive buffers among them, is full of NaN."""
+    """Every newly allocated array, receive buffers included, is full of NaN."""
     poison_unwritten(monkeypatch)
 
 
@@ -57,7 +55,7 @@ def test_layout_equals_one_rank(layout, schedule, num_microbatches, tp_matmul):
 @pytest.mark.parametrize("seq_len", [1, 2, 8])
 @all_layouts
 def test_any_number_of_tokens_equals_one_rank(layout, seq_len, tp_matmul):
-    """Fewer tokens than ranks, a token each, and as many for each; 7 is in all other tests."""
+    """Cases: fewer tokens than ranks, one each, equally many each; other tests have 7 tokens."""
     assert_equals_one_rank(small_config(layout, model=cut_model(tp_matmul, seq_len=seq_len)))
 
 
@@ -78,7 +76,7 @@ def test_untied_head_equals_one_rank(layout, tp_matmul, norm):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipe"])
 def test_stages_in_pieces_and_in_copies_equal_one_rank(schedule):
-    """Several stages on a rank, and gradients summed over tp and over the copies of a stage."""
+    """A rank has several stages; gradients are summed over tp and over the copies of a stage."""
     model = cut_model("ring", layers=8)
     assert_equals_one_rank(
         small_config((1, 2, 2), 4, rows_per_mb=1, model=model, schedule=schedule))
@@ -124,7 +122,7 @@ def test_positions_of_the_first_rank_on_every_rank(monkeypatch):
 @both_matmuls
 @pytest.mark.ranks(2, 3)
 def test_padding_that_is_not_zero(monkeypatch, tp_matmul):
-    """What lies behind the last token must not reach a gradient."""
+    """Padding behind the last token must not reach a gradient."""
     plain = NumpyOps.zeros
 
     def zeros(self, shape, dtype=None, label="stash"):
@@ -176,7 +174,7 @@ def test_held_out_loss_is_that_of_one_rank(layout, tp_matmul):
 @both_matmuls
 @pytest.mark.ranks(4)
 def test_costs_are_measured_on_what_a_rank_holds(tp_matmul):
-    """For --schedule auto: every unit has its times, and keeps less than with whole tokens."""
+    """--schedule auto needs them: every unit has its times, and keeps less than with all tokens."""
     costs = []
     for model in (MODEL, cut_model(tp_matmul)):
         config = small_config((1, 2, 2), model=replace(model, d_model=24, seq_len=31))

@@ -1,5 +1,6 @@
-"""What --sequence-parallel and --tp-matmul ring record and keep: as predicted on shapes, and as the
-formulas say.
+"""Records and memory of --sequence-parallel and --tp-matmul ring.
+
+They equal the prediction on shapes and the formulas.
 """
 
 from collections import Counter
@@ -37,8 +38,10 @@ def test_shapes_only_run_predicts_every_record(layout, schedule, tp_matmul):
 @pytest.mark.parametrize("num_microbatches", [1, 5])
 @all_layouts
 def test_barriers_follow_the_formula(layout, num_microbatches):
-    """Ten collectives a layer and microbatch (only this rank's tokens are kept of a product's
-    input, so it is gathered again for the weight gradient), each of one whole activation.
+    """Ten collectives a layer and microbatch, each of one whole activation.
+
+    Only this rank's tokens of a product's input are kept. So it is gathered again for the weight
+    gradient.
     """
     config = small_config(layout, num_microbatches, model=cut_model())
     dp, _, tp = layout
@@ -70,7 +73,7 @@ def test_barriers_follow_the_formula(layout, num_microbatches):
     ("plain", "layer", 2), ("ring", "rms", 1)])
 @all_layouts
 def test_one_sum_of_replicated_gradients_a_step(layout, tp_matmul, norm, vectors):
-    """Each vector of two norms a layer, and of the last one: the only partial gradients."""
+    """The only partial gradients are the vectors of two norms a layer and of the last norm."""
     config = small_config(layout, 5, model=cut_model(tp_matmul, norm=norm))
     worker, recorder = real_step(config)
     blocks = sum(len(stage) for stage in blocks_of(worker))
@@ -120,7 +123,7 @@ def test_pipeline_messages_carry_a_share(layout):
 @both_matmuls
 @all_layouts
 def test_memory_is_predicted_and_smaller(layout, tp_matmul):
-    """Within 5 % and the 2 MiB of tile buffers and Python objects; the stash shrinks."""
+    """It holds within 5 % and 2 MiB for tile buffers and Python objects; the stash shrinks."""
     sizes = {"d_model": 96, "ffn": 384, "seq_len": 64 + layout[2] * 2}
     config = small_config(layout, model=cut_model(tp_matmul, **sizes), rows_per_mb=1)
     ops = ops_module.make("cpu", config.run.dtype)

@@ -1,6 +1,4 @@
-"""Weights in and out, and generated text, on every layout: the same bytes, logits and tokens as one
-rank.
-"""
+"""Weights in and out, and generated text: every layout has one rank's bytes, logits, tokens."""
 
 import json
 import shutil
@@ -48,7 +46,7 @@ def worker_of(config, alone=False):
 
 
 def random_tensors(tied=True):
-    """The same on every rank; no bias is zero, no scale one."""
+    """Random tensors, the same on every rank; no bias is zero, no scale one."""
     return gpt2.random_weights(np.random.default_rng(11), **SHAPE, tied=tied)
 
 
@@ -131,7 +129,7 @@ def test_stages_without_blocks_are_written_and_read(layout, schedule, split, fol
 @pytest.mark.parametrize("block_bytes", [1, 300])
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, folder, monkeypatch):
-    """A tensor of the file that a wrong rank or row would get is told apart: all values differ."""
+    """All values differ, so a tensor that reaches a wrong rank or row shows."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
     tensors = random_tensors(tied=False)
     write(folder, tensors, tied=False)
@@ -149,7 +147,7 @@ def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, fol
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_mpipars_own_form_has_the_same_bytes_on_every_layout(layout, folder, monkeypatch):
-    """With RMSNorm tensors have all their axes in the file, and any layout reads them back."""
+    """With RMSNorm the file has all axes of the tensors, and any layout reads them back."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
     config = small_config(layout, model=replace(MODEL, norm="rms"))
     worker, again = worker_of(config), worker_of(config)
@@ -171,9 +169,7 @@ def test_mpipars_own_form_has_the_same_bytes_on_every_layout(layout, folder, mon
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
-    """Rank 0 receives row blocks, never a whole tensor, and each block goes only where it is
-    needed.
-    """
+    """Rank 0 receives row blocks, never a whole tensor; a block goes only where it is needed."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 600)
     worker = worker_of(config_of(layout))
     worker.initialize()
@@ -237,7 +233,7 @@ def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     worker = worker_of(config_of(layout, tied=False))
     checkpoint.load(worker, str(folder))
     assert text_of(worker, [4], 0.0, count=3) == [0, 0, 0]
-    # Drawn among equals, each id comes up, and none beyond the vocabulary.
+    # In draws among equals each id occurs, and none beyond the vocabulary.
     drawn = text_of(worker, [4], 1.0, count=60)
     assert max(drawn) < MODEL.vocab_size
     assert len(set(drawn)) > 15
