@@ -104,7 +104,7 @@ def test_weights_on_disk_are_the_float32_masters(tmp_path):
 @pytest.mark.parametrize(("words", "message"), [
     ("--loss-scale 1024", "--loss-scale 1024: is for --dtype float16"),
     ("--loss-scale-interval 5 --dtype bfloat16", "--loss-scale-interval 5: is for --dtype float16"),
-    ("--dtype float16 --loss-scale 1000", "must be a power of two, so that it rounds nothing"),
+    ("--dtype float16 --loss-scale 1000", "must be a power of two, so that it does not round"),
     ("--dtype float16 --loss-scale nan", "--loss-scale nan: must be a finite number"),
     ("--dtype float16 --loss-scale -8", "--loss-scale -8.0: must be greater than 0"),
     ("--dtype float16 --loss-scale much", "--loss-scale much: must be a number"),

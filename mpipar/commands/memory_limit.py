@@ -111,7 +111,7 @@ class MemoryLimit:
 
     def _beside(self) -> str:
         return "" if self.ops.device == "cuda" else (
-            f", and {nbytes(RESERVE_BYTES)} beside it for what is no array of the model")
+            f", and {nbytes(RESERVE_BYTES)} more for other things than the model's arrays")
 
     def _when(self) -> str:
         recorder = self.recorder

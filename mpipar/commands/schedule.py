@@ -21,8 +21,8 @@ from mpipar.pipeline.svg import svg
 STDOUT = "-"  # a file of this name is standard output
 EPILOG = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
-backward; I and W are its halves, input gradient and weight gradient. Costs are those of one stage;
-with --compare those of one worker's layers, which schedules with v stages a worker cut into v.
+backward; I and W are its halves, input gradient and weight gradient. Costs are those of one stage.
+With --compare they are those of one worker's layers, which v stages per worker share equally.
 
 examples:
   mpipar schedule 1f1b --pp 4 --num-microbatches 8
@@ -41,7 +41,8 @@ def add_parser(subparsers) -> None:
     add("name", nargs="?", metavar="NAME", help=", ".join(SCHEDULES))
     add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
     add("--num-microbatches", type=int, default=8, metavar="M", help="per step (default 8)")
-    add("--chunks", type=int, metavar="V", help="stages a worker, on looped schedules (default 2)")
+    add("--chunks", type=int, metavar="V",
+        help="stages per worker, on looped schedules (default 2)")
     add("--group-size", type=int, metavar="G",
         help="microbatches that pass a chunk before the next chunk, on interleaved schedules")
     add("--costs", default="1,1,1", metavar="F,I,W[,FB]",
@@ -155,7 +156,7 @@ def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
         if path:
             print(f"wrote {path}")
     if args.csv and schedule.placement == "mirror":
-        print("its form is our own: torch.distributed.pipelining has no two copies of a stage")
+        print("its form is mpipar's own: torch.distributed.pipelining has one copy of each stage")
 
 
 def headline(schedule: Schedule, costs: Costs) -> str:

@@ -114,7 +114,7 @@ class FlatParams:
         self.ops = ops
         self.params = sorted(params, key=lambda p: (p.grad_groups, -p.unit, not p.decay))
         largest = max(self.params, key=lambda p: p.size).name if params else "none"
-        # for whoever reports that there is no room
+        # for the error that reports a lack of memory
         self.name = f"{largest} and {len(self.params) - 1} smaller tensors"
         self.size = sum(p.size for p in self.params)
         total = -(-self.size // pieces) * pieces

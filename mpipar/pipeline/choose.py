@@ -56,7 +56,7 @@ def choose_schedule(
         raise UsageError([f"--schedule auto: {each.verdict}" for each in table])
     least, name = min(sizes)
     raise UsageError(
-        f"--schedule auto: no schedule fits in {memory_cap_bytes} bytes a rank; {name} needs the "
+        f"--schedule auto: no schedule fits in {memory_cap_bytes} bytes per rank; {name} needs the "
         f"least, {least}: use a larger --pp or a smaller microbatch"
     )
 

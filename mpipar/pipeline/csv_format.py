@@ -65,7 +65,7 @@ def read_csv(path: Path) -> Schedule:
         texts = [(column, text.strip()) for column, text in enumerate(cells) if text.strip()]
         instrs = [(column, text, parse_instruction(text)) for column, text in texts]
         problems += [
-            f"{path}: rank {row} column {column}: {text!r} is no instruction such as 2F0"
+            f"{path}: rank {row} column {column}: {text!r} is not an instruction such as 2F0"
             for column, text, instr in instrs
             if instr is None
         ]

@@ -157,8 +157,8 @@ def links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[Fin
         if others:
             text += f", {pace / max(usual, 1e-9):.1f}x as long per byte as the axis's others"
         if message and hidden[key] > time / 2:
-            text += ("; most of it while the sender computes, and MPI moves nothing while nobody"
-                     " asks")
+            text += ("; most of it while the sender computes, and MPI moves nothing until it"
+                     " is called")
         kind = "slow link" if others else "transfer"
         found.append(Finding(kind, text, time * 1e-6 / trace.num_steps))
     return found

@@ -100,7 +100,7 @@ def replay(trace: Trace, waits: Waits) -> list[int]:
                 posted[id(call)] = clock[rank]
                 runnable += waiting.pop(id(call), [])
             position[rank] += 1
-    assert not waiting, "the replay stands still"
+    assert not waiting, "the replay is stuck"
     tails = [rank.end - max([rank.start, *(call.record.done_ns for call in calls)])
              for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
     return [max(now, 0) + tail for now, tail in zip(clock, tails, strict=True)]

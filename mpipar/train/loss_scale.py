@@ -55,6 +55,6 @@ def loss_scale_problems(config) -> list[str]:
             found.append(f"{flag} {value:g}: is for --dtype float16, whose gradients underflow"
                          f" without it; {run.dtype} needs none: leave it out")
     if run.loss_scale is not None and math.frexp(run.loss_scale)[0] != 0.5:
-        found.append(f"--loss-scale {run.loss_scale:g}: must be a power of two, so that it rounds"
-                     f" nothing; use {2.0**round(math.log2(run.loss_scale))}")
+        found.append(f"--loss-scale {run.loss_scale:g}: must be a power of two, so that it does"
+                     f" not round; use {2.0**round(math.log2(run.loss_scale))}")
     return found

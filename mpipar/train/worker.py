@@ -214,5 +214,5 @@ class Worker:
             total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
         total, = agree(self.ops, self.comms, [total], "eval.loss")
         if not is_finite(total):
-            raise self._not_finite(f"held-out loss {total / count}: the weights are of no use")
+            raise self._not_finite(f"held-out loss {total / count}: the weights are useless")
         return total / count, count
