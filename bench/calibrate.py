@@ -45,7 +45,7 @@ ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 r
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """1,2,4 as numbers above 0."""
+    """The text 1,2,4 as a tuple of numbers above 0."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: whole numbers above 0, as 1,2,4")
@@ -53,7 +53,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def parse(argv):
-    """The flags. Raises UsageError."""
+    """Read and check the flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.calibrate", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE",
                         help="file of bench.interconnect --json (default: run the needed cases)")
@@ -100,7 +100,7 @@ def pass_configs(args, config, world_size: int) -> list:
 
 
 def read_rows(paths) -> tuple[list[dict], list[dict]]:
-    """Rows and heads of files. Raises DataError."""
+    """The rows and heads of these files. Raises DataError if a model cannot be fitted to them."""
     heads = [run.head for path in paths for run in records.read(path)]
     rows = records.rows_of(paths)
     if any(row["sync"] == "none" for row in rows):

@@ -42,7 +42,7 @@ def pattern(index: int, num_elements: int, dtype, terms: int = 1):
 
 
 def mismatch(ops, got, expected, where: str) -> list[str]:
-    """What is wrong with an array, in one sentence."""
+    """A sentence that says how an array differs from the expected one; [] if it does not."""
     got = np.asarray(ops.to_host(got)).reshape(-1)
     expected = np.asarray(expected).reshape(-1)
     if got.shape != expected.shape:
@@ -156,7 +156,7 @@ class Collective(Case):
 
 
 class AllReduce(Collective):
-    """Sum in place."""
+    """An all-reduce: the sum of all ranks' vectors, in place."""
 
     name, in_place, sums = "all-reduce", True, True
 
@@ -195,7 +195,7 @@ class Blocks(Collective):
 
 
 class AllGather(Blocks):
-    """Every rank receives the parts of all ranks."""
+    """An all-gather: every rank receives the parts of all ranks."""
 
     name = "all-gather"
 
@@ -220,7 +220,7 @@ class AllGather(Blocks):
 
 
 class ReduceScatter(Blocks):
-    """Each rank keeps the sum of its part; MPI has a form for equal and one for any parts."""
+    """Each rank keeps the sum of its part; MPI has a form for equal parts and one for any parts."""
 
     name, sums = "reduce-scatter", True
     vias = (COMM, BARE, BARE_UNEVEN)
@@ -249,7 +249,7 @@ class ReduceScatter(Blocks):
 
 
 class AllToAll(Blocks):
-    """Part j goes to rank j."""
+    """An all-to-all: part j of each rank's array goes to rank j."""
 
     name = "all-to-all"
 
@@ -272,7 +272,7 @@ class AllToAll(Blocks):
 
 
 class Broadcast(Collective):
-    """The first rank of the group sends its array to all others."""
+    """A broadcast: the first rank of the group sends its array to all others."""
 
     name = "broadcast"
 

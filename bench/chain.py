@@ -74,7 +74,7 @@ def microbatches(pp_size: int) -> int:
 
 
 def program(schedule, pp_rank: int) -> list[tuple]:
-    """What a rank does: ("recv" | "send", key, peer) and ("wait", key).
+    """The actions of a rank: ("recv" | "send", key, peer) and ("wait", key).
 
     A key names a message: (direction, stage that it enters, microbatch).
     """

@@ -60,7 +60,7 @@ def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", *
 
 
 def layout_name(layout: dict) -> str:
-    """The layout as text."""
+    """The axes with their sizes, as in "pp 2 x dp 2"."""
     return " x ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
@@ -210,7 +210,7 @@ def time_shares(analysis) -> dict[str, float]:
 
 
 def main(argv, session) -> int:
-    """Print one table."""
+    """Measure or compute the table that the first word names, and print it."""
     parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
     parser.add_argument("table", choices=(
         "barriers", "memory", "convolution", "hybrids", "limit"))

@@ -25,13 +25,13 @@ def blocks(ranks, count: int) -> list[tuple[int, ...]]:
 
 
 def cut(x, counts) -> list:
-    """Views of consecutive stretches of x."""
+    """Views of consecutive stretches of x, with these numbers of elements."""
     ends = [sum(counts[:number + 1]) for number in range(len(counts))]
     return [x[end - count:end] for end, count in zip(ends, counts, strict=True)]
 
 
 class ReduceScatterAllGather(AllReduce):
-    """Each rank sums its part of the vector, then everybody gathers all parts."""
+    """Each rank sums its part of the vector, then all ranks gather all parts."""
 
     name, in_place = "reduce-scatter+all-gather", False
 

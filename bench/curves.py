@@ -18,7 +18,7 @@ REDUCTION = "reduce-local"
 
 
 def quietest(rows) -> list[dict]:
-    """Of all rows of one operation and size in one launch, keep the one with the least median."""
+    """Of the rows of one operation and size in one launch, keep the one with the least median."""
     found: dict = {}
     for row in rows:
         key = (row.get("launch"), row["case"], row["via"], row["axis"], row["mode"],

@@ -65,7 +65,7 @@ def cases(num_ranks: int) -> list[tuple[str, int, int]]:
 
 
 def shown(cut: str, q: int, d: int) -> str:
-    """The grid of ranks as text."""
+    """The grid of ranks as text: "2 x 2", "2 x 2 x 2", or the size of the only group."""
     return {"2d": f"{q} x {q}", "2.5d": f"{q} x {q} x {d}"}.get(cut, str(q))
 
 

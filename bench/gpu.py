@@ -89,7 +89,7 @@ class Gpu:
         return self.timed(partial(self.ops.copy, self.xp.empty_like(source), source))[0]
 
     def facts(self) -> dict:
-        """What a figure depends on; clocks and power limit are read right after measuring."""
+        """Facts that a figure depends on; clocks and power limit are read right after measuring."""
         return {"gpu": self.name, "cupy": self.xp.__version__, "repeats": self.repeats,
                 **state(self.xp.cuda.Device().pci_bus_id)}
 

@@ -51,7 +51,7 @@ class Group(NamedTuple):
 
 
 def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:
-    """Make the communicators of these groups.
+    """The Group of these groups, with its communicators.
 
     Comm: two splits over the world; every rank must call it, member or not.
     """

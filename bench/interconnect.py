@@ -46,7 +46,7 @@ FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--seconds", "--ta
 
 
 def parse(argv):
-    """The flags. Raises UsageError."""
+    """Read and check the flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.interconnect", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE",
                         help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
@@ -132,7 +132,7 @@ def chosen_sizes(args) -> tuple[int, ...]:
 
 
 def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section]:
-    """What to measure; host_size: ranks of a host. Raises UsageError with all problems."""
+    """The sections to measure; host_size: ranks of a host. Raises UsageError with all problems."""
     inner = plans.Inner(args.inner, host_size)
     found = plans.case_problems(args.cases, args.layout, world_size)
     if args.overlap is not None:
@@ -179,7 +179,7 @@ def refuse_unaware(transport: str, tried: str) -> None:
 
 
 def chosen_plan(args) -> Plan:
-    """How long to measure."""
+    """The time limits and the start of the measurement, from the flags."""
     if args.quick:
         return Plan(0.05, 0.05, 5, 2, not args.no_check, args.sync)
     return Plan(args.seconds, args.target, check=not args.no_check, sync=args.sync)

@@ -103,7 +103,7 @@ def row(case, num_ranks, facts) -> dict:
 
 
 def parse(argv):
-    """Sizes of the product and of the measurement."""
+    """Read the flags: sizes of the product and of the measurement."""
     parser = flags.Parser(prog="python -m bench.matmul", description=__doc__)
     parser.add_argument("--tokens", type=flags.count, default=1024, help="rows T of x (1024)")
     parser.add_argument("--inner", type=flags.count, default=1024, help="columns K of x (1024)")

@@ -223,7 +223,7 @@ class Barrier(Case):
             self.mpi.Barrier()
 
     def check(self) -> list[str]:
-        """Rank 0 comes late; nobody else may have left by then."""
+        """Rank 0 comes late; no other rank may leave before it comes."""
         start = time.perf_counter()
         self.mpi.Barrier()
         if self.index == 0:

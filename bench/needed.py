@@ -68,7 +68,7 @@ def run_rounds(bench, chosen, rounds: int, seed: int, writer) -> list[dict]:
 
 
 def no_refused(refused) -> None:
-    """Raises DataError when a payload was wrong."""
+    """Raise DataError if a payload was wrong."""
     if refused:
         raise DataError([f"refused: {text}" for text in refused])
 

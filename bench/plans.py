@@ -29,7 +29,7 @@ CHAIN_SCHEDULES = ("1f1b", "interleaved")
 
 
 class Section(NamedTuple):
-    """One case on some groups at once.
+    """One case at several sizes, on some groups at once.
 
     title: of the table. make(setup, via) -> Case. groups: of world ranks. mode: "" or how the
     groups of a layout run, "alone" or "together". num_tests: the number of Tests while computing,
@@ -70,7 +70,7 @@ LONE_RANKS = Inner()  # every rank on a host of its own
 
 
 def size_problems(texts: dict[str, str]) -> list[str]:
-    """What is wrong with {flag: text} of sizes."""
+    """The problems of {flag: text} of sizes."""
     found = []
     for flag, text in texts.items():
         try:
@@ -118,7 +118,7 @@ def read_pair(text: str, world_size: int) -> tuple[int, int]:
 
 
 def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
-    """What is wrong with the choice of cases."""
+    """The problems of the choice of cases."""
     found = [f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
              for case in cases if case not in CASES]
     if world_size < 2:
@@ -140,7 +140,7 @@ def posted_cases(layout: str | None) -> tuple[str, ...]:
 
 
 def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
-    """What is wrong with overlapping the cases with computing."""
+    """The problems of overlapping these cases with computing."""
     some = posted_cases(layout)
     found = [f"--overlap: {case} is not posted and waited for; only {', '.join(some)} are"
              f"{'' if layout is None else ' with --layout'}"

@@ -77,7 +77,7 @@ def pieces_of(machine, rows) -> list:
 
 
 def draw_time(axes, rows, machine) -> None:
-    """Median time by size."""
+    """Draw the median time by size, and the model's pieces if there are any."""
     for (via, own), mark in zip(by_via(rows).items(), MARKS, strict=False):
         middle = np.array([row["median_us"] for row in own])
         bars = np.array([[row["median_us"] - row["low_us"] for row in own],
@@ -92,7 +92,7 @@ def draw_time(axes, rows, machine) -> None:
 
 
 def draw_bandwidth(axes, rows) -> None:
-    """algbw and busbw by size; times that include computing have none."""
+    """Draw algbw and busbw by size; times that include computing have none."""
     rated = [row for row in rows if row["algbw_GBps"]]
     for number, (via, own) in enumerate(by_via(rated).items()):
         sizes = [row["size_bytes"] for row in own]
@@ -105,7 +105,7 @@ def draw_bandwidth(axes, rows) -> None:
 
 
 def draw_distribution(axes, rows) -> None:
-    """The share of samples up to each time, of a few sizes through mpipar.comm."""
+    """Draw the share of samples up to each time, of a few sizes through mpipar.comm."""
     own = by_via(rows).get("mpipar.comm", rows)
     sizes = sorted({row["size_bytes"] for row in own})
     chosen = {sizes[place] for place in np.linspace(0, len(sizes) - 1, MOST_CURVES).round()
@@ -119,7 +119,7 @@ def draw_distribution(axes, rows) -> None:
 
 
 def draw_ranks(axes, rows) -> None:
-    """A cell for each rank and iteration, largest size: how long after the first rank it left."""
+    """Draw a cell for each rank and iteration, largest size: its delay after the first to leave."""
     own = by_via(rows).get("mpipar.comm", rows)[-1]
     left = np.delete(np.array(own["left_ns"]), own["late_at"], axis=0)
     after_us = (left - left.min(axis=1, keepdims=True)).T / 1000
@@ -131,7 +131,7 @@ def draw_ranks(axes, rows) -> None:
 
 
 def draw_pairs(axes, rows) -> None:
-    """A cell for each pair of ranks: latency in us, or bandwidth in GB/s; median of launches."""
+    """Draw a cell for each pair of ranks: us of latency or GB/s of bandwidth, launches' median."""
     value, unit = ("median_us", "us") if "latency" in rows[0]["case"] else ("algbw_GBps", "GB/s")
     own = by_via(rows).get("mpipar.comm", rows)
     names = sorted({number for row in own for number in row["ranks"]})
@@ -161,7 +161,7 @@ def pictures(rows, machine):
 
 
 def save(plt, folder: Path, name: str, heading: str, draw) -> None:
-    """One picture as SVG and PNG. Raises OutputError."""
+    """Save one picture as SVG and PNG. Raises OutputError."""
     figure, axes = plt.subplots(figsize=INCHES, layout="constrained")
     draw(axes)
     axes.set_title(heading, fontsize=8)

@@ -51,15 +51,15 @@ class Writer:
                 raise OutputError(f"--json {self.path}: {error.strerror}") from error
 
     def head(self, facts: dict) -> None:
-        """The first line of one launch."""
+        """Write the first line of a launch: its facts."""
         self._line({"schema": SCHEMA, "kind": "head", **facts})
 
     def row(self, row: dict) -> None:
-        """One measured row, with its samples."""
+        """Write one measured row with its samples."""
         self._line({"kind": "row", **row})
 
     def end(self, status: str, **facts) -> None:
-        """The last line of one launch."""
+        """Write the last line of a launch: how it ended."""
         self._line({"kind": "end", "status": status, **facts})
         if self.file is not None:
             os.close(self.file)

@@ -31,7 +31,7 @@ MAP = re.compile(r"<!-- map: (folders|files) -->\n.*?<!-- end of map -->", re.DO
 
 
 def machine() -> dict:
-    """What a figure depends on: processor, cores, system, versions, date."""
+    """Facts that a figure depends on: processor, cores, system, versions, date."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

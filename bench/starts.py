@@ -20,22 +20,22 @@ LATE_NS = 5_000  # after the deadline: this rank had not heard of it in time, or
 
 
 class BarrierStart:
-    """A barrier before each iteration."""
+    """Starts each iteration after a barrier."""
 
     def __init__(self, team, ahead_ns: int = 0):
         self.team = team
 
     def begin(self) -> None:
-        """Before a batch of iterations."""
+        """Prepare a batch of iterations; here nothing is needed."""
 
     def wait(self) -> bool:
-        """Before each iteration: whether this rank is too late. Comm: a barrier of the team."""
+        """Wait for an iteration; whether this rank is too late. Comm: a barrier of the team."""
         self.team.Barrier()
         return False
 
 
 class NoStart(BarrierStart):
-    """One barrier before a batch; its iterations follow each other."""
+    """A barrier before each batch; its iterations follow each other."""
 
     def begin(self) -> None:
         """Comm: a barrier of the team."""
@@ -61,7 +61,7 @@ class DeadlineStart(BarrierStart):
         return perf_counter_ns() - self.ahead_ns
 
     def tell(self) -> None:
-        """Give all ranks the first rank's time plus lead. Comm: a barrier and a broadcast."""
+        """Give all ranks the first rank's time plus the lead. Comm: a barrier and a broadcast."""
         self.team.Barrier()
         self.message[0] = self.now() + self.lead_ns
         self.team.Bcast(self.message, root=0)

@@ -51,7 +51,7 @@ SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
 
 
 def parse(argv):
-    """Sizes of the model and of the measurement."""
+    """Read the flags: sizes of the model and of the measurement."""
     parser = flags.Parser(prog="python -m bench.step", description=__doc__)
     for name, default, text in (
         ("layers", 6, "transformer blocks"),

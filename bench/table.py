@@ -42,7 +42,7 @@ def head(rows) -> tuple:
 
 
 def digits(value: float) -> str:
-    """Four significant digits, never an exponent."""
+    """A number with four significant digits, never with an exponent."""
     whole = math.floor(math.log10(value)) if value > 0 else 3
     return f"{value:.{min(6, max(0, 3 - whole))}f}"
 
@@ -69,7 +69,7 @@ def text(rows) -> str:
 
 
 def title(row: dict) -> str:
-    """What the rows of one table have in common."""
+    """The title of a table: what its rows have in common."""
     mode = f", one of the {row['axis']} groups" if row["mode"] == "alone" else (
         f", all {row['axis']} groups at once" if row["mode"] == "together" else "")
     window = f", window {row['window']}" if row["window"] > 1 else ""
@@ -131,7 +131,7 @@ def as_markdown(rows) -> str:
 
 
 def as_text(rows) -> str:
-    """Every table with its title."""
+    """The text of every table with its title."""
     return "\n\n".join(f"{title(rows[0])}\n{text(rows)}" for rows in by_table(rows))
 
 

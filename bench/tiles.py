@@ -70,7 +70,7 @@ class Chain:
 
 
 def parse(argv):
-    """Sizes of the arrays and of the measurement."""
+    """Read the flags: sizes of the arrays and of the measurement."""
     parser = argparse.ArgumentParser(prog="python -m bench.tiles", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (

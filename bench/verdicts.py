@@ -39,7 +39,7 @@ def judge(lines) -> list[dict]:
 
 
 def verdict(error: float, tolerance: float | None) -> str:
-    """The verdict as one word."""
+    """"kept" or "NOT KEPT"; "information" where there is no tolerance."""
     if tolerance is None:
         return "information"
     return "kept" if error <= tolerance else "NOT KEPT"
@@ -54,7 +54,7 @@ def tolerance_of(what: str) -> float | None:
 
 
 def shown(lines, verdicts) -> str:
-    """Both tables as text."""
+    """A table of the comparisons, and below it one of the verdicts."""
     rows = [("what", "link", "ranks", "size", "predicted_us", "measured_us", "error", "")]
     rows += [(one["what"], one["link"], one["ranks"], one["detail"], f"{one['predicted_us']:.2f}",
               f"{one['measured_us']:.2f}", f"{one['error']:+.1%}",

@@ -66,7 +66,7 @@ CHAIN_BYTES = (3000, 200_000)
 
 
 def parse(argv):
-    """The flags. Raises UsageError."""
+    """Read and check the flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.verify", description=__doc__)
     parser.add_argument("machine", metavar="MACHINE", help="cost model of bench.calibrate")
     parser.add_argument("--sizes", type=int, default=8, help="held-out sizes of each operation (8)")
@@ -135,7 +135,7 @@ def chosen_sections(machine, places, world_size: int, count: int) -> list[Sectio
 
 
 def compared(machine, rows) -> list[dict]:
-    """Rows beside their estimates."""
+    """Compare rows with their estimates."""
     found, formulas = [], []
     for row in sorted(quietest(rows), key=lambda row: (row["case"], row["size_bytes"])):
         if row["via"] == COMM:
@@ -197,7 +197,7 @@ def verify_steps(world, machine) -> list[dict]:
 
 
 def write_lines(path: str, lines) -> None:
-    """One object on each line. Raises OutputError."""
+    """Write one JSON object on each line. Raises OutputError."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("".join(json.dumps(one) + "\n" for one in lines))
