@@ -157,12 +157,13 @@ def tensor(error: Exception) -> str:
     """
     label = layer = site = ""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not place(frame.f_code.co_filename, line).startswith("mpipar/"):
+        where = place(frame.f_code.co_filename, line)
+        if not where.startswith("mpipar/"):
             continue
         local = frame.f_locals
         label = label or local.get("label", "")
-        in_ops = "/ops/" in frame.f_code.co_filename
-        site = site or ("" if in_ops else place(frame.f_code.co_filename, line))
+        in_ops = where.startswith("mpipar/ops/")
+        site = site or ("" if in_ops else where)
         layer = local.get("name") or getattr(local.get("self"), "name", "")
         if layer and not in_ops:
             break

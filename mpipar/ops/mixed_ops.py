@@ -32,17 +32,14 @@ class MixedOps:
     def __init__(self, exact, dtype):
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
         self.dtype, self.statistics = DTYPES[dtype], exact.dtype
-        direct = (*MEMORY, *EXACT_IN_16_BITS, *exact.takes_16_bits)
-        for name in (*MEMORY, *FUNCTIONS):
-            if name in direct:
-                self._use(name, getattr(exact, name))
-            else:
-                self._use(name, self._rounded(getattr(exact, name), FUNCTIONS[name]))
-
-    def _use(self, name, function):
-        """Take a function, unless this class has its own."""
-        if not hasattr(MixedOps, name):
-            setattr(self, name, quiet(function))
+        for name in (*MEMORY, *EXACT_IN_16_BITS):
+            if not hasattr(MixedOps, name):
+                setattr(self, name, quiet(getattr(exact, name)))
+        for name in FUNCTIONS.keys() - {*EXACT_IN_16_BITS}:
+            if name in exact.takes_16_bits:
+                setattr(self, name, quiet(getattr(exact, name)))
+            elif not hasattr(MixedOps, name):
+                setattr(self, name, quiet(self._rounded(getattr(exact, name), FUNCTIONS[name])))
 
     def __getattr__(self, name):
         if name in FACTS:
