@@ -75,7 +75,7 @@ def parse(argv):
                         help="ranks start an iteration after a barrier (default), at an agreed "
                              "instant of the common clock, or at once, for throughput")
     parser.add_argument("--overlap", type=int, metavar="K",
-                        help=f"also measure beside computing of the same length, with K tests: "
+                        help=f"also measure beside equally long computing with K tests in it; cases: "
                              f"{', '.join(plans.POSTED_CASES)}")
     parser.add_argument("--bound-GBps", type=float, metavar="X",
                         help="give busbw in percent of this one-way rate of a rank's link; it "
@@ -84,7 +84,7 @@ def parse(argv):
     parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
     parser.add_argument("--quick", action="store_true", help="a few sizes, little time for each")
     parser.add_argument("--stall-seconds", type=float, default=60.0,
-                        help="end the job after this long without progress (60; 0: never)")
+                        help="end the job after so many seconds without progress (60; 0: never)")
     parser.add_argument("--launches", type=int, metavar="K",
                         help="start K fresh jobs with --start and keep all their rows")
     parser.add_argument("--start", metavar="COMMAND",
