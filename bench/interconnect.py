@@ -75,7 +75,7 @@ def parse(argv):
                         help="ranks start an iteration after a barrier (default), at an agreed "
                              "instant of the common clock, or at once, for throughput")
     parser.add_argument("--overlap", type=int, metavar="K",
-                        help=f"also measure beside equally long computing with K tests in it; cases: "
+                        help=f"also measure beside equally long computing with K tests; cases: "
                              f"{', '.join(plans.POSTED_CASES)}")
     parser.add_argument("--bound-GBps", type=float, metavar="X",
                         help="give busbw in percent of this one-way rate of a rank's link; it "
