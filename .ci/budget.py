@@ -1,4 +1,4 @@
-"""Check what keeps the code readable: file <= 400 lines, function <= 60, line <= 100, no leftovers.
+"""Check what keeps the code readable: files, functions, signatures and lines of a size.
 
 Prints every finding as path:line: text; exits 1 if there is one. These limits stand only here:
 tests/test_structure.py runs the same check.
@@ -13,7 +13,9 @@ from pathlib import Path
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
+POSITIONAL = 7  # parameters that may be given by position; the others are keyword-only
 LINE_LENGTH = 100
+COMPILERS = {"compiled", "kernel"}  # decorators of Numba's and cuda-tile's functions
 SUFFIXES = {".py", ".cu", ".cuh", ".sbatch", ".js", ".css", ".html"}
 LEFTOVER = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|NotImplemented[E]rror)\b")
 
@@ -36,6 +38,26 @@ def problems(path: Path, text: str) -> Iterator[tuple[int, str]]:
                 length = node.end_lineno - node.lineno + 1
                 if length > FUNCTION_LINES:
                     yield node.lineno, f"{node.name} has {length} lines, more than {FUNCTION_LINES}"
+                count = positional(node)
+                if count > POSITIONAL and not foreign(path, node):
+                    yield node.lineno, (f"{node.name} has {count} positional parameters, more than"
+                                        f" {POSITIONAL}; make some keyword-only")
+
+
+def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the parameters that a caller may give by position, without self."""
+    names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def foreign(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether somebody else dictates the signature.
+
+    A compiler's decorator takes no keyword-only parameters; a stand-in has those of its library.
+    """
+    names = {getattr(part, "attr", getattr(part, "id", "")) for decorator in node.decorator_list
+             for part in ast.walk(decorator)}
+    return bool(names & COMPILERS) or path.name.startswith("fake_")
 
 
 def source_files(root: Path) -> list[Path]:

@@ -45,6 +45,7 @@ from threadpoolctl import threadpool_limits
 
 from bench import results, tiles_gpu
 from bench.tiles_attention import HEAD_WIDTH, backward, parts
+from bench.tiles_memory import ADAMW
 from mpipar.config.flags import count
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make, numpy_attention, numpy_tiles
@@ -105,7 +106,7 @@ def chains(args) -> dict[str, Chain]:
             lambda ops, *of: ops.layernorm_backward_input(*of), (dy, x, w, mean, rstd),
             3 * x.nbytes),
         "adamw_step": Chain(
-            lambda ops, *of: ops.adamw_step(*of, 1e-3, 0.9, 0.95, 1e-8, 0.1, 3), state,
+            lambda ops, *of: ops.adamw_step(*of, **ADAMW), state,
             7 * x.nbytes),
     }
     return found | attention(args, real)

@@ -17,7 +17,7 @@ from mpipar.ops.cuda.fused import Fused
 
 EPS = 1e-5
 VOCABULARY = 50304
-ADAMW = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3)  # lr, beta1, beta2, eps, weight decay, step
+ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ def updates(gpu: Gpu, fused, plain, count, dtype) -> dict[str, Kernel]:
     arrays = state if dtype == "float32" else (*state, gpu.random(count, dtype=dtype))
     written = (0, 2, 3) if dtype == "float32" else (0, 2, 3, 4)
 
-    def call(data, grad, m, v, *copy):
-        fused.adamw_step(data, grad, m, v, *ADAMW, *copy)
+    def call(data, grad, m, v, copy=None):
+        fused.adamw_step(data, grad, m, v, **ADAMW, copy=copy)
 
     def same(data, grad, m, v, *copy):
-        plain.adamw_step(data, grad, m, v, *ADAMW)
+        plain.adamw_step(data, grad, m, v, **ADAMW)
         for one in copy:
             one[...] = data
 

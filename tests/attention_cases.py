@@ -111,7 +111,7 @@ def both_passes(kernels, qkv, dy, q_pos, k_pos, wide=False, out=None):
     """(y, lse, (dq, dk, dv)) of the kernels."""
     y, lse = kernels.forward(*qkv, q_pos, k_pos, wide)
     delta = kernels.delta(dy, y)
-    return y, lse, kernels.backward(dy, *qkv, lse, delta, q_pos, k_pos, out)
+    return y, lse, kernels.backward(dy, *qkv, lse, delta, q_pos=q_pos, k_pos=k_pos, out=out)
 
 
 def check_forward(case, y, lse):

@@ -10,6 +10,7 @@ Sizes = namedtuple("Sizes", "batch tokens width inner heads head rows")
 SMALL = Sizes(batch=2, tokens=5, width=7, inner=9, heads=3, head=2, rows=11)
 # Sizes of more than one tile: of queries, of rows, and of rows of a weight gradient.
 LARGE = Sizes(batch=2, tokens=131, width=193, inner=301, heads=3, head=5, rows=307)
+ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
 def plain(dtype="float64"):
@@ -153,7 +154,7 @@ def _attention_in_blocks(ops, make, sizes):
     q_pos, k_pos = (ops.asarray(x) for x in (np.arange(queries) * 2 - 1, np.arange(keys)))
     y, lse = ops.attention_block_forward(q, k, v, q_pos, k_pos)
     delta = ops.attention_delta(dy, y)
-    grads = ops.attention_block_backward(dy, q, k, v, lse, delta, q_pos, k_pos)
+    grads = ops.attention_block_backward(dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos)
     merged, seen = make.sums(*y.shape), make.sums(*lse.shape)
     ops.attention_merge(merged, seen, y, lse)
     return {
@@ -232,5 +233,5 @@ def _updates(ops, make, sizes):
     data, grad, m, v = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
     plain_data = make.sums(size)
     ops.sgd_step(plain_data, grad, 0.1)
-    ops.adamw_step(data, grad, m, v, 0.01, 0.9, 0.95, 1e-8, 0.1, 3)
+    ops.adamw_step(data, grad, m, v, **ADAMW)
     return {"sgd_step": plain_data, "adamw data": data, "adamw m": m, "adamw v": v}

@@ -60,7 +60,7 @@ def block_form(ops, case):
     y, lse = ops.attention_block_forward(*case.qkv, case.q_pos, case.k_pos)
     delta = ops.attention_delta(case.dy, y)
     return y, lse, *ops.attention_block_backward(
-        case.dy, *case.qkv, lse, delta, case.q_pos, case.k_pos)
+        case.dy, *case.qkv, lse, delta, q_pos=case.q_pos, k_pos=case.k_pos)
 
 
 @pytest.mark.filterwarnings("error")
@@ -97,8 +97,8 @@ def merge(ops, y, lse, y2, lse2):
     ops.attention_merge(y, lse, y2, lse2)
 
 
-def block_backward(ops, *arguments):
-    return ops.attention_block_backward(*arguments)
+def block_backward(ops, *arrays, **positions):
+    return ops.attention_block_backward(*arrays, **positions)
 
 
 def by_parts(ops, case, shown=lambda case, part: (*(x[:, part] for x in case.qkv[1:]),
@@ -117,7 +117,8 @@ def by_parts(ops, case, shown=lambda case, part: (*(x[:, part] for x in case.qkv
     delta, dq, dkv = ops.attention_delta(case.dy, y), 0, []
     for part in parts:
         k, v, k_pos = shown(case, part)
-        own_dq, *own = backward(ops, case.dy, q, k, v, lse, delta, case.q_pos, k_pos)
+        own_dq, *own = backward(ops, case.dy, q, k, v, lse, delta,
+                                q_pos=case.q_pos, k_pos=k_pos)
         dq = dq + own_dq
         dkv.append(own)
     return y, lse, dq, *(np.concatenate(grads, axis=1) for grads in zip(*dkv, strict=True))
@@ -148,13 +149,13 @@ def local_positions(case, part):
     return *(x[:, part] for x in case.qkv[1:]), case.k_pos[part] - case.k_pos[part].min()
 
 
-def first_of_group(ops, dy, q, k, v, lse, *rest):
+def first_of_group(ops, dy, q, k, v, lse, delta, **positions):
     """dk and dv of one query head of each group."""
-    dq, _, _ = ops.attention_block_backward(dy, q, k, v, lse, *rest)
-    group, delta = q.shape[2] // k.shape[2], rest[0]
+    dq, _, _ = ops.attention_block_backward(dy, q, k, v, lse, delta, **positions)
+    group = q.shape[2] // k.shape[2]
     one = [x[:, :, ::group] for x in (dy, q)]
     _, dk, dv = ops.attention_block_backward(
-        *one, k, v, lse[:, ::group], delta[:, ::group], *rest[1:])
+        *one, k, v, lse[:, ::group], delta[:, ::group], **positions)
     return dq, dk, dv
 
 
@@ -226,7 +227,7 @@ def check_parts_of_16_bits(ops, rng, exact):
     assert_close(ops.to_host(rounded).astype(np.float64), expected[0], exact + unit, "rounded y")
     delta = ops.attention_delta(case.dy, y)
     grads = ops.attention_block_backward(
-        case.dy, *case.qkv, lse, delta, case.q_pos, case.k_pos)
+        case.dy, *case.qkv, lse, delta, q_pos=case.q_pos, k_pos=case.k_pos)
     for name, grad, wanted in zip(NAMES[2:], grads, expected[2:], strict=True):
         assert grad.dtype == np.float32
         assert_close(ops.to_host(grad), wanted, 2 * exact + 2e-5, name)
@@ -247,9 +248,9 @@ def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
     qkv, dy = tuple(x.astype(np.float32) for x in qkv), dy.astype(np.float32)
     results, files = {}, {}
 
-    def run(name, *arguments):
+    def run(name, *arguments, **named):
         started.clear()
-        results[name] = getattr(ops, name)(*arguments)
+        results[name] = getattr(ops, name)(*arguments, **named)
         files[name] = set(started)
         return results[name]
 
@@ -257,7 +258,8 @@ def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
     run("attention_backward_input", dy, *qkv, saved, *positions)
     y, lse = run("attention_block_forward", *qkv, *positions)
     delta = run("attention_delta", dy, y)
-    run("attention_block_backward", dy, *qkv, lse, delta, *positions)
+    run("attention_block_backward", dy, *qkv, lse, delta,
+        q_pos=positions[0], k_pos=positions[1])
     run("attention_merge", y.copy(), lse.copy(), y, lse)
     for name, ran in files.items():
         file, widest, instead = kernels.ATTENTION[name]

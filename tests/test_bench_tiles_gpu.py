@@ -90,7 +90,7 @@ def test_attention(card, monkeypatch):
         flops = (2 if part == "forward" else 4) * scores * 10
         assert row["tflop_per_s"] == pytest.approx(flops / 1e-3 * 1e-12), name
         assert row["times_whole_scores"] == 1.0
-    monkeypatch.setattr(Attention, "backward", lambda self, *arrays: None)
+    monkeypatch.setattr(Attention, "backward", lambda self, *arrays, **named: None)
     with pytest.raises(ValueError, match="attention backward, tiles, float32: off by"):
         tiles_attention.rows(card, tiles.parse(GPU_SIZES))
 
@@ -107,7 +107,7 @@ def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
 @pytest.mark.shim
 @pytest.mark.parametrize("kernel", ["causal_softmax_backward", "column_sums"])
 def test_a_kernel_that_does_nothing_is_not_timed(card, monkeypatch, kernel):
-    monkeypatch.setattr(Fused, kernel, lambda self, *arrays: None)
+    monkeypatch.setattr(Fused, kernel, lambda self, *arrays, **named: None)
     with pytest.raises(ValueError, match=f"{kernel}, float32: off by"):
         tiles_memory.rows(card, tiles.parse(GPU_SIZES))
 

@@ -35,6 +35,8 @@ def tool(name: str) -> dict:
         ("x = '\u00e9'\n", "not ASCII"),
         ("# TO" + "DO\n", "leftover"),
         ("def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+        ("def f(a, b, c, d, e, f, g, h):\n    x = 1\n", "f has 8 positional parameters"),
+        ("@cached\ndef f(self, a, b, c, d, e, f, g, h):\n    x = 1\n", "f has 8 positional"),
     ],
 )
 def test_budget_finds(text, message):
@@ -44,8 +46,11 @@ def test_budget_finds(text, message):
 
 
 def test_budget_lets_pass():
-    text = "def f():\n" + "    x = 1\n" * 59 + "y = 1\n" * 340
-    assert not list(tool("budget.py")["problems"](Path("x.py"), text))
+    texts = ["def f():\n" + "    x = 1\n" * 59 + "y = 1\n" * 340,
+             "def f(self, a, b, c, d, e, f, g, *, h):\n    x = 1\n",
+             "@compiled(FAST)\ndef f(a, b, c, d, e, f, g, h):\n    x = 1\n"]
+    for text in texts:
+        assert not list(tool("budget.py")["problems"](Path("x.py"), text))
 
 
 def test_readme_command():

@@ -185,7 +185,8 @@ def test_sanitizer_sees_the_broken_twin(rng, sanitizer, message, file, edit):
         positions = case.positions, case.positions
         y, lse = kernels.forward(q, k, v, *positions)
         if file == BACKWARD:
-            kernels.backward(case.dy, q, k, v, lse, kernels.delta(case.dy, y), *positions)
+            kernels.backward(case.dy, q, k, v, lse, kernels.delta(case.dy, y),
+                             q_pos=positions[0], k_pos=positions[1])
         return loader.reports
 
     assert all(code == 0 and text == "" for _, code, text in reports())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
-from ops_cases import plain
+from ops_cases import ADAMW, plain
 
 from mpipar.ops.cuda.fused import Fused
 from mpipar.ops.loss_ops import EMPTY_MAX
@@ -135,12 +135,12 @@ def test_adamw(where, rng, step, copy):
     buffers = [case.array(1003) for _ in range(4)]
     buffers[3] = tuple(abs(one) for one in buffers[3])
     got, expected = zip(*buffers, strict=True)
-    numbers = (0.01, 0.9, 0.95, 1e-8, 0.1, step)
+    numbers = ADAMW | {"step": step}
     rounded = None
     if copy is not None:
         rounded = case.to_device(np.full(1003, np.nan, DTYPES[copy]))
-    case.fused.adamw_step(*got, *numbers, copy=rounded)
-    case.ops.adamw_step(*expected, *numbers)
+    case.fused.adamw_step(*got, **numbers, copy=rounded)
+    case.ops.adamw_step(*expected, **numbers)
     for one, other in zip(got, expected, strict=True):
         case.check(one, other)
     if copy is not None:

@@ -13,7 +13,7 @@ import pytest
 from config_helpers import changed, check_refused, reading_of
 from cuda_fused import DTYPES
 from helpers import assert_all_close, assert_close
-from ops_cases import LARGE, SMALL, call_every_op, plain
+from ops_cases import ADAMW, LARGE, SMALL, call_every_op, plain
 
 from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import resolve as resolve_typed
@@ -177,7 +177,7 @@ def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
     ops = make("cuda", dtype)
     master, grad, m, v = (cupy.asarray(rng.uniform(0.5, 2, 300).astype("f4")) for _ in range(4))
     rounded = ops.empty((300,))
-    ops.adamw_step(master, grad, m, v, 0.1, 0.9, 0.95, 1e-8, 0.1, 3, rounded)
+    ops.adamw_step(master, grad, m, v, **ADAMW | {"lr": 0.1}, copy=rounded)
     assert (ops.to_host(rounded) == ops.to_host(master).astype(DTYPES[dtype])).all()
 
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import run_command
-from ops_cases import parts, plain
+from ops_cases import ADAMW, parts, plain
 
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
 from mpipar.ops import make, numba_ops
@@ -64,7 +64,7 @@ def special_results(ops):
     loss, lse = ops.cross_entropy_combine(ops.cross_entropy_forward(logits, targets, 0, 6)[None])
     state = [np.ones(96, ops.dtype), x.reshape(-1).copy(), np.zeros(96, ops.dtype),
              np.zeros(96, ops.dtype)]
-    ops.adamw_step(*state, 0.01, 0.9, 0.95, 1e-8, 0.1, 1)
+    ops.adamw_step(*state, **ADAMW | {"step": 1})
     return {
         "gelu_forward": ops.gelu_forward(x), "gelu_backward": ops.gelu_backward_input(dy, x),
         "layernorm_forward": y, "mean": mean, "rstd": rstd, "dw": dw, "db": db,

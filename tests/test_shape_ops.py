@@ -203,7 +203,8 @@ CASES = {
     "attention_block_forward": lambda ops, a: ops.attention_block_forward(
         a["dy"], *shared(a), a["positions"], a["few"]),
     "attention_block_backward": lambda ops, a: ops.attention_block_backward(
-        a["dy"], a["dy"], *shared(a), *2 * [a["row_values"]], a["positions"], a["few"]),
+        a["dy"], a["dy"], *shared(a), *2 * [a["row_values"]],
+        q_pos=a["positions"], k_pos=a["few"]),
     "attention_delta": lambda ops, a: ops.attention_delta(a["dy"], a["dy"]),
     "cross_entropy_forward": lambda ops, a: ops.cross_entropy_forward(
         a["logits"], a["targets"], 0, 900

@@ -112,7 +112,7 @@ def test_attention_with_shared_key_heads(ops, rng, form):
     else:
         y, lse = ops.attention_block_forward(q, k, v, q_pos, k_pos)
         grads = ops.attention_block_backward(
-            dy, q, k, v, lse, ops.attention_delta(dy, y), q_pos, k_pos)
+            dy, q, k, v, lse, ops.attention_delta(dy, y), q_pos=q_pos, k_pos=k_pos)
     assert_close(y, ty.detach().numpy(), TOL, "y")
     for name, grad, expected in zip("qkv", grads, gradients(ty, dy, *leaves), strict=True):
         assert_close(grad, expected, TOL, f"d{name}")
@@ -150,7 +150,8 @@ def test_adamw_over_several_steps(ops, rng):
         grad = rng.standard_normal(101)
         parameter.grad = torch.tensor(grad)
         optimizer.step()
-        ops.adamw_step(data, grad, m, v, 0.03, 0.8, 0.95, 1e-6, 0.2, step)
+        ops.adamw_step(data, grad, m, v, lr=0.03, beta1=0.8, beta2=0.95, eps=1e-6,
+                       weight_decay=0.2, step=step)
         assert_close(data, parameter.detach().numpy(), TOL, f"weights after step {step}")
 
 

@@ -37,7 +37,7 @@ class ArrayAttention:
         probs = probs.astype(q.dtype, copy=False)
         return self._weighted(probs, v, q.dtype), probs
 
-    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, out=None):
+    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, *, out=None):
         """Return (dq, dk, dv) of the probabilities that `attention_forward` saved.
 
         In each row, dscores = probs (dprobs - sum(probs dprobs)). out: three arrays to write to.
@@ -78,7 +78,7 @@ class ArrayAttention:
         delta = (dy * y).sum(axis=-1, dtype=self.statistics)
         return self.xp.ascontiguousarray(delta.transpose(0, 2, 1))
 
-    def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
+    def attention_block_backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos):
         """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all keys.
 
         In each row, probs = exp(scores - lse) and dscores = probs (dprobs - delta): Dao et al.

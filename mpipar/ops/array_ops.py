@@ -265,7 +265,7 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
         data -= self.scalar(lr) * grad
 
     def adamw_step(
-        self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
+        self, data, grad, m, v, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
     ):
         """Update data, m, v in place; step counts from 1. copy: gets the new data, rounded.
 

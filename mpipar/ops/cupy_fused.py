@@ -53,14 +53,15 @@ class FusedOps(Fused, CupyOps):
         saved = self._tiles.forward(q, k, v, q_pos, k_pos)
         return saved[0], saved
 
-    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, out=None):
+    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, *, out=None):
         """Return (dq, dk, dv), written to the three arrays `out` if they are given."""
         if q.shape[-1] > self.tiled_head_width:
-            return super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos, out)
+            return super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos, out=out)
         out = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
         y, lse = saved
         delta = self._tiles.delta(dy, y)
-        return self._tiles.backward(dy, q, k, v, lse, delta, q_pos, k_pos, out)
+        return self._tiles.backward(
+            dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos, out=out)
 
     def attention_block_forward(self, q, k, v, q_pos, k_pos):
         """Return (y (B, Tq, H, d), lse (B, H, Tq)) over these keys; no key: y = 0, lse = -inf."""
@@ -72,11 +73,12 @@ class FusedOps(Fused, CupyOps):
         """Return delta (B, H, Tq), the sum of dy y over a head; y of all keys."""
         return self._tiles.delta(dy, y)
 
-    def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
+    def attention_block_backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos):
         """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all."""
         if q.shape[-1] > self.tiled_head_width:
-            return super().attention_block_backward(dy, q, k, v, lse, delta, q_pos, k_pos)
-        return self._tiles.backward(dy, q, k, v, lse, delta, q_pos, k_pos)
+            return super().attention_block_backward(
+                dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos)
+        return self._tiles.backward(dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos)
 
     def _causal_softmax(self, scores, q_pos, k_pos, factor):
         self.causal_softmax_forward(scores, q_pos, k_pos, factor)

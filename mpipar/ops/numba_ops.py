@@ -99,7 +99,7 @@ class NumbaOps(NumpyOps):
         self.kernels.scaled_softmax(valid, lse, self.scalar(scale))
 
     def adamw_step(
-        self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None
+        self, data, grad, m, v, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
     ):
         """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
         root, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)

@@ -79,7 +79,7 @@ class NumpyAttention:
         p *= np.reciprocal(total + (total == 0))[..., None]
         return log_of_sum(top, total)
 
-    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, out=None):
+    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, *, out=None):
         """Return (dq, dk, dv) of the probabilities that `attention_forward` saved.
 
         out: three arrays to write to.
@@ -90,7 +90,7 @@ class NumpyAttention:
 
         return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos), probs_of, out)
 
-    def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
+    def attention_block_backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos):
         """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all."""
         lse = np.maximum(lse, q.dtype.type(LOWEST))  # of no key: see `array_attention`
 

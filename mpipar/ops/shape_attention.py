@@ -15,7 +15,7 @@ class ShapeAttention:
             return y, (y, self.empty(scores[:-1], self.statistics))
         return y, self.empty(scores, q.dtype)
 
-    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, out=None):
+    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, *, out=None):
         """Return (dq, dk, dv), or `out`; four products."""
         scores = self._scores(4, q, k, v, q_pos, k_pos)
         assert dy.shape == q.shape, (dy.shape, q.shape)
@@ -43,7 +43,7 @@ class ShapeAttention:
         batch, queries, heads, _ = y.shape
         return self.empty((batch, heads, queries), self.statistics)
 
-    def attention_block_backward(self, dy, q, k, v, lse, delta, q_pos, k_pos):
+    def attention_block_backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos):
         """Return (dq, dk, dv); five products, one of which makes the scores again."""
         scores = self._scores(5, q, k, v, q_pos, k_pos)
         assert dy.shape == q.shape, (dy.shape, q.shape)

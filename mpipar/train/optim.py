@@ -52,8 +52,9 @@ class AdamW(Sgd):
             for decay, run in flat.by_decay:
                 rounded = None if flat.data is flat.master else flat.data[run]
                 self.ops.adamw_step(
-                    flat.master[run], flat.grad[run], m[run], v[run], lr, config.beta1,
-                    config.beta2, config.eps, config.weight_decay if decay else 0.0, step, rounded)
+                    flat.master[run], flat.grad[run], m[run], v[run], lr=lr, beta1=config.beta1,
+                    beta2=config.beta2, eps=config.eps,
+                    weight_decay=config.weight_decay if decay else 0.0, step=step, copy=rounded)
 
     def state(self) -> dict:
         return super().state() | self.moments

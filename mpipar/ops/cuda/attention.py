@@ -92,7 +92,7 @@ class Attention:
                             (rows, queries, heads, width, y, dy, delta))
         return delta
 
-    def backward(self, dy, q, k, v, lse, delta, q_pos, k_pos, out=None):
+    def backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos, out=None):
         """Return (dq, dk, dv) of what `forward` and `delta` returned, in float32.
 
         out: where to write them instead, three arrays of q's type or of float32. They may be views

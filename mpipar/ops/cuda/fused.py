@@ -190,7 +190,9 @@ class Fused:
 
     # Updates.
 
-    def adamw_step(self, data, grad, m, v, lr, beta1, beta2, eps, weight_decay, step, copy=None):
+    def adamw_step(
+        self, data, grad, m, v, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
+    ):
         """Update the flat float32 buffers data, m, v; step counts from 1.
 
         copy: a flat buffer of 16 bits that gets the new data too.
