@@ -1,5 +1,6 @@
-"""Finds the text of a page, and those of its sentences that are too long."""
+"""Finds the text of a page or a docstring, and those of its sentences that are too long."""
 
+import ast
 import re
 
 MOST_WORDS = 25
@@ -9,6 +10,7 @@ NO_TEXT = re.compile(r"^```.*?^```$|<!-- (result|map): .*?<!-- end of \1 -->|<!-
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 CODE = re.compile(r"``.+?``|`[^`]+`", re.DOTALL)
 NEW_PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>]|\d+\.)\s)")
+INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
 END_OF_SENTENCE = re.compile(r"(?<=[.!?])[)\"'*]*\s+")
 
 
@@ -20,6 +22,18 @@ def page_paragraphs(markdown: str) -> list[str]:
     text = LINK.sub(r"\1", NO_TEXT.sub("\n\n", markdown))
     text = re.sub(r"^\|.*$", "", CODE.sub("code", text), flags=re.MULTILINE)
     return [" ".join(part.split()) for part in NEW_PARAGRAPH.split(text) if part.strip()]
+
+
+def docstrings(source: str) -> list[tuple[int, str]]:
+    """(line, docstring) of a module, its classes and its functions."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return [(getattr(node, "lineno", 1), text) for node in ast.walk(ast.parse(source))
+            if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+
+
+def docstring_paragraphs(docstring: str) -> list[str]:
+    """The paragraphs of a docstring; indented blocks are commands, formulas and drawings."""
+    return page_paragraphs(INDENTED.sub("\n", docstring))
 
 
 def long_sentences(paragraphs: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ import runpy
 import sys
 
 import pytest
+from english import MOST_WORDS, docstring_paragraphs, docstrings, long_sentences
 from helpers import REPOSITORY, run_command
 from program import LIMIT, environment
 from structure_rules import (
@@ -71,6 +72,34 @@ def test_what_needs_no_mpi_does_not_load_it(words):
     result = run_command([sys.executable, "-c", code], LIMIT, environment())
     assert result.returncode == 0, result.tail()
     assert result.stdout.endswith("nothing loaded\n")
+
+
+def docstring_problems(name, source):
+    """Sentences of more than 25 words, and lines that say that nothing is sent."""
+    found = []
+    for line, text in docstrings(source):
+        found += [f"{name}:{line}: more than {MOST_WORDS} words: {sentence}"
+                  for sentence in long_sentences(docstring_paragraphs(text))]
+        if "Comm: none" in text:
+            found.append(f"{name}:{line}: says Comm: none; leave that out")
+    return found
+
+
+@pytest.mark.parametrize("folder", ["mpipar", "bench", "tests", ".ci", "docs"])
+def test_docstrings_are_short_sentences(folder):
+    found = [problem for path in sorted((REPOSITORY / folder).rglob("*.py"))
+             for problem in docstring_problems(path.relative_to(REPOSITORY), path.read_text())
+             if "scratch" not in path.parts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("docstring", "count"), [
+    ("word " * 26, 1), ("Short.\n\n    " + "word " * 26 + "\n\nEnd.", 0), ("One. " * 26, 0),
+    ("Short.\n\n    Comm: none", 1), ("Comm: an all_reduce", 0)])
+def test_a_long_docstring_is_found(docstring, count):
+    lines = docstring.replace("\n", "\n    ")
+    source = f'def f():\n    """{lines}"""\n'
+    assert len(docstring_problems("x.py", source)) == count
 
 
 LAYER = """
