@@ -107,12 +107,12 @@ def test_stacked_products(rng, cupy, dtype):
     q, k, v = (cupy.asarray(host)[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
     wide_q, wide_k, wide_v = (
         host[:, :, i].transpose(0, 2, 1, 3).astype(np.float64) for i in range(3))
-    scores = ops.stacked_products(q, k.transpose(0, 1, 3, 2))
+    scores = ops._stacked_products(q, k.transpose(0, 1, 3, 2))
     assert scores.dtype == kind
     bound = BOUNDS.get(dtype, 1e-14)
     assert relative(ops.to_host(scores), wide_q @ wide_k.transpose(0, 1, 3, 2)) <= bound
     exact = ops.to_host(scores).astype(np.float64).transpose(0, 1, 3, 2) @ wide_v
-    ops.stacked_products(scores.transpose(0, 1, 3, 2), v, q)
+    ops._stacked_products(scores.transpose(0, 1, 3, 2), v, q)
     assert relative(ops.to_host(q), exact) <= bound
 
 

@@ -27,7 +27,7 @@ IMPLEMENTATIONS = {
     "timed": lambda: TimedOps(make("cpu", "float32"), Recorder()),
 }
 # Not array functions: a cast, and counts of the shapes.
-OTHERS = {"scalar", "reset_peak", "stacked_products"}
+OTHERS = {"scalar", "reset_peak"}
 # The kernels that stand behind functions of the fused implementation.
 KERNELS = {"column_sums", "causal_softmax_forward", "causal_softmax_backward",
            "cross_entropy_stats", "cross_entropy_backward"}

@@ -24,7 +24,7 @@ LOWEST = -1e30
 class ArrayAttention:
     """Attention whose scores are whole arrays: product, mask, softmax, product."""
 
-    def stacked_products(self, a, b, out=None):
+    def _stacked_products(self, a, b, out=None):
         """Return a b for every leading index: (B, H, M, K), (B, H, K, N) give (B, H, M, N).
 
         out: where to write it, if given; it may be a view.
@@ -105,7 +105,7 @@ class ArrayAttention:
         """Return a b^T (B, H, Tq, Tk) of a (B, Tq, H, d) and b (B, Tk, Hkv, d)."""
         out = self.xp.empty((a.shape[0], a.shape[2], a.shape[1], b.shape[1]), self.statistics)
         for one in self._members(a, b):
-            self.stacked_products(
+            self._stacked_products(
                 _heads_first(a)[:, one], b.transpose(0, 2, 3, 1), out[:, one])
         return out
 
@@ -136,18 +136,18 @@ class ArrayAttention:
         batch, heads, queries, _ = probs.shape
         y = self.xp.empty((batch, queries, heads, v.shape[-1]), dtype)
         for one in self._members(y, v):
-            self.stacked_products(probs[:, one], _heads_first(v), _heads_first(y)[:, one])
+            self._stacked_products(probs[:, one], _heads_first(v), _heads_first(y)[:, one])
         return y
 
     def _gradients(self, dy, q, k, probs, dscores, out):
         """Write dq, dk, dv to the arrays `out` and return them."""
         dscores = dscores.astype(q.dtype, copy=False)
         for one in self._members(q, k):
-            self.stacked_products(
+            self._stacked_products(
                 dscores[:, one], _heads_first(k), _heads_first(out[0])[:, one])
         for rows, right, total in ((dscores, q, out[1]), (probs, dy, out[2])):
             # A key's gradient is the sum over its group.
-            parts = [self.stacked_products(
+            parts = [self._stacked_products(
                 rows[:, one].transpose(0, 1, 3, 2), _heads_first(right)[:, one],
                 self.xp.empty(_heads_first(total).shape, self.statistics))
                 for one in self._members(q, k)]

@@ -56,7 +56,7 @@ class CupyOps(ArrayOps):
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
         self._gemm(as_rows(x).T, as_rows(y), out, accumulate=True)
 
-    def stacked_products(self, a, b, out=None):
+    def _stacked_products(self, a, b, out=None):
         """Return a b for every leading index. cuBLAS makes one call per row of the batch, without
         copies.
         """
