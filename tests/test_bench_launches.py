@@ -16,20 +16,21 @@ def shifted(rng, factor, launches):
 
 
 def test_compare_says_slower_only_when_the_launches_support_it(rng):
-    (one,) = compare.compare(shifted(rng, 1, 6), shifted(rng, 1.3, 6))
+    (one,) = compare.compare_rows(shifted(rng, 1, 6), shifted(rng, 1.3, 6))
     assert one.verdict == "slower"
-    (one,) = compare.compare(shifted(rng, 1.3, 6), shifted(rng, 1, 6))
+    (one,) = compare.compare_rows(shifted(rng, 1.3, 6), shifted(rng, 1, 6))
     assert one.verdict == "faster"
-    same = [compare.compare(shifted(rng, 1, 6), shifted(rng, 1, 6))[0].verdict for _ in range(100)]
+    same = [compare.compare_rows(shifted(rng, 1, 6), shifted(rng, 1, 6))[0].verdict
+            for _ in range(100)]
     assert same.count("not shown") >= 88
-    (one,) = compare.compare(shifted(rng, 1, 2), shifted(rng, 3, 2))
+    (one,) = compare.compare_rows(shifted(rng, 1, 2), shifted(rng, 3, 2))
     assert one.verdict == "not shown"
     assert "2 and 2 launches can show nothing" in compare.too_few([one])
 
 
 def test_rounds_within_a_launch_are_not_launches(rng):
     rounds = [[one | {"launch": 0} for one in shifted(rng, factor, 9)] for factor in (1, 3)]
-    (one,) = compare.compare(*rounds)
+    (one,) = compare.compare_rows(*rounds)
     assert (one.launches, one.verdict) == ((1, 1), "not shown")
     assert one.a_us == pytest.approx(sorted(row["median_us"] for row in rounds[0])[4])
 

@@ -74,6 +74,6 @@ def test_what_cannot_be_a_file_is_refused(tmp_path, name, message):
 def test_matmul_keeps_a_file_that_is_not_its_own(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(DataError, match="no file of bench"):
+    with pytest.raises(DataError, match="is not a file of bench"):
         matmul.main(["--json", str(path)], Session())
     assert path.read_text() == text

@@ -185,8 +185,8 @@ def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
     (header(0), "no token"),
     (header(4)[:700], "4 tokens"),
     (header(4, magic=20240801) + b"\0" * 16, "Llama 3"),
-    (b"abc", "3 bytes are no whole number"),
-    (b"a", "1 bytes are no whole number"),
+    (b"abc", "3 bytes are not a whole number"),
+    (b"a", "1 bytes are not a whole number"),
     (b"", "empty"),
 ])  # fmt: skip
 def test_token_file_that_is_none(content, message, tmp_path):

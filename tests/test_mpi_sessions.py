@@ -15,13 +15,13 @@ MPI_FOLDER = REPOSITORY / "tests" / "mpi"
 needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
-def session_command(folder: Path) -> list[str]:
-    """Return the command that every rank runs."""
+def session_command(folder: Path, marked: str) -> list[str]:
+    """Return the command that every rank runs. marked: which tests, by their marks."""
     return [
         *(sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", str(folder)),
         *("-o", "timeout=0"),  # tests/mpi/conftest.py has a limit that works inside MPI calls
         *("-p", "no:cacheprovider"),  # the ranks would write one cache at the same time
-        *("-m", ""),  # no marker is left out here: nothing else would ever run it
+        *("-m", marked),
         # Not by file descriptor: the MPI library's last words before an abort must come through.
         *("--capture=sys", "-rs", "--no-fold-skipped", "--color=no"),
     ]
@@ -33,10 +33,11 @@ def count(summary: str, word: str) -> int:
     return int(match[1]) if match else 0
 
 
-def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT):
+def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT,
+                  marked: str = "not slow"):
     """Run one session; return (number passed, ["test - reason" of skips]); all else fails."""
     env = {"MPIPAR_TEST_LIMIT": str(test_limit)}
-    result = run_ranks(num_ranks, session_command(folder), SESSION_LIMIT, env=env)
+    result = run_ranks(num_ranks, session_command(folder, marked), SESSION_LIMIT, env=env)
     assert result.returncode == 0, result.tail()
     lines = result.stdout.splitlines()
     summaries = [line for line in lines if re.fullmatch(r"=+ .* in [\d.]+s.* =+", line)]
@@ -52,7 +53,20 @@ def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT):
 @pytest.mark.timeout(SESSION_LIMIT + 30)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_session(num_ranks, record_property):
-    passed, skipped = check_session(num_ranks, MPI_FOLDER)
+    record_session(record_property, *check_session(num_ranks, MPI_FOLDER))
+
+
+@needs_launcher
+@pytest.mark.slow
+@pytest.mark.timeout(SESSION_LIMIT + 30)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_slow_session(num_ranks, record_property):
+    """What wants the cores for itself, and further numbers of microbatches of every schedule."""
+    record_session(record_property, *check_session(num_ranks, MPI_FOLDER, marked="slow"))
+
+
+def record_session(record_property, passed: int, skipped: list[str]) -> None:
+    """Keep for the summary of a whole check what ran inside a session."""
     record_property("passed_inside", passed)
     for line in skipped:
         record_property("skipped_inside", line)
