@@ -23,7 +23,7 @@ from bench import results, too_large
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
+from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
 from mpipar.config import flags
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig
@@ -204,7 +204,7 @@ def median_step(config, tokens, world, folder: str) -> float:
 def time_shares(analysis) -> dict[str, float]:
     """useful, waiting, transfer and idle of an analysed trace; they add to 1."""
     sums = sum(map(segments.by_kind, analysis.segments), Counter())
-    shares = {"useful": sum(sums[kind] for kind in segments.COMPUTE), "waiting": sums["wait"],
+    shares = {"useful": sum(sums[kind] for kind in COMPUTE), "waiting": sums["wait"],
               "transfer": sums["transfer"], "idle": sums["other"]}
     return {name: length / sums.total() for name, length in shares.items()}
 

@@ -22,6 +22,8 @@ from typing import NamedTuple
 PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 CUTS = ("mpipar.partition", "mpipar.layers.linear")  # modules that cross barriers for a layer
 POINT_TO_POINT = ("send", "recv")
+PASSES = ("F", "B", "I", "W")  # kinds of spans that a schedule orders
+COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; none contains another
 
 
 class Record(NamedTuple):

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from mpipar.comm.record import PASSES
 from mpipar.console.tables import table
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
-
-PASSES = ("F", "B", "I", "W")
 
 
 def span_facts(recorder) -> dict:

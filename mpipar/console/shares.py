@@ -11,9 +11,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 
+from mpipar.comm.record import COMPUTE
 from mpipar.console.tables import table
-
-COMPUTE = ("F", "B", "I", "W", "opt", "data")
 
 
 def share_facts(recorder) -> dict:

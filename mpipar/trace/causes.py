@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpipar.comm.record import family
-from mpipar.trace.segments import COMPUTE, IDLE, Segment
+from mpipar.comm.record import COMPUTE, family
+from mpipar.trace.segments import IDLE, Segment
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Waits
 

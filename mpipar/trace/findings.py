@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from mpipar import models
+from mpipar.comm.record import COMPUTE, PASSES
 from mpipar.config.model import model_config
 from mpipar.models.stage import balanced_layers, stage_flops
-from mpipar.trace.segments import COMPUTE, PASSES, Segment, by_kind
+from mpipar.trace.segments import Segment, by_kind
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import POINT_TO_POINT, Waits
 

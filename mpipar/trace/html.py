@@ -13,11 +13,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from mpipar import models
+from mpipar.comm.record import COMPUTE, PASSES
 from mpipar.config.model import model_config
 from mpipar.console import output
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
-from mpipar.trace.segments import COMPUTE, PASSES
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand
 SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")

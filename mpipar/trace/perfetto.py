@@ -13,9 +13,8 @@ import json
 from bisect import bisect_right
 from pathlib import Path
 
-from mpipar.comm.record import POINT_TO_POINT
+from mpipar.comm.record import COMPUTE, POINT_TO_POINT
 from mpipar.console import output
-from mpipar.trace.segments import COMPUTE
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Event, Waits
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from mpipar.comm.record import PASSES
 from mpipar.console import bubble
 from mpipar.pipeline.simulate import Timeline, simulate
-from mpipar.trace.segments import IDLE, PASSES, Segment
+from mpipar.trace.segments import IDLE, Segment
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Waits
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from mpipar.comm.record import Span
+from mpipar.comm.record import COMPUTE, Span
 from mpipar.trace.trace_file import RankTrace, Trace
 from mpipar.trace.waits import Call, Waits
 
-COMPUTE = ("F", "B", "I", "W", "opt", "data")
-PASSES = ("F", "B", "I", "W")
 IDLE = ("wait", "transfer")
 
 
