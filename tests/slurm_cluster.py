@@ -106,22 +106,21 @@ class SlurmCluster:
         """
         for start in range(1, MOST_STARTS + 1):
             job_id = submit()
-            fields = self.wait_for_job(job_id, timeout, last=start == MOST_STARTS)
-            if CUT_REQUEST not in job_output(fields):
+            fields = self.wait_for_job(job_id, timeout)
+            if CUT_REQUEST not in job_output(fields) or start == MOST_STARTS:
                 break
+            Path(fields["StdOut"]).unlink()  # the next job may write the same file, but later
         code, signal_number = (int(part) for part in fields["ExitCode"].split(":"))
         return JobResult(job_id, fields["JobState"], code, signal_number, job_output(fields))
 
-    def wait_for_job(self, job_id: int, timeout: float, last: bool) -> dict[str, str]:
-        """Return the job's fields once it has ended or, unless ``last``, was cut and cancelled."""
+    def wait_for_job(self, job_id: int, timeout: float) -> dict[str, str]:
+        """Return the fields of a job that has ended; one whose request was cut is cancelled."""
         deadline = time.monotonic() + timeout
         while (fields := self.job_fields(job_id))["JobState"] not in FINAL_STATES:
-            cut = CUT_REQUEST in job_output(fields) and not last
+            cut = CUT_REQUEST in job_output(fields)
             late = time.monotonic() > deadline
             if cut or late:
                 self.run("scancel", "--signal=KILL", "--full", str(job_id))
-            if cut:
-                break
             assert not late, (
                 f"job {job_id} is {fields['JobState']} ({fields['Reason']}) after {timeout} s\n"
                 f"{job_output(fields)}\n{self.logs()}")
