@@ -37,7 +37,7 @@ from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.predict import predict
 from mpipar.trace.tracer import Tracer
-from mpipar.train.worker import Worker, configured_schedule
+from mpipar.train.worker import Asks, Worker, configured_schedule
 
 
 def run(session, reading, machine_path: str | None = None) -> int:
@@ -198,12 +198,12 @@ class Run:
                 with self.tracer.step(step):
                     result = worker.train_step(
                         step, lambda mb, step=step: self.rows.train(step, mb),
-                        session.stop_requested)
+                        Asks(session.stop_requested))
             except NonFiniteError:  # all ranks raise it, so the steps so far can be reported
                 self.metrics.flush(self.world)
                 raise
             self.show_step(result)
-            if result.stop:
+            if result.asks.stop:
                 self.stopped = True
                 break
             if interval and step % interval == 0 and step < steps:
@@ -227,7 +227,7 @@ class Run:
             self.durations = [*self.durations[-50:], result.step_seconds]
             # After Ctrl-C even a long step has time to finish and be saved.
             self.session.grace = max(self.session.grace, 2 * result.step_seconds)
-        if step % run.log_interval == 0 or step in (1, steps) or result.stop:
+        if step % run.log_interval == 0 or step in (1, steps) or result.asks.stop:
             lines = self.metrics.flush(self.world)
             if lines:
                 for text in console.skipped_steps(lines):

@@ -7,7 +7,7 @@ The last is the cost model. They differ only in the `ops` and the transport that
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -26,10 +26,23 @@ from mpipar.train.optim import OPTIMIZERS, learning_rate
 
 
 @dataclass(frozen=True)
+class Asks:
+    """What a rank tells the others in a step and, once all have agreed, what every rank does.
+
+    stop, save: whether this rank asks for it; agreed: whether any rank does. written: whether this
+    rank has written its part of a checkpoint in the background; agreed: whether every rank has.
+    """
+
+    stop: bool = False
+    save: bool = False
+    written: bool = False
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What all ranks know after a step.
 
-    loss: mean in nats per token. grad_norm: of the whole gradient.
+    loss: mean in nats per token. grad_norm: of the whole gradient. asks: those of all ranks.
 
     loss_scale: of this step's backward pass, None where nothing is scaled. skipped: whether the
     gradients overflowed on some rank, so that no weight has changed.
@@ -40,7 +53,7 @@ class StepResult:
     grad_norm: float
     lr: float
     step_seconds: float
-    stop: bool
+    asks: Asks
     loss_scale: float | None = None
     skipped: bool = False
 
@@ -126,14 +139,14 @@ class Worker:
         for stage in self.stages.values():
             stage.flat.initialize(self.config.run.seed, spread)
 
-    def gradients(self, step: int, get_batch, stop_asked=False) -> tuple[float, float, bool]:
-        """Run forward and backward of one step; return (mean loss, gradient norm, whether to stop).
+    def gradients(self, step: int, get_batch, asks=Asks()) -> tuple[float, float, Asks]:
+        """Run forward and backward of one step; return (mean loss, gradient norm, agreed asks).
 
         get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
         mean loss over the global batch, on every rank that holds the parameter. If a gradient is
         not finite on any rank, the norm is not finite on all of them.
         Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums,
-        and one all_reduce of three numbers over world.
+        and one all_reduce of five numbers over world.
         """
         self.recorder.step = step
         self.gradsync.zero()
@@ -150,11 +163,12 @@ class Worker:
         squares = self.gradsync.square_sum()
         if self.loss_scale.dynamic and self.gradsync.overflows():
             squares = math.inf  # also in a copy that the norm does not count: all ranks must skip
-        loss, squares, stop = agree(
-            self.ops, self.comms, [loss, squares, float(stop_asked)], "step.norm")
-        return loss / self.num_tokens, math.sqrt(squares), stop > 0
+        loss, squares, stop, save, written = agree(
+            self.ops, self.comms, [loss, squares, *map(float, astuple(asks))], "step.norm")
+        agreed = Asks(stop > 0, save > 0, written == self.grid.world_size)
+        return loss / self.num_tokens, math.sqrt(squares), agreed
 
-    def train_step(self, step: int, get_batch, stop_asked=False) -> StepResult:
+    def train_step(self, step: int, get_batch, asks=Asks()) -> StepResult:
         """Run one training step; update the weights unless float16 gradients overflowed.
 
         `step` counts from 1.
@@ -163,7 +177,7 @@ class Worker:
         A gradient that is not finite raises it too, unless a smaller loss scale is left.
         """
         start = perf_counter_ns()
-        loss, norm, stop = self.gradients(step, get_batch, stop_asked)
+        loss, norm, agreed = self.gradients(step, get_batch, asks)
         scale, overflow = self.loss_scale.value, not is_finite(norm)
         if not is_finite(loss) or (overflow and not self.loss_scale.can_skip()):
             raise self._not_finite(
@@ -179,7 +193,7 @@ class Worker:
         self.recorder.span("opt", opt_start)
         seconds = (perf_counter_ns() - start) * 1e-9
         shown = scale if self.loss_scale.dynamic else None
-        return StepResult(step, loss, norm, lr, seconds, stop, shown, overflow)
+        return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
 
     def _not_finite(self, what):
         """The error of a run whose numbers left the range of their type."""
