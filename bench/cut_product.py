@@ -6,6 +6,7 @@ Used by bench.matmul and by the tests. Letters: B batch, T tokens, K inner and N
 from __future__ import annotations
 
 import math
+from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +128,7 @@ class CutProduct:
 
     def run(self, phase: str):
         """Run forward, input gradient or weight gradient, and keep the result. Comm: the cut's."""
-        self.recorder.phase = phase
+        self.recorder.phase, start = phase, perf_counter_ns()
         rest = (self.comm, NAME, self.sizes)
         if phase == "F":
             self.y = self.cut.forward(self.ops, self.x, self.w, *rest)
@@ -136,6 +137,7 @@ class CutProduct:
         else:
             self.cut.backward_weight(self.ops, self.x, self.kept, self.dw, *rest)
             self.kept = None
+        self.recorder.span(phase, start)
 
     def errors(self, full: Whole) -> dict[str, float]:
         """Largest difference of each result from its block of the whole, over the largest entry."""

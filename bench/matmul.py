@@ -25,7 +25,7 @@ from bench import results
 from bench.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
-from mpipar.comm.record import Recorder, Sums
+from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, DataError
 from mpipar.job.session import guard
@@ -77,7 +77,7 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
         inside.append((recorder.comm_ns() - before) * 1e-9)
     totals = recorder.totals("phase")
     sent = sum(totals.get((phase,), Sums()).wire_bytes for phase in PHASES) // repeats
-    flight, hidden = recorder.flight_ns("tp")
+    flight, hidden = recorder.flight_ns("tp", POINT_TO_POINT)
     comms.close()
     held, beside = memory(case, sizes, dtype, world.rank)
     return {"wrong": wrong, "seconds": seconds, "inside": inside, "sent": sent,

@@ -66,3 +66,36 @@ def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
     assert rest == [first, second]
     assert "test_record.py:" in first
     assert len({record.cut for record in recorder.records}) == 1
+
+
+def recorded(records, spans):
+    """A recorder that holds records (posted, waited, done) of one axis, and spans (kind, ends)."""
+    recorder = Recorder()
+    for times in records:
+        entry = [*times, "all_reduce", "grads.bucket", "dp", 1, -1, -1, 8, 8, "", 1, 0, 0, "sync",
+                 "", ""]
+        recorder.entries.append([*entry, None])
+    recorder._spans.extend((*one, 1, 0, 0) for one in spans)
+    return recorder
+
+
+def sum_of_waits(recorder):
+    """The broken twin: whatever came between posting and the own wait counts as hidden."""
+    return (sum(one.done_ns - one.posted_ns for one in recorder.records),
+            sum(one.waited_ns - one.posted_ns for one in recorder.records))
+
+
+@pytest.mark.parametrize(("records", "spans", "flight", "hidden", "twin"), [
+    # Three buckets start after the last pass. The wait for one is no computing beside the others.
+    ([(10, 12, 40), (11, 40, 60), (12, 60, 70)], [("B", 0, 9)], 60, 0, (137, 79)),
+    # A pass of another stage covers 20 of the flight, of which a barrier inside it blocks 5.
+    ([(10, 40, 50), (22, 22, 27)], [("B", 15, 35)], 40, 15, (45, 30)),
+    # A test found it done: it flew at most until then. "pipeline" is no computing.
+    ([(10, 30, 30)], [("F", 20, 30), ("pipeline", 0, 99)], 20, 10, (20, 20)),
+    ([(10, 10, 90)], [("F", 0, 99)], 0, 0, (80, 0)),  # blocking
+])  # fmt: skip
+def test_only_computing_hides_a_flight(records, spans, flight, hidden, twin):
+    recorder = recorded(records, spans)
+    assert recorder.flight_ns("dp", ("all_reduce",)) == (flight, hidden)
+    assert recorder.flight_ns("tp", ("all_reduce",)) == (0, 0)
+    assert sum_of_waits(recorder) == twin != (flight, hidden)

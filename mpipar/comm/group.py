@@ -72,11 +72,6 @@ class Pending:
             self.request = None
         return self.array
 
-    @property
-    def record(self) -> Record:
-        """The operation's record. There is none in a group of one."""
-        return Record._make(self.entry[:TALLY])
-
 
 class Comm:
     """One group of ranks along `axis`: their world ranks, and this rank's place `index`.

@@ -156,6 +156,26 @@ def find_site(tally: list, frame) -> None:
                       place(site.f_code.co_filename, site.f_lineno), cut)
 
 
+def overlap_ns(flights, computing, blocked) -> tuple[int, int]:
+    """How long the union of `flights` is, and how much of that is computing and not blocked.
+
+    Each argument: a list of (start, end) in nanoseconds. Time that a rank spends in another wait is
+    no computing, even inside a pass.
+    """
+    edges = sorted((time, kind, change)
+                   for kind, intervals in enumerate((flights, computing, blocked))
+                   for start, end in intervals for time, change in ((start, 1), (end, -1)))
+    inside, last, flight, hidden = [0, 0, 0], 0, 0, 0
+    for time, kind, change in edges:
+        if inside[0]:
+            flight += time - last
+            if inside[1] and not inside[2]:
+                hidden += time - last
+        inside[kind] += change
+        last = time
+    return flight, hidden
+
+
 class Recorder:
     """Collects what one rank did: `records` of communication, `spans` of compute, and counters.
 
@@ -252,17 +272,19 @@ class Recorder:
             sums[short] = sums.get(short, Sums()).plus(counter)
         return sums
 
-    def flight_ns(self, axis: str) -> tuple[int, int]:
-        """Flight time of the messages over `axis` that are in the ring, and how much of it was
-        hidden.
+    def flight_ns(self, axis: str, operations: tuple[str, ...]) -> tuple[int, int]:
+        """(nanoseconds in which any of these operations over `axis` flies, those of them computed).
 
-        Both are nanoseconds. Flight goes from posting to the end; its hidden part ends when the
-        rank begins to wait.
+        Flight goes from posting to the end. What counts as computed: see `overlap_ns`. Blocking
+        operations have no part in it, and only what is in the rings counts.
         """
-        sent = [record for record in self.records if record.axis == axis
-                and record.operation in POINT_TO_POINT and record.done_ns]
-        return (sum(record.done_ns - record.posted_ns for record in sent),
-                sum(record.waited_ns - record.posted_ns for record in sent))
+        records = [record for record in self.records if record.done_ns]
+        flights = [(record.posted_ns, record.done_ns) for record in records
+                   if record.axis == axis and record.operation in operations
+                   and record.posted_ns < record.waited_ns]
+        computing = [(span.start_ns, span.end_ns) for span in self.spans if span.kind in COMPUTE]
+        return overlap_ns(flights, computing,
+                          [(record.waited_ns, record.done_ns) for record in records])
 
     def comm_ns(self) -> int:
         """Nanoseconds that this rank has been inside communication since the counters began."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from mpipar.comm.facts import gather_facts
+from mpipar.comm.record import POINT_TO_POINT
 from mpipar.console import tables as console
 from mpipar.console.bubble import bubble_rows, bubble_table, span_facts
 from mpipar.console.memory import process_peak
@@ -33,8 +34,8 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
     fact = fact | {
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
                      if key.phase in ("F", "I", "W", "sync")],
-        "flight_ns": worker.gradsync.flight_ns, "overlapped_ns": worker.gradsync.overlapped_ns,
-        "ring_ns": worker.recorder.flight_ns("tp"),
+        "buckets_ns": worker.recorder.flight_ns("dp", ("all_reduce",)),
+        "ring_ns": worker.recorder.flight_ns("tp", POINT_TO_POINT),
         "measured": peak_bytes, "process": process_peak(),
         "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
         "shares": share_facts(worker.recorder), "cores": len(os.sched_getaffinity(0)),
@@ -43,9 +44,11 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
     if facts:
         log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
         log(console.barriers([fact["counters"] for fact in facts], steps, len(facts)))
-        log("\n" + console.overlap(facts))
-        if console.ring_overlap(facts):
-            log(console.ring_overlap(facts))
+        overlaps = [console.overlap(name, [fact[key] for fact in facts]) for name, key in (
+            ("gradient all-reduce", "buckets_ns"), ("messages of tp", "ring_ns"))]
+        log("\n" + (overlaps[0] or "gradient all-reduce: none (dp 1)"))
+        if overlaps[1]:
+            log(overlaps[1])
         log("\nshares of a step:")
         log(share_table([fact["shares"] for fact in facts], [fact["place"] for fact in facts]))
         if worker.grid.pp_size > 1:

@@ -148,21 +148,12 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
     return table(rows, left=5)
 
 
-def overlap(facts: list[dict]) -> str:
-    """Share of the gradient all-reduces' flight time that overlapped with computing."""
-    flight = sum(fact["flight_ns"] for fact in facts)
-    if not flight:
-        return "gradient all-reduce: none (dp 1)"
-    hidden = sum(fact["overlapped_ns"] for fact in facts) / flight
-    return f"gradient all-reduce: {hidden:.0%} of its flight time overlapped with other work"
-
-
-def ring_overlap(facts: list[dict]) -> str | None:
-    """Share of the flight time of --tp-matmul ring's messages that overlapped with computing.
+def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:
+    """Which share of the flight time of messages was computed; facts: see `Recorder.flight_ns`.
 
     None without such messages.
     """
-    flight, hidden = (sum(fact["ring_ns"][i] for fact in facts) for i in (0, 1))
+    flight, hidden = (sum(values) for values in zip(*facts, strict=True))
     if not flight:
         return None
-    return f"tp messages: {hidden / flight:.0%} of their flight time overlapped with products"
+    return f"{name}: its rank computed in {hidden / flight:.0%} of the time of flight"

@@ -23,7 +23,6 @@ class GradSync:
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending = []
-        self.overlapped_ns = self.flight_ns = 0
 
     def start(self, stage: int) -> None:
         """Post the buckets of a stage's finished gradients.
@@ -47,12 +46,7 @@ class GradSync:
         over each of those groups and one over dp.
         """
         for pending in self.pending:
-            is_done = pending.request is None
             pending.wait()
-            if not is_done:
-                record = pending.record
-                self.flight_ns += record.done_ns - record.posted_ns
-                self.overlapped_ns += record.waited_ns - record.posted_ns
         self.pending = []
         for stage in sorted(self.stages):
             flat = self.stages[stage].flat
