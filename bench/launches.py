@@ -12,12 +12,10 @@ import time
 from bench import findings, records, results
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from mpipar.job.signals import STOP_SECONDS
 
 START = "mpiexec -n 2"  # the default of --start
 LOOK_SECONDS = 0.2  # between two looks at a running job: rare looks do not disturb its measurement
-PATIENCE_SECONDS = STOP_SECONDS + 1  # a job has this long to end before each signal
-GRACE_SECONDS = 4 * PATIENCE_SECONDS  # by then every job has ended
+PATIENCE_SECONDS = 4.5  # a job has this long to end before each signal
 
 
 def alone(session, start: str) -> None:
@@ -77,7 +75,7 @@ def run(session, args, argv) -> int:
         raise UsageError("--launches keeps the rows of all jobs in one file: give --json FILE")
     code = EXIT_OK
     results.check_writable(args.json)  # the first launch empties it, once its flags are right
-    with session.stop_on_request(GRACE_SECONDS):
+    with session.stop_on_request():
         for launch in range(1, args.launches + 1):
             print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
             try:

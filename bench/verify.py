@@ -29,7 +29,7 @@ from bench.cases import COMM
 from bench.compute import HELD_OUT_SIDES, measure_products, step_config, step_seconds
 from bench.curves import REDUCTION, quietest
 from bench.groups import link_of
-from bench.launches import GRACE_SECONDS, START, alone, launcher_words, run_job
+from bench.launches import START, alone, launcher_words, run_job
 from bench.needed import (
     ROUNDS,
     SECONDS,
@@ -245,7 +245,7 @@ def all_launches(session, args) -> list[dict]:
     alone(session, args.start or START)
     prepared(args)
     lines: list[dict] = []
-    with session.stop_on_request(GRACE_SECONDS):
+    with session.stop_on_request():
         for launch in range(1, args.launches + 1):
             print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
             lines += fresh_launch(session, args, launch)

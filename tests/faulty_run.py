@@ -41,7 +41,7 @@ if (RANK, FAULT) == (1, "stopped-evaluating"):
     Worker.evaluate = lambda self, rows: os.kill(os.getpid(), signal.SIGSTOP)
 if FAULT == "slow-disk":
     plain_fsync = os.fsync
-    os.fsync = lambda number: (time.sleep(1), plain_fsync(number))
+    os.fsync = lambda number: (time.sleep(4), plain_fsync(number))
 if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
     plain_forward = LayerNorm.forward
     microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation after them

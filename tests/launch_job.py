@@ -99,8 +99,11 @@ def main(argv, session):
         return 0
     if how == "stop":
         return wait_for_stop(session, world)
-    if how in ("stuck", "busy"):
+    if how in ("stuck", "busy", "computing"):
         ready(session, world)
+        if how == "computing":
+            while True:
+                sum(range(1000))
         if how == "stuck":  # rank 0 waits in MPI for ever; in a loop that allows a stop
             with session.stop_on_request():
                 no_return(world)

@@ -65,7 +65,7 @@ def test_a_first_launch_that_is_refused_keeps_what_the_file_had(tmp_path, monkey
     text = pathlib.Path(write_file(path, [row()])).read_text()
     monkeypatch.setattr(launches, "run_job", lambda session, command: 2)
     session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1),
-                                    stop_on_request=lambda seconds: contextlib.nullcontext(),
+                                    stop_on_request=contextlib.nullcontext,
                                     stop_requested=False)
     argv = ["latencies", "--launches", "3", "--json", str(path)]
     assert launches.run(session, interconnect.parse(argv), argv) == 2

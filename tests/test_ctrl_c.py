@@ -1,4 +1,4 @@
-"""Ctrl-C in `mpipar train`: the weights are saved, all ranks end at once, with one meaning.
+"""Signals to `mpipar train`: the weights are saved, all ranks end at once, with one meaning.
 
 The guard itself is tested in test_launch.py.
 """
@@ -13,7 +13,15 @@ import time
 
 import numpy as np
 import pytest
-from helpers import MARK, REPOSITORY, find_launcher, kill_with, run_command, wait_for_end
+from helpers import (
+    MARK,
+    REPOSITORY,
+    find_launcher,
+    kill_with,
+    processes_with,
+    run_command,
+    wait_for_end,
+)
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
 
 QUICK = 5.0  # seconds from Ctrl-C to the end of all processes
@@ -38,10 +46,14 @@ class Job:
             assert self.process.poll() is None, self.output()
             time.sleep(0.02)
 
-    def interrupt(self):
-        """Send SIGINT to the process that was started; return the exit code of a quick end."""
+    def a_rank(self):
+        """The id of a rank's process: ranks start after their launcher."""
+        return max(processes_with(MARK, self.mark))
+
+    def interrupt(self, sign=signal.SIGINT):
+        """Send a signal to the process that was started; return the exit code of a quick end."""
         start = time.monotonic()
-        os.kill(self.process.pid, signal.SIGINT)
+        os.kill(self.process.pid, sign)
         code = self.process.wait(LIMIT)
         assert wait_for_end(self.mark) == []
         assert time.monotonic() - start < QUICK, self.output()
@@ -67,13 +79,14 @@ def started(here, ranks, *words, program=PROGRAM):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_in_training_the_run_ends_with_its_weights(ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "sign"), [
+    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_in_training_the_run_ends_with_its_weights(ranks, sign, tmp_path):
     (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
     path = tmp_path / "run" / "metrics.jsonl"
     with started(tmp_path, ranks, "--steps", "1000000") as job:
         job.wait_until(lambda: path.exists() and path.read_text().count("\n") > 5)
-        assert job.interrupt() == 75, job.output()
+        assert job.interrupt(sign) == 75, job.output()
         text = job.output()
     assert BLOCK not in text
     last = re.search(r"stopped on request after step (\d+); the weights are in run/weights", text)
@@ -102,14 +115,31 @@ def test_after_training_the_weights_are_there_already(ranks, tmp_path):
 
 
 @needs_mpiexec
-def test_while_one_rank_writes_no_other_says_that_the_weights_are_there(tmp_path):
+def test_sigusr2_to_one_rank_saves_and_the_run_goes_on(tmp_path):
+    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
+    path, saved = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "weights"
+    with started(tmp_path, 2, "--steps", "1000000") as job:
+        job.wait_until(lambda: path.exists() and path.read_text().count("\n") > 5)
+        os.kill(job.a_rank(), signal.SIGUSR2)
+        job.wait_until((saved / "model.safetensors").exists)
+        steps = path.read_text().count("\n")
+        job.wait_until(lambda: path.read_text().count("\n") > steps)
+        assert job.interrupt() == 75, job.output()
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_save_that_takes_long_is_not_cut(sign, tmp_path):
+    """No other rank says that the weights are there while one writes, and no timer ends it."""
     (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
     folder = tmp_path / "run" / "weights"
     slow_disk = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), "slow-disk"]
     with started(tmp_path, 2, "--steps", "2", "--sample-tokens", "1", program=slow_disk) as job:
         job.wait_until((folder / "model.safetensors.partial").exists)
-        time.sleep(0.3)
-        assert job.interrupt() in (0, 75), job.output()
+        os.kill(job.process.pid, sign)
+        assert job.process.wait(LIMIT) == 75, job.output()
+        text = job.output()
+    assert "the weights are in run/weights" in text
     assert [path.name for path in sorted(folder.iterdir())] == ["config.json", "model.safetensors"]
 
 

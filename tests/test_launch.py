@@ -198,46 +198,72 @@ needs_hydra = pytest.mark.skipif(
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("target", ["launcher", "rank"])
-@pytest.mark.parametrize("how", ["busy", "stuck"])
-def test_ctrl_c_ends_the_job(how, target, tmp_path):
-    """It also holds while a rank waits in MPI, and after a request to stop that had no effect."""
-    with running(3, how, tmp_path) as (process, ranks, output):
+@pytest.mark.parametrize(("target", "sign"), [
+    ("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("rank", signal.SIGTERM)])
+def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
+    """It also holds while a rank waits in MPI."""
+    with running(3, "busy", tmp_path) as (process, ranks, output):
         start = time.monotonic()
-        os.kill(process.pid if target == "launcher" else ranks[1], signal.SIGINT)
+        os.kill(process.pid if target == "launcher" else ranks[1], sign)
         code = process.wait(QUICK)
         assert time.monotonic() - start < QUICK
     text = output.read_text()
     if target == "rank" or is_hydra():
         assert code == 130, text
         assert text.count(BLOCK) == 1, text
-        assert "interrupted" in text
+        assert f"interrupted ({sign.name})" in text
     else:
         assert code != 0
 
 
 @needs_hydra
-@pytest.mark.parametrize("target", ["launcher", "rank"])
-def test_first_ctrl_c_in_a_loop_stops_all_ranks_at_the_same_step(target, tmp_path):
+@pytest.mark.parametrize(("target", "sign"), [
+    ("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("launcher", signal.SIGTERM),
+    ("rank", signal.SIGTERM), ("launcher", signal.SIGUSR1), ("rank", signal.SIGUSR1)])
+def test_a_signal_in_a_loop_stops_all_ranks_at_the_same_step(target, sign, tmp_path):
     with running(3, "stop", tmp_path) as (process, ranks, output):
-        os.kill(process.pid if target == "launcher" else ranks[1], signal.SIGINT)
+        os.kill(process.pid if target == "launcher" else ranks[1], sign)
         assert process.wait(QUICK) == 75, output.read_text()
-    steps = re.findall(r"left at step (\d+)", output.read_text())
+    text = output.read_text()
+    steps = re.findall(r"left at step (\d+)", text)
     assert len(steps) == 3
     assert len(set(steps)) == 1
-    assert BLOCK not in output.read_text()
+    assert BLOCK not in text
+    assert text.count(f"{sign.name}: stops after this step") == (target == "launcher")
 
 
 @needs_mpiexec
-def test_second_ctrl_c_does_not_wait(tmp_path):
+def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
+    """SLURM sends SIGTERM to a job that already saves because of SIGUSR1."""
     with running(2, "stuck", tmp_path) as (process, ranks, output):
-        os.kill(ranks[1], signal.SIGINT)
-        time.sleep(0.5)
+        for sign in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            os.kill(ranks[1], sign)
+            time.sleep(0.3)
+        assert process.poll() is None, output.read_text()
         start = time.monotonic()
         os.kill(ranks[1], signal.SIGINT)
         assert process.wait(QUICK) == 130
         assert time.monotonic() - start < 2.0
-    assert output.read_text().count(BLOCK) == 1
+    (line,) = [line for line in output.read_text().splitlines() if BLOCK in line]
+    assert "interrupted twice (SIGINT), rank 1 of 2" in line
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("how", ["busy", "computing"])
+def test_ranks_whose_launcher_was_killed_end(how, tmp_path):
+    """Hydra's proxy ends them; so does Open MPI for ranks that communicate, but not for others."""
+    with running(2, how, tmp_path) as (process, ranks, _):
+        for pid in {process.pid, *map(parent_of, ranks)}:
+            os.kill(pid, signal.SIGKILL)
+        process.wait(QUICK)
+        deadline = time.monotonic() + 10.0
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def parent_of(pid):
+    return int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
 # --- alone

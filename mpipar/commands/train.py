@@ -198,7 +198,7 @@ class Run:
                 with self.tracer.step(step):
                     result = worker.train_step(
                         step, lambda mb, step=step: self.rows.train(step, mb),
-                        Asks(session.stop_requested))
+                        Asks(session.stop_requested, session.save_requested))
             except NonFiniteError:  # all ranks raise it, so the steps so far can be reported
                 self.metrics.flush(self.world)
                 raise
@@ -206,7 +206,9 @@ class Run:
             if result.asks.stop:
                 self.stopped = True
                 break
-            if interval and step % interval == 0 and step < steps:
+            due = interval and step % interval == 0
+            if (due or result.asks.save) and step < steps:
+                session.save_requested = False
                 self.save()
                 self.metrics.skip()
         self.last, self.seconds = step, perf_counter() - start
@@ -225,8 +227,6 @@ class Run:
             self.memory.stop()
         else:  # the first step also pays for things that later ones reuse
             self.durations = [*self.durations[-50:], result.step_seconds]
-            # After Ctrl-C even a long step has time to finish and be saved.
-            self.session.grace = max(self.session.grace, 2 * result.step_seconds)
         if step % run.log_interval == 0 or step in (1, steps) or result.asks.stop:
             lines = self.metrics.flush(self.world)
             if lines:
@@ -252,6 +252,8 @@ class Run:
             self.log(f"stopped on request after step {self.last}; the weights are in {weights}")
             return EXIT_STOPPED
         self.session.where, self.session.saved = lambda: "evaluation", str(weights)
+        if self.session.stop_requested:  # it came too late for a step, during the last save
+            self.session.fail(KeyboardInterrupt("stopped on request"))
         finish.SHOW[self.config.model.model](self.worker, self.inputs, self.log, self.seconds)
         if self.tracer.written and self.log.speaks:
             finish.draw_trace(self.folder, self.log)

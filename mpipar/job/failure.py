@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpipar import errors
@@ -45,7 +45,7 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
         if saved:
             do = f"the weights are in {saved}"
             return Report(errors.EXIT_STOPPED, (what,), where, "", do, "")
-        return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "nothing was saved", "")
+        return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "", "")
     if isinstance(error, BrokenPipeError):
         what = "the program that read the output ended before all of it was written"
         return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
@@ -64,8 +64,11 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
 
 
 def show(found: Report, record: Path | None = None) -> None:
-    """Print the block on stderr, after everything printed so far."""
+    """Print the block on stderr, after everything printed so far; an interrupt gets one line."""
     lines = [f"mpipar: stopped, exit code {found.exit_code} ({EXIT_CODES[found.exit_code]})"]
+    if found.exit_code == errors.EXIT_INTERRUPTED:
+        lines[0] += f": {found.what[0]}, {found.where}"
+        found, record = replace(found, what=(), where=""), None
     for title, texts in (("what", found.what), ("where", (found.where,)), ("why", (found.why,)),
                          ("do", (found.do,)), ("record", (str(record or ""),))):
         label = f"{title}:"

@@ -47,11 +47,11 @@ class Session(Interruptible):
     host_rank: place of this process among them.
     run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
     where: called when an error is reported; it says what the rank is doing, such as "step 17".
-    saved: set to the folder of the final weights once they are written. Ctrl-C then loses nothing.
+    saved: set to the folder of the final weights once they are written. A stop then loses nothing.
     """
 
     def __init__(self, launcher: Launcher):
-        super().__init__()
+        super().__init__(speaks=launcher.rank == 0)
         self.launcher = launcher
         self.world = None
         self.host_ranks, self.host_rank = (0,), 0
@@ -128,6 +128,11 @@ class Session(Interruptible):
         self.world = None  # a Ctrl-C from here on must ask MPI nothing
         _import_mpi().Finalize()
         return exit_code
+
+    def orphaned(self) -> None:
+        """End this rank because the process that started it is gone; see `listen`."""
+        self.fail(EnvironmentProblem(
+            f"{self.launcher.name} has ended without its ranks (killed?); they end too"))
 
     def _place(self) -> str:
         here = f"host {os.uname().nodename} (pid {os.getpid()})"
@@ -249,7 +254,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     session = Session(read_launcher(os.environ))
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
-    listen(session.interrupt)
+    listen(session.interrupt, session.orphaned if session.launcher.name else None)
     try:
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting

@@ -1,46 +1,73 @@
-"""Ctrl-C: when a signal asks the loop to stop at a step boundary, and when it ends the process."""
+"""Signals: which ask a run to save or to stop at a step boundary, and which end the process.
+
+| signal | in the loop of steps | before and after it |
+| --- | --- | --- |
+| SIGINT (Ctrl-C), SIGTERM, SIGUSR1 | finish the step, save, stop | stop at once |
+| a second SIGINT | stop at once, without saving | - |
+| SIGUSR2 | finish the step, save, go on | save after the first step |
+"""
 
 import contextlib
 import os
+import select
 import signal
+import sys
 import threading
 from collections.abc import Callable
 
-STOP_SECONDS = 3.5  # a Ctrl-C ends the job within 5 s, whatever the ranks are doing
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAVING = signal.SIGUSR2
+LOOK_SECONDS = 1.0  # between two looks whether the parent process is still there
 
 
 class Interruptible:
-    """A process that SIGINT stops. The subclass brings `fail(error)`, which ends it at once.
+    """A process that signals stop. The subclass brings `fail(error)`, which ends it at once.
 
-    stop_requested, grace: see stop_on_request().
+    speaks: whether this process, of all processes of its job, says that a request has come.
+    stop_requested, save_requested: see stop_on_request(). Whoever saves clears save_requested.
     """
 
-    def __init__(self):
-        self.stop_requested = False
-        self.grace: float | None = None
+    def __init__(self, speaks: bool = True):
+        self.speaks = speaks
+        self.stop_requested = self.save_requested = False
+        self._in_loop = self._impatient = False
 
     @contextlib.contextmanager
-    def stop_on_request(self, grace: float = 0.0):
-        """Inside, the first Ctrl-C only sets stop_requested: the loop ends at a step boundary.
+    def stop_on_request(self):
+        """Inside, a signal only sets stop_requested or save_requested: the loop obeys at a step
+        boundary.
 
         The ranks must agree on it there, because a signal may reach one rank, or each at another
-        step. A process that has not ended max(STOP_SECONDS, grace) seconds later leaves at once
-        with code 130. So does a process that gets a second Ctrl-C. A loop with longer steps may
-        raise self.grace.
+        step. No timer ends a step or a save that takes long. A second Ctrl-C does.
         """
-        self.grace = max(STOP_SECONDS, grace)
+        self._in_loop = True
         try:
             yield self
         finally:
-            self.grace = None
+            self._in_loop = False
 
-    def interrupt(self) -> None:
-        """What one SIGINT does; runs in the signal thread, also while the rank waits in MPI."""
-        if self.grace is None or self.stop_requested:
-            self.fail(KeyboardInterrupt("interrupted (SIGINT)"))
+    def interrupt(self, number: int) -> None:
+        """What one signal does; runs in the signal thread, also while the rank waits in MPI."""
+        if number == SAVING:
+            self.save_requested = True
+            return
+        name = signal.Signals(number).name
+        if not self._in_loop:
+            self.fail(KeyboardInterrupt(f"interrupted ({name})"))
+        if number == signal.SIGINT and self._impatient:
+            self.fail(KeyboardInterrupt(f"interrupted twice ({name})"))
+        self._impatient = self._impatient or number == signal.SIGINT
+        if self.speaks and not self.stop_requested:
+            # a thread of its own: a console that nobody reads must not stop the signals
+            later(0, note, f"{name}: stops after this step; a second Ctrl-C stops at once")
         self.stop_requested = True
-        late = KeyboardInterrupt(f"interrupted (SIGINT), and not done {self.grace:g} s later")
-        later(self.grace, self.fail, late)
+
+
+def note(text: str) -> None:
+    """Print a line on stderr, if anybody can read it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"mpipar: {text}\n")
+        sys.stderr.flush()
 
 
 def later(seconds: float, function: Callable, *arguments) -> None:
@@ -50,19 +77,27 @@ def later(seconds: float, function: Callable, *arguments) -> None:
     timer.start()
 
 
-def listen(interrupt: Callable[[], None]) -> None:
-    """Call interrupt() for each SIGINT, in a thread, because a Python handler waits until MPI
-    returns.
+def listen(interrupt: Callable[[int], None], orphaned: Callable[[], None] | None = None) -> None:
+    """Call interrupt(number) for each signal, in a thread, because a Python handler waits until
+    MPI returns.
+
+    orphaned: called once when the parent process, the launcher's, has ended. A rank that computes
+    would go on for ever: nobody but the parent ends it.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    signal.signal(signal.SIGINT, lambda number, frame: None)
+    for number in (*STOPPING, SAVING):
+        signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    parent = os.getppid()
 
     def watch():
         while True:
-            for number in os.read(read_end, 64):
-                if number == signal.SIGINT:
-                    interrupt()
+            ready, _, _ = select.select([read_end], [], [], LOOK_SECONDS)
+            for number in os.read(read_end, 64) if ready else b"":
+                if number in (*STOPPING, SAVING):
+                    interrupt(number)
+            if orphaned is not None and os.getppid() != parent:
+                orphaned()
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
