@@ -1,0 +1,1 @@
+"""What comes from outside: files that users hand in, read within bounds, and text made harmless."""

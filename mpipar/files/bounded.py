@@ -1,0 +1,190 @@
+"""Reads files that users hand in: regular files only, and values within bounds.
+
+A hostile or broken file must cost no more than a sentence. So a size, a depth, a number of digits
+and a name that is longer are refused before anything is done with them. Each function raises the
+error class that the caller names: DataError for data, UsageError for a configuration.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from mpipar.errors import DataError, UserError
+from mpipar.files.text import shown
+
+MOST_BYTES = 1 << 20  # of a file whose reader names no other bound
+MOST_DEPTH = 32  # lists and objects inside each other
+MOST_NAME = 500  # characters of a key
+MOST_PARTS = 32  # of a dotted key in TOML: tomllib needs their square in time and memory
+KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISCHR, "a device"),
+         (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
+# In TOML, what lies between the dots of a dotted name, and more: texts, names, white space. Each
+# pattern goes over a line once, whatever is on it.
+BETWEEN_DOTS = re.compile(
+    r"""  "(?:\\.?|[^"\\])*(?:"|$)  |  '[^']*(?:'|$)  |  [\w\s-]+  """, re.VERBOSE)
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Open a regular file for reading; raises OSError, also for a pipe, a device or a folder.
+
+    A pipe that nobody writes to would block, and a device has no end.
+    """
+    name = os.fspath(path)
+    if "\0" in name:
+        raise OSError(errno.EINVAL, "a file's name cannot hold a zero byte")
+    # On a regular file O_NONBLOCK does nothing. A pipe is opened without waiting for its writer.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((text for check, text in KINDS if check(mode)), "no file")
+            raise OSError(errno.EINVAL, f"is {kind}; give a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """The whole of a small regular file; raises OSError, and ValueError if it is larger."""
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+        size = max(len(content), os.fstat(file.fileno()).st_size)
+    if size > most_bytes:
+        raise ValueError(f"has {size:,} bytes; at most {most_bytes:,} are read")
+    return content
+
+
+def read_text(path, *, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a small regular file in UTF-8; raises OSError and ValueError."""
+    try:
+        return read_bytes(path, most_bytes=most_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be read") from None
+
+
+@contextmanager
+def problems_as(error: type[UserError], where: str, cure: str = "") -> Iterator[None]:
+    """Turn OSError and ValueError of its block into the user's error: "where: what; cure"."""
+    try:
+        yield
+    except (OSError, ValueError) as problem:
+        text = getattr(problem, "strerror", None) or problem
+        raise error(f"{where}: {text}{cure and '; ' + cure}") from None
+
+
+def read_json(path, error: type[UserError] = DataError, *, where: str = "", cure: str = "",
+              most_bytes: int = MOST_BYTES):
+    """The value of a JSON file; raises `error` with one sentence. See `parse_json`.
+
+    where: begins the sentence in place of the path. cure: ends it.
+    """
+    with problems_as(error, where or str(path), cure):
+        return parse_json(read_text(path, most_bytes=most_bytes))
+
+
+def read_toml(path, error: type[UserError], *, where: str = "",
+              most_bytes: int = MOST_BYTES) -> dict:
+    """The table of a TOML file; raises `error` with one sentence. See `parse_toml`."""
+    with problems_as(error, where or str(path)):
+        return parse_toml(read_text(path, most_bytes=most_bytes))
+
+
+def parse_json(text: str):
+    """The value of a JSON text; ValueError says what is wrong and where.
+
+    Besides what is no JSON, it refuses what `_check_values` names, and a key twice in an object.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: line {error.lineno}, column {error.colno}:"
+                         f" {error.msg}") from None
+    except TwiceError:
+        raise
+    except ValueError:  # Python reads no more than some 4,300 digits
+        raise ValueError("holds a whole number with too many digits") from None
+    _check_values(value)
+    return value
+
+
+class TwiceError(ValueError):
+    """A key stands more than once in one object: it is not known which value is meant."""
+
+
+def _object(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise TwiceError(f"holds the key {shown(twice)} {times} times in one object")
+    return found
+
+
+def parse_toml(text: str) -> dict:
+    """The table of a TOML text; ValueError says what is wrong and where.
+
+    Besides what is no TOML, it refuses what `_check_values` names but not numbers that are not
+    finite.
+    """
+    if any("." * MOST_PARTS in BETWEEN_DOTS.sub("", line) for line in text.splitlines()):
+        raise ValueError(f"holds a name of more than {MOST_PARTS} parts with dots between them")
+    try:
+        value = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"is not TOML: {error}") from None
+    except ValueError:
+        raise ValueError("holds a whole number with too many digits") from None
+    _check_values(value, finite=False)
+    return value
+
+
+def _too_deep() -> str:
+    return f"holds lists or objects more than {MOST_DEPTH} deep inside each other"
+
+
+def _check_values(value, finite: bool = True) -> None:
+    """ValueError for depth, a long name, a huge number, NaN, a zero byte, or half a character."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        below = []
+        for one in level:
+            if isinstance(one, dict):
+                for name in one:
+                    _check_text(name)
+                    if len(name) > MOST_NAME:
+                        raise ValueError(f"holds a name of {len(name):,} characters; at most"
+                                         f" {MOST_NAME} are read")
+                below.extend(one.values())
+            elif isinstance(one, list):
+                below.extend(one)
+            elif isinstance(one, str):
+                _check_text(one)
+            elif isinstance(one, int) and not -(2**63) <= one < 2**64:
+                raise ValueError("holds a whole number that 64 bits cannot hold")
+            elif finite and isinstance(one, float) and not math.isfinite(one):
+                raise ValueError(f"holds {one}, which is no finite number")
+        if not below:
+            return
+        level = below
+    raise ValueError(_too_deep())
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"holds a zero byte in the text {shown(text)}")
+    if not text.isascii() and any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+        raise ValueError(f"holds half a character in the text {shown(text)}")

@@ -1,0 +1,29 @@
+"""Text from outside, made harmless: for a terminal, and for a sentence about it."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+# What moves a terminal's cursor, changes its state or turns the direction of writing. A new line
+# and a tab stay.
+HARMFUL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+MOST_SHOWN = 80  # characters of a foreign value in a sentence
+
+
+def harmless(text: str) -> str:
+    """The text with its control characters spelled out in ASCII, so that nothing obeys them."""
+    return HARMFUL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable(text: str, file=None) -> str:
+    """Harmless text, with question marks for what a file's encoding lacks; file: or sys.stdout."""
+    encoding = getattr(file or sys.stdout, "encoding", None) or "utf-8"
+    return harmless(text).encode(encoding, "replace").decode(encoding)
+
+
+def shown(value, most: int = MOST_SHOWN) -> str:
+    """A foreign value for a sentence: its repr, cut if it is long."""
+    text = harmless(repr(value[:most] if isinstance(value, str) else value))
+    return f"{text[:most]}..." if len(text) > most + 2 else text
