@@ -1,1 +1,1 @@
-"""Weights on disk, streamed: Hugging Face's form of a GPT-2, and mpipar's form of other models."""
+"""Weights in the forms of model files, and the whole state of a run as boxes with a manifest."""

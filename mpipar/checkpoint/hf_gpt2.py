@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-DTYPES = {"float32": "F32", "float64": "F64"}
 HF_LAYER = {
     "norm1": "ln_1", "norm2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
     "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -20,14 +19,13 @@ from safetensors import SafetensorError, safe_open
 
 from mpipar import models
 from mpipar import ops as ops_module
-from mpipar.checkpoint import formats
-from mpipar.checkpoint.hf_gpt2 import DTYPES, FLOATS
+from mpipar.checkpoint import boxes, formats
+from mpipar.checkpoint.disk import BLOCK_BYTES, safetensors_head
+from mpipar.checkpoint.hf_gpt2 import FLOATS
 from mpipar.comm.group import Comms
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.layers.context import Context
-
-BLOCK_BYTES = 16 * 2**20  # a row block: the most that one message or one write carries
 
 
 def all_params(config, stage_layers) -> list[tuple[int, object]]:
@@ -43,8 +41,8 @@ def all_params(config, stage_layers) -> list[tuple[int, object]]:
 
 def _blocks(shape, itemsize):
     """[first, last) row blocks of a logical shape, each of at most BLOCK_BYTES (or one row)."""
-    rows = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * itemsize))
-    return [(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
+    whole = tuple((0, length) for length in shape)
+    return [rows for rows, *_ in boxes.row_blocks(whole, itemsize, BLOCK_BYTES)]
 
 
 def _shard_part(param, index, count, first, last):
@@ -116,35 +114,38 @@ def _move(worker, world, piece, shape, owner, name):
 
 
 def save(worker, folder: Path) -> None:
-    """Write folder/model.safetensors and config.json; a crash leaves the old files unchanged.
-
-    Raises OutputError on rank 0 if the disk cannot take them. Comm: see `stream`.
-    """
-    params = all_params(worker.config.model, worker.stage_layers)
-    form, dtype = formats.format_of(worker.config.model), worker.ops.statistics
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for _, param in params:
-        nbytes = math.prod(param.shape) * dtype.itemsize
-        name = form.file_name(param.name)
-        header[name] = {"dtype": DTYPES[dtype.name],
-                        "shape": form.disk_shape(param),
-                        "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    """Write a worker's weights into a folder, as `write` does. Comm: see `stream`."""
     blocks = (block for _, _, _, block in stream(worker, lambda param: param.master))
-    if worker.grid.world_rank > 0:
+    if worker.grid.world_rank == 0:
+        write(folder, worker.config, worker.ops.statistics, blocks)
+    else:
         for _ in blocks:
             pass
-        return
-    config = json.dumps(form.to_json(worker.config, dtype.name), indent=2) + "\n"
+
+
+def write(folder: Path, config, dtype, blocks) -> None:
+    """Write folder/model.safetensors and config.json; a crash leaves the old files unchanged.
+
+    config: resolved. dtype: of the numbers. blocks: arrays of whole rows of all tensors, those of
+    `names_in_file` in their order.
+    Raises OutputError if the disk cannot take them.
+    """
+    form = formats.format_of(config.model)
+    head = safetensors_head(
+        (form.file_name(param.name), dtype, form.disk_shape(param))
+        for _, param in all_params(config.model, (config.model.layers,)))
+    text = json.dumps(form.to_json(config, dtype.name), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "config.json", [config.encode()])
-        _replace(folder / "model.safetensors",
-                 itertools.chain([len(text).to_bytes(8, "little"), text], blocks))
+        _replace(folder / "config.json", [text.encode()])
+        _replace(folder / "model.safetensors", itertools.chain([head], blocks))
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
+
+
+def names_in_file(model) -> list[str]:
+    """Names of the parameters of a ModelConfig, in the order of its file of weights."""
+    return [param.name for _, param in all_params(model, (model.layers,))]
 
 
 def _replace(path: Path, pieces) -> None:

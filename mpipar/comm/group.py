@@ -240,8 +240,7 @@ class Comms:
     """
 
     def __init__(self, grid, ops, recorder, mpi_world=None, options=None, partitions=None):
-        self.grid = grid
-        self.recorder = recorder
+        self.grid, self.recorder, self.mpi_world = grid, recorder, mpi_world
         options = options or Options()
         options = options._replace(patient=shares_cores(mpi_world))
 

@@ -20,9 +20,10 @@ class Param:
     default the stage's.
 
     grad_groups: names of the groups, besides dp, over which the gradient is still partial after the
-    step's last backward. owner: false for replicas and tied copies, which norms and files must not
-    count again. unit: the unit of the stage that it belongs to, counted from the first; the stage
-    sets it. data, grad, master: views into the flat buffers of the stage, set by `FlatParams`.
+    step's last backward. copy_groups: those of pipeline ranks that hold copies. owner: false for
+    replicas and tied copies, which norms and files must not count again. unit: the unit of the
+    stage that it belongs to, counted from the first; the stage sets it. data, grad, master: views
+    into the flat buffers of the stage, set by `FlatParams`.
     Layers read data; the optimizer and files use master.
     """
 
@@ -38,6 +39,7 @@ class Param:
         self.fill = fill
         self.decay = decay
         self.grad_groups: tuple[str, ...] = (*partial_groups, *copies.groups)
+        self.copy_groups = copies.groups
         self.owner = copies.owner and (cut_axis is not None or comm.index == 0)
         self.unit = 0
         self.data = self.grad = self.master = None
@@ -122,19 +124,22 @@ class FlatParams:
         self.grad = ops.zeros((total,), ops.statistics, label="gradients")
         if ops.dtype != ops.statistics:
             self.master = ops.zeros((total,), ops.statistics, label="optimizer")
-        start = 0
-        for param in self.params:
-            piece = slice(start, start + param.size)
-            param.data = self.data[piece].reshape(param.local_shape)
-            param.grad = self.grad[piece].reshape(param.local_shape)
-            param.master = self.master[piece].reshape(param.local_shape)
-            start += param.size
+        for kind in ("data", "grad", "master"):
+            for param, view in self.views(getattr(self, kind)):
+                setattr(param, kind, view)
         self.by_groups = self._runs(lambda param: param.grad_groups)
         self.by_decay = self._runs(lambda param: param.decay)
         self.owned = [run for owner, run in self._runs(lambda param: param.owner) if owner]
         self.units: dict[int, list[slice]] = {}
         for (_, unit), run in self._runs(lambda param: (param.grad_groups, param.unit)):
             self.units.setdefault(unit, []).append(run)
+
+    def views(self, buffer):
+        """Yield (Param, its view of its local shape) of a flat buffer with this order."""
+        start = 0
+        for param in self.params:
+            yield param, buffer[start:start + param.size].reshape(param.local_shape)
+            start += param.size
 
     def _runs(self, key):
         """Contiguous runs of parameters with equal key(param): (key value, slice) of each."""

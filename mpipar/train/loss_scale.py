@@ -40,6 +40,14 @@ class LossScale:
         if self.good == self.interval:
             self.value, self.good = self.value * 2, 0
 
+    def state(self) -> dict:
+        """All that later steps depend on, for a checkpoint."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def restore(self, state: dict) -> None:
+        """Go on from what `state` gave."""
+        self.value, self.good, self.skipped = (state[name] for name in ("value", "good", "skipped"))
+
     def can_skip(self) -> bool:
         """Whether a smaller scale could help a step whose gradients are not finite."""
         return self.dynamic and self.value > SMALLEST

@@ -1,0 +1,90 @@
+"""Boxes: which part of a full tensor a rank holds, and which rows of it the rank writes.
+
+A box is one (first, stop) pair for each axis of the logical shape, without padding. So it means the
+same on every layout, and a reader asks for boxes without knowing who wrote them. All functions are
+pure.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+
+from mpipar.comm.grid import piece
+
+Box = tuple[tuple[int, int], ...]
+MOST_CELLS = 1 << 26  # of a tiling; what mpipar writes has about as many cells as boxes
+
+
+def shard_box(param) -> Box:
+    """What this rank holds of a Param: its bounds on the cut axis, and all of the other axes."""
+    cut = 0 if param.cut_axis is None else param.cut_axis
+    return tuple(param.bounds() if axis == cut else (0, length)
+                 for axis, length in enumerate(param.shape))
+
+
+def share_of_rows(box: Box, index: int, count: int) -> Box:
+    """The rows of a box that replica `index` of `count` writes, perhaps none."""
+    (first, stop), *others = box
+    rows = piece(stop - first, count, index)
+    return ((first + rows.start, first + rows.stop), *others)
+
+
+def volume(box: Box) -> int:
+    """Number of elements in a box."""
+    return math.prod(stop - first for first, stop in box)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Lengths of a box's axes."""
+    return tuple(stop - first for first, stop in box)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The box that two boxes share, or None."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(first < stop for first, stop in shared) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in an array that holds the box `outer`."""
+    return tuple(slice(first - start, stop - start)
+                 for (first, stop), (start, _) in zip(box, outer, strict=True))
+
+
+def row_blocks(box: Box, itemsize: int, limit: int):
+    """Yield a box in blocks of whole rows, each of at most `limit` bytes or of one row."""
+    (first, stop), *others = box
+    rows = max(1, limit // max(1, volume(tuple(others)) * itemsize))
+    for start in range(first, stop, rows):
+        yield ((start, min(start + rows, stop)), *others)
+
+
+def tiling_problem(shape, boxes) -> str:
+    """Why the boxes do not cover a tensor of this shape exactly once, or "".
+
+    All edges together cut the tensor into cells. Each cell must lie in exactly one box.
+    """
+    for box in boxes:
+        inside = len(box) == len(shape) and all(
+            0 <= first < stop <= length
+            for (first, stop), length in zip(box, shape, strict=True))
+        if not inside:
+            return f"the box {box} does not lie inside {tuple(shape)}"
+    edges = [sorted({0, length, *(edge for box in boxes for edge in box[axis])})
+             for axis, length in enumerate(shape)]
+    lengths = [len(found) - 1 for found in edges]
+    if math.prod(lengths) > MOST_CELLS:
+        return f"{len(boxes)} boxes cut it into {math.prod(lengths)} cells"
+    places = [{edge: place for place, edge in enumerate(found)} for found in edges]
+    counts = np.zeros(lengths, np.int32)
+    for box in boxes:
+        counts[tuple(slice(places[axis][first], places[axis][stop])
+                     for axis, (first, stop) in enumerate(box))] += 1
+    wrong = np.argwhere(counts != 1)
+    if not len(wrong):
+        return ""
+    cell = tuple(list(pairwise(edges[axis]))[place] for axis, place in enumerate(wrong[0]))
+    return f"{counts[tuple(wrong[0])]} boxes cover {cell}; exactly one must"

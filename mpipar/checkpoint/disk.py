@@ -1,0 +1,67 @@
+"""Files that are new, hashed while they are written, and on the disk when the function returns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+BLOCK_BYTES = 16 * 2**20  # a block of rows: the most that one message or one write carries
+DTYPES = {"float32": "F32", "float64": "F64"}  # safetensors' names
+
+
+def safetensors_head(tensors) -> bytes:
+    """The bytes of a safetensors file before its numbers.
+
+    tensors: (name, dtype, shape) in the order in which their numbers follow, without gaps.
+    """
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype.name], "shape": list(shape),
+                        "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_new(path: Path, chunks) -> tuple[int, str]:
+    """Write a file that must not exist yet; return (bytes, SHA-256) of what was meant to be in it.
+
+    chunks: bytes and arrays. Each is hashed in memory before it is written, so a disk that writes
+    something else is found out. The file has reached the disk when this returns. Raises OSError.
+    """
+    digest, size = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for chunk in chunks:
+            data = memoryview(np.ascontiguousarray(chunk)  # a transposed view has other bytes
+                              if isinstance(chunk, np.ndarray) else chunk).cast("B")
+            digest.update(data)
+            size += len(data)
+            while data:
+                data = data[os.write(file, data):]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return size, digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk; its files have their own fsync."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, read block by block. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

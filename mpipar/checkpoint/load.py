@@ -1,0 +1,128 @@
+"""Loads the state of a checkpoint onto any layout: each rank reads the boxes that it holds."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mpipar.checkpoint import boxes
+from mpipar.checkpoint.disk import BLOCK_BYTES
+from mpipar.checkpoint.manifest import Manifest, Tensor, digest_problem, tensor_problems
+from mpipar.checkpoint.weights import all_params
+from mpipar.errors import DataError
+
+MOST_LINES = 20  # of a table of tensors
+
+
+class Pieces:
+    """The pieces of a checkpoint, to be read box by box. Opens a file when it is first needed.
+
+    A file is opened when all of its bytes have been compared with its digest.
+    Raises DataError that names the file and the tensor, in every method.
+    """
+
+    def __init__(self, step_folder: Path, manifest: Manifest):
+        self.folder, self.manifest, self.files = Path(step_folder), manifest, {}
+        self.stack, self.by_tensor, self.by_file = ExitStack(), {}, {}
+        for piece in manifest.pieces:
+            self.by_tensor.setdefault((piece.tensor, piece.kind), []).append(piece)
+            self.by_file.setdefault(piece.file, []).append(piece)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.stack.close()
+
+    def read(self, tensor: str, kind: str, box: boxes.Box):
+        """Yield (box, array) of parts that cover a box exactly once, each of about BLOCK_BYTES."""
+        dtype = np.dtype(self.manifest.tensors[tensor].dtype)
+        for piece in self.by_tensor[tensor, kind]:
+            shared = boxes.overlap(piece.box, box)
+            if shared is None:
+                continue
+            stored = self._open(piece).get_slice(piece.key)
+            for block in boxes.row_blocks(shared, dtype.itemsize, BLOCK_BYTES):
+                yield block, stored[boxes.within(block, piece.box)]
+
+    def _open(self, piece):
+        if piece.file not in self.files:
+            path = self.folder / piece.file
+            problem = digest_problem(path, self.manifest.files[piece.file])
+            if problem:
+                raise DataError(f"{problem}; tensor {piece.tensor} ({piece.kind}) is in it")
+            wrong = tensor_problems(path, self.by_file[piece.file], self.manifest.tensors)
+            if wrong:
+                raise DataError(wrong)
+            try:
+                self.files[piece.file] = self.stack.enter_context(
+                    safe_open(path, framework="numpy"))
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{path}: {error}; tensor {piece.tensor} is in it") from None
+        return self.files[piece.file]
+
+
+def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
+    """Tensors and moments in which a checkpoint and a worker's model differ, as a table."""
+    ours = {param.name: Tensor(param.shape, worker.ops.statistics.name)
+            for _, param in all_params(worker.config.model, worker.stage_layers)}
+    names = sorted(name for name in ours.keys() | manifest.tensors.keys()
+                   if ours.get(name) != manifest.tensors.get(name))
+    lines = [f"{name}: {_shown(manifest.tensors.get(name))} in the checkpoint,"
+             f" {_shown(ours.get(name))} in the model" for name in islice(names, MOST_LINES)]
+    if len(names) > MOST_LINES:
+        lines.append(f"and {len(names) - MOST_LINES} other tensors")
+    kinds = tuple(sorted(worker.optimizer.state()))
+    if manifest.kinds != kinds:
+        lines.append(f"of each tensor it has {', '.join(manifest.kinds)}; the optimizer"
+                     f" {worker.config.train.optimizer} needs {', '.join(kinds)}")
+    head = f"{step_folder}: the checkpoint is of another model:"
+    return ["\n  ".join([head, *lines])] if lines else []
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
+    """Fill a worker with a checkpoint's masters, moments and loss scale, on any layout.
+
+    Afterwards the worker is as it was after the step that was saved. Padding stays zero.
+    Raises DataError that names file and tensor. It does not communicate: the caller agrees, since
+    another rank may have failed.
+    """
+    wrong = state_problems(worker, step_folder, manifest)
+    if wrong:
+        raise DataError(wrong)
+    ops = worker.ops
+    with Pieces(step_folder, manifest) as pieces:
+        for kind, buffers in worker.optimizer.state().items():
+            for number, buffer in buffers.items():
+                for param, view in worker.stages[number].flat.views(buffer):
+                    held = boxes.shard_box(param)
+                    for box, block in pieces.read(param.name, kind, held):
+                        ops.copy(view[boxes.within(box, held)], ops.asarray(block))
+    worker.loss_scale.restore(manifest.loss_scale)
+    for stage in worker.stages.values():
+        stage.flat.publish()
+
+
+def blocks(step_folder: Path, manifest: Manifest, names, kind: str = "master"):
+    """Yield (tensor, first row, array) of full tensors, row by row, without MPI or a worker.
+
+    The tensors come in the order of `names`, and the rows of each in theirs. An array holds whole
+    rows, BLOCK_BYTES or one row at most. Raises DataError that names file and tensor.
+    """
+    with Pieces(step_folder, manifest) as pieces:
+        for name in names:
+            shape, dtype = manifest.tensors[name]
+            whole = tuple((0, length) for length in shape)
+            for rows in boxes.row_blocks(whole, np.dtype(dtype).itemsize, BLOCK_BYTES):
+                array = np.empty(boxes.shape_of(rows), dtype)
+                for box, block in pieces.read(name, kind, rows):
+                    array[boxes.within(box, rows)] = block
+                yield name, rows[0][0], array

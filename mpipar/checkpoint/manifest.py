@@ -1,0 +1,294 @@
+"""The manifest of a checkpoint: what was saved, in which files, and which box each piece is.
+
+A checkpoint is a folder `step-00001000` with `manifest.json` and one safetensors file per rank. It
+has its name from one rename, made when all of it is on the disk. So a folder of that name is whole,
+unless the disk or somebody has changed it since. Whatever a manifest says is checked here before
+anything is allocated or opened for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from mpipar.checkpoint.boxes import Box, shape_of, tiling_problem
+from mpipar.checkpoint.disk import DTYPES, digest_of
+from mpipar.errors import DataError
+
+FORMAT = 1  # a reader refuses a newer one
+NAME = "manifest.json"
+STEP_FOLDER = re.compile(r"step-(\d{8,15})")
+PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
+MOST_BYTES = 256 << 20  # of a manifest
+MOST_TENSORS = 100_000
+MOST_ELEMENTS = 1 << 56  # of a tensor: its bytes still fit 64 bits
+MOST_AXES = 16
+COUNTER = 1 << 53
+
+
+class Tensor(NamedTuple):
+    """A full tensor: its logical shape, and the type of its masters and moments."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class File(NamedTuple):
+    """A file of pieces: its size, and its SHA-256 in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
+
+
+class Piece(NamedTuple):
+    """A box of one kind (master, m, v) of a tensor, stored in `file` under the name `key`."""
+
+    file: str
+    key: str
+    tensor: str
+    kind: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is made of.
+
+    config: the run's configuration as TOML. layout: {axis: ranks}, and schedule its name, of the
+    run that wrote it; a reader needs neither. loss_scale: {value, good, skipped}. data: the
+    fingerprint of the data. tensors, files: by name. pieces: each kind of each tensor is covered
+    exactly once.
+    """
+
+    step: int
+    config: str
+    layout: dict
+    schedule: str
+    loss_scale: dict
+    data: dict
+    tensors: dict[str, Tensor]
+    files: dict[str, File]
+    pieces: tuple[Piece, ...]
+    format: int = FORMAT
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state, sorted: master, and the moments that the optimizer has."""
+        return tuple(sorted({piece.kind for piece in self.pieces}))
+
+    def text(self) -> str:
+        """The content of manifest.json; its last entry is a digest of all the others."""
+        content = vars(self) | {
+            "tensors": {name: one._asdict() for name, one in self.tensors.items()},
+            "files": {name: one._asdict() for name, one in self.files.items()},
+            "pieces": [piece._asdict() for piece in self.pieces]}
+        content["sha256"] = _digest(content)
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _digest(content: dict) -> str:
+    """SHA-256 of a manifest's entries, however they are laid out."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def step_folder_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def pieces_file(world_rank: int) -> str:
+    """The file of a rank's pieces."""
+    return f"pieces-{world_rank:05d}.safetensors"
+
+
+def committed_steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every committed checkpoint in `folder`, ascending; none if it is missing.
+
+    They were whole when they were written. `read_manifest` and `damage` say whether they still are.
+    """
+    try:
+        found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def read_manifest(step_folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, with their sizes.
+
+    Digests are checked by who reads a file. Raises DataError that names what is wrong.
+    """
+    path = Path(step_folder) / NAME
+    try:
+        manifest = _manifest(_content(path))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        shown = error if type(error) is ValueError else repr(error)
+        raise DataError(f"{path}: is not a manifest of a checkpoint: {shown}") from None
+    match = STEP_FOLDER.fullmatch(path.parent.resolve().name)
+    wrong = [f"{path}: is of step {manifest.step}, its folder of another"] if (
+        match and int(match[1]) != manifest.step) else []
+    wrong += file_problems(path.parent, manifest.files)
+    if wrong:
+        raise DataError(wrong)
+    return manifest
+
+
+def _content(path: Path) -> dict:
+    """The entries of a manifest.json whose digest is right and whose format is known."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"{status.st_size} bytes are more than {MOST_BYTES}")
+        content = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    found = content["format"]
+    if type(found) is int and found > FORMAT:
+        raise DataError(f"{path}: has format {found}, and this version of mpipar reads {FORMAT}:"
+                        " it was written by a newer mpipar; use that one")
+    if found != FORMAT:
+        raise ValueError(f"its format is {found!r}, not {FORMAT}")
+    if content.pop("sha256") != _digest(content):
+        raise ValueError("its content does not fit its digest")
+    return content
+
+
+def _refuse_constant(name):
+    raise ValueError(f"{name} is no number")
+
+
+def _manifest(content: dict) -> Manifest:
+    """A Manifest of entries that are all of the right type, in range, and fit each other."""
+    tensors, files = content["tensors"], content["files"]
+    if len(tensors) > MOST_TENSORS:
+        raise ValueError(f"{len(tensors)} tensors are more than {MOST_TENSORS}")
+    manifest = Manifest(**content | {
+        "tensors": {name: _tensor(name, **one) for name, one in tensors.items()},
+        "files": {name: _file(name, **one) for name, one in files.items()},
+        "pieces": tuple(Piece(**one | {"box": tuple(
+            (_whole(first), _whole(stop)) for first, stop in one["box"])})
+            for one in content["pieces"])})
+    for name, kind in (("config", str), ("schedule", str), ("layout", dict), ("data", dict)):
+        if type(content[name]) is not kind:
+            raise ValueError(f"{name} is {content[name]!r}")
+    _whole(manifest.step)
+    scale = manifest.loss_scale
+    if scale.keys() != {"value", "good", "skipped"} or type(scale["value"]) is not float or not (
+            0 < scale["value"] < math.inf):
+        raise ValueError(f"loss_scale is {scale!r}")
+    _whole(scale["good"])
+    _whole(scale["skipped"])
+    for problem in piece_problems(manifest.tensors, manifest.files, manifest.pieces):
+        raise ValueError(problem)
+    return manifest
+
+
+def _whole(value) -> int:
+    """The value, if it is a whole number that no counter exceeds."""
+    if type(value) is not int or not 0 <= value < COUNTER:
+        raise ValueError(f"{value!r} is not a whole number from 0 to 2**53")
+    return value
+
+
+def _tensor(name, shape, dtype) -> Tensor:
+    lengths = tuple(_whole(length) for length in shape)
+    if not 0 < len(lengths) <= MOST_AXES or not 0 < math.prod(lengths) <= MOST_ELEMENTS:
+        raise ValueError(f"tensor {name} has the shape {shape}")
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name} has the type {dtype!r}, none of {', '.join(DTYPES)}")
+    return Tensor(lengths, dtype)
+
+
+def _file(name, **facts) -> File:
+    if not PIECES_FILE.fullmatch(name):  # so it lies in the folder
+        raise ValueError(f"{name!r} is no name of a file of pieces")
+    found = File(**facts)
+    _whole(found.bytes)
+    return found
+
+
+def piece_problems(tensors, files, pieces) -> list[str]:
+    """What is wrong with the pieces: not one of these files and tensors, or not a tiling."""
+    boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
+    for piece in pieces:
+        if piece.file not in files or (piece.tensor, piece.kind) not in boxes:
+            return [(f"{piece.key!r} is a piece of {piece.tensor!r} in {piece.file!r}, and one of"
+                     " them is unknown")]
+        boxes[piece.tensor, piece.kind].append(piece.box)
+    if not boxes:
+        return ["it has no pieces"]
+    found = ((name, kind, tiling_problem(tensors[name].shape, own))
+             for (name, kind), own in boxes.items())
+    return [f"tensor {name} ({kind}): {problem}" for name, kind, problem in found if problem]
+
+
+def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
+    """Files that are missing, no regular files in this folder, or of another size."""
+    wrong = []
+    for name, expected in files.items():
+        path = folder / name
+        try:
+            status = path.lstat()
+        except OSError as error:
+            wrong.append(f"{path}: {error.strerror}")
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            wrong.append(f"{path}: is not a regular file")
+        elif status.st_size != expected.bytes:
+            wrong.append(f"{path}: has {status.st_size:,} bytes, {expected.bytes:,} were written")
+    return wrong
+
+
+def digest_problem(path: Path, expected: File) -> str:
+    """Why the content of a file is not what was written, or ""."""
+    try:
+        found = digest_of(path)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return "" if found == expected.sha256 else (
+        f"{path}: is damaged: its SHA-256 is {found}, {expected.sha256} was written")
+
+
+def tensor_problems(path: Path, pieces, tensors) -> list[str]:
+    """Pieces that a file does not hold with the shape and type that the manifest gives them."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            keys, wrong = set(file.keys()), []
+            for piece in pieces:
+                expected = [*shape_of(piece.box)], DTYPES[tensors[piece.tensor].dtype]
+                tensor = file.get_slice(piece.key) if piece.key in keys else None
+                found = tensor and (tensor.get_shape(), tensor.get_dtype())
+                if found != expected:
+                    wrong.append(f"{path}: tensor {piece.tensor} ({piece.kind}): the piece"
+                                 f" {piece.key} is {found or 'missing'}, not {expected}")
+            return wrong
+    except (OSError, SafetensorError) as error:
+        return [f"{path}: {error}"]
+
+
+def damage(step_folder: Path) -> list[str]:
+    """All that is wrong with a checkpoint, every byte of it read; empty if it can be loaded."""
+    try:
+        manifest = read_manifest(step_folder)
+    except DataError as error:
+        return error.problems
+    folder, wrong = Path(step_folder), []
+    for name, expected in manifest.files.items():
+        own = [piece for piece in manifest.pieces if piece.file == name]
+        problem = digest_problem(folder / name, expected)
+        wrong += [problem] if problem else tensor_problems(folder / name, own, manifest.tensors)
+    strangers = {path.name for path in folder.iterdir()} - {NAME, *manifest.files}
+    return wrong + [f"{folder / name}: does not belong to the checkpoint"
+                    for name in sorted(strangers)]

@@ -1,0 +1,271 @@
+"""Saves the whole state of a run: every rank writes its own boxes, and one rename commits them.
+
+The order of the protocol, each line of which may be the last thing that a killed process does:
+
+1. Rank 0 makes the folder `step-N.partial-TOKEN`.
+2. Each rank writes one new file with its pieces. No tensor travels.
+3. Rank 0 gathers size and digest of each file, looks whether all of them are there, and writes the
+   manifest.
+4. Rank 0 renames the folder to `step-N`. That is the commit.
+5. Rank 0 removes checkpoints that need not be kept, and what killed runs have left.
+
+Every file and folder is flushed to the disk before the next line. So a folder `step-N` is whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+from mpipar.checkpoint import boxes
+from mpipar.checkpoint.disk import BLOCK_BYTES, safetensors_head, sync_folder, write_new
+from mpipar.checkpoint.folders import make_partial, put_in_place, remove_old
+from mpipar.checkpoint.manifest import (
+    NAME,
+    File,
+    Manifest,
+    Piece,
+    Tensor,
+    file_problems,
+    piece_problems,
+    pieces_file,
+    step_folder_name,
+)
+from mpipar.checkpoint.weights import all_params
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.grid import AXES
+from mpipar.errors import OutputError
+
+
+class Own(NamedTuple):
+    """A piece that this rank writes: what it is, and the view that holds its numbers."""
+
+    piece: Piece
+    x: object
+
+
+def place_among_copies(comms, param) -> tuple[int, int]:
+    """(index, count) of this rank among all ranks that hold the same shard of a Param.
+
+    They are the pipeline ranks with copies of its stage or tied table, the data group, and for a
+    whole tensor the tensor-parallel group.
+    """
+    index, count = 0, 1
+    groups = (*param.copy_groups, "dp", "cp", *(() if param.cut_axis is not None else ("tp",)))
+    for comm in (comms.by_axis[name] for name in groups):
+        index, count = index * comm.size + comm.index, count * comm.size
+    return index, count
+
+
+def own_pieces(worker) -> list[Own]:
+    """The pieces that this rank writes, sorted as in its file.
+
+    The rows of a shard are shared out among its copies. So all ranks write, and no row twice.
+    """
+    file, found = pieces_file(worker.grid.world_rank), []
+    for kind, buffers in worker.optimizer.state().items():
+        for number, buffer in buffers.items():
+            for param, view in worker.stages[number].flat.views(buffer):
+                held = boxes.shard_box(param)
+                box = boxes.share_of_rows(held, *place_among_copies(worker.comms, param))
+                if boxes.volume(box):
+                    piece = Piece(file, f"{param.name}/{kind}", param.name, kind, box)
+                    found.append(Own(piece, view[boxes.within(box, held)]))
+    return sorted(found, key=lambda own: own.piece.key)
+
+
+def row_blocks(own: Own, ops):
+    """Yield (place in the piece, host array) of a piece, a block of whole rows at a time."""
+    box = own.piece.box
+    for block in boxes.row_blocks(box, ops.statistics.itemsize, BLOCK_BYTES):
+        place = boxes.within(block, box)
+        yield place, ops.to_host(own.x[place])
+
+
+def write_pieces(path: Path, own: list[Own], ops) -> dict:
+    """Write one rank's file; return {bytes, sha256, seconds}, or the error of a disk."""
+    start = perf_counter()
+    head = safetensors_head(
+        (one.piece.key, ops.statistics, boxes.shape_of(one.piece.box)) for one in own)
+    blocks = (block for one in own for _, block in row_blocks(one, ops))
+    try:
+        size, digest = write_new(path, itertools.chain([head], blocks))
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    return {"bytes": size, "sha256": digest, "seconds": perf_counter() - start}
+
+
+def num_elements(own: list[Own]) -> int:
+    """How many numbers a copy of these pieces has."""
+    return sum(boxes.volume(piece.box) for piece, _ in own)
+
+
+def views_of(room, own: list[Own]) -> list[Own]:
+    """The pieces as consecutive views of a flat host array."""
+    found, start = [], 0
+    for piece, _ in own:
+        stop = start + boxes.volume(piece.box)
+        found.append(Own(piece, room[start:stop].reshape(boxes.shape_of(piece.box))))
+        start = stop
+    return found
+
+
+class Flight(NamedTuple):
+    """A save that has begun. outcome: that of `write_pieces`."""
+
+    step: int
+    partial: Path
+    loss_scale: dict
+    outcome: Future
+
+
+class Saver:
+    """Writes checkpoints of a worker's state into `folder`, which belongs to this run alone.
+
+    Every rank makes its Saver, and calls `save`, `commit` and `finish` at the same step. All three
+    raise OutputError on every rank alike if a rank could not write. Then the partial folder is
+    gone, and the former checkpoints are as they were.
+
+    keep: how many checkpoints stay, the newest ones (0: all). background: whether a thread writes a
+    copy of the state while training goes on; it never calls MPI. facts: `config`, the configuration
+    as TOML, and `data`, the fingerprint of the data.
+
+    saved: the step of the last commit, or None. blocked_seconds: how long the last `save` kept the
+    run from training. write_seconds: how long this rank wrote for the last commit. waits: how often
+    a save had to wait for the one before.
+    Comm: one gather over the world.
+    """
+
+    def __init__(self, worker, folder: Path, *, keep: int, background: bool, facts: dict):
+        self.worker, self.folder, self.keep, self.facts = worker, Path(folder), keep, facts
+        self.comm, self.mpi_world = worker.comms.world, worker.comms.mpi_world
+        self.own = own_pieces(worker)
+        self.file = pieces_file(worker.grid.world_rank)
+        gathered = gather_facts(self.mpi_world, [one.piece for one in self.own])
+        self.pieces = tuple(
+            Piece(*names, tuple((first, stop) for first, stop in box))
+            for pieces in gathered or [] for *names, box in pieces)
+        self.tensors = {
+            param.name: Tensor(param.shape, worker.ops.statistics.name)
+            for _, param in all_params(worker.config.model, worker.stage_layers)}
+        if gathered:  # a piece that two ranks write, or none, is a defect: it never reaches a disk
+            problems = piece_problems(self.tensors, {one.file for one in self.pieces}, self.pieces)
+            assert not problems, problems
+        self.copy, self.thread = None, None
+        if background:
+            room = worker.ops.pinned((num_elements(self.own),), worker.ops.statistics)
+            self.copy = views_of(room, self.own)
+            self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.flight: Flight | None = None
+        self.saved: int | None = None
+        self.blocked_seconds = self.write_seconds = 0.0
+        self.waits = 0
+
+    def save(self, step: int) -> None:
+        """Save the state after `step`. In the background form only the copy is made here.
+
+        A step that is committed already is not saved again. A save that is still in flight is
+        committed first. If that fails, this save does not begin.
+        Comm: that of `commit`, and a barrier and a broadcast over the world.
+        """
+        start = perf_counter()
+        if self.flight is not None:
+            self.waits += 1
+            self.commit()
+        if self.saved != step:
+            path, own = self._begin(step) / self.file, self.own
+            outcome = Future()
+            if self.thread is None:
+                outcome.set_result(write_pieces(path, own, self.worker.ops))
+            else:
+                self._copy_state()
+                outcome = self.thread.submit(write_pieces, path, self.copy, self.worker.ops)
+            self.flight = Flight(step, path.parent, self.worker.loss_scale.state(), outcome)
+            if self.thread is None:
+                self.commit()
+        self.blocked_seconds = perf_counter() - start
+
+    def _copy_state(self) -> None:
+        for one, copied in zip(self.own, self.copy, strict=True):
+            for place, block in row_blocks(one, self.worker.ops):
+                copied.x[place] = block
+
+    def written(self) -> bool:
+        """Whether a background save is in flight and this rank has written its file."""
+        return self.flight is not None and self.flight.outcome.done()
+
+    def finish(self) -> None:
+        """Wait for a save in flight, and commit it. Comm: that of `commit`."""
+        self.commit()
+
+    def commit(self) -> None:
+        """Commit the save in flight, if there is one; wait for this rank's writing.
+
+        Comm: two barriers, a gather of sizes and digests, and a broadcast over the world.
+        """
+        if self.flight is None:
+            return
+        flight, self.flight = self.flight, None
+        written = flight.outcome.result()
+        self.write_seconds = written.get("seconds", 0.0)
+        self.comm.barrier("save.written")
+        facts = gather_facts(self.mpi_world, written)
+        problem = self._commit_files(flight, facts) if facts else ""
+        self.comm.barrier("save.committed")
+        problem = broadcast_text(self.mpi_world, problem)
+        if problem:
+            raise OutputError(problem)
+        self.saved = flight.step
+
+    def _begin(self, step: int) -> Path:
+        """Make the partial folder of a step; its path, on every rank."""
+        answer = ""
+        if self.comm.index == 0:
+            try:
+                answer = make_partial(self.folder, step).name
+            except OSError as error:
+                answer = f"/{error.strerror or error}"  # no name begins like that
+        self.comm.barrier("save.folder")
+        answer = broadcast_text(self.mpi_world, answer)
+        if answer.startswith("/"):
+            raise OutputError(self._failure(step, answer[1:]))
+        return self.folder / answer
+
+    def _failure(self, step, why) -> str:
+        return (f"{self.folder / step_folder_name(step)}: the checkpoint could not be written:"
+                f" {why}; former checkpoints are as they were")
+
+    def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
+        """Write the manifest and rename the folder; why that was not possible, or "". Rank 0."""
+        partial = flight.partial
+        try:
+            failed = [f"rank {number}: {fact['error']}" for number, fact in enumerate(facts)
+                      if "error" in fact]
+            if not failed:
+                files = {pieces_file(number): File(fact["bytes"], fact["sha256"])
+                         for number, fact in enumerate(facts)}
+                failed = file_problems(partial, files)  # a folder that not all hosts share
+            if not failed:
+                text = self._manifest(flight, files).text()
+                write_new(partial / NAME, [text.encode()])
+                sync_folder(partial)
+                put_in_place(partial, flight.step)
+        except OSError as error:
+            failed = [error.strerror or str(error)]
+        if failed:
+            shutil.rmtree(partial, ignore_errors=True)
+            return self._failure(flight.step, "; ".join(failed))
+        remove_old(self.folder, flight.step, self.keep)
+        return ""
+
+    def _manifest(self, flight: Flight, files: dict[str, File]) -> Manifest:
+        worker = self.worker
+        return Manifest(
+            step=flight.step, config=self.facts["config"],
+            layout={axis: worker.grid.axis_size(axis) for axis in AXES},
+            schedule=worker.schedule.name, loss_scale=flight.loss_scale, data=self.facts["data"],
+            tensors=self.tensors, files=files, pieces=self.pieces)

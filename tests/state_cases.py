@@ -1,0 +1,95 @@
+"""State of a run for the tests of checkpoints: known numbers in every tensor, on any layout."""
+
+import zlib
+
+import numpy as np
+from config_helpers import changed
+from simulated_ranks import on_all, workers_of
+
+from mpipar.checkpoint.load import load_state
+from mpipar.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.checkpoint.save import Saver
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
+
+DECODER = {"layers": 3, "d_model": 12, "heads": 6, "ffn": 21, "seq_len": 5, "vocab_size": 29}
+CONVNET = {"model": "convnet", "preset": "digits", "layers": 2, "channels": 10}
+FACTS = {"config": "steps = 3\n", "data": {"tokens": 17, "sha256": "00"}}
+
+
+def config_for(dp=1, pp=1, tp=1, **values):
+    """A resolved config of a small decoder, or of a convnet (model="convnet")."""
+    shape = CONVNET if values.get("model") == "convnet" else DECODER
+    values = {"batch_size": 4 * dp, "num_microbatches": 4, "dp": dp, "pp": pp, "tp": tp,
+              **shape, **values}
+    return resolve(changed(Config(), **values), dp * pp * tp)[0]
+
+
+def state_views(worker):
+    """(kind, Param, its view) of everything that a checkpoint keeps."""
+    return [(kind, param, view) for kind, buffers in worker.optimizer.state().items()
+            for number, buffer in buffers.items()
+            for param, view in worker.stages[number].flat.views(buffer)]
+
+
+def full_tensor(name, kind, shape, dtype, seed=0):
+    """The known numbers of a full tensor."""
+    key = zlib.crc32(f"{name}/{kind}/{seed}".encode())
+    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
+
+
+def part_of(param, full):
+    """(the part of a full tensor that a rank holds, where it lies in the padded shard)."""
+    if param.cut_axis is None:
+        return full, ()
+    start, stop = param.bounds()
+    axes = (slice(None),) * param.cut_axis
+    return full[(*axes, slice(start, stop))], (*axes, slice(0, stop - start))
+
+
+def fill(worker, seed=0):
+    """Give a worker a state that differs for each seed and in every number."""
+    for kind, param, view in state_views(worker):
+        part, place = part_of(param, full_tensor(param.name, kind, param.shape, view.dtype, seed))
+        view[place] = part
+    scale = worker.loss_scale
+    scale.value, scale.good, scale.skipped = 2.0 ** (3 + seed), 5 + seed, 2 + seed
+    for stage in worker.stages.values():
+        stage.flat.publish()
+
+
+def assert_filled(worker, seed=0):
+    """Assert that a worker has exactly the state of `fill`, and zeros in the padding."""
+    for kind, param, view in state_views(worker):
+        expected = np.zeros_like(view)
+        part, place = part_of(param, full_tensor(param.name, kind, param.shape, view.dtype, seed))
+        expected[place] = part
+        assert view.tobytes() == expected.tobytes(), f"{kind} of {param.name}"
+    for stage in worker.stages.values():
+        rounded = stage.flat.master.astype(stage.flat.data.dtype)
+        assert stage.flat.data.tobytes() == rounded.tobytes(), "the layers' data"
+    assert worker.loss_scale.state() == {
+        "value": 2.0 ** (3 + seed), "good": 5 + seed, "skipped": 2 + seed}
+
+
+def savers_of(workers, folder, keep=2, background=False):
+    """The Savers of all ranks, made together."""
+    return on_all(lambda worker: Saver(
+        worker, folder, keep=keep, background=background, facts=FACTS), workers)
+
+
+def saved(config, num_ranks, folder, seed=0, step=3):
+    """The folder of a checkpoint of the known state, written by all ranks of a layout."""
+    workers = workers_of(config, num_ranks)
+    for worker in workers:
+        fill(worker, seed)
+    on_all(lambda saver: saver.save(step), savers_of(workers, folder))
+    return committed_steps(folder)[-1][1]
+
+
+def loaded(config, num_ranks, step_folder):
+    """The workers of a layout with the state of a checkpoint."""
+    workers, manifest = workers_of(config, num_ranks), read_manifest(step_folder)
+    for worker in workers:
+        load_state(worker, step_folder, manifest)
+    return workers
