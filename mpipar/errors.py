@@ -29,7 +29,7 @@ EXIT_CODES = {
     EXIT_INTERNAL: "an exception in a rank: a defect of mpipar",
     EXIT_OUTPUT: "a file could not be written",
     EXIT_STOPPED: "stopped on request, weights written",
-    EXIT_HANG: "a hang, or ranks that disagree",
+    EXIT_HANG: "a hang, or ranks that disagree, or copies of a tensor that do",
     EXIT_NON_FINITE: "a loss or gradient that is not finite",
     EXIT_INTERRUPTED: "interrupted, nothing saved",
 }
@@ -79,6 +79,12 @@ class OutputError(UserError):
 
 class HangError(UserError):
     """A rank is stuck, or ranks disagree about what comes next."""
+
+    exit_code = EXIT_HANG
+
+
+class DriftError(UserError):
+    """Copies of a tensor that must be equal bit by bit are not."""
 
     exit_code = EXIT_HANG
 

@@ -282,6 +282,27 @@ def test_nan_is_not_swallowed(ops, rng):
     assert np.isnan(ops.argmax_forward(logits, 0, 6)[5, 0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_checksum_changes_with_every_bit(dtype, rng):
+    ops = implementation_of("numpy", dtype)
+    ops.checksum_block = 16  # several blocks, the last one cut
+    x = rng.standard_normal((9, 5)).astype(dtype)
+    x[0, :2] = 0.0, np.nan
+    words, seen = x.reshape(-1).view(np.uint32), {ops.checksum(x)}
+    for word in range(words.size):
+        for bit in range(32):
+            words[word] ^= 1 << bit
+            seen.add(ops.checksum(x))
+            words[word] ^= 1 << bit
+    assert len(seen) == 1 + 32 * words.size
+    assert ops.checksum(x) == ops.checksum(x.copy()) in seen
+    assert max(seen) < 2**64
+    for first, second in ((2, 3), (2, 20), (4, 36)):  # in one block, and in two
+        y = x.copy().reshape(-1)
+        y[[first, second]] = y[[second, first]]
+        assert ops.checksum(y) not in seen
+
+
 def test_in_place_functions_return_their_argument(ops, rng):
     x, y, b = rng.standard_normal((3, 5)), rng.standard_normal((3, 5)), rng.standard_normal(5)
     expected = (x + y) * 0.5 + b

@@ -180,9 +180,9 @@ class Recorder:
     """Collects what one rank did: `records` of communication, `spans` of compute, and counters.
 
     The engine and the loop set `step, stage, mb, phase` before they call anything that may
-    communicate. phase is F, I, W (compute of a schedule), sync (gradients, norm), opt, data, eval,
-    save or setup. `operations` holds one entry for each operation of a layer, if the ops are
-    wrapped for it (ops/timed_ops.py).
+    communicate. phase is F, I, W (compute of a schedule), sync (gradients, norm), opt, data, check
+    (of copies), eval, save or setup. `operations` holds one entry for each operation of a layer, if
+    the ops are wrapped for it (ops/timed_ops.py).
     """
 
     def __init__(self, capacity: int | None = 4096):

@@ -26,7 +26,14 @@ from mpipar.commands.run_folder import (
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
-from mpipar.errors import EXIT_OK, EXIT_STOPPED, HangError, NonFiniteError, UsageError
+from mpipar.errors import (
+    EXIT_OK,
+    EXIT_STOPPED,
+    DriftError,
+    HangError,
+    NonFiniteError,
+    UsageError,
+)
 from mpipar.job import hang
 from mpipar.job.environment import host_name
 from mpipar.job.watchdog import Watchdog
@@ -37,6 +44,7 @@ from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.predict import predict
 from mpipar.trace.tracer import Tracer
+from mpipar.train.replicas import Replicas
 from mpipar.train.worker import Asks, Worker, configured_schedule
 
 
@@ -152,6 +160,7 @@ class Run:
         self.memory.start()
         timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
         self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world)
+        self.replicas = Replicas(self.worker)
         self.tracer = Tracer(self.worker, self.world, self.folder, timed_ops)
         if config.run.init_from:
             self.session.agree(lambda: checkpoint.load(self.worker, config.run.init_from))
@@ -199,10 +208,11 @@ class Run:
                     result = worker.train_step(
                         step, lambda mb, step=step: self.rows.train(step, mb),
                         Asks(session.stop_requested, session.save_requested))
-            except NonFiniteError:  # all ranks raise it, so the steps so far can be reported
+                self.show_step(result)
+                self.check_replicas(step)
+            except (NonFiniteError, DriftError):  # all ranks raise it: report the steps so far
                 self.metrics.flush(self.world)
                 raise
-            self.show_step(result)
             if result.asks.stop:
                 self.stopped = True
                 break
@@ -215,6 +225,8 @@ class Run:
         if self.tracer.finish():
             self.log(f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'}; see"
                      f" it with: mpipar trace {self.folder}")
+        if self.replicas.count:
+            self.log(self.replicas.summary())
         if not self.stopped:
             finish.report_step(
                 self.world, worker, self.fact, self.memory.peak, self.last, self.log)
@@ -235,6 +247,13 @@ class Run:
                 seconds = median(self.durations or [result.step_seconds])
                 unit = finish.UNITS[self.config.model.model]
                 self.log(console.step_line(steps, lines[-1], seconds, unit))
+
+    def check_replicas(self, step) -> None:
+        """Compare the copies of all tensors if it is time to. Comm: see `Replicas.check`."""
+        every = self.config.run.check_replicas
+        if every and step % every == 0:
+            self.replicas.check(step)
+            self.metrics.skip()
 
     def save(self) -> None:
         """Write the weights; when any rank returns, they are on the disk.

@@ -34,6 +34,8 @@ class RunConfig:
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call")
+    check_replicas: int = setting(
+        100, "steps between two comparisons of all copies of weights and moments; 0 = none", low=0)
     hang_warn: float = setting(
         60.0, "seconds without progress until a report says who waits for whom; 0 = never",
         low=0.0)

@@ -109,7 +109,8 @@ class FlatParams:
     pieces: number of ranks of the data group, each of which can own an equal share of the buffers.
     size: elements of all parameters, without those zeros. by_groups: (grad_groups, slice) of each
     run of parameters. by_decay: (decay, slice) of each run. owned: slices of the parameters that
-    this rank owns. units: {unit: its slices}, one slice for each grad_groups.
+    this rank owns; copies: those of all others. units: {unit: its slices}, one slice for each
+    grad_groups.
     """
 
     def __init__(self, ops, params, pieces=1):
@@ -129,7 +130,9 @@ class FlatParams:
                 setattr(param, kind, view)
         self.by_groups = self._runs(lambda param: param.grad_groups)
         self.by_decay = self._runs(lambda param: param.decay)
-        self.owned = [run for owner, run in self._runs(lambda param: param.owner) if owner]
+        self.owned, self.copies = (
+            [run for owner, run in self._runs(lambda param: param.owner) if owner == wanted]
+            for wanted in (True, False))
         self.units: dict[int, list[slice]] = {}
         for (_, unit), run in self._runs(lambda param: (param.grad_groups, param.unit)):
             self.units.setdefault(unit, []).append(run)

@@ -23,12 +23,14 @@ from mpipar.ops.loss_ops import LossOps
 # GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); arXiv 1606.08415.
 GELU_A = math.sqrt(2.0 / math.pi)
 GELU_B = 0.044715 * GELU_A
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are spread evenly
 
 
 class ArrayOps(ArrayAttention, LossOps, ImageOps):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
     takes_16_bits = ()  # functions that compute on 16-bit operands as they are, summing in float32
+    checksum_block = 1 << 16  # 32-bit words that a checksum takes at once, widened to 64 bits
     tiled_head_width = 0  # widest head whose attention keeps a number per query, not its scores
 
     def __init__(self, xp, dtype, device):
@@ -98,6 +100,23 @@ class ArrayOps(ArrayAttention, LossOps, ImageOps):
     def square_sum(self, x):
         """Return the sum of squares of x as a host float, accumulated in float64."""
         return float(self.xp.square(x.astype(np.float64)).sum())
+
+    def checksum(self, x):
+        """Return a 64-bit number of the bits of x, another one if any single element differs.
+
+        Word i of each block of 32-bit words is multiplied by odd number i, modulo 2^64: no change
+        of one word can give 0. The odd numbers are irregular, so that several changes do not cancel
+        out (multilinear hashing, Carter and Wegman 1979).
+        """
+        words, total = x.reshape(-1).view(np.uint32), 0
+        odd = self.xp.arange(1, 1 + min(words.size, self.checksum_block), dtype=np.uint64)
+        odd *= np.uint64(GOLDEN)
+        odd ^= odd >> np.uint64(29)
+        odd |= np.uint64(1)
+        for first in range(0, words.size, self.checksum_block):
+            block = words[first : first + self.checksum_block]
+            total = total * GOLDEN + int((block * odd[: block.size]).sum())
+        return total % 2**64
 
     # Sums along one dimension; the functions below use them.
 

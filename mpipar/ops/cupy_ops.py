@@ -29,6 +29,7 @@ class CupyOps(ArrayOps):
     """
 
     takes_16_bits = ("matmul", "matmul_nt", "matmul_tn_add")
+    checksum_block = 1 << 22  # few kernels, 64 MiB in between
 
     def __init__(self, dtype, gemm="blas", tf32=False, host_rank=0):
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")

@@ -45,6 +45,7 @@ WHOLE = {
     "add_parts": "parts[P..] -> sum[..]",
     "sum": "x[..] -> total:host",
     "square_sum": "x[..] -> total:host",
+    "checksum": "x[..] -> total:host",
     "matmul": "x[..K] w[KM] -> y[..M]",
     "matmul_nt": "x[..M] w[KM] -> y[..K]",
     "matmul_tn_add": "x[..K] y[..M] out[KM]+ ->",
@@ -79,7 +80,7 @@ FLOPS = {"matmul": "2..KM", "matmul_nt": "2..KM", "matmul_tn_add": "2..KM"}
 # or work on arrays that are float32 anyway.
 EXACT_IN_16_BITS = (
     "fill", "copy", "scale", "accumulate", "bias_forward", "embedding_forward", "sum",
-    "square_sum", "attention_merge", "cross_entropy_combine", "sgd_step", "adamw_step",
+    "square_sum", "checksum", "attention_merge", "cross_entropy_combine", "sgd_step", "adamw_step",
 )
 # Functions that make arrays and take them from the device to the host.
 MEMORY = ("empty", "zeros", "asarray", "to_host", "pinned", "to_pinned", "synchronize")

@@ -10,7 +10,7 @@ other's backward.
 
 from __future__ import annotations
 
-import math
+from mpipar.train.non_finite import seen
 
 
 class GradSync:
@@ -67,25 +67,25 @@ class GradSync:
             self.ops.fill(stage.flat.grad, 0)
 
     def square_sum(self) -> float:
-        """This rank's share of the squared gradient norm.
+        """This rank's share of the squared gradient norm; not finite if any gradient here is not.
 
-        Only owned parameters of the first dp replica count.
+        Only owned parameters of the first dp replica count. All others are read too, because a
+        copy may be the only one with a number that is not finite. That costs no time. While the
+        first replica adds up its squares, the others do the same.
         """
-        if self.comms.dp.index > 0:
-            return 0.0
-        return sum((self.ops.square_sum(stage.flat.grad[run])
-                    for stage in self.stages.values() for run in stage.flat.owned), 0.0)
+        total = 0.0
+        for stage in self.stages.values():
+            for counts, runs in ((self.comms.dp.index == 0, stage.flat.owned),
+                                 (False, stage.flat.copies)):
+                for run in runs:
+                    total += seen(self.ops.square_sum(stage.flat.grad[run]), counts)
+        return total
 
     def unscale(self, loss_scale: float) -> None:
         """Divide all gradients by the factor that multiplied the loss."""
         if loss_scale != 1:
             for stage in self.stages.values():
                 self.ops.scale(stage.flat.grad, 1 / loss_scale)
-
-    def overflows(self) -> int:
-        """How many of this rank's stages, copies included, hold a gradient that is not finite."""
-        return sum(not is_finite(self.ops.square_sum(stage.flat.grad))
-                   for stage in self.stages.values())
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale all gradients so that their global norm is at most `limit` (0: no limit)."""
@@ -103,8 +103,3 @@ def agree(ops, comms, values: list[float], name: str) -> list[float]:
 
     x = ops.asarray(np.array(values, dtype=np.float64))
     return [float(value) for value in ops.to_host(comms.world.all_reduce(x, name))]
-
-
-def is_finite(*values: float) -> bool:
-    """Whether none of the values is NaN or infinite."""
-    return all(math.isfinite(value) for value in values)

@@ -20,8 +20,10 @@ from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.train.gradsync import GradSync, agree, is_finite
+from mpipar.train import non_finite
+from mpipar.train.gradsync import GradSync, agree
 from mpipar.train.loss_scale import LossScale
+from mpipar.train.non_finite import is_finite, seen
 from mpipar.train.optim import OPTIMIZERS, learning_rate
 
 
@@ -86,6 +88,8 @@ class Worker:
 
     def __init__(self, config, grid, ops, recorder, mpi_world=None):
         self.config, self.grid, self.ops, self.recorder = config, grid, ops, recorder
+        self.mpi_world = mpi_world
+        self.losses: dict = {}  # of the newest step here, by microbatch
         self.schedule = configured_schedule(config.grid)
         self.program = lower(self.schedule, grid.pp_rank)
         model = models.model_of(config.model)
@@ -153,16 +157,14 @@ class Worker:
         for stage in self.stages.values():
             stage.set_loss_scale(self.loss_scale.value / self.num_tokens)
         start = perf_counter_ns()
-        losses = self.engine.run(self.program, get_batch)
+        self.losses = self.engine.run(self.program, get_batch)
         self.recorder.phase, self.recorder.stage, self.recorder.mb = "sync", -1, -1
         self.recorder.span("pipeline", start)
         self.gradsync.finish()
         self.gradsync.unscale(self.loss_scale.value)
         # tp ranks know the same loss: one of them reports it.
-        loss = sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+        loss = seen(sum(self.losses.values()), self.comms.tp.index == 0)
         squares = self.gradsync.square_sum()
-        if self.loss_scale.dynamic and self.gradsync.overflows():
-            squares = math.inf  # also in a copy that the norm does not count: all ranks must skip
         loss, squares, stop, save, written = agree(
             self.ops, self.comms, [loss, squares, *map(float, astuple(asks))], "step.norm")
         agreed = Asks(stop > 0, save > 0, written == self.grid.world_size)
@@ -174,14 +176,16 @@ class Worker:
         `step` counts from 1.
 
         Raises NonFiniteError on every rank, before any weight changes, when the loss is not finite.
-        A gradient that is not finite raises it too, unless a smaller loss scale is left.
+        A gradient that is not finite on any rank raises it too, unless a smaller loss scale is
+        left. The error names tensors and ranks.
         """
         start = perf_counter_ns()
         loss, norm, agreed = self.gradients(step, get_batch, asks)
         scale, overflow = self.loss_scale.value, not is_finite(norm)
         if not is_finite(loss) or (overflow and not self.loss_scale.can_skip()):
             raise self._not_finite(
-                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update")
+                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
+                non_finite.report(self, self.losses))
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         self.recorder.phase = "opt"
@@ -195,11 +199,12 @@ class Worker:
         shown = scale if self.loss_scale.dynamic else None
         return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
 
-    def _not_finite(self, what):
-        """The error of a run whose numbers left the range of their type."""
-        return NonFiniteError(
+    def _not_finite(self, what, where=()):
+        """The error of a run whose numbers left the range of their type. where: more lines."""
+        return NonFiniteError([
             f"{what}; try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
-            + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""))
+            + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""),
+            *where])
 
     def forward(self, num_microbatches: int, get_batch) -> dict:
         """Run forward passes alone; return the last stage's outputs by microbatch.

@@ -8,7 +8,7 @@ from mpipar.layers.linear import Linear
 from mpipar.partition import row
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
-from mpipar.train.worker import Asks, Worker
+from mpipar.train.worker import Worker
 
 pytestmark = pytest.mark.ranks(2)
 DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
@@ -154,10 +154,10 @@ def test_receive_buffer_aliased(monkeypatch):
 def test_loss_scaled_per_microbatch(monkeypatch):
     plain = Worker.gradients
 
-    def gradients(self, step, get_batch, asks=Asks()):
+    def gradients(self, step, get_batch, *asks):
         self.num_tokens //= self.schedule.num_microbatches
         try:
-            return plain(self, step, get_batch, asks)
+            return plain(self, step, get_batch, *asks)
         finally:
             self.num_tokens *= self.schedule.num_microbatches
 

@@ -1,0 +1,71 @@
+"""Which losses and gradients are not finite, and on which ranks: asked only after a step failed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpipar.comm.facts import broadcast_text, gather_facts
+
+SHOWN = 3  # tensors of a report, and ranks of a tensor
+
+
+def is_finite(*values: float) -> bool:
+    """Whether none of the values is NaN or infinite."""
+    return all(math.isfinite(value) for value in values)
+
+
+def seen(value: float, counts: bool) -> float:
+    """What a rank adds to a sum of all ranks: its value if that counts or is not finite, else 0."""
+    return value if counts or not is_finite(value) else 0.0
+
+
+def bad_numbers(worker, losses) -> dict:
+    """What is not finite on this rank, by {"losses": [mb, value], "tensors": [rows]}.
+
+    losses: {microbatch: loss}. A row is stage, unit, name, how many numbers, index of the first in
+    the whole tensor. Rows come in the order in which a backward pass makes the gradients.
+    """
+    rows = []
+    for number, stage in worker.stages.items():
+        for param in stage.flat.params:
+            bad = np.argwhere(~np.isfinite(worker.ops.to_host(param.grad)))
+            if len(bad):
+                first = bad[0].tolist()
+                if param.cut_axis is not None:
+                    first[param.cut_axis] += param.bounds()[0]
+                rows.append([number, param.unit, param.name, len(bad), first])
+    rows.sort(key=lambda row: (-row[0], -row[1]))
+    bad_losses = [[mb, value] for mb, value in losses.items() if not is_finite(value)]
+    return {"place": worker.grid.describe(), "losses": bad_losses, "tensors": rows}
+
+
+def describe(facts: list[dict]) -> list[str]:
+    """Lines that name the losses and the first tensors that are not finite. facts: by rank."""
+    found = [f"the loss of microbatch {mb} is {value} on rank {world_rank} ({fact['place']})"
+             for world_rank, fact in enumerate(facts) for mb, value in fact["losses"][:1]][:SHOWN]
+    holders: dict[str, list[int]] = {}
+    for _, _, name, world_rank in sorted(
+            (-stage, -unit, name, world_rank) for world_rank, fact in enumerate(facts)
+            for stage, unit, name, *_ in fact["tensors"]):
+        holders.setdefault(name, []).append(world_rank)
+    for name, ranks in list(holders.items())[:SHOWN]:
+        count, first = next(row[3:] for row in facts[ranks[0]]["tensors"] if row[2] == name)
+        what = "1 number is" if count == 1 else f"{count} numbers are"
+        where = ", ".join(f"rank {holder} ({facts[holder]['place']})" for holder in ranks[:SHOWN])
+        more = f" and {len(ranks) - SHOWN} others" if len(ranks) > SHOWN else ""
+        found.append(f"gradient of {name}: {what} not finite, first {first}: on {where}{more}")
+    if len(holders) > SHOWN:
+        found.append(f"and the gradients of {len(holders) - SHOWN} other tensors")
+    return found
+
+
+def report(worker, losses) -> list[str]:
+    """`describe` of all ranks, on every rank.
+
+    Comm: a gather of facts and a broadcast of text over the world, without records.
+    """
+    facts = gather_facts(worker.mpi_world, bad_numbers(worker, losses))
+    text = broadcast_text(worker.mpi_world, "\n".join(describe(facts) if facts else []))
+    return text.splitlines()

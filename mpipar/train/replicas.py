@@ -1,0 +1,111 @@
+"""Replica drift: whether all copies of a tensor still have the same bits (--check-replicas).
+
+Data-parallel ranks hold copies of every tensor, tensor-parallel ranks of every uncut one. A tied
+table and the stages of a bidirectional schedule have copies on two pipeline ranks. All copies start
+equal and get equal updates, so they stay equal bit by bit. If one differs, a memory, a link or a
+library is at fault, and the copies would go further apart without any error.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from time import perf_counter
+
+import numpy as np
+
+from mpipar.checkpoint.weights import all_params
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.errors import DriftError
+
+KINDS = {"master": "weights", "m": "first moment", "v": "second moment"}
+DRIFT = ("copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
+         " at fault, or hosts compute differently: start again from older weights, or accept it"
+         " with --check-replicas 0")
+SHOWN = 5  # pieces of a report
+
+
+class Replicas:
+    """Compares the copies of all tensors, piece by piece.
+
+    A piece is a whole tensor, or one shard of a cut one, of the master weights or of a moment.
+    Ranks with the same piece must hold the same bits, whatever group makes them equal. places:
+    (kind, name, shard) -> where the piece stands in every rank's list. count, seconds: number of
+    comparisons, and the time that all of them took.
+    """
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.kinds = tuple(worker.optimizer.state())
+        pieces = [(param.name, shard)
+                  for _, param in all_params(worker.config.model, worker.stage_layers)
+                  for shard in range(1 if param.cut_axis is None else worker.grid.tp_size)]
+        self.places = {(kind, *piece): place
+                       for place, (kind, piece) in enumerate(product(self.kinds, pieces))}
+        self.count, self.seconds = 0, 0.0
+
+    def _has_copies(self, param) -> bool:
+        """Whether other ranks hold this rank's part of a parameter."""
+        axes = ("dp", "cp", *param.grad_groups, *(("tp",) if param.cut_axis is None else ()))
+        return any(self.worker.comms.by_axis[axis].size > 1 for axis in axes)
+
+    def checksums(self) -> dict[tuple, int]:
+        """(kind, name, shard) -> 64-bit checksum of each piece here that has copies elsewhere."""
+        ops, state = self.worker.ops, self.worker.optimizer.state()
+        return {(kind, param.name, param.cut_index): ops.checksum(view)
+                for kind in self.kinds for number, stage in self.worker.stages.items()
+                for param, view in stage.flat.views(state[kind][number])
+                if self._has_copies(param)}
+
+    def check(self, step: int) -> None:
+        """Raise DriftError on every rank if any two copies of a piece differ.
+
+        The largest checksum of a piece and the largest complement of one, which is the complement
+        of the smallest, tell whether all are equal. A rank without a piece gives 0 for both.
+        Comm: one all_reduce of two numbers per piece over world; a gather and a broadcast of facts
+        where copies differ.
+        """
+        worker, recorder, start = self.worker, self.worker.recorder, perf_counter()
+        recorder.phase, recorder.stage, recorder.mb = "check", -1, -1
+        mine = self.checksums()
+        ends = np.zeros((2, len(self.places)), np.uint64)
+        for piece, checksum in mine.items():
+            ends[:, self.places[piece]] = checksum, ~np.uint64(checksum)
+        ends = worker.ops.to_host(
+            worker.comms.world.all_reduce(worker.ops.asarray(ends), "check.replicas", "max"))
+        differs = (ends[0] != ~ends[1]) & ends.any(axis=0)
+        drifted = [piece for piece, place in self.places.items() if differs[place]]
+        self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - start
+        if drifted:
+            raise DriftError(self._report(step, drifted, mine))
+
+    def summary(self) -> str:
+        """What the comparisons so far have found and cost."""
+        each = self.seconds / self.count * 1e3
+        return f"all copies of tensors were equal in {self.count} comparisons of {each:.1f} ms"
+
+    def _report(self, step, drifted, mine) -> list[str]:
+        """Lines that name each piece that drifted and its ranks, by what they hold.
+
+        Comm: see `check`.
+        """
+        worker = self.worker
+        facts = gather_facts(worker.mpi_world, [mine.get(piece) for piece in drifted[:SHOWN]])
+        lines = [f"step {step}: {DRIFT}"]
+        for i, (kind, name, shard) in enumerate(drifted[:SHOWN] if facts else ()):
+            ranks: dict[int, list[int]] = {}
+            for world_rank, checksums in enumerate(facts):
+                if checksums[i] is not None:
+                    ranks.setdefault(checksums[i], []).append(world_rank)
+            parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
+            sides = " unlike ".join(_ranks_text(part) for part in parts)
+            cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
+            lines.append(f"{KINDS[kind]} of {name}{cut}: {sides}")
+        if len(drifted) > SHOWN:
+            lines.append(f"and {len(drifted) - SHOWN} others")
+        return broadcast_text(worker.mpi_world, "\n".join(lines)).splitlines()
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """As in `rank 3` or `ranks 0, 1, 2 and 5 others`."""
+    shown, more = ", ".join(map(str, ranks[:8])), len(ranks) - 8
+    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} others" if more > 0 else "")

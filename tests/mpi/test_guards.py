@@ -1,0 +1,205 @@
+"""Copies that drift, and numbers that are not finite on one rank only, stop every rank."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from small_model import LAYOUTS, WORLD, cut_model
+from test_mixed import DP, PP, TP, mixed, on_all_ranks, worker_of
+
+from mpipar.errors import DriftError, NonFiniteError
+from mpipar.layers.loss import CrossEntropy
+from mpipar.train import gradsync
+from mpipar.train.gradsync import GradSync
+from mpipar.train.replicas import Replicas
+
+pytestmark = pytest.mark.ranks(2, 4)
+HERE = LAYOUTS[WORLD.size]
+LAST = WORLD.size - 1
+
+
+def part_of(worker, name, kind):
+    """This rank's part of a tensor's gradient, master weights or moment; None if it has none."""
+    state = {"grad": {number: stage.flat.grad for number, stage in worker.stages.items()}}
+    state |= worker.optimizer.state()
+    return next((view for number, stage in worker.stages.items()
+                 for param, view in stage.flat.views(state[kind][number])
+                 if param.name == name), None)
+
+
+def raised_everywhere(error_class, call) -> str:
+    """The message of an error that every rank must raise alike. Comm: two all-gathers."""
+    try:
+        call()
+    except error_class as error:
+        text = str(error)
+    else:
+        text = ""
+    on_all_ranks("" if text else f"rank {WORLD.rank} raised nothing")
+    texts = WORLD.allgather(text)
+    assert set(texts) == {text}
+    return text
+
+
+# --- replica drift
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"model": cut_model()}, {"schedule": "dualpipe"}],
+                         ids=["plain", "sequence-parallel", "dualpipe"])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_copies_stay_equal(layout, options, dtype):
+    _, pp, tp = layout
+    if (pp == 1 and "schedule" in options) or (tp == 1 and "model" in options):
+        return
+    worker, step = worker_of(mixed(dtype, layout, 2 * pp, optimizer="adamw", **options))
+    replicas = Replicas(worker)
+    for number in (1, 2):
+        step(number)
+        worker.recorder.clear()
+        replicas.check(number)
+        records = worker.recorder.records
+        assert [(record.axis, record.name, record.phase) for record in records] == [
+            ("world", "check.replicas", "check")]
+        assert records[0].payload_bytes == 16 * len(replicas.places)
+    assert replicas.count == 2
+    worker.close()
+
+
+def drift(layout, kind, name, num_microbatches=2, **options):
+    """Change one bit of a number on the last rank that holds `name`.
+
+    Returns the text of the error, and the ranks that hold the tensor.
+    """
+    worker, step = worker_of(
+        mixed("float32", layout, num_microbatches, optimizer="adamw", **options))
+    replicas = Replicas(worker)
+    step(1)
+    found = part_of(worker, name, kind)
+    holders = [rank for rank, held in enumerate(WORLD.allgather(found is not None)) if held]
+    if holders[-1] == WORLD.rank:
+        found.reshape(-1)[-1:].view(np.uint32)[...] ^= 1
+    try:
+        return raised_everywhere(DriftError, lambda: replicas.check(1)), holders
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize(("layout", "kind", "name"), [
+    (DP, "master", "block3.ffn.up.w"), (DP, "m", "block0.norm1.w"), (DP, "v", "embedding.tokens"),
+    (TP, "master", "block2.norm2.b"), (TP, "v", "block4.ffn.down.b"), (PP, "m", "embedding.tokens"),
+])  # fmt: skip
+@pytest.mark.ranks(2)
+def test_one_bit_of_a_copy_is_found_and_named(layout, kind, name):
+    text, _ = drift(layout, kind, name)
+    kind = {"master": "weights", "m": "first moment", "v": "second moment"}[kind]
+    assert re.fullmatch(rf"step 1: copies .*\n{kind} of {name}: rank 0 unlike rank 1", text), text
+
+
+@pytest.mark.parametrize("layout", HERE[1:], ids=str)
+@pytest.mark.ranks(4)
+def test_the_ranks_that_differ_are_named(layout):
+    """A norm of the last stage: on 2 ranks of a 2 x 2 layout, or 4 of 2 x 2 without a pipeline."""
+    text, holders = drift(layout, "master", "block4.norm2.w")
+    sides = [f"rank {holders[-1]}", "ranks " + ", ".join(map(str, holders[:-1]))]
+    if len(holders) == 2:
+        sides = [f"rank {rank}" for rank in holders]
+    assert text.endswith(f"weights of block4.norm2.w: {sides[0]} unlike {sides[1]}"), text
+
+
+@pytest.mark.ranks(2)
+def test_mirrored_stages_are_compared():
+    text, _ = drift(PP, "master", "block1.attn.qkv.w", 4, schedule="dualpipe")
+    assert "weights of block1.attn.qkv.w: rank 0 unlike rank 1" in text
+
+
+@pytest.mark.ranks(2)
+def test_a_check_that_ignores_the_moments_is_caught(monkeypatch):
+    plain = Replicas.checksums
+    monkeypatch.setattr(Replicas, "checksums", lambda self: {
+        piece: number for piece, number in plain(self).items() if piece[0] == "master"})
+    with pytest.raises(AssertionError, match="raised nothing"):
+        drift(DP, "m", "embedding.tokens")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [DP, TP, PP], ids=str)
+def test_a_check_that_looks_at_owned_tensors_alone_is_caught(layout, monkeypatch):
+    monkeypatch.setattr(Replicas, "_has_copies", lambda self, param: (
+        param.owner and self.worker.comms.dp.index == 0))
+    with pytest.raises(AssertionError, match="raised nothing"):
+        drift(layout, "master", "embedding.tokens" if layout == PP else "block2.norm2.b")
+
+
+# --- a number that is not finite
+
+
+def not_finite(layout, name, dtype="float32", plant=math.nan):
+    """Plant a number in one gradient of the last rank that has it, after all sums, in step 2."""
+    worker, step = worker_of(mixed(dtype, layout, optimizer="adamw", scale=(
+        1.0 if dtype == "float16" else None)))
+    found = part_of(worker, name, "grad")
+    held = WORLD.allgather(found is not None)
+    holder = max(rank for rank in range(WORLD.size) if held[rank])
+    step(1)
+    before = [stage.flat.master.copy() for stage in worker.stages.values()]
+    plain = GradSync.square_sum
+
+    def square_sum(self):
+        if self is worker.gradsync and holder == WORLD.rank:
+            found.reshape(-1)[-1:] = plant
+        return plain(self)
+
+    GradSync.square_sum = square_sum
+    try:
+        text = raised_everywhere(NonFiniteError, lambda: step(2))
+    finally:
+        GradSync.square_sum = plain
+        worker.close()
+    same = all((stage.flat.master == old).all()
+               for stage, old in zip(worker.stages.values(), before, strict=True))
+    on_all_ranks("" if same else f"rank {WORLD.rank} changed its weights")
+    return text, holder
+
+
+@pytest.mark.parametrize("name", ["embedding.tokens", "block0.norm1.w", "block4.ffn.up.w"])
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_a_gradient_that_is_not_finite_on_any_copy_stops_all(layout, name):
+    plant = math.inf if name == "embedding.tokens" else math.nan
+    text, rank = not_finite(layout, name, plant=plant)
+    first, second = text.splitlines()
+    assert re.match(r"step 2: loss \d\S+, gradient norm (nan|inf): stopped before", first)
+    assert re.fullmatch(rf"gradient of {name}: 1 number is not finite, first \[.*\]: on rank {rank}"
+                        r" \(.*\)", second), text
+
+
+@pytest.mark.ranks(2)
+def test_float16_stops_with_the_name_when_no_smaller_scale_is_left():
+    assert "gradient of block0.norm1.w" in not_finite(DP, "block0.norm1.w", "float16")[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [DP, TP], ids=str)
+def test_a_norm_that_reads_only_what_it_counts_is_caught(layout, monkeypatch):
+    monkeypatch.setattr(gradsync, "seen", lambda value, counts: value if counts else 0.0)
+    with pytest.raises(AssertionError, match="raised nothing"):
+        not_finite(layout, "block0.norm1.w")
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(layout, monkeypatch):
+    """On the last rank alone: of the last stage, of a replica, or a copy that nobody counts."""
+    plain = CrossEntropy.forward
+    worker, step = worker_of(mixed("float32", layout))
+    last = WORLD.size - 1
+
+    def forward(self, *arguments):
+        loss = plain(self, *arguments)
+        return math.nan if WORLD.rank == last and worker.recorder.mb == 1 else loss
+
+    monkeypatch.setattr(CrossEntropy, "forward", forward)
+    text = raised_everywhere(NonFiniteError, lambda: step(1))
+    worker.close()
+    assert re.match(r"step 1: loss nan, gradient norm \d", text), text
+    assert re.search(rf"\nthe loss of microbatch 1 is nan on rank {last} \(", text), text
