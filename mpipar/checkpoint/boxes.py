@@ -15,7 +15,7 @@ import numpy as np
 from mpipar.comm.grid import piece
 
 Box = tuple[tuple[int, int], ...]
-MOST_CELLS = 1 << 26  # of a tiling; what mpipar writes has about as many cells as boxes
+MOST_CELLS = 1000  # per box of a tiling; what mpipar writes has about as many cells as boxes
 
 
 def shard_box(param) -> Box:
@@ -76,7 +76,7 @@ def tiling_problem(shape, boxes) -> str:
     edges = [sorted({0, length, *(edge for box in boxes for edge in box[axis])})
              for axis, length in enumerate(shape)]
     lengths = [len(found) - 1 for found in edges]
-    if math.prod(lengths) > MOST_CELLS:
+    if math.prod(lengths) > MOST_CELLS * max(MOST_CELLS, len(boxes)):
         return f"{len(boxes)} boxes cut it into {math.prod(lengths)} cells"
     places = [{edge: place for place, edge in enumerate(found)} for found in edges]
     counts = np.zeros(lengths, np.int32)

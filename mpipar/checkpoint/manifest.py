@@ -21,16 +21,19 @@ from safetensors import SafetensorError, safe_open
 
 from mpipar.checkpoint.boxes import Box, shape_of, tiling_problem
 from mpipar.checkpoint.disk import DTYPES, digest_of
+from mpipar.comm.grid import AXES
 from mpipar.errors import DataError
+from mpipar.files.bounded import read_json
+from mpipar.files.text import shown
 
 FORMAT = 1  # a reader refuses a newer one
 NAME = "manifest.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
-MOST_BYTES = 256 << 20  # of a manifest
+MOST_BYTES = 128 << 20  # of a manifest; a piece takes some 170
 MOST_TENSORS = 100_000
 MOST_ELEMENTS = 1 << 56  # of a tensor: its bytes still fit 64 bits
-MOST_AXES = 16
+MOST_AXES = MOST_KINDS = 16
 COUNTER = 1 << 53
 
 
@@ -115,11 +118,14 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every committed checkpoint in `folder`, ascending; none if it is missing.
 
     They were whole when they were written. `read_manifest` and `damage` say whether they still are.
+    Raises DataError if the folder cannot be read.
     """
     try:
         found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from None
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
@@ -129,11 +135,15 @@ def read_manifest(step_folder: Path) -> Manifest:
     Digests are checked by who reads a file. Raises DataError that names what is wrong.
     """
     path = Path(step_folder) / NAME
+    if path.is_symlink():
+        raise DataError(f"{path}: is a link, and not a file of this folder")
+    content = read_json(path, most_bytes=MOST_BYTES)
     try:
-        manifest = _manifest(_content(path))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        shown = error if type(error) is ValueError else repr(error)
-        raise DataError(f"{path}: is not a manifest of a checkpoint: {shown}") from None
+        _check_format(path, content)
+        manifest = _manifest(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error if type(error) is ValueError else repr(error)
+        raise DataError(f"{path}: is not a manifest of a checkpoint: {why}") from None
     match = STEP_FOLDER.fullmatch(path.parent.resolve().name)
     wrong = [f"{path}: is of step {manifest.step}, its folder of another"] if (
         match and int(match[1]) != manifest.step) else []
@@ -143,30 +153,16 @@ def read_manifest(step_folder: Path) -> Manifest:
     return manifest
 
 
-def _content(path: Path) -> dict:
-    """The entries of a manifest.json whose digest is right and whose format is known."""
-    try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a regular file")
-        if status.st_size > MOST_BYTES:
-            raise ValueError(f"{status.st_size} bytes are more than {MOST_BYTES}")
-        content = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+def _check_format(path: Path, content: dict) -> None:
+    """Raise DataError for a newer format, ValueError for another one or a wrong digest."""
     found = content["format"]
     if type(found) is int and found > FORMAT:
         raise DataError(f"{path}: has format {found}, and this version of mpipar reads {FORMAT}:"
-                        " it was written by a newer mpipar; use that one")
+                        " a newer mpipar has written it; use that one")
     if found != FORMAT:
-        raise ValueError(f"its format is {found!r}, not {FORMAT}")
+        raise ValueError(f"its format is {shown(found)}, not {FORMAT}")
     if content.pop("sha256") != _digest(content):
         raise ValueError("its content does not fit its digest")
-    return content
-
-
-def _refuse_constant(name):
-    raise ValueError(f"{name} is no number")
 
 
 def _manifest(content: dict) -> Manifest:
@@ -177,17 +173,18 @@ def _manifest(content: dict) -> Manifest:
     manifest = Manifest(**content | {
         "tensors": {name: _tensor(name, **one) for name, one in tensors.items()},
         "files": {name: _file(name, **one) for name, one in files.items()},
-        "pieces": tuple(Piece(**one | {"box": tuple(
-            (_whole(first), _whole(stop)) for first, stop in one["box"])})
-            for one in content["pieces"])})
-    for name, kind in (("config", str), ("schedule", str), ("layout", dict), ("data", dict)):
-        if type(content[name]) is not kind:
-            raise ValueError(f"{name} is {content[name]!r}")
-    _whole(manifest.step)
+        "pieces": tuple(_piece(**one) for one in content["pieces"])})
+    if len(manifest.kinds) > MOST_KINDS:
+        raise ValueError(f"{len(manifest.kinds)} kinds of state are more than {MOST_KINDS}")
+    _text(manifest.config, manifest.schedule)
+    if type(manifest.data) is not dict or manifest.layout.keys() != {*AXES}:
+        raise ValueError(f"data and layout are {shown(manifest.data)}, {shown(manifest.layout)}")
+    for number in (manifest.step, *manifest.layout.values()):
+        _whole(number)
     scale = manifest.loss_scale
     if scale.keys() != {"value", "good", "skipped"} or type(scale["value"]) is not float or not (
             0 < scale["value"] < math.inf):
-        raise ValueError(f"loss_scale is {scale!r}")
+        raise ValueError(f"loss_scale is {shown(scale)}")
     _whole(scale["good"])
     _whole(scale["skipped"])
     for problem in piece_problems(manifest.tensors, manifest.files, manifest.pieces):
@@ -198,25 +195,37 @@ def _manifest(content: dict) -> Manifest:
 def _whole(value) -> int:
     """The value, if it is a whole number that no counter exceeds."""
     if type(value) is not int or not 0 <= value < COUNTER:
-        raise ValueError(f"{value!r} is not a whole number from 0 to 2**53")
+        raise ValueError(f"{shown(value)} is not a whole number from 0 to 2**53")
     return value
 
 
 def _tensor(name, shape, dtype) -> Tensor:
     lengths = tuple(_whole(length) for length in shape)
     if not 0 < len(lengths) <= MOST_AXES or not 0 < math.prod(lengths) <= MOST_ELEMENTS:
-        raise ValueError(f"tensor {name} has the shape {shape}")
+        raise ValueError(f"tensor {shown(name)} has the shape {shown(shape)}")
     if dtype not in DTYPES:
-        raise ValueError(f"tensor {name} has the type {dtype!r}, none of {', '.join(DTYPES)}")
+        raise ValueError(f"tensor {shown(name)} has the type {shown(dtype)}, none of"
+                         f" {', '.join(DTYPES)}")
     return Tensor(lengths, dtype)
 
 
 def _file(name, **facts) -> File:
     if not PIECES_FILE.fullmatch(name):  # so it lies in the folder
-        raise ValueError(f"{name!r} is no name of a file of pieces")
+        raise ValueError(f"{shown(name)} is no name of a file of pieces")
     found = File(**facts)
     _whole(found.bytes)
     return found
+
+
+def _piece(box, **names) -> Piece:
+    _text(*names.values())
+    return Piece(**names, box=tuple((_whole(first), _whole(stop)) for first, stop in box))
+
+
+def _text(*values) -> None:
+    for value in values:
+        if type(value) is not str:
+            raise ValueError(f"{shown(value)} is no text")
 
 
 def piece_problems(tensors, files, pieces) -> list[str]:
@@ -224,14 +233,15 @@ def piece_problems(tensors, files, pieces) -> list[str]:
     boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
     for piece in pieces:
         if piece.file not in files or (piece.tensor, piece.kind) not in boxes:
-            return [(f"{piece.key!r} is a piece of {piece.tensor!r} in {piece.file!r}, and one of"
-                     " them is unknown")]
+            return [(f"{shown(piece.key)} is a piece of {shown(piece.tensor)} in"
+                     f" {shown(piece.file)}, and one of them is unknown")]
         boxes[piece.tensor, piece.kind].append(piece.box)
     if not boxes:
         return ["it has no pieces"]
     found = ((name, kind, tiling_problem(tensors[name].shape, own))
              for (name, kind), own in boxes.items())
-    return [f"tensor {name} ({kind}): {problem}" for name, kind, problem in found if problem]
+    return [f"tensor {shown(name)} ({shown(kind)}): {problem}"
+            for name, kind, problem in found if problem]
 
 
 def file_problems(folder: Path, files: dict[str, File]) -> list[str]:

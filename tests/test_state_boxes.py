@@ -1,0 +1,108 @@
+"""Boxes of any tensor on any layout: they tile it, and each layout saves the same state again."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_ranks import on_all
+from state_cases import assert_filled, config_for, loaded, saved, savers_of
+
+from mpipar.checkpoint import boxes
+from mpipar.checkpoint.manifest import committed_steps
+
+LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
+
+
+@given(LENGTHS, st.data())
+def test_rows_of_copies_and_blocks_tile_a_shard(lengths, data):
+    box = tuple((first, first + length) for first, length in zip(
+        data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths))),
+        lengths, strict=True))
+    copies = data.draw(st.integers(1, 9))
+    shares = [boxes.share_of_rows(box, index, copies) for index in range(copies)]
+    rows = [row for share in shares for row in range(*share[0])]
+    assert rows == list(range(*box[0]))
+    limit = data.draw(st.integers(1, 300))
+    blocks = list(boxes.row_blocks(box, 4, limit))
+    assert [row for block in blocks for row in range(*block[0])] == rows
+    assert all(4 * boxes.volume(block) <= limit or block[0][1] - block[0][0] == 1
+               for block in blocks)
+
+
+@given(LENGTHS, st.data())
+def test_tiling_is_judged_as_by_counting_every_element(lengths, data):
+    """Boxes of cuts at random edges; then one edge is moved, or one box doubled or left out."""
+    tiles = [()]
+    for length in lengths:
+        cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=2))})
+        pairs = list(itertools.pairwise(cuts))
+        tiles = [(*tile, pair) for tile in tiles for pair in pairs]
+    assert boxes.tiling_problem(lengths, tiles) == ""
+    number = data.draw(st.integers(0, len(tiles) - 1))
+    assert "2 boxes cover" in boxes.tiling_problem(lengths, [*tiles, tiles[number]])
+    assert "0 boxes cover" in boxes.tiling_problem(lengths, tiles[:number] + tiles[number + 1:])
+    axis = data.draw(st.integers(0, len(lengths) - 1))
+    for moved in ((-1, 0), (0, 1), (1, 0), (0, -1)):
+        pair = tuple(edge + by for edge, by in zip(tiles[number][axis], moved, strict=True))
+        broken = [*tiles]
+        broken[number] = (*tiles[number][:axis], pair, *tiles[number][axis + 1:])
+        assert boxes.tiling_problem(lengths, broken)
+
+
+@given(LENGTHS, st.data())
+def test_overlap_holds_the_common_elements(lengths, data):
+    def draw():
+        edges = [sorted(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
+                 for length in lengths]
+        return tuple(map(tuple, edges))
+
+    def elements(box):
+        return {()} if not box else {
+            (i, *rest) for i in range(*box[0]) for rest in elements(box[1:])}
+
+    one, other = draw(), draw()
+    shared = boxes.overlap(one, other)
+    common = elements(one) & elements(other)
+    assert (elements(shared) if shared else set()) == common
+    if shared:
+        assert boxes.volume(shared) == len(common) == math.prod(boxes.shape_of(shared))
+
+
+@st.composite
+def layouts(draw, most=8):
+    """(ranks, fields of a config) of a layout that the small decoder takes, uneven ones too."""
+    dp, pp, tp = draw(st.sampled_from([
+        (dp, pp, tp) for dp in (1, 2, 3, 4, 5) for pp in (1, 2, 3) for tp in (1, 2, 3, 6)
+        if dp * pp * tp <= most]))
+    schedules = ["1f1b", "gpipe", "zb-h1"] + ["zb-v", "dualpipe"] * (pp == 2) + ["interleaved"]
+    schedule = draw(st.sampled_from(schedules)) if pp > 1 else "1f1b"
+    order = draw(st.sampled_from(["pp,dp,cp,tp", "tp,cp,dp,pp", "dp,pp,tp,cp"]))
+    return dp * pp * tp, {"dp": dp, "pp": pp, "tp": tp, "schedule": schedule, "rank_order": order}
+
+
+@given(
+    layouts(), layouts(),
+    st.fixed_dictionaries({}, optional={
+        "tied": st.booleans(), "norm": st.just("rms"), "vocab_size": st.integers(2, 40),
+        "ffn": st.integers(1, 30), "optimizer": st.just("sgd"),
+        "dtype": st.sampled_from(["float64", "bfloat16", "float16"])}))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.timeout(240)
+def test_there_and_back_changes_no_byte(tmp_path_factory, first, second, values):
+    """Save on A, load and save on B, load and save on A again: the same bytes as the first time."""
+    folder = tmp_path_factory.mktemp("there-and-back")
+    (count_a, a), (count_b, b) = first, second
+    original = saved(config_for(**{**values, **a}), count_a, folder / "a")
+
+    def again(source, count, layout, name):
+        workers = loaded(config_for(**{**values, **layout}), count, source)
+        for worker in workers:
+            assert_filled(worker)
+        on_all(lambda saver: saver.save(3), savers_of(workers, folder / name))
+        return committed_steps(folder / name)[-1][1]
+
+    back = again(again(original, count_b, b, "b"), count_a, a, "back")
+    assert {path.name: path.read_bytes() for path in back.iterdir()} == {
+        path.name: path.read_bytes() for path in original.iterdir()}

@@ -1,0 +1,273 @@
+"""Damaged and hostile checkpoints: each is refused with exit code 65, and nothing else is read."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from state_cases import assert_filled, config_for, loaded, saved
+
+from mpipar.checkpoint import manifest as manifest_module
+from mpipar.checkpoint.manifest import committed_steps, damage, read_manifest
+from mpipar.errors import DataError
+
+PIECES = "pieces-00001.safetensors"
+SMALL = {"layers": 1, "d_model": 4, "heads": 2, "ffn": 3, "seq_len": 2, "vocab_size": 5}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return saved(config_for(dp=2, **SMALL), 2, tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    """A copy of a checkpoint that two ranks have written."""
+    return shutil.copytree(original, tmp_path / original.name)
+
+
+def load(folder):
+    return loaded(config_for(**SMALL), 1, folder)[0]
+
+
+def assert_damaged(folder, *parts):
+    """Assert that the full check and a load name what is wrong."""
+    problems = "\n".join(damage(folder))
+    with pytest.raises(DataError) as caught:
+        load(folder)
+    for part in parts:
+        assert re.search(part, problems), problems
+        assert re.search(part, str(caught.value)), caught.value
+
+
+def test_the_original_loads(folder):
+    assert damage(folder) == []
+    assert_filled(load(folder))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", PIECES])
+def test_every_flipped_bit_is_found(name, folder):
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    places = np.random.default_rng(1).integers(0, 8 * len(content), 40).tolist()
+    for place in (*places, 0, 8 * len(content) - 1):
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+        assert_damaged(folder, name)
+        content[place // 8] ^= 1 << place % 8
+
+
+def test_a_flipped_bit_names_file_and_tensor(folder):
+    path = folder / PIECES
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(DataError, match=rf"{PIECES}: is damaged: its SHA-256 is .*; tensor "):
+        load(folder)
+    problem, = damage(folder)
+    assert re.search(rf"{PIECES}: is damaged: its SHA-256 is \w+, \w+ was written", problem)
+
+
+@pytest.mark.parametrize("size", [0, 7, 300, -1])
+def test_a_truncated_file(size, folder):
+    path = folder / PIECES
+    path.write_bytes(path.read_bytes()[:size])
+    assert_damaged(folder, rf"{PIECES}: has [\d,]+ bytes, [\d,]+ were written")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", PIECES])
+def test_a_missing_file(name, folder):
+    (folder / name).unlink()
+    assert_damaged(folder, f"{name}: No such file")
+
+
+def test_files_of_two_ranks_swapped(folder):
+    other = folder / "pieces-00000.safetensors"
+    (folder / PIECES).rename(folder / "aside")
+    other.rename(folder / PIECES)
+    (folder / "aside").rename(other)
+    assert_damaged(folder, PIECES)
+
+
+def test_a_file_of_another_step(folder, tmp_path):
+    other = saved(config_for(dp=2, **SMALL), 2, tmp_path / "other", seed=1)
+    shutil.copy(other / PIECES, folder / PIECES)
+    assert_damaged(folder, f"{PIECES}: is damaged")
+
+
+def test_the_folder_of_another_step(folder):
+    renamed = folder.rename(folder.with_name("step-00000004"))
+    assert_damaged(renamed, "is of step 3, its folder of another")
+
+
+def test_a_stray_file_is_reported_and_not_read(folder):
+    shutil.copy(folder / PIECES, folder / "pieces-00002.safetensors")
+    problem, = damage(folder)
+    assert problem.endswith("pieces-00002.safetensors: does not belong to the checkpoint")
+    assert_filled(load(folder))
+
+
+def test_names_that_are_no_checkpoints(folder):
+    parent = folder.parent
+    for name in ("step-3", "step-00000001.partial-0a", ".trash-step-00000002-0a", "step-0000000x"):
+        (parent / name).mkdir()
+    (parent / "step-00000009").write_text("")
+    assert committed_steps(parent) == [(3, folder)]
+    assert committed_steps(parent / "nowhere") == []
+    assert committed_steps(parent / "step-00000009") == []
+
+
+# --- manifests that someone has made up, with the right digest
+
+
+def rewrite(folder, change):
+    """Change the entries of a manifest, and give it the digest that fits them."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    change(content)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps(content | {"sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def entry(*keys, value):
+    """A change of one entry of a manifest."""
+    def change(content):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+
+    return change
+
+
+def named(name):
+    """A change that gives the second file another name, with the very same bytes behind it."""
+    def change(content):
+        content["files"][name] = content["files"].pop(PIECES)
+        for piece in content["pieces"]:
+            if piece["file"] == PIECES:
+                piece["file"] = name
+
+    return change
+
+
+def without(*keys):
+    def change(content):
+        for key in keys[:-1]:
+            content = content[key]
+        del content[keys[-1]]
+
+    return change
+
+
+def many_kinds(content):
+    content["pieces"] = [
+        {**piece, "kind": f"k{number}"} for piece in content["pieces"] for number in range(50)]
+
+
+TENSOR = "block0.ffn.up.w"  # [4, 3]
+HOSTILE = {
+    "a file above": (named(f"../{PIECES}"), r"'../pieces-00001\.safetensors' is no name"),
+    "an absolute path": (named("/etc/passwd"), "'/etc/passwd' is no name of a file"),
+    "another name": (named("weights.safetensors"), "is no name of a file"),
+    "a zero byte": (named("pieces-00001\0.safetensors"), "zero byte"),
+    "a shape that overflows": (
+        entry("tensors", TENSOR, "shape", value=[2**52, 2**52]), "has the shape"),
+    "a negative length": (entry("tensors", TENSOR, "shape", value=[-4, -3]), "whole number"),
+    "many axes": (entry("tensors", TENSOR, "shape", value=[1] * 99), "has the shape"),
+    "no axes": (entry("tensors", TENSOR, "shape", value=[]), "has the shape"),
+    "a type of objects": (entry("tensors", TENSOR, "dtype", value="object"), "has the type"),
+    "a large tensor": (entry("tensors", TENSOR, "shape", value=[2**40, 3]), "boxes cover"),
+    "an unknown tensor": (without("tensors", TENSOR), "one of them is unknown"),
+    "an unknown file": (without("files", PIECES), "one of them is unknown"),
+    "a tensor without pieces": (
+        entry("tensors", "more", value={"shape": [2], "dtype": "float32"}), "0 boxes cover"),
+    "a piece twice": (
+        lambda content: content["pieces"].append(content["pieces"][0]), "2 boxes cover"),
+    "a piece less": (lambda content: content["pieces"].pop(), "0 boxes cover"),
+    "no pieces": (entry("pieces", value=[]), "it has no pieces"),
+    "a box outside": (entry("pieces", 0, "box", value=[[0, 2**40]]), "does not lie inside"),
+    "an empty box": (entry("pieces", 0, "box", value=[[1, 1]]), "does not lie inside"),
+    "a box of texts": (entry("pieces", 0, "box", value=["ab"]), "'a' is not a whole number"),
+    "kinds": (many_kinds, "50 kinds|150 kinds|more than 16"),
+    "a kind that is a number": (entry("pieces", 0, "kind", value=5), "5 is no text"),
+    "no format": (without("format"), "is not a manifest of a checkpoint"),
+    "an older format": (entry("format", value=0), "its format is 0, not 1"),
+    "a newer format": (entry("format", value=2),
+                       "has format 2, and this version of mpipar reads 1: a newer mpipar"),
+    "a counter that is no number": (
+        entry("loss_scale", "good", value=float("nan")), "no finite number"),
+    "an endless scale": (entry("loss_scale", "value", value=float("inf")), "no finite number"),
+    "a scale of zero": (entry("loss_scale", "value", value=0.0), "loss_scale is"),
+    "a negative counter": (entry("loss_scale", "skipped", value=-1), "whole number"),
+    "a counter with a point": (entry("loss_scale", "good", value=5.0), "whole number"),
+    "a huge step": (entry("step", value=2**60), "whole number"),
+    "a layout of texts": (entry("layout", "dp", value="2"), "whole number"),
+    "an entry more": (entry("more", value=1), "is not a manifest"),
+    "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "deep inside"),
+    "a configuration of numbers": (entry("config", value=7), "7 is no text"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_manifest_is_refused(case, folder):
+    change, part = HOSTILE[case]
+    rewrite(folder, change)
+    shutil.copy(folder / PIECES, folder.parent / PIECES)  # what a name with ../ would reach
+    with pytest.raises(DataError, match=part):
+        read_manifest(folder)
+    assert damage(folder)
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[" * 100_000, "9" * 5000, "\xff", "null", "{}", '["format"]'])
+def test_a_broken_manifest_is_refused(text, folder):
+    (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    assert_damaged(folder, r"manifest\.json: ")
+
+
+def test_a_million_tensors_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(manifest_module, "MOST_TENSORS", 1000)  # to make fewer here
+    rewrite(folder, lambda content: content["tensors"].update(
+        {f"t{number}": {"shape": [1], "dtype": "float32"} for number in range(1001)}))
+    assert_damaged(folder, "tensors are more than 1000")
+
+
+def test_a_manifest_of_gigabytes_is_not_read(folder):
+    with open(folder / "manifest.json", "r+b") as file:
+        file.truncate(1 << 40)  # without taking the space
+    assert_damaged(folder, "at most [0-9,]+ are read")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", PIECES])
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_links_and_pipes_are_not_followed(name, kind, folder):
+    path = folder / name
+    if kind == "a link":
+        shutil.move(path, folder.parent / "outside")
+        path.symlink_to(folder.parent / "outside")
+    else:
+        path.unlink()
+        os.mkfifo(path)
+    assert_damaged(folder, f"{name}.*(is a link|pipe|not a regular file)")
+
+
+def test_pieces_that_do_not_hold_what_the_manifest_says(folder):
+    """The digests fit, but a tensor has another shape or type, or another name."""
+    tensors = load_file(folder / PIECES)
+    changes = {"embedding.tokens/m": lambda x: x.T, "embedding.positions/v": lambda x: x.view("i4")}
+    changed = {name: np.ascontiguousarray(changes.get(name, lambda x: x)(x))
+               for name, x in tensors.items()}
+    changed["other"] = changed.pop("block0.attn.qkv.w/master")
+    save_file(changed, folder / PIECES)
+    content = (folder / PIECES).read_bytes()
+    rewrite(folder, entry("files", PIECES, value={
+        "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}))
+    found = "\n".join(damage(folder))
+    for name in ("embedding.tokens (m)", "embedding.positions (v)", "block0.attn.qkv.w (master)"):
+        assert f"{PIECES}: tensor {name}: the piece" in found
+    assert len(damage(folder)) == 3
+    with pytest.raises(DataError, match=rf"{PIECES}: tensor "):
+        load(folder)
