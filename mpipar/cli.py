@@ -89,6 +89,10 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
         text = f"cost model of bench.calibrate: {MACHINE[name]}"
         parser.add_argument("--machine", metavar="FILE", help=text if name == "explain" or every
                             else argparse.SUPPRESS)
+    if name == "train":
+        text = "take the run folder over from a job that is gone, though nobody can tell that it is"
+        parser.add_argument("--take-over", action="store_true",
+                            help=text if every else argparse.SUPPRESS)
     return parser
 
 
@@ -122,6 +126,7 @@ def main(argv: list[str], session: Session) -> int:
     if name == "generate":
         return module.run(session, reading, args.run_folder)
     if name == "train":
+        session.take_over = args.take_over
         return module.run(session, reading, args.machine)
     return module.run(session, reading)
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mpipar.config.reading import to_toml
-from mpipar.errors import OutputError
+from mpipar.errors import OutputError, UsageError
+from mpipar.job import lock
 from mpipar.job.failure import DISK_ERRORS
 
 RUNS = Path("runs")  # parent of the folders that --out does not name
@@ -34,16 +35,20 @@ def folder_problems(config) -> list[str]:
     return [f"{folder} {found}: give a new {other}"]
 
 
-def make_run_folder(config) -> Path:
-    """Create the run folder and write config.toml. Raises OutputError.
+def make_run_folder(config, session) -> Path:
+    """Create and lock the run folder, and write config.toml. Raises OutputError and UsageError.
 
-    Only world rank 0 calls it.
+    Only world rank 0 calls it. Another start may take the folder that the user named at the same
+    moment. So it looks again, under the lock, whether the folder is empty.
     """
     folder = named_folder(config.run)
     try:
         if folder is None:
             folder = _make_numbered_folder()
         folder.mkdir(parents=True, exist_ok=True)
+        session.lock(folder)
+        if [path.name for path in folder.iterdir()] != [lock.NAME]:
+            raise UsageError(folder_problems(config))
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         raise OutputError(

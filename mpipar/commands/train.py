@@ -102,7 +102,8 @@ class Run:
         self.inputs = with_schedule(session, inputs, machine_path)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
-        folder = session.agree(lambda: make_run_folder(self.config) if world.rank == 0 else None)
+        folder = session.agree(
+            lambda: make_run_folder(self.config, session) if world.rank == 0 else None)
         self.folder = Path(broadcast_text(world, str(folder)))
         session.run_folder = str(self.folder)
 
@@ -129,7 +130,7 @@ class Run:
         split = models.layer_split(config, schedule)
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
         log(console.headline(config, self.world.size, len(hosts), schedule.num_stages))
-        for note in self.inputs.notes:
+        for note in filter(None, (*self.inputs.notes, session.lock_note)):
             log(note)
         predicted = predict(config, grid.world_rank)
         # The ring has room for two whole steps, so that it still holds what led to a failure.

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mpipar import errors
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
-from mpipar.job import failure
+from mpipar.job import failure, lock
 from mpipar.job.environment import Launcher, check_alone, check_library, presets, read_launcher
 from mpipar.job.signals import Interruptible, later, listen
 
@@ -47,6 +47,9 @@ class Session(Interruptible):
     host_rank: place of this process among them.
     run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
     where: called when an error is reported; it says what the rank is doing, such as "step 17".
+    take_over: whether lock() takes also a lock whose owner may still be there (--take-over).
+    lock_note: whose lock was taken over; "" mostly.
+    ending: what finish() closes, on this rank, before MPI ends.
     saved: set to the folder of the final weights once they are written. A stop then loses nothing.
     """
 
@@ -58,6 +61,8 @@ class Session(Interruptible):
         self.run_folder: str | None = None
         self.where: Callable[[], str] = str
         self.saved = ""
+        self.take_over, self.lock_note = False, ""
+        self.ending = contextlib.ExitStack()
         self._private = None
         self._token = ""
         self._failing = threading.Lock()
@@ -116,6 +121,15 @@ class Session(Interruptible):
         self._private.Allgather(bytes([code]), codes)
         return codes
 
+    def lock(self, folder: Path) -> None:
+        """Lock the run folder until this job ends. Only world rank 0 calls it.
+
+        Raises UsageError if another job has it, and OSError if the lock cannot be written.
+        """
+        held = lock.acquire(folder, self._token, self.take_over)
+        self.lock_note = held.note
+        self.ending.callback(held.release)
+
     def finish(self, exit_code: int) -> int:
         """The regular end, reached by all ranks together; returns the highest of their codes.
 
@@ -124,6 +138,7 @@ class Session(Interruptible):
         if self.world is None:
             return exit_code
         exit_code = max(self._gather_code(exit_code))
+        self.ending.close()
         self._private.Free()
         self.world = None  # a Ctrl-C from here on must ask MPI nothing
         _import_mpi().Finalize()
@@ -195,6 +210,8 @@ class Session(Interruptible):
 
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""
+        with contextlib.suppress(OSError):
+            self.ending.close()
         leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(FORWARD_SECONDS)

@@ -1,0 +1,160 @@
+"""The lock of a run folder: one job at a time writes into it.
+
+A lock is a file that names its owner. Two starts at the same moment both try to create it, and only
+one can. A lock outlives an owner that was killed, so the next start decides whether the owner is
+gone. It asks the process table of the same host, or SLURM. The locks of the kernel (flock, fcntl)
+would end with their process. But many shared disks keep them for one host only, or not at all.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpipar.errors import UsageError
+from mpipar.files.bounded import parse_json, read_text
+from mpipar.job.environment import host_name
+
+NAME, NEXT = "lock", "lock.next"
+WRITE_SECONDS = 1.0  # an owner creates its lock and then writes into it
+SLURM_SECONDS = 20.0  # how long a question to SLURM may take
+
+
+class RunLock:
+    """A lock that this process holds. `note` says whose lock it has taken over, for the log."""
+
+    def __init__(self, path: Path, text: str, note: str = ""):
+        self.path, self.text, self.note = path, text, note
+
+    def release(self) -> None:
+        """Remove the lock, unless another job has taken it over."""
+        with contextlib.suppress(OSError):
+            if self.path.read_text() == self.text:
+                self.path.unlink()
+
+
+def acquire(folder: Path, token: str, take_over: bool = False,
+            environ: Mapping[str, str] = os.environ) -> RunLock:
+    """Lock the folder for the job with this token, or raise UsageError and name the owner.
+
+    take_over: take the lock also of an owner of which nobody knows whether it is gone.
+    Raises OSError if the folder cannot be written to.
+    """
+    path, text = folder / NAME, json.dumps(owner(token, environ))
+    while not _create(path, text):
+        if found := _text_of(path):
+            return _taken_over(path, text, found, take_over, environ)
+    return RunLock(path, text)
+
+
+def owner(token: str, environ: Mapping[str, str]) -> dict:
+    """What a lock says of this process."""
+    return {
+        "token": token, "host": host_name(environ), "machine": _machine(), "pid": os.getpid(),
+        "started": started(os.getpid()), "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "slurm_job": environ.get("SLURM_JOB_ID", ""),
+        "slurm_cluster": environ.get("SLURM_CLUSTER_NAME", ""),
+        "slurm_restarts": int(environ.get("SLURM_RESTART_COUNT") or 0),
+    }
+
+
+def started(pid: int) -> int:
+    """When a process started, in ticks since the boot; 0 for one that is gone or only a zombie.
+
+    A number of a process is used again later. Number and time together are not.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _machine() -> list[str]:
+    """This boot of this machine, and the numbering of its processes that is seen from here."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, os.readlink("/proc/self/ns/pid")]
+    return []
+
+
+def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
+    """How this process knows that the owner of a lock is gone; "" if it may still be there."""
+    if lock["machine"] and lock["machine"] == _machine():
+        return "" if started(lock["pid"]) == lock["started"] else "its process is gone"
+    job = lock["slurm_job"]
+    if not job or lock["slurm_cluster"] != environ.get("SLURM_CLUSTER_NAME", ""):
+        return ""
+    if job == environ.get("SLURM_JOB_ID"):
+        restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        return "SLURM has requeued this job" if restarts > lock["slurm_restarts"] else ""
+    return f"SLURM job {job} is over" if _is_over(job) else ""
+
+
+def _is_over(job: str) -> bool:
+    """Whether SLURM says that it no longer has this job. squeue lists all that have not ended."""
+    try:
+        asked = subprocess.run(["squeue", "-h", "-j", job, "-o", "%A"], capture_output=True,
+                               text=True, timeout=SLURM_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if asked.returncode:
+        return "Invalid job id" in asked.stderr
+    return job not in asked.stdout.split()  # of an array it lists the other tasks too
+
+
+def _taken_over(path: Path, text: str, found: str, take_over: bool,
+                environ: Mapping[str, str]) -> RunLock:
+    """The lock, taken from the owner `found`, or UsageError.
+
+    The new lock waits in a file beside the old one and then replaces it. Only one start at a time
+    can create that file. It looks again whether the old lock is still the one that it has judged.
+    """
+    try:
+        lock = parse_json(found)
+        who = (f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}"
+               + (f", SLURM job {lock['slurm_job']}" if lock["slurm_job"] else ""))
+        reason = why_gone(lock, environ)
+    except (ValueError, KeyError, TypeError):
+        who, reason = "an unknown job", ""
+    reason = reason or ("--take-over" if take_over else "")
+    following = path.with_name(NEXT)
+    if take_over:
+        following.unlink(missing_ok=True)
+    if reason and _create(following, text):
+        if _text_of(path) == found:
+            os.replace(following, path)
+            return RunLock(path, text, f"took over the lock of {who} ({reason})")
+        following.unlink()
+        who = "a job that started at the same time"
+    raise UsageError(
+        f"{path.parent}: {who} writes into it, and one job at a time may: wait for its end, give"
+        " another folder or, if you know that it is gone, add --take-over")
+
+
+def _create(path: Path, text: str) -> bool:
+    """Create the file with this text; False if there is one."""
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _text_of(path: Path) -> str:
+    """The text of a lock; "" if it has just been released."""
+    limit = time.monotonic() + WRITE_SECONDS
+    while True:
+        try:
+            text = read_text(path)
+        except FileNotFoundError:
+            return ""
+        except ValueError:
+            return "?"
+        if text or time.monotonic() > limit:
+            return text or "?"
+        time.sleep(0.02)
