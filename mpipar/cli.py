@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a model on all ranks, over any layout dp x pp x tp",
     "generate": "continue a text with a trained model",
     "verify": "prove this layout: one step here against one rank, tensor by tensor",
+    "ckpt": "list, verify or export the checkpoints of a run; needs no MPI",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",
     "trace": "show a traced run: who waited for whom, where, how long; needs no MPI",
     "compare": "compare two traced runs: what got slower, by cause; needs no MPI",
@@ -29,6 +30,7 @@ usage: mpipar COMMAND [flags]
        mpiexec -n RANKS mpipar COMMAND [flags]
 """
 OWN_ARGUMENTS = {  # commands without the flags of a configuration
+    "ckpt": "mpipar ckpt ls|verify|export RUN [--step N] [--out FOLDER]",
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
     "compare": "mpipar compare RUN_A RUN_B [--check]",
 }
@@ -39,8 +41,9 @@ MACHINE = {  # what a command does with --machine
 }
 WHOLE_RUN = {  # what matters only to many steps, their update and their run folder
     "steps", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "eps", "out",
-    "run_name", "save_interval", "log_interval", "hang_warn", "hang_stop", "trace", "trace_ops",
-    "memory", "prompt", "sample_tokens", "temperature"}
+    "run_name", "resume", "save_interval", "save_async", "keep_checkpoints", "log_interval",
+    "hang_warn", "hang_stop", "trace", "trace_ops", "memory", "prompt", "sample_tokens",
+    "temperature"}
 FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
     "train": set(FIELDS),
     "generate": {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",

@@ -143,7 +143,8 @@ def test_speed_of_a_line_is_that_of_its_milliseconds():
 def test_log_file_is_the_console(run_of):
     folder, text = run_of((2, 2, 2))
     assert (folder / "log.txt").read_text() == text
-    last = f"weights, metrics.jsonl, config.toml and log.txt are in {folder}"
+    last = f"weights, checkpoints, metrics.jsonl, config.toml and log.txt are in {folder}"
     assert text.splitlines()[-1] == last
     names = {path.name for path in folder.iterdir()}
-    assert names == {"log.txt", "metrics.jsonl", "config.toml", "weights"}
+    assert names == {"log.txt", "metrics.jsonl", "config.toml", "weights", "checkpoints",
+                     "result.json"}

@@ -24,6 +24,8 @@ from helpers import (
 )
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
 
+from mpipar.checkpoint.manifest import committed_steps
+
 QUICK = 5.0  # seconds from Ctrl-C to the end of all processes
 TINY = """train --data text.txt --layers 2 --d-model 9 --heads 3 --ffn 12 --seq-len 5
     --batch-size 6 --num-microbatches 2 --log-interval 3 --out run""".split()
@@ -89,7 +91,7 @@ def test_in_training_the_run_ends_with_its_weights(ranks, sign, tmp_path):
         assert job.interrupt(sign) == 75, job.output()
         text = job.output()
     assert BLOCK not in text
-    last = re.search(r"stopped on request after step (\d+); the weights are in run/weights", text)
+    last = re.search(r"stopped on request after step (\d+); checkpoint and weights", text)
     assert metrics(tmp_path / "run")[-1]["step"] == int(last[1])
     assert all(np.isfinite(x).all() for x in weights(tmp_path / "run").values())
     result = mpipar("generate", "run", "--prompt", "a", "--sample-tokens", "3", cwd=tmp_path)
@@ -117,11 +119,11 @@ def test_after_training_the_weights_are_there_already(ranks, tmp_path):
 @needs_mpiexec
 def test_sigusr2_to_one_rank_saves_and_the_run_goes_on(tmp_path):
     (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    path, saved = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "weights"
+    path, saved = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "checkpoints"
     with started(tmp_path, 2, "--steps", "1000000") as job:
         job.wait_until(lambda: path.exists() and path.read_text().count("\n") > 5)
         os.kill(job.a_rank(), signal.SIGUSR2)
-        job.wait_until((saved / "model.safetensors").exists)
+        job.wait_until(lambda: committed_steps(saved))
         steps = path.read_text().count("\n")
         job.wait_until(lambda: path.read_text().count("\n") > steps)
         assert job.interrupt() == 75, job.output()
@@ -145,6 +147,7 @@ def test_a_save_that_takes_long_is_not_cut(sign, tmp_path):
 
 AT_THE_END = """
 import os, signal, time
+from mpipar.checkpoint.manifest import committed_steps
 from mpipar.job import session as launch
 def main(argv, session):
     session.start()

@@ -75,23 +75,24 @@ def draw_trace(folder, log) -> None:
             " a browser")
 
 
-def show_decoder(worker, inputs, log, seconds) -> None:
-    """Print the held-out loss beside a bigram model's, and a text.
+def show_decoder(worker, inputs, log, took) -> dict:
+    """Print the held-out loss beside a bigram model's, and a text; return what was measured.
 
-    seconds: how long the training took.
+    took: how long the training took, in words.
     Comm: forward passes, generation.
     """
     config, held_out = worker.config, inputs.held_out
     loss, count = worker.evaluate(rows.Rows(worker.ops, held_out, config, worker.grid))
     trained = worker.num_tokens * config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
-        f" (trained on {trained:,} tokens in {seconds:.1f} s)")
+        f" (trained on {trained:,} tokens{took})")
     vocab_size = config.model.vocab_size
     if log.speaks and vocab_size <= BYTE_VOCABULARY:
         bar = bigram_loss(inputs.train_part, held_out[:count + 1], vocab_size)
         log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is"
             f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
     show_text(worker, inputs, log)
+    return {"held_out_loss": loss}
 
 
 def show_text(worker, inputs, log) -> None:
@@ -104,17 +105,19 @@ def show_text(worker, inputs, log) -> None:
         log(decode([*prompt, *text], vocab_size))
 
 
-def show_convnet(worker, inputs, log, seconds) -> None:
-    """Print held-out loss and accuracy. Comm: two sweeps of forward passes over the held-out part.
+def show_convnet(worker, inputs, log, took) -> dict:
+    """Print held-out loss and accuracy, and return them.
 
-    seconds: how long the training took.
+    took: how long the training took, in words.
+    Comm: two sweeps of forward passes over the held-out part.
     """
     held_out = images.Rows(worker.ops, inputs.held_out, worker.config, worker.grid)
     loss, count = worker.evaluate(held_out)
     share, _ = accuracy(worker, held_out)
     trained = worker.config.train.batch_size * worker.config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per image, accuracy {share:.2%} of {count:,} images"
-        f" (trained on {trained:,} images in {seconds:.1f} s)")
+        f" (trained on {trained:,} images{took})")
+    return {"held_out_loss": loss, "accuracy": share}
 
 
 SHOW = {"decoder": show_decoder, "convnet": show_convnet}

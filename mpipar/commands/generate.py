@@ -10,9 +10,11 @@ from pathlib import Path
 from mpipar import ops as ops_module
 from mpipar.checkpoint import formats
 from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.manifest import committed_steps
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.resolve import resolve
+from mpipar.commands.run_folder import CHECKPOINTS
 from mpipar.console.tables import printable
 from mpipar.errors import EXIT_OK, DataError, UsageError
 from mpipar.inference.generate import decode, encode, generate
@@ -64,6 +66,11 @@ def prepare(reading, run_folder: str, world_size: int, host_rank: int):
     folder = Path(run_folder)
     options = [folder / "weights", folder]
     weights = next((path for path in options if (path / "config.json").exists()), None)
+    steps = committed_steps(folder / CHECKPOINTS)
+    if weights is None and steps:
+        raise DataError(f"{run_folder}: the run has not ended, so it has no weights yet, but it has"
+                        f" a checkpoint of step {steps[-1][0]}; write its weights with: mpipar ckpt"
+                        f" export {run_folder}")
     if weights is None:
         raise DataError(f"{run_folder}: no weights here (looked for config.json in"
                         f" {options[0]} and {options[1]}); give the run folder of mpipar train")

@@ -11,18 +11,26 @@ from time import perf_counter
 
 from mpipar import data, models
 from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands import finish
+from mpipar.commands import finish, resume
 from mpipar.commands.auto import machine_problems, with_schedule
 from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit, tight
+from mpipar.commands.resolve import AUTO
 from mpipar.commands.run_folder import (
+    CHECKPOINTS,
+    cut_behind,
     folder_problems,
     full_disk_is_an_output_error,
+    go_on_in,
     make_run_folder,
+    write_result,
 )
+from mpipar.commands.saving import Saving
+from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
@@ -54,7 +62,8 @@ def run(session, reading, machine_path: str | None = None) -> int:
     Comm: that of every method of `Run`.
     """
     training = Run(session)
-    training.prepare(reading, machine_path)
+    if not training.prepare(reading, machine_path):
+        return EXIT_OK
     with full_disk_is_an_output_error(training.folder), training.open_files():
         training.describe()
         with MemoryLimit(training.config, training.inputs.ops, training.recorder):
@@ -62,7 +71,7 @@ def run(session, reading, machine_path: str | None = None) -> int:
             with training.watchdog():
                 with session.stop_on_request():
                     training.loop()
-                    training.save()
+                    training.save_last()
                 return training.finish()
 
 
@@ -89,33 +98,67 @@ class Run:
     def __init__(self, session):
         self.session, self.world, self.recorder = session, session.start(), Recorder()
 
-    def prepare(self, reading, machine_path) -> None:
+    def prepare(self, reading, machine_path) -> bool:
         """Check all that can be checked, choose the schedule, make the run folder.
 
-        Comm: that of `with_schedule`, and the folder's name from world rank 0.
+        False if --resume names a run that has ended; there is nothing to do then.
+        Comm: that of `resume.agreed_start` and `with_schedule`, and the folder's name from world
+        rank 0.
         """
         session, world = self.session, self.world
-        # World rank 0 alone checks the disk.
-        checks = [(folder_problems, UsageError)] if world.rank == 0 else []
+        self.start = start = resume.agreed_start(session, reading.config.run)
+        reading = resume.with_saved_settings(reading, start, world.size)
+        checks = [resume.start_problems(start)]
+        if start.candidates and reading.config.grid.schedule != AUTO:
+            machine_path = None  # the saved schedule stays: there is none to choose
+        if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
+            checks.append((folder_problems, UsageError))
         checks.append(machine_problems(machine_path))
         inputs = session.agree(lambda: prepare(reading, world.size, session.host_rank, checks))
+        if start.finished >= inputs.config.train.steps:
+            if world.rank == 0:
+                print(f"{start.folder}: this run ended with step {start.finished}; nothing is left"
+                      " to do. More steps: add --steps")
+            return False
+        self.fingerprint = session.agree(lambda: self.find_data(inputs))
+        inputs = resume.behind(start, inputs)
         self.inputs = with_schedule(session, inputs, machine_path)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
-        folder = session.agree(
-            lambda: make_run_folder(self.config, session) if world.rank == 0 else None)
+        folder = session.agree(self.make_folder)
         self.folder = Path(broadcast_text(world, str(folder)))
         session.run_folder = str(self.folder)
+        return True
+
+    def find_data(self, inputs) -> dict:
+        """The fingerprint of the data, on world rank 0; DataError if the checkpoint has another."""
+        if self.world.rank > 0:
+            return {}
+        parts = inputs.train_part, inputs.held_out
+        found = data.fingerprint_of(inputs.config.model, parts)
+        resume.check_data(self.start, found)
+        return found
+
+    def make_folder(self) -> Path | None:
+        """The run folder, made or ready to go on in, on world rank 0."""
+        if self.world.rank > 0:
+            return None
+        if self.start.folder is not None:
+            return go_on_in(self.start, self.config, self.session)
+        return make_run_folder(self.config, self.session)
 
     @contextmanager
     def open_files(self):
-        """Inside its block world rank 0 writes log.txt and metrics.jsonl."""
-        with ExitStack() as stack:
-            log, self.metrics_file = (
-                stack.enter_context(open(self.folder / name, "w", encoding="utf-8"))
-                if self.world.rank == 0 else None for name in ("log.txt", "metrics.jsonl"))
-            self.log = Log(self.world.rank, log)
+        """Inside its block world rank 0 writes log.txt, and then metrics.jsonl too."""
+        with ExitStack() as self.files:
+            self.log = Log(self.world.rank, self.open_file("log.txt"))
             yield
+
+    def open_file(self, name):
+        """A file of the run folder that text is added to, on world rank 0; None elsewhere."""
+        if self.world.rank > 0:
+            return None
+        return self.files.enter_context(open(self.folder / name, "a", encoding="utf-8"))
 
     def describe(self) -> None:
         """Print layout, holdings and the schedule of a step, before allocating anything.
@@ -155,7 +198,10 @@ class Run:
             log(draw.grid(simulate(schedule, Costs())) + "\n")
 
     def allocate(self) -> None:
-        """Make the worker and its weights, data, metrics and tracer. Comm: the worker's groups."""
+        """Make the worker and its weights, data, metrics, tracer and what saves.
+
+        Comm: the worker's groups; that of `restore` and of a new `Saver`.
+        """
         config, ops, recorder = self.config, self.inputs.ops, self.recorder
         self.memory = PeakMemory(ops)
         self.memory.start()
@@ -163,15 +209,39 @@ class Run:
         self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world)
         self.replicas = Replicas(self.worker)
         self.tracer = Tracer(self.worker, self.world, self.folder, timed_ops)
-        if config.run.init_from:
-            self.session.agree(lambda: checkpoint.load(self.worker, config.run.init_from))
-        else:
-            self.worker.initialize()
         self.rows = data.data_of(config.model).Rows(ops, self.inputs.train_part, config, self.grid)
+        self.first = self.restore() + 1
         # Every rank has the same axes, even where it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.by_axis, "world"]
+        self.metrics_file = self.open_file("metrics.jsonl")
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, self.metrics_file)
+        saver = Saver(
+            self.worker, self.folder / CHECKPOINTS, keep=config.run.keep_checkpoints,
+            background=config.run.save_async,
+            facts={"config": to_toml(config), "data": self.fingerprint})
+        if self.start.folder is not None and self.first > 1:
+            saver.saved = self.first - 1  # this folder has that checkpoint
+        self.saving = Saving(saver, config.run, self.write_metrics, self.log)
         recorder.reset_counters()
+
+    def restore(self) -> int:
+        """Give the worker the state that the run begins with; return the number of steps done.
+
+        Comm: that of `resume.load_newest`.
+        """
+        session, worker, start = self.session, self.worker, self.start
+        done = 0
+        if start.candidates:
+            done = resume.load_newest(session, worker, start, self.log)
+        elif self.config.run.init_from:
+            session.agree(lambda: checkpoint.load(worker, self.config.run.init_from))
+        else:
+            worker.initialize()
+        if start.folder is not None:
+            later = session.agree(lambda: cut_behind(self.folder, done) if self.log.speaks else [])
+            for path in later:
+                self.log(f"a checkpoint of a later step is kept aside in {path}")
+        return done
 
     def watchdog(self) -> Watchdog:
         """The watchdog of a job without progress.
@@ -194,57 +264,58 @@ class Run:
             on_warn=warn, on_stop=stop, warn=run.hang_warn, stop=run.hang_stop)
 
     def loop(self) -> None:
-        """Take and report the steps. Every rank leaves at the same step.
+        """Take, report and save the steps that are left. Every rank leaves at the same step.
 
-        Comm: that of a training step, `Tracer` and `Metrics`; one gather for the report.
+        Comm: that of a training step, `Tracer`, `Metrics` and `Saver`; one gather for the report.
         """
         session, worker, steps = self.session, self.worker, self.config.train.steps
-        interval = self.config.run.save_interval
-        start, self.stopped = perf_counter(), False
+        start, self.stopped, self.last = perf_counter(), False, self.first - 1
         self.durations: list[float] = []
-        for step in range(1, steps + 1):
+        for step in range(self.first, steps + 1):
             session.where = lambda step=step: f"step {step}"
             try:
                 with self.tracer.step(step):
                     result = worker.train_step(
-                        step, lambda mb, step=step: self.rows.train(step, mb),
-                        Asks(session.stop_requested, session.save_requested))
+                        step, lambda mb, step=step: self.rows.train(step, mb), self.asks())
+                self.last = step
                 self.show_step(result)
                 self.check_replicas(step)
             except (NonFiniteError, DriftError):  # all ranks raise it: report the steps so far
-                self.metrics.flush(self.world)
+                self.flush()
                 raise
             if result.asks.stop:
                 self.stopped = True
                 break
-            due = interval and step % interval == 0
-            if (due or result.asks.save) and step < steps:
-                session.save_requested = False
-                self.save()
+            self.recorder.phase = "save"
+            if step < steps and self.saving.after_step(step, result.asks):
+                session.save_requested = session.save_requested and not result.asks.save
                 self.metrics.skip()
-        self.last, self.seconds = step, perf_counter() - start
+        self.seconds = perf_counter() - start
         if self.tracer.finish():
             self.log(f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'}; see"
                      f" it with: mpipar trace {self.folder}")
         if self.replicas.count:
             self.log(self.replicas.summary())
-        if not self.stopped:
-            finish.report_step(
-                self.world, worker, self.fact, self.memory.peak, self.last, self.log)
+        if not self.stopped and self.last >= self.first:
+            finish.report_step(self.world, worker, self.fact, self.memory.peak,
+                               self.last - self.first + 1, self.log)
+
+    def asks(self) -> Asks:
+        """What this rank tells the others in the next step."""
+        session = self.session
+        return Asks(session.stop_requested, session.save_requested, self.saving.saver.written())
 
     def show_step(self, result) -> None:
         """Record a step, and print it if its turn has come. Comm: that of `Metrics.flush`."""
         step, steps, run = result.step, self.config.train.steps, self.config.run
         self.metrics.add(result)
-        if step == 1:
+        if step == self.first:
             self.memory.stop()
         else:  # the first step also pays for things that later ones reuse
             self.durations = [*self.durations[-50:], result.step_seconds]
-        if step % run.log_interval == 0 or step in (1, steps) or result.asks.stop:
-            lines = self.metrics.flush(self.world)
+        if step % run.log_interval == 0 or step in (self.first, steps) or result.asks.stop:
+            lines = self.flush()
             if lines:
-                for text in console.skipped_steps(lines):
-                    self.log(text)
                 seconds = median(self.durations or [result.step_seconds])
                 unit = finish.UNITS[self.config.model.model]
                 self.log(console.step_line(steps, lines[-1], seconds, unit))
@@ -256,12 +327,29 @@ class Run:
             self.replicas.check(step)
             self.metrics.skip()
 
-    def save(self) -> None:
-        """Write the weights; when any rank returns, they are on the disk.
+    def flush(self) -> list[dict] | None:
+        """Write the lines of metrics that are due, and name skipped steps.
 
-        Comm: see `checkpoint.stream`, and a barrier over the world.
+        Comm: that of `Metrics.flush`.
+        """
+        lines = self.metrics.flush(self.world)
+        for text in console.skipped_steps(lines or []):
+            self.log(text)
+        return lines
+
+    def write_metrics(self) -> None:
+        """Bring the lines of all steps so far to the disk. Comm: that of `flush`."""
+        self.flush()
+        if self.metrics_file is not None:
+            os.fsync(self.metrics_file.fileno())
+
+    def save_last(self) -> None:
+        """Write checkpoint and weights; when any rank returns, they are on the disk.
+
+        Comm: that of `Saving.save_last`; see `checkpoint.stream`; a barrier over the world.
         """
         self.recorder.phase = "save"
+        self.session.agree(lambda: self.saving.save_last(self.last))
         checkpoint.save(self.worker, self.folder / "weights")
         self.worker.comms.world.barrier("save.written")
 
@@ -269,13 +357,20 @@ class Run:
         """Show what the model has learned; return the exit code. Comm: forward passes."""
         weights = self.folder / "weights"
         if self.stopped:
-            self.log(f"stopped on request after step {self.last}; the weights are in {weights}")
+            self.log(f"stopped on request after step {self.last}; checkpoint and weights are in"
+                     f" {self.folder}; go on with --resume auto --out {self.folder}")
             return EXIT_STOPPED
         self.session.where, self.session.saved = lambda: "evaluation", str(weights)
         if self.session.stop_requested:  # it came too late for a step, during the last save
             self.session.fail(KeyboardInterrupt("stopped on request"))
-        finish.SHOW[self.config.model.model](self.worker, self.inputs, self.log, self.seconds)
+        took = f" in {self.seconds:.1f} s"
+        if self.first > 1:
+            took = f", behind step {self.first - 1}{took}"
+        found = finish.SHOW[self.config.model.model](self.worker, self.inputs, self.log, took)
         if self.tracer.written and self.log.speaks:
             finish.draw_trace(self.folder, self.log)
-        self.log(f"\nweights, metrics.jsonl, config.toml and log.txt are in {self.folder}")
+        if self.log.speaks:
+            write_result(self.folder, {"step": self.last} | found)
+        self.log(f"\nweights, checkpoints, metrics.jsonl, config.toml and log.txt are in"
+                 f" {self.folder}")
         return EXIT_OK

@@ -1,13 +1,15 @@
 """From flags and a TOML file to a Config, and from a Config to config.toml.
 
-Precedence: preset < config file < flags. Every mistake is collected. A field whose text could not
-be read keeps its default and is named in `bad`, so that later checks do not judge it.
+Precedence: preset < settings of a run that goes on < config file < flags. Every mistake is
+collected. A field whose text could not be read keeps its default and is named in `bad`, so that
+later checks do not judge it.
 """
 
 import argparse
 import dataclasses
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES
@@ -15,6 +17,7 @@ from mpipar.config.sections import CHOICES, FIELDS, Config, build, settings
 from mpipar.config.setting import flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.words import COUNTERPARTS, EXAMPLES, unknown_word
+from mpipar.files.bounded import parse_toml
 
 KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -23,14 +26,16 @@ KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 class Reading:
     """What flags and file say: an unresolved Config, and all problems of reading it.
 
-    given: fields that the user named.
-    bad: those of them whose text could not be read.
+    given: the fields that the user named, with their values.
+    bad: fields that the user named, but whose text could not be read.
+    unread: those of the problems that say what could not be read.
     """
 
     config: Config
     problems: tuple[str, ...] = ()
-    given: frozenset[str] = frozenset()
+    given: Mapping[str, object] = dataclasses.field(default_factory=dict)
     bad: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
 
 
 def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Reading:
@@ -53,9 +58,14 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Re
                 shown = raw if is_text else f"= {raw!r} in {namespace.config}"
                 problems.append(f"{flag(name)} {shown}: {error}")
                 bad.add(name)
-    config = build(values)
-    problems += choice_problems(config, values)
-    return Reading(config, tuple(problems), frozenset(values), frozenset(bad))
+    return over({}, Reading(None, (), values, frozenset(bad), tuple(problems)))
+
+
+def over(saved: Mapping[str, object], reading: Reading) -> Reading:
+    """The Reading with these settings of an earlier run below what the user named."""
+    config = build({**saved, **reading.given})
+    problems = [*reading.unread, *choice_problems(config, reading.given)]
+    return dataclasses.replace(reading, config=config, problems=tuple(problems))
 
 
 def choice_problems(config: Config, given: dict) -> list[str]:
@@ -149,6 +159,17 @@ def _single(base: type, raw, is_text: bool):
     if type(raw) is not base:
         raise ValueError(f"must be {KIND_NAMES[base]}")
     return raw
+
+
+def values_of(text: str) -> dict[str, object]:
+    """The values of the fields that to_toml has written; ValueError for any other text."""
+    found = {}
+    for key, raw in parse_toml(text).items():
+        name = key.replace("-", "_")
+        if name not in FIELDS:
+            raise ValueError(f"{key} is no setting of this version")
+        found[name] = _value(FIELDS[name], raw, False)
+    return found
 
 
 def to_toml(config: Config) -> str:

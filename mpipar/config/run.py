@@ -29,7 +29,12 @@ class RunConfig:
     tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
     init_from: str | None = setting(None, "folder with weights to start from; fixes the shape")
-    save_interval: int = setting(0, "steps between two writes of weights; 0 = at the end", low=0)
+    resume: str = setting("never", "go on behind a checkpoint: never, auto (the newest of --out),"
+                          " or the folder of a run or of a step")
+    save_interval: int = setting(
+        0, "steps between two checkpoints; 0 = at the end and on a stop", low=0)
+    save_async: bool = setting(False, "write checkpoints while the next steps run")
+    keep_checkpoints: int = setting(2, "newest checkpoints to keep; 0 = all", low=0)
     log_interval: int = setting(20, "steps per line on the console", low=1)
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
     check_comm: bool = setting(
@@ -56,11 +61,16 @@ class RunConfig:
 
 
 def run_problems(run: RunConfig) -> list[str]:
-    """What is wrong with the name of the run folder."""
+    """What is wrong with the name of the run folder, or between it and --resume."""
     found = []
     if run.run_name is not None and (run.run_name in ("", ".", "..") or "/" in run.run_name):
         found.append(f"--run-name {run.run_name!r}: must be a plain name; it goes into runs/, "
                      "and --out takes any other folder")
     if run.run_name is not None and run.out is not None:
         found.append(f"--run-name {run.run_name} and --out {run.out}: give one of them")
+    if run.resume == "auto" and run.run_name is None and run.out is None:
+        found.append("--resume auto: goes on in a folder that has a name; add --out or --run-name")
+    if run.resume != "never" and run.init_from is not None:
+        found.append(f"--init-from {run.init_from}: --resume {run.resume} brings the weights and"
+                     " more; give one of them")
     return found

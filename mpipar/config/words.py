@@ -15,7 +15,9 @@ SYNONYMS = {  # other programs' names -> field
     "out_dir": "out", "save": "out", "load": "init_from", "dataset": "data", "data_path": "data",
     "name": "run_name", "normalization": "norm", "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
-    "num_layers_per_virtual_pipeline_stage": "chunks",
+    "num_layers_per_virtual_pipeline_stage": "chunks", "save_steps": "save_interval",
+    "checkpoint_interval": "save_interval", "resume_from_checkpoint": "resume",
+    "save_total_limit": "keep_checkpoints", "async_save": "save_async",
 }
 OTHERWISE = {  # other programs' names for what has another form here -> what to type
     "micro_batch_size": "--num-microbatches: a microbatch has batch-size / (dp *"
@@ -37,7 +39,6 @@ NOT_BUILT = {  # known names for what these programs do not do -> what to do ins
     "num_query_groups": "leave it out", "rotary_base": "leave it out", "swiglu": "leave it out",
     "tokenizer_type": "--data takes text as bytes, or files of token ids",
     "tokenizer_model": "--data takes text as bytes, or files of token ids",
-    "resume": "--init-from starts from a run's weights, without its optimizer state",
     "eval_interval": "leave it out: the held-out loss comes at the end", "wandb_project":
     "leave it out: a run folder has metrics.jsonl",
 }

@@ -61,6 +61,11 @@ class Rows(rows.Rows):
         return Batch(self.ops.asarray(images), self.ops.asarray(self.part.labels[starts]))
 
 
+def arrays(part: ImageSet) -> list:
+    """The arrays of a part, for its fingerprint."""
+    return [part.images, part.labels]
+
+
 def blank_batch(ops, config) -> Batch:
     """A microbatch of zeros in its true shape. config: resolved."""
     num_rows = rows.rows_per_microbatch(config)

@@ -56,6 +56,11 @@ def load(config):
     return split(tokens, config.train.batch_size, config.model.seq_len), what
 
 
+def arrays(part) -> list:
+    """The arrays of a part, for its fingerprint."""
+    return [part]
+
+
 def rows_per_microbatch(config) -> int:
     """Rows of a microbatch of one dp replica. config: resolved."""
     return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)

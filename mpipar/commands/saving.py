@@ -1,0 +1,73 @@
+"""When a run saves its state, what becomes of a save that fails, and what the run says of it."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from mpipar.errors import OutputError
+
+
+class Saving:
+    """The saves of one run.
+
+    Every rank calls the same methods at the same step. saver: what writes. run: the RunConfig.
+    flush(): brings the metrics so far to the disk; what lies behind a checkpoint must not need its
+    steps again.
+    """
+
+    def __init__(self, saver, run, flush, log):
+        self.saver, self.run, self.flush, self.log = saver, run, flush, log
+
+    def after_step(self, step: int, asks) -> bool:
+        """Commit what all ranks have written, and save if it is this step's turn or a rank asks.
+
+        A failure is said, and the next save tries again. False if there was nothing to do.
+        Comm: that of `Saver`.
+        """
+        due = asks.save or (self.run.save_interval and step % self.run.save_interval == 0)
+        try:
+            if asks.written:
+                blocked = self.saver.blocked_seconds
+                self.saver.commit()
+                self.tell(blocked)
+            if due:
+                self.save(step)
+        except OutputError as error:
+            self.log(f"WARNING: {error}; training goes on, and the next save tries again")
+        return bool(due or asks.written)
+
+    def save(self, step: int) -> None:
+        """Save the whole state; with --save-async it is written while the next steps run.
+
+        Raises OutputError on every rank alike. Comm: that of `Metrics.flush` and `Saver`.
+        """
+        self.flush()
+        before, blocked = self.saver.saved, self.saver.blocked_seconds
+        self.saver.save(step)
+        if self.saver.saved == step:
+            self.tell(self.saver.blocked_seconds)
+        elif self.saver.saved != before:  # the save before had to be committed first
+            self.tell(blocked)
+
+    def save_last(self, step: int) -> None:
+        """Save the state after the last step, unless a checkpoint has it; wait until it is written.
+
+        Raises OutputError on every rank alike. Comm: that of `save`.
+        """
+        before, blocked = self.saver.saved, self.saver.blocked_seconds
+        self.saver.finish()
+        if self.saver.saved != before:
+            self.tell(blocked)
+        if self.saver.saved != step:
+            start = perf_counter()
+            self.flush()
+            self.saver.save(step)
+            self.saver.finish()
+            self.log(f"\nsaved step {step}: {perf_counter() - start:.2f} s blocked")
+
+    def tell(self, blocked: float) -> None:
+        """Print what the last committed save has cost."""
+        text = f"saved step {self.saver.saved}: {blocked:.2f} s blocked"
+        if self.run.save_async:
+            text += f", {self.saver.write_seconds:.2f} s beside training"
+        self.log(text)
