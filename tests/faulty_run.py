@@ -10,6 +10,7 @@ import numpy as np
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
 from mpipar.layers.norm import LayerNorm
+from mpipar.train.gradsync import GradSync
 from mpipar.train.worker import Worker
 
 FAULT = sys.argv.pop(1)
@@ -39,6 +40,24 @@ if RANK == 1 and FAULT == "stopped":
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 if (RANK, FAULT) == (1, "stopped-evaluating"):
     Worker.evaluate = lambda self, rows: os.kill(os.getpid(), signal.SIGSTOP)
+def after_sums(step, fault):
+    """After the gradients of `step` are summed, rank 1 runs fault(its first stage's buffers)."""
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        if RANK == 1 and self.recorder.step == step:
+            fault(next(iter(self.stages.values())).flat)
+
+    GradSync.finish = finish
+
+
+if FAULT == "drift":
+    after_sums(3, lambda flat: flat.master[-1:].view(np.uint32).__ixor__(1))
+if FAULT == "nan":
+    after_sums(3, lambda flat: flat.grad[-1:].fill(np.nan))
+if FAULT == "raise":
+    after_sums(3, lambda flat: 1 / 0)
 if FAULT == "slow-disk":
     plain_fsync = os.fsync
     os.fsync = lambda number: (time.sleep(4), plain_fsync(number))

@@ -3,6 +3,8 @@
 Refusals are in test_refusals.py, interrupted runs in test_ctrl_c.py.
 """
 
+import errno
+import json
 import os
 import re
 import subprocess
@@ -11,6 +13,8 @@ import sys
 import pytest
 from helpers import find_launcher, run_command, run_ranks
 from program import LIMIT, PROGRAM, environment, metrics, mpipar, one_block
+
+from mpipar.console import output
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
@@ -107,6 +111,56 @@ def test_full_disk_is_said_with_code_74(limit, text_folder):
     assert "run" in block
     assert "Traceback" not in block
     assert not list((text_folder / "run").glob("weights/*.safetensors*"))
+
+
+@needs_mpiexec
+def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(text_folder):
+    """The weights fit, and they are what the run is for."""
+    command = [sys.executable, "-c", FULL_DISK, "40000", "train", "--data", "text.txt", *TINY,
+               "--tp", "2", "--steps", "100", "--trace", "1:30", "--out", "run"]
+    result = run_ranks(2, command, LIMIT, environment(), text_folder)
+    assert result.returncode == 0, result.tail()
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert len(warnings) == 2
+    assert re.search(r"rank \d can't write its trace: .*File too large", warnings[0])
+    assert "run/metrics.jsonl can't be written: File too large; the run goes on" in warnings[1]
+    folder = text_folder / "run"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.toml", "log.txt", "metrics.jsonl", "weights"}
+    assert not list(folder.rglob("*.partial"))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines[:-1]]
+    assert steps == list(range(1, len(lines)))
+    assert "held-out loss" in result.stdout
+
+
+def test_a_growing_file_has_in_the_end_all_that_the_disk_refused_for_a_while(tmp_path, capsys):
+    class Disk:
+        """Takes three bytes at a time, and nothing while it is full."""
+
+        full, content = False, b""
+
+        def write(self, data):
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.content += data[:3]
+            return min(3, len(data))
+
+        def close(self):
+            pass
+
+    file = output.GrowingFile(tmp_path / "log.txt")
+    file.file.close()
+    file.file = disk = Disk()
+    file.write("one line\n")
+    disk.full = True
+    for text in ("another \u20ac\n", "a third\n"):
+        file.write(text)
+    assert disk.content == b"one line\n"
+    assert capsys.readouterr().err.count("log.txt can't be written: No space left") == 1
+    disk.full = False
+    file.close()
+    assert disk.content.decode() == "one line\nanother \u20ac\na third\n"
 
 
 PART_OF_A_FILE = """

@@ -259,13 +259,3 @@ def test_an_operation_that_never_ended_lasts_until_the_failure(delayed, tmp_path
     assert waited.posted_ns == waited.waited_ns < waited.done_ns == trace.ranks[1].end
     assert posted.posted_ns < posted.waited_ns == posted.done_ns == trace.ranks[1].end
     assert all(call.transfer_ns >= 0 for own in waits.find(trace).calls for call in own)
-
-
-def test_a_rank_that_is_killed_while_it_writes_leaves_no_file(tmp_path):
-    """Half a file may end at the end of a line and then look whole."""
-    head = {"world_rank": 0}
-    with pytest.raises(TypeError, match="JSON"):
-        trace_file.write_rank(tmp_path, head, [], [("F", 0, 1, 1, 0, 0), ("F", object())], [])
-    assert not trace_file.rank_path(tmp_path, 0).exists()
-    trace_file.write_rank(tmp_path, head, [], [("F", 0, 1, 1, 0, 0)], [])
-    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["rank-00000.jsonl"]

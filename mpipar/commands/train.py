@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -34,6 +34,7 @@ from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
+from mpipar.console.output import GrowingFile
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -86,7 +87,6 @@ class Log:
             print(console.printable(text), flush=True)
             if self.file is not None:
                 self.file.write(text + "\n")
-                self.file.flush()
 
 
 class Run:
@@ -158,7 +158,7 @@ class Run:
         """A file of the run folder that text is added to, on world rank 0; None elsewhere."""
         if self.world.rank > 0:
             return None
-        return self.files.enter_context(open(self.folder / name, "a", encoding="utf-8"))
+        return self.files.enter_context(closing(GrowingFile(self.folder / name)))
 
     def describe(self) -> None:
         """Print layout, holdings and the schedule of a step, before allocating anything.
@@ -341,7 +341,7 @@ class Run:
         """Bring the lines of all steps so far to the disk. Comm: that of `flush`."""
         self.flush()
         if self.metrics_file is not None:
-            os.fsync(self.metrics_file.fileno())
+            self.metrics_file.sync()
 
     def save_last(self) -> None:
         """Write checkpoint and weights; when any rank returns, they are on the disk.

@@ -17,7 +17,7 @@ from mpipar.comm.record import Sums
 class Metrics:
     """Collects steps; `flush` sends them to world rank 0, which writes the lines to `file`.
 
-    axes: names of the groups that exist. file: an open text file on world rank 0, None elsewhere.
+    axes: names of the groups that exist. file: a `GrowingFile` on world rank 0, None elsewhere.
     """
 
     def __init__(self, recorder, axes, tokens_per_step, file=None):
@@ -55,8 +55,7 @@ class Metrics:
         if stacked is not None:
             objects = [self._object(step, stacked[:, i]) for i, step in enumerate(self.steps)]
             if self.file is not None:
-                self.file.writelines(json.dumps(line) + "\n" for line in objects)
-                self.file.flush()
+                self.file.write("".join(json.dumps(line) + "\n" for line in objects))
         self.steps, self.numbers = [], []
         return objects
 

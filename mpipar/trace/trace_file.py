@@ -8,8 +8,8 @@ clock and starts at zero.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,8 @@ from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Record, Span
 from mpipar.errors import DataError
+from mpipar.files.bounded import read_json
+from mpipar.files.text import shown
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 
@@ -131,12 +133,24 @@ def rank_path(folder: Path, world_rank: int) -> Path:
     return folder / "trace" / f"rank-{world_rank:05d}.jsonl"
 
 
+def meta_path(folder: Path) -> Path:
+    """The file of a run folder that says what all ranks' files have in common."""
+    return folder / "trace" / "meta.json"
+
+
+def remove(folder: Path, world_rank: int) -> None:
+    """Remove what this rank has written of a trace that is of no use."""
+    with contextlib.suppress(OSError):  # other ranks may still have files there
+        rank_path(folder, world_rank).unlink(missing_ok=True)
+        if world_rank == 0:
+            meta_path(folder).unlink(missing_ok=True)
+        (folder / "trace").rmdir()
+
+
 def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
-    """Write a rank's file, whole or not at all.
+    """Write a rank's file. Its head holds the number of lines, so a reader knows if it is cut.
 
     head: world_rank, host, place, stages, groups, steps, complete, cores.
-
-    Raises OSError.
     """
     sites: dict[str, int] = {}
 
@@ -152,17 +166,15 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
     }
     path = rank_path(folder, head["world_rank"])
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with open(partial, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(head) + "\n")
         for letter, entries in (("r", rows), ("s", spans), ("o", operations)):
             file.writelines(json.dumps([letter, *entry]) + "\n" for entry in entries)
-    os.replace(partial, path)
 
 
 def write_meta(folder: Path, meta: dict) -> None:
-    """Write trace/meta.json; world rank 0 alone calls it. Raises OSError."""
-    path = folder / "trace" / "meta.json"
+    """Write trace/meta.json; world rank 0 alone calls it."""
+    path = meta_path(folder)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"mpipar_trace": SCHEMA, **meta}, indent=1) + "\n",
                     encoding="utf-8")
@@ -178,18 +190,27 @@ def read(folder: str | Path) -> Trace:
         raise DataError(f"{folder}: no such run folder; {HOW_TO}")
     if not (folder / "trace").is_dir():
         raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
-    meta, clock, grids = _load(folder / "trace" / "meta.json")
+    meta, clock, grids = _load(meta_path(folder))
     paths = [rank_path(folder, rank) for rank in range(len(grids))]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
-        raise DataError(f"{folder / 'trace'}: {', '.join(missing)} missing of {len(paths)} ranks; a"
-                        " rank writes its file after the last traced step: is the run still going,"
-                        " or is the folder on a disk that not all hosts share?")
+        raise DataError(f"{folder / 'trace'}: {', '.join(missing)} missing of {len(paths)} ranks;"
+                        f" {_why_missing(folder)}")
     ranks = [_read_rank(path, clock, grid) for path, grid in zip(paths, grids, strict=True)]
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: has other steps than {paths[0].name}: {MIXED}")
     return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder / "metrics.jsonl"))
+
+
+def _why_missing(folder: Path) -> str:
+    """What kept ranks from writing their files: the failure of the run, if it left a record."""
+    try:
+        first = read_json(folder / "errors" / "first.json")
+        return f"the run failed before they were written: {shown(first['what'][0])}"
+    except (DataError, TypeError, LookupError):
+        return ("a rank writes its file after the last traced step: is the run still going, or is"
+                " the folder on a disk that not all hosts share?")
 
 
 def _load(path: Path) -> tuple[dict, CommonClock, list[Grid]]:

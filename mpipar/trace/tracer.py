@@ -10,7 +10,9 @@ from time import perf_counter_ns
 
 from mpipar import models
 from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
+from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
+from mpipar.console.output import warn
 from mpipar.console.tables import describe_stage
 from mpipar.trace import trace_file
 
@@ -51,13 +53,14 @@ class Tracer:
         self.capacity = None
         self.owners: list[int] = []
         self.before: dict = {}
-        self.written = False
+        self.written = self.lost = False
 
     @contextmanager
     def step(self, number: int):
         """The context of one training step.
 
-        A rank that fails in a traced step writes what it has, without MPI.
+        A rank that fails in a traced step writes what it has, without MPI. Whatever fails in
+        writing a trace, the run goes on without it.
         Comm: the clock measurement before FIRST and after LAST, see `clock.measure_clocks`.
         """
         if not self.first <= number <= self.last:
@@ -70,7 +73,8 @@ class Tracer:
             yield
         except BaseException:
             self.steps.append((number, start, perf_counter_ns()))
-            self._write(complete=False)
+            if problem := self._write(complete=False):
+                warn(f"the trace can't be written: {problem}")
             raise
         self.steps.append((number, start, perf_counter_ns()))
         if number == self.last:
@@ -84,30 +88,52 @@ class Tracer:
         self.before = measure_clocks(self.world, self.owners)
         if self.timed_ops is not None:
             self.timed_ops.active = True
+        if self.worker.grid.world_rank == 0:  # so that the files of a run that fails can be read
+            self._tried(self._write_meta)
 
     def finish(self) -> bool:
         """Write the trace if one was begun and not yet written; return whether there is one.
 
-        Comm: the clock measurement, see `clock.measure_clocks`; every rank calls it after the same
-        step.
+        A trace of which any rank could not write its part is removed.
+        Comm: the clock measurement, see `clock.measure_clocks`, a gather of facts and a broadcast
+        of text; every rank calls it after the same step.
         """
-        if not self.steps or self.written:
+        if not self.steps or self.written or self.lost:
             return self.written
         after = measure_clocks(self.world, self.owners)
-        self._write(complete=True, after=after)
+        problems = gather_facts(self.world, self._write(complete=True, after=after))
+        first = next(((at, text) for at, text in enumerate(problems or ()) if text), None)
+        self.lost = bool(broadcast_text(self.world, "lost" if first else ""))
+        self.written = not self.lost
+        if self.lost:
+            trace_file.remove(self.folder, self.worker.grid.world_rank)
+        if first:
+            warn(f"rank {first[0]} can't write its trace: {first[1]}; the run goes on without one")
         if self.timed_ops is not None:
             self.timed_ops.active = False
         self.worker.recorder.resize(self.capacity)
-        return True
+        return self.written
 
     def steps_text(self) -> str:
         """The steps that the trace holds, as in `steps 10 to 12`; a stopped run has fewer."""
         first, last = self.steps[0][0], self.steps[-1][0]
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
-    def _write(self, complete: bool, after: dict | None = None) -> None:
-        """Write this rank's file, and on world rank 0 meta.json."""
-        self.written = True
+    def _tried(self, write, *arguments) -> str:
+        """Call a function that writes; return what went wrong, or ""."""
+        try:
+            write(*arguments)
+        except Exception as error:  # noqa: BLE001 - the run is worth more than its trace
+            trace_file.remove(self.folder, self.worker.grid.world_rank)
+            return str(error) or repr(error)
+        return ""
+
+    def _write(self, complete: bool, after: dict | None = None) -> str:
+        """Write this rank's file, and on world rank 0 meta.json; return what went wrong, or ""."""
+        return self._tried(self._write_rank, complete) or (
+            self._tried(self._write_meta, after) if self.worker.grid.world_rank == 0 else "")
+
+    def _write_rank(self, complete: bool) -> None:
         worker, recorder = self.worker, self.worker.recorder
         numbers = {step for step, *_ in self.steps}
         groups = {axis: comm.ranks for axis, comm in worker.comms.groups.items()}
@@ -120,9 +146,10 @@ class Tracer:
         trace_file.write_rank(
             self.folder, head, [record for record in recorder.records if record.step in numbers],
             [span for span in recorder.spans if span.step in numbers], recorder.operations)
-        if worker.grid.world_rank == 0:
-            clock = CommonClock(tuple(self.owners), self.before, after or {})
-            trace_file.write_meta(self.folder, self._meta(clock))
+
+    def _write_meta(self, after: dict | None = None) -> None:
+        clock = CommonClock(tuple(self.owners), self.before, after or {})
+        trace_file.write_meta(self.folder, self._meta(clock))
 
     def _meta(self, clock: CommonClock) -> dict:
         worker, config = self.worker, self.worker.config

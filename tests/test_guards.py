@@ -1,0 +1,131 @@
+"""Drift, numbers that are not finite and failures beside training, through the front door."""
+
+import re
+import sys
+
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+from in_process import assert_refused, refusal
+from one_rank import fresh
+from program import LIMIT, environment, metrics, one_block
+
+from mpipar.trace import trace_file
+from mpipar.trace import tracer as tracer_module
+from mpipar.trace.tracer import Tracer
+
+needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
+         " --steps 6 --sample-tokens 0 --log-interval 1").split()
+
+
+def faulty(fault, *flags, folder):
+    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train", *SMALL,
+               "--out", str(folder), *flags]
+    return one_block(run_ranks(2, command, LIMIT, environment()))
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
+def test_a_weight_that_changes_on_one_copy_is_found_within_k_steps(layout, tmp_path):
+    """The last of the buffer: a bias of the embedding with dp, of a norm with tp."""
+    folder = tmp_path / "run"
+    code, block = faulty("drift", "--layout", layout, "--check-replicas", "4", folder=folder)
+    assert code == 76
+    assert "step 4: copies of tensors differ that must be equal bit by bit" in block
+    assert re.search(r"(weights|first moment) of \S+: rank 0 unlike rank 1", block), block
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
+    assert not (folder / "weights").exists()
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2"])
+def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
+    folder = tmp_path / "run"
+    code, block = faulty("nan", "--layout", layout, folder=folder)
+    assert code == 79
+    assert re.search(r"step 3: loss \d\S*, gradient norm nan: stopped before the update; .*--lr",
+                     block)
+    place = f"{layout[:2]}1"
+    assert re.search(rf"gradient of \S+: 1 number is not finite, first \[.*\]: on rank 1 \({place}",
+                     block), block
+    assert [line["step"] for line in metrics(folder)] == [1, 2]
+    assert not (folder / "weights").exists()
+
+
+@needs_mpiexec
+def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path):
+    folder = tmp_path / "run"
+    code, _ = faulty("raise", "--layout", "tp=2", "--trace", "2:4", folder=folder)
+    assert code == 70
+    assert (folder / "trace" / "meta.json").exists()
+    parts = ["rank-00000.jsonl missing of 2 ranks; the run failed before", "ZeroDivisionError"]
+    assert_refused(65, parts, "trace", folder)
+
+
+# --- one rank, in this process
+
+
+@pytest.fixture
+def one_clock(monkeypatch):
+    """A Tracer without MPI: one rank and its clock."""
+    monkeypatch.setattr(tracer_module, "shared_clocks", lambda world, identity: [0])
+    monkeypatch.setattr(tracer_module, "measure_clocks", lambda world, owners: {})
+
+
+def traced_run(folder, trace, steps=3):
+    """Three steps of one rank with a trace; returns the Tracer."""
+    worker = fresh(trace=trace)
+    tracer = Tracer(worker, None, folder)
+    for step in range(1, steps + 1):
+        with tracer.step(step):
+            worker.recorder.step = step
+    tracer.finish()
+    return tracer
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError(),
+                                   TypeError("not JSON serializable")], ids=repr)
+@pytest.mark.parametrize("function", ["write_rank", "write_meta"])
+def test_a_trace_that_cannot_be_written_is_removed_and_said(
+        function, error, monkeypatch, tmp_path, capsys, one_clock):
+    plain = getattr(trace_file, function)
+
+    def write(*arguments):
+        plain(*arguments)
+        raise error
+
+    monkeypatch.setattr(trace_file, function, write)
+    tracer = traced_run(tmp_path, "2:3")
+    assert not tracer.written
+    assert tracer.worker.recorder.capacity is not None, "the recorder keeps no more for ever"
+    assert list(tmp_path.iterdir()) == []
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1
+    assert "rank 0 can't write its trace" in warnings[0]
+    assert str(error) in warnings[0]
+
+
+def test_a_run_folder_that_is_gone_costs_the_trace_alone(tmp_path, capsys, one_clock):
+    assert not traced_run(tmp_path / "gone", "2").written
+    assert "No such file or directory" in capsys.readouterr().err
+    assert traced_run(tmp_path, "2:9").written, "the run stopped inside the traced steps"
+
+
+def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
+        monkeypatch, tmp_path, capsys, one_clock):
+    def write(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace_file, "write_rank", write)
+    tracer = Tracer(fresh(trace="1"), None, tmp_path)
+    with pytest.raises(ZeroDivisionError), tracer.step(1):
+        raise ZeroDivisionError
+    assert "the trace can't be written: [Errno 28]" in capsys.readouterr().err
+
+
+def test_a_cut_file_of_a_rank_is_refused(tmp_path, one_clock):
+    assert traced_run(tmp_path, "2").written
+    path = trace_file.rank_path(tmp_path, 0)
+    head = path.read_text().splitlines()[0].replace('"lines": 0', '"lines": 7')
+    path.write_text(head + "\n")
+    assert "1 lines of 8" in str(refusal("trace", tmp_path))
