@@ -125,8 +125,8 @@ def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(tex
     assert re.search(r"rank \d can't write its trace: .*File too large", warnings[0])
     assert "run/metrics.jsonl can't be written: File too large; the run goes on" in warnings[1]
     folder = text_folder / "run"
-    assert {path.name for path in folder.iterdir()} == {
-        "config.toml", "log.txt", "metrics.jsonl", "weights"}
+    assert (folder / "weights" / "model.safetensors").is_file()
+    assert not {"trace", "report.html"} & {path.name for path in folder.iterdir()}
     assert not list(folder.rglob("*.partial"))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines[:-1]]
