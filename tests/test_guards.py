@@ -62,6 +62,21 @@ def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path
     assert_refused(65, parts, "trace", folder)
 
 
+@needs_mpiexec
+@pytest.mark.parametrize("interval", ["0", "1"])
+def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
+    """Else the newest checkpoint, with which a run goes on, would be of no use."""
+    folder = tmp_path / "run"
+    flags = "--optimizer sgd --lr 1e300 --clip 0 --warmup-steps 0 --save-interval".split()
+    code, block = faulty("none", "--layout", "tp=2", *flags, interval, "--steps", "1" if
+                         interval == "0" else "3", folder=folder)
+    assert code == 79
+    assert "step 1: its update made weights that are not finite: not saved; try a smaller" in block
+    assert re.search(r"weights of \S+: \d+ numbers are not finite, first \[.*\]: on rank 0 ", block)
+    assert [line["step"] for line in metrics(folder)] == [1]
+    assert not list(folder.rglob("*.safetensors"))
+
+
 # --- one rank, in this process
 
 

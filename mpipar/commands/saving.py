@@ -11,12 +11,12 @@ class Saving:
     """The saves of one run.
 
     Every rank calls the same methods at the same step. saver: what writes. run: the RunConfig.
-    flush(): brings the metrics so far to the disk; what lies behind a checkpoint must not need its
-    steps again.
+    before(): what comes before a save. It brings the metrics so far to the disk, because what lies
+    behind a checkpoint must not need its steps again. It also refuses weights that are not finite.
     """
 
-    def __init__(self, saver, run, flush, log):
-        self.saver, self.run, self.flush, self.log = saver, run, flush, log
+    def __init__(self, saver, run, before, log):
+        self.saver, self.run, self.before, self.log = saver, run, before, log
 
     def after_step(self, step: int, asks) -> bool:
         """Commit what all ranks have written, and save if it is this step's turn or a rank asks.
@@ -39,9 +39,9 @@ class Saving:
     def save(self, step: int) -> None:
         """Save the whole state; with --save-async it is written while the next steps run.
 
-        Raises OutputError on every rank alike. Comm: that of `Metrics.flush` and `Saver`.
+        Raises OutputError on every rank alike. Comm: that of before() and `Saver`.
         """
-        self.flush()
+        self.before()
         before, blocked = self.saver.saved, self.saver.blocked_seconds
         self.saver.save(step)
         if self.saver.saved == step:
@@ -60,7 +60,7 @@ class Saving:
             self.tell(blocked)
         if self.saver.saved != step:
             start = perf_counter()
-            self.flush()
+            self.before()
             self.saver.save(step)
             self.saver.finish()
             self.log(f"\nsaved step {step}: {perf_counter() - start:.2f} s blocked")

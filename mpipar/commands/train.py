@@ -221,7 +221,7 @@ class Run:
             facts={"config": to_toml(config), "data": self.fingerprint})
         if self.start.folder is not None and self.first > 1:
             saver.saved = self.first - 1  # this folder has that checkpoint
-        self.saving = Saving(saver, config.run, self.write_metrics, self.log)
+        self.saving = Saving(saver, config.run, self.before_save, self.log)
         recorder.reset_counters()
 
     def restore(self) -> int:
@@ -337,11 +337,16 @@ class Run:
             self.log(text)
         return lines
 
-    def write_metrics(self) -> None:
-        """Bring the lines of all steps so far to the disk. Comm: that of `flush`."""
+    def before_save(self) -> None:
+        """Bring the lines of all steps so far to the disk, and look at the weights.
+
+        Comm: that of `flush` and of `Worker.check_weights`.
+        """
         self.flush()
         if self.metrics_file is not None:
             self.metrics_file.sync()
+        self.worker.check_weights(self.last)
+        self.recorder.phase = "save"
 
     def save_last(self) -> None:
         """Write checkpoint and weights; when any rank returns, they are on the disk.

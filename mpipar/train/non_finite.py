@@ -1,4 +1,4 @@
-"""Which losses and gradients are not finite, and on which ranks: asked only after a step failed."""
+"""Which numbers are not finite, and on which ranks: asked only after a check has failed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def seen(value: float, counts: bool) -> float:
     return value if counts or not is_finite(value) else 0.0
 
 
-def bad_numbers(worker, losses) -> dict:
+def bad_numbers(worker, array_of, losses) -> dict:
     """What is not finite on this rank, by {"losses": [mb, value], "tensors": [rows]}.
 
-    losses: {microbatch: loss}. A row is stage, unit, name, how many numbers, index of the first in
-    the whole tensor. Rows come in the order in which a backward pass makes the gradients.
+    array_of(param) picks the array. losses: {microbatch: loss}. A row is stage, unit, name, how
+    many numbers, index of the first in the whole tensor. Rows come in the order in which a backward
+    pass makes the gradients.
     """
     rows = []
     for number, stage in worker.stages.items():
         for param in stage.flat.params:
-            bad = np.argwhere(~np.isfinite(worker.ops.to_host(param.grad)))
+            bad = np.argwhere(~np.isfinite(worker.ops.to_host(array_of(param))))
             if len(bad):
                 first = bad[0].tolist()
                 if param.cut_axis is not None:
@@ -41,8 +42,11 @@ def bad_numbers(worker, losses) -> dict:
     return {"place": worker.grid.describe(), "losses": bad_losses, "tensors": rows}
 
 
-def describe(facts: list[dict]) -> list[str]:
-    """Lines that name the losses and the first tensors that are not finite. facts: by rank."""
+def describe(title: str, facts: list[dict]) -> list[str]:
+    """Lines that name the losses and the first tensors that are not finite.
+
+    title: what the tensors' numbers are. facts: by rank.
+    """
     found = [f"the loss of microbatch {mb} is {value} on rank {world_rank} ({fact['place']})"
              for world_rank, fact in enumerate(facts) for mb, value in fact["losses"][:1]][:SHOWN]
     holders: dict[str, list[int]] = {}
@@ -55,17 +59,17 @@ def describe(facts: list[dict]) -> list[str]:
         what = "1 number is" if count == 1 else f"{count} numbers are"
         where = ", ".join(f"rank {holder} ({facts[holder]['place']})" for holder in ranks[:SHOWN])
         more = f" and {len(ranks) - SHOWN} others" if len(ranks) > SHOWN else ""
-        found.append(f"gradient of {name}: {what} not finite, first {first}: on {where}{more}")
+        found.append(f"{title} of {name}: {what} not finite, first {first}: on {where}{more}")
     if len(holders) > SHOWN:
-        found.append(f"and the gradients of {len(holders) - SHOWN} other tensors")
+        found.append(f"and the {title} of {len(holders) - SHOWN} other tensors")
     return found
 
 
-def report(worker, losses) -> list[str]:
-    """`describe` of all ranks, on every rank.
+def report(worker, title, array_of, losses=()) -> list[str]:
+    """`describe` of all ranks, on every rank. For the arguments see `bad_numbers`.
 
     Comm: a gather of facts and a broadcast of text over the world, without records.
     """
-    facts = gather_facts(worker.mpi_world, bad_numbers(worker, losses))
-    text = broadcast_text(worker.mpi_world, "\n".join(describe(facts) if facts else []))
+    facts = gather_facts(worker.mpi_world, bad_numbers(worker, array_of, dict(losses)))
+    text = broadcast_text(worker.mpi_world, "\n".join(describe(title, facts) if facts else []))
     return text.splitlines()

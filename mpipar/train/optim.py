@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of what `state` gives
+
 
 class Sgd:
     """master -= lr * grad.

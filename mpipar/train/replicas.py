@@ -13,11 +13,12 @@ from time import perf_counter
 
 import numpy as np
 
+from mpipar.checkpoint.save import place_among_copies
 from mpipar.checkpoint.weights import all_params
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.errors import DriftError
+from mpipar.train.optim import TITLES
 
-KINDS = {"master": "weights", "m": "first moment", "v": "second moment"}
 DRIFT = ("copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
          " at fault, or hosts compute differently: start again from older weights, or accept it"
          " with --check-replicas 0")
@@ -43,18 +44,13 @@ class Replicas:
                        for place, (kind, piece) in enumerate(product(self.kinds, pieces))}
         self.count, self.seconds = 0, 0.0
 
-    def _has_copies(self, param) -> bool:
-        """Whether other ranks hold this rank's part of a parameter."""
-        axes = ("dp", "cp", *param.grad_groups, *(("tp",) if param.cut_axis is None else ()))
-        return any(self.worker.comms.by_axis[axis].size > 1 for axis in axes)
-
     def checksums(self) -> dict[tuple, int]:
         """(kind, name, shard) -> 64-bit checksum of each piece here that has copies elsewhere."""
         ops, state = self.worker.ops, self.worker.optimizer.state()
         return {(kind, param.name, param.cut_index): ops.checksum(view)
                 for kind in self.kinds for number, stage in self.worker.stages.items()
                 for param, view in stage.flat.views(state[kind][number])
-                if self._has_copies(param)}
+                if place_among_copies(self.worker.comms, param)[1] > 1}
 
     def check(self, step: int) -> None:
         """Raise DriftError on every rank if any two copies of a piece differ.
@@ -99,7 +95,7 @@ class Replicas:
             parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
             sides = " unlike ".join(_ranks_text(part) for part in parts)
             cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
-            lines.append(f"{KINDS[kind]} of {name}{cut}: {sides}")
+            lines.append(f"{TITLES[kind]} of {name}{cut}: {sides}")
         if len(drifted) > SHOWN:
             lines.append(f"and {len(drifted) - SHOWN} others")
         return broadcast_text(worker.mpi_world, "\n".join(lines)).splitlines()

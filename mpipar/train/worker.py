@@ -185,7 +185,7 @@ class Worker:
         if not is_finite(loss) or (overflow and not self.loss_scale.can_skip()):
             raise self._not_finite(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
-                non_finite.report(self, self.losses))
+                non_finite.report(self, "gradient", lambda param: param.grad, self.losses))
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         self.recorder.phase = "opt"
@@ -198,6 +198,22 @@ class Worker:
         seconds = (perf_counter_ns() - start) * 1e-9
         shown = scale if self.loss_scale.dynamic else None
         return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
+
+    def check_weights(self, step: int) -> None:
+        """Look at the weights before they are saved after `step`.
+
+        The next step's loss would show it, too late: the newest checkpoint would be of no use.
+
+        Raises NonFiniteError on every rank if a weight is not finite on any.
+        Comm: one all_reduce of a number over world.
+        """
+        self.recorder.phase = "check"
+        total = sum(self.ops.square_sum(stage.flat.master) for stage in self.stages.values())
+        total, = agree(self.ops, self.comms, [seen(total, counts=False)], "check.weights")
+        if not is_finite(total):
+            raise self._not_finite(
+                f"step {step}: its update made weights that are not finite: not saved",
+                non_finite.report(self, "weights", lambda param: param.master))
 
     def _not_finite(self, what, where=()):
         """The error of a run whose numbers left the range of their type. where: more lines."""

@@ -10,7 +10,7 @@ from test_mixed import DP, PP, TP, mixed, on_all_ranks, worker_of
 
 from mpipar.errors import DriftError, NonFiniteError
 from mpipar.layers.loss import CrossEntropy
-from mpipar.train import gradsync
+from mpipar.train import gradsync, replicas
 from mpipar.train.gradsync import GradSync
 from mpipar.train.replicas import Replicas
 
@@ -54,16 +54,16 @@ def test_copies_stay_equal(layout, options, dtype):
     if (pp == 1 and "schedule" in options) or (tp == 1 and "model" in options):
         return
     worker, step = worker_of(mixed(dtype, layout, 2 * pp, optimizer="adamw", **options))
-    replicas = Replicas(worker)
+    copies = Replicas(worker)
     for number in (1, 2):
         step(number)
         worker.recorder.clear()
-        replicas.check(number)
+        copies.check(number)
         records = worker.recorder.records
         assert [(record.axis, record.name, record.phase) for record in records] == [
             ("world", "check.replicas", "check")]
-        assert records[0].payload_bytes == 16 * len(replicas.places)
-    assert replicas.count == 2
+        assert records[0].payload_bytes == 16 * len(copies.places)
+    assert copies.count == 2
     worker.close()
 
 
@@ -74,14 +74,14 @@ def drift(layout, kind, name, num_microbatches=2, **options):
     """
     worker, step = worker_of(
         mixed("float32", layout, num_microbatches, optimizer="adamw", **options))
-    replicas = Replicas(worker)
+    copies = Replicas(worker)
     step(1)
     found = part_of(worker, name, kind)
     holders = [rank for rank, held in enumerate(WORLD.allgather(found is not None)) if held]
     if holders[-1] == WORLD.rank:
         found.reshape(-1)[-1:].view(np.uint32)[...] ^= 1
     try:
-        return raised_everywhere(DriftError, lambda: replicas.check(1)), holders
+        return raised_everywhere(DriftError, lambda: copies.check(1)), holders
     finally:
         worker.close()
 
@@ -126,8 +126,8 @@ def test_a_check_that_ignores_the_moments_is_caught(monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", [DP, TP, PP], ids=str)
 def test_a_check_that_looks_at_owned_tensors_alone_is_caught(layout, monkeypatch):
-    monkeypatch.setattr(Replicas, "_has_copies", lambda self, param: (
-        param.owner and self.worker.comms.dp.index == 0))
+    monkeypatch.setattr(replicas, "place_among_copies", lambda comms, param: (
+        0, 1 + (param.owner and comms.dp.index == 0)))
     with pytest.raises(AssertionError, match="raised nothing"):
         drift(layout, "master", "embedding.tokens" if layout == PP else "block2.norm2.b")
 
