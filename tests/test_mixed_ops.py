@@ -5,8 +5,11 @@ import math
 import numpy as np
 import pytest
 from helpers import assert_close
-from ops_cases import LARGE, SMALL, call_every_op, parts, plain
+from ops_cases import ADAMW, LARGE, SMALL, call_every_op, parts, plain
 
+from mpipar.comm.group import Comms
+from mpipar.layers.context import Context
+from mpipar.layers.param import FlatParams, Param
 from mpipar.ops import make
 from mpipar.ops.mixed_ops import DTYPES
 
@@ -109,3 +112,40 @@ def test_float16_beyond_its_range_is_infinite_without_a_warning():
     assert np.isinf(ops.matmul(big, big)).all()
     assert np.isinf(ops.add_parts(big)).all()
     assert np.isinf(ops.accumulate(big.copy(), big)).all()
+
+
+# --- the update rounds as a resumed run does
+
+
+def assert_update_rounds_as_publish(ops, rng):
+    """A resumed run makes the layers' data by `publish`; the run before it made them in the update.
+
+    Numbers of all sizes, half of them just between two of 16 bits.
+    """
+    bits = rng.integers(0, 1 << 32, 4096, dtype=np.uint32)
+    bits[::2] = bits[::2] & 0xFFFF0000 | rng.choice([0x8000, 0x7FFF, 0x8001], 2048)
+    half = np.arange(-3000, 3000) * 2.0**-12 + 1 + 2.0**-11  # of float16
+    edges = np.array([*half, 0.0, -0.0, 65519.9, 65520, 1e-8], np.float32)
+    numbers = np.concatenate([bits.view(np.float32), edges])
+    numbers = numbers[np.isfinite(numbers)]
+    param = Param(Context(ops, Comms.solo(ops)), "x", numbers.shape)
+    flat = FlatParams(ops, [param])
+    ops.copy(flat.master, ops.asarray(numbers))
+    grad, m, v = (ops.zeros(numbers.shape, ops.statistics) for _ in range(3))
+    ops.adamw_step(flat.master, grad, m, v, **ADAMW | {"weight_decay": 0.0}, copy=flat.data)
+    updated = ops.to_host(flat.data).tobytes()
+    assert ops.to_host(flat.master).tobytes() == numbers.tobytes()  # nothing moved the halves
+    flat.publish()
+    assert len(set(numbers.tolist())) > 5000
+    assert ops.to_host(flat.data).tobytes() == updated
+
+
+@pytest.mark.parametrize("kernels", ["numpy", pytest.param("numba", marks=pytest.mark.numba)])
+def test_the_update_rounds_as_a_resumed_run(dtype, kernels, rng):
+    assert_update_rounds_as_publish(make("cpu", dtype, kernels=kernels), rng)
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("kernels", ["fused", "plain"])
+def test_the_update_rounds_as_a_resumed_run_on_the_gpu(cupy, dtype, kernels, rng):
+    assert_update_rounds_as_publish(make("cuda", dtype, kernels=kernels), rng)
