@@ -49,7 +49,7 @@ FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the
     "generate": {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
                  "rank_order", "device", "dtype", "gemm", "tf32"},
     "verify": set(FIELDS) - WHOLE_RUN - {"clip", "memory_limit"},
-    "explain": set(FIELDS) - WHOLE_RUN - {
+    "explain": (set(FIELDS) - WHOLE_RUN | {"save_async"}) - {  # its copy of the state is predicted
         "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale", "loss_scale_interval"},
 }
 

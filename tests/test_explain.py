@@ -1,6 +1,7 @@
 """`mpipar explain`: the barriers of a step in order, and their formulas beside the counts."""
 
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -200,3 +201,10 @@ def test_mpi_is_never_loaded():
                " assert 'mpi4py.MPI' not in sys.modules, 'loaded'")
     result = run_command([sys.executable, "-c", program], 60, environment())
     assert result.returncode == 0, result.tail()
+
+
+def test_the_copy_for_saving_in_the_background_is_predicted():
+    small = ["--layers", 1, "--d-model", 8, "--heads", 2, "--dp", 2]
+    plain, copied = (printed("explain", *small, *more) for more in ((), ("--save-async",)))
+    assert "snapshot" not in plain
+    assert re.search(r"memory at the peak: .*buffers [^,]+, snapshot [\d.]+ KiB; together", copied)

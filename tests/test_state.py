@@ -1,5 +1,6 @@
 """Checkpoints of the whole state: saved on one layout, loaded on another, bit for bit."""
 
+import math
 import os
 import re
 import resource
@@ -23,6 +24,7 @@ from state_cases import (
 from mpipar.checkpoint import load
 from mpipar.checkpoint.manifest import committed_steps, damage, read_manifest
 from mpipar.errors import DataError, OutputError
+from mpipar.plan.predict import predict
 
 LAYOUTS = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 2, "pp": 2, "tp": 2}, {"tp": 3, "dp": 3},
            {"pp": 2, "schedule": "dualpipe"}, {"pp": 3, "dp": 2, "rank_order": "dp,pp,cp,tp"},
@@ -260,3 +262,17 @@ def test_another_type_or_optimizer_is_refused(ours, part, tmp_path):
     worker, = workers_of(config_for(**ours), 1)
     with pytest.raises(DataError, match=re.escape(part)):
         load.load_state(worker, written, read_manifest(written))
+
+
+@pytest.mark.parametrize("values", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "dtype": "bfloat16"}])
+def test_the_copy_for_the_background_is_predicted(values, tmp_path):
+    """All ranks' copies together are one state; each is held while the next steps run."""
+    config = config_for(save_async=True, **values)
+    predicted = [predict(config, number).peak_bytes for number in range(4)]
+    savers = savers_of(workers_of(config, 4), tmp_path, background=True)
+    assert [peak["snapshot"] for peak in predicted] == [
+        sum(one.x.nbytes for one in saver.copy) for saver in savers]
+    tensors = savers[0].tensors.values()
+    assert sum(peak["snapshot"] for peak in predicted) == 3 * sum(
+        4 * math.prod(tensor.shape) for tensor in tensors)
+    assert "snapshot" not in predict(config_for(**values), 0).peak_bytes

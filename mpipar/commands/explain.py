@@ -15,7 +15,7 @@ from mpipar.commands.resolve import AUTO, resolve
 from mpipar.console.tables import barriers, describe_stage, nbytes, short_count, table
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
-from mpipar.ops.shape_array import MEMORY_LABELS
+from mpipar.ops.shape_array import labels_of
 from mpipar.plan import formulas, machine_file
 from mpipar.plan.predict import predict
 from mpipar.plan.step import schedule_costs, step_estimate
@@ -68,7 +68,8 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     print("\nFLOPs of products: " + (", ".join(
         f"{phase} {short_count(flops)}" for phase, flops in prediction.flops.items()) or "none"))
     print("memory at the peak: " + ", ".join(
-        f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}" for label in MEMORY_LABELS)
+        f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
+        for label in labels_of([prediction.peak_bytes]))
         + f"; together {nbytes(prediction.peak_total)}")
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
         print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")

@@ -6,7 +6,7 @@ import sys
 
 from mpipar import models
 from mpipar.comm.record import Key, Sums, family
-from mpipar.ops.shape_array import MEMORY_LABELS
+from mpipar.ops.shape_array import labels_of
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
@@ -82,10 +82,11 @@ def holdings(facts: list[dict]) -> str:
 
 def memory_breakdown(facts: list[dict]) -> str:
     """Predicted bytes at the peak of a step, by purpose."""
-    rows = [("rank", *MEMORY_LABELS, "predicted peak")]
+    labels = labels_of(fact["memory"] for fact in facts)
+    rows = [("rank", *labels, "predicted peak")]
     for fact in facts:
         memory = fact["memory"]
-        rows.append((fact["rank"], *(nbytes(memory.get(label, 0)) for label in MEMORY_LABELS),
+        rows.append((fact["rank"], *(nbytes(memory.get(label, 0)) for label in labels),
                      nbytes(sum(memory.values()))))
     return table(rows)
 

@@ -9,6 +9,12 @@ import numpy as np
 MEMORY_LABELS = ("weights", "gradients", "optimizer", "stash", "buffers")
 
 
+def labels_of(peaks):
+    """Return MEMORY_LABELS and further labels of any {label: bytes}, such as `snapshot`."""
+    further = {label for peak in peaks for label in peak} - {*MEMORY_LABELS}
+    return (*MEMORY_LABELS, *sorted(further))
+
+
 class Ledger:
     """Live bytes by label, and the breakdown at the instant of the largest sum."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mpipar import data
 from mpipar import ops as ops_module
+from mpipar.checkpoint.save import num_elements, own_pieces
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.train.worker import Worker
@@ -41,6 +42,9 @@ def predict(config, world_rank: int) -> Prediction:
     recorder = Recorder(capacity=1 << 20)
     ops = ops_module.shapes_for(config.run, recorder)
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
+    if config.run.save_async and config.run.device == "cpu":  # a GPU's copy lies on its host
+        elements = num_elements(own_pieces(worker))
+        snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
     blank_batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
