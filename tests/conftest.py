@@ -16,6 +16,10 @@ import hypothesis
 import numpy as np
 import pytest
 import slurm_cluster
+from fault_table import (  # noqa: F401 - hooks of pytest
+    pytest_addoption,
+    pytest_sessionfinish,
+)
 from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
 from stand_in import cupy_or_stand_in  # noqa: F401 - likewise
 
@@ -100,6 +104,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, missing in NEEDS.items():
         if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
             pytest.skip(f"{marker}: {reason}")
+    # the report of a marked test carries its fault, also from a worker of pytest-xdist
+    item.user_properties += [("fault", one.args) for one in item.iter_markers("fault")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -60,6 +60,7 @@ class SlurmCluster:
         self.folder = folder
         self.nodes = nodes
         self.config = folder / "slurm.conf"
+        self.daemons: list[subprocess.Popen[bytes]] = []
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return a clean environment whose SLURM commands talk to this cluster."""
@@ -93,7 +94,7 @@ class SlurmCluster:
         assert result.returncode == 0, f"sbatch failed:\n{result.stdout}{result.stderr}"
         return int(result.stdout.split(";")[0])
 
-    def job_fields(self, job_id: int) -> dict[str, str]:
+    def job_fields(self, job_id: int | str) -> dict[str, str]:
         """Return what ``scontrol show job`` knows, by SLURM's own field names."""
         result = self.run("scontrol", "show", "job", str(job_id), "-o")
         assert result.returncode == 0, result.stderr
@@ -151,7 +152,7 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
+def configuration(folder: Path, nodes: tuple[str, ...], cpus: int, slurmd_timeout: int) -> str:
     """Return the text of slurm.conf."""
     control_port, *node_ports = free_ports(1 + len(nodes))
     host = socket.gethostname().split(".")[0]
@@ -167,7 +168,8 @@ def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
         f"SlurmdUser={user}",
         "AuthType=auth/munge",
         "CredType=cred/munge",
-        f"AuthInfo=socket={folder}/munge.socket",
+        # A job that is requeued waits until the credentials of its first start have expired.
+        f"AuthInfo=socket={folder}/munge.socket,cred_expire=5",
         f"StateSaveLocation={folder}/state",
         f"SlurmdSpoolDir={folder}/spool-%n",
         f"SlurmctldPidFile={folder}/slurmctld.pid",
@@ -186,7 +188,7 @@ def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
         "ReturnToService=2",
         "KillWait=5",
         "MessageTimeout=30",
-        "SlurmdTimeout=120",
+        f"SlurmdTimeout={slurmd_timeout}",
     ]
     for name, port in zip(nodes, node_ports, strict=True):
         lines.append(
@@ -197,7 +199,7 @@ def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def start_daemons(cluster: SlurmCluster) -> list[subprocess.Popen[bytes]]:
+def start_daemons(cluster: SlurmCluster) -> None:
     """Start munged, slurmctld and one slurmd for each node, each in a process group of its own."""
     folder = cluster.folder
     munge = {
@@ -209,36 +211,64 @@ def start_daemons(cluster: SlurmCluster) -> list[subprocess.Popen[bytes]]:
     }
     commands = [["munged", "--foreground", *(f"--{key}={path}" for key, path in munge.items())]]
     commands += [["slurmctld", "-D", "-c", "-f", str(cluster.config)]]
-    commands += [["slurmd", "-D", "-N", node, "-f", str(cluster.config)] for node in cluster.nodes]
-    processes = []
-    for number, command in enumerate(commands):
-        with (folder / f"start-{number}-{command[0]}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [find_program(command[0]), *command[1:]],
-                env=cluster.environment(),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        processes.append(process)
+    commands += [node_command(cluster, node) for node in cluster.nodes]
+    for command in commands:
+        cluster.daemons.append(start_daemon(cluster, command))
         if command[0] == "munged":
-            wait_for(munge["socket"].exists, "munged's socket", cluster, processes)
-    return processes
+            wait_for(munge["socket"].exists, "munged's socket", cluster)
 
 
-def wait_for(condition, what: str, cluster: SlurmCluster, processes) -> None:
+def node_command(cluster: SlurmCluster, node: str) -> list[str]:
+    """Return the command of one node's daemon."""
+    return ["slurmd", "-D", "-N", node, "-f", str(cluster.config)]
+
+
+def start_daemon(cluster: SlurmCluster, command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a daemon in a process group of its own; its output is added to a log."""
+    with (cluster.folder / f"start-{command[0]}.log").open("ab") as log:
+        return subprocess.Popen(
+            [find_program(command[0]), *command[1:]],
+            env=cluster.environment(),
+            cwd=cluster.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def start_node(cluster: SlurmCluster, node: str) -> None:
+    """Start the daemon of a node that was killed; `stop` ends it with the others."""
+    cluster.daemons.append(start_daemon(cluster, node_command(cluster, node)))
+
+
+def kill_node(cluster: SlurmCluster, node: str) -> None:
+    """End everything that runs on a node at once, as a loss of power would."""
+    ranks = processes_with("SLURMD_NODENAME", node)
+    parents = {parent_of(pid) for pid in ranks}
+    daemon = int((cluster.folder / f"slurmd-{node}.pid").read_text())
+    for pid in (daemon, *parents, *ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int:
+    """Return the id of the process that a process was started by."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
+
+
+def wait_for(condition, what: str, cluster: SlurmCluster) -> None:
     """Poll ``condition`` until it holds; a daemon that ends or too long a wait is an error."""
     deadline = time.monotonic() + START_LIMIT
     while not condition():
-        ended = [process.args for process in processes if process.poll() is not None]
+        ended = [process.args for process in cluster.daemons if process.poll() is not None]
         if ended or time.monotonic() > deadline:
             raise RuntimeError(f"no {what}; daemons that ended: {ended}\n{cluster.logs()}")
         time.sleep(0.1)
 
 
-def stop(cluster: SlurmCluster, daemons: list[subprocess.Popen[bytes]]) -> None:
+def stop(cluster: SlurmCluster) -> None:
     """End the daemons and every process they started; leave nothing behind.
 
     Job steps leave the daemons' process groups, so they are found by their environment.
@@ -248,7 +278,7 @@ def stop(cluster: SlurmCluster, daemons: list[subprocess.Popen[bytes]]) -> None:
         kill_with(*mark, sign)
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
-            for process in daemons:
+            for process in cluster.daemons:
                 process.poll()  # reaps a daemon that has ended
             if not processes_with(*mark):
                 return
@@ -256,8 +286,13 @@ def stop(cluster: SlurmCluster, daemons: list[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def slurm_cluster(nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4) -> Iterator[SlurmCluster]:
-    """Run a cluster of ``nodes`` with ``cpus`` declared CPUs each; tear it down on leaving."""
+def slurm_cluster(
+    nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4, slurmd_timeout: int = 120
+) -> Iterator[SlurmCluster]:
+    """Run a cluster of ``nodes`` with ``cpus`` declared CPUs each; tear it down on leaving.
+
+    slurmd_timeout: seconds after which a node that does not answer is lost.
+    """
     # Not pytest's folder: too long for a unix socket, and munged refuses folders closed to others.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
@@ -267,17 +302,16 @@ def slurm_cluster(nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4) -> Itera
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     cluster = SlurmCluster(folder, nodes)
-    cluster.config.write_text(configuration(folder, nodes, cpus))
-    daemons: list[subprocess.Popen[bytes]] = []
+    cluster.config.write_text(configuration(folder, nodes, cpus, slurmd_timeout))
 
     def all_idle() -> bool:
         result = cluster.run("sinfo", "-h", "-N", "-o", "%T", timeout=30.0)
         return result.stdout.split() == ["idle"] * len(nodes)
 
     try:
-        daemons = start_daemons(cluster)
-        wait_for(all_idle, "idle nodes", cluster, daemons)
+        start_daemons(cluster)
+        wait_for(all_idle, "idle nodes", cluster)
         yield cluster
     finally:
-        stop(cluster, daemons)
+        stop(cluster)
         shutil.rmtree(folder, ignore_errors=True)

@@ -135,6 +135,8 @@ class Session(Interruptible):
 
         Comm: one all-gather of a byte per rank, then MPI_Finalize.
         """
+        with self._failing:  # a thread that fails never gives it back, and ends this process
+            pass
         if self.world is None:
             return exit_code
         exit_code = max(self._gather_code(exit_code))
