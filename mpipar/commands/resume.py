@@ -35,18 +35,17 @@ SHOWN = ("dp", "pp", "tp")  # axes of a layout, in the order of the headline
 class Start:
     """Where a run begins; the same on every rank.
 
-    folder: the run folder to go on in, or None for a new one. candidates: folders of steps, the one
-    to load first; the others are what `auto` may fall back to. step, values, layout, schedule,
-    data: of the first candidate whose manifest can be read; values are those of its config.toml.
-    newest: the newest step in the run folder. finished: the step with which the run has ended, or
-    0. notes: lines for the user.
+    folder: the run folder to go on in, or None for a new one. newest: its newest step. candidates:
+    folders of steps, the one to load first; the others are what `auto` may fall back to. step,
+    config (TOML), layout, schedule, data: of the first candidate whose manifest can be read.
+    finished: the step with which the run has ended, or 0. notes: lines for the user.
     """
 
     folder: str | None = None
     newest: int = 0
     candidates: tuple[str, ...] = ()
     step: int = 0
-    values: Mapping[str, object] = field(default_factory=dict)
+    config: str = ""
     layout: Mapping[str, int] = field(default_factory=dict)
     schedule: str = ""
     data: Mapping[str, object] = field(default_factory=dict)
@@ -88,15 +87,15 @@ def find_start(run) -> Start:
     for number, path in enumerate(steps):
         try:
             found = read_manifest(path)
-            values = values_of(found.config)
+            values_of(found.config)
         except (DataError, ValueError) as error:
             damage = str(error) if isinstance(error, DataError) else f"{path / NAME}: {error}"
             notes.append(damage)
             continue
         return Start(
             str(folder) if folder else None, newest_step(folder) if folder else 0,
-            tuple(map(str, steps[number:])), found.step, values, found.layout, found.schedule,
-            found.data, finished_step(folder) if folder else 0,
+            tuple(map(str, steps[number:])), found.step, found.config, found.layout,
+            found.schedule, found.data, finished_step(folder) if folder else 0,
             tuple(fallback(note) for note in notes))
     raise DataError([*notes, f"--resume {run.resume}: no checkpoint of {source} can be read"])
 
@@ -121,7 +120,7 @@ def fallback(damage: str) -> str:
 
 def with_saved_settings(reading, start: Start, world_size: int):
     """The Reading with the settings of the checkpoint below those that the user names."""
-    return resumed(reading, start.values, world_size) if start.candidates else reading
+    return resumed(reading, values_of(start.config), world_size) if start.candidates else reading
 
 
 def start_problems(start: Start):
@@ -140,7 +139,7 @@ def behind(start: Start, inputs):
     A trace whose first step is done already is not written again.
     """
     config, notes = inputs.config, [*start.notes]
-    chosen, was = trace_steps(config.run.trace), start.values.get("steps")
+    chosen, was = trace_steps(config.run.trace), values_of(start.config).get("steps")
     if chosen and chosen[0] <= start.step:
         notes.append(f"--trace {config.run.trace}: the run goes on behind step {start.step}, so"
                      " nothing is traced")

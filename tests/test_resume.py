@@ -1,0 +1,263 @@
+"""Where a run goes on, with which settings, and what is refused; `mpipar ckpt`.
+
+Runs that are killed and go on are in test_resume_runs.py, files of a checkpoint in test_state.py.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from config_helpers import reading_of
+from in_process import assert_refused, printed
+from program import metrics, mpipar
+
+from mpipar.commands.resolve import resolve
+from mpipar.commands.run_folder import cut_behind, finished_step, set_aside
+from mpipar.config.reading import to_toml, values_of
+from mpipar.config.resumed import resumed
+from mpipar.data.fingerprint import EDGE, fingerprint
+
+TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
+    --num-microbatches 2 --sample-tokens 0 --steps 6 --save-interval 2 --keep-checkpoints 0
+    --dtype float64""".split()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a run that has ended, and its data."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "text.txt").write_text("a short text, again and again. " * 30)
+    result = mpipar("train", *TINY, "--out", "run", cwd=folder)
+    assert result.returncode == 0, result.tail()
+    return folder
+
+
+@pytest.fixture
+def here(made, tmp_path):
+    """A copy of it."""
+    shutil.copytree(made, tmp_path / "here")
+    return tmp_path / "here"
+
+
+# --- what is refused, and what is typed instead
+
+
+@pytest.mark.parametrize(("words", "code", "parts"), [
+    ("--out run", 2, ["run exists and is not empty", "--resume auto --out run"]),
+    ("--resume auto", 2, ["--resume auto", "add --out or --run-name"]),
+    ("--resume run --init-from w", 2, ["--init-from w: --resume run brings the weights"]),
+    ("--resume auto --out run --steps 5", 2, ["--steps 5", "step 6"]),
+    ("--resume nowhere", 65, ["--resume nowhere: there is no checkpoint here"]),
+    ("--resume run/checkpoints/step-00000009", 65, ["step-00000009"]),
+    ("--resume run --out text.txt", 2, ["text.txt is a file"]),
+    ("--resume run/checkpoints/step-00000002 --steps 9 --data other.txt", 65,
+     ["--data: has changed", "length 930, dtype uint8, sha256", "length 1200, dtype uint8"]),
+    ("--resume run --steps 9 --dp 3", 2, ["dp 3: needs a multiple of 3 ranks"]),
+])
+def test_refusals(words, code, parts, here):
+    (here / "other.txt").write_text("another text" * 100)
+    assert_refused(code, parts, "train", *words.split(), folder=here)
+
+
+FIXED = {"seed": ("7", "0"), "batch-size": ("8", "4"), "optimizer": ("sgd", "adamw"),
+         "lr": ("0.1", "0.003"), "beta2": ("0.9", "0.95"), "clip": ("2.0", "1.0"),
+         "dtype": ("float32", "float64"), "layers": ("3", "2"), "heads": ("4", "2"),
+         "vocab-size": ("300", "256"), "warmup-steps": ("3", "20")}
+
+
+@pytest.mark.parametrize("source", ["auto --out run", "run --out new"])
+def test_what_cannot_change_is_refused_at_once_with_both_values(source, here):
+    words = [word for name, (value, _) in FIXED.items() if name != "beta2"
+             for word in (f"--{name}", value)]
+    parts = [f"--{name} {value}: can't change in a run that goes on, which has {saved}"
+             for name, (value, saved) in FIXED.items() if name != "beta2"]
+    assert_refused(2, parts, "train", "--resume", *source.split(), *words, folder=here)
+    (value, saved) = FIXED["beta2"]
+    assert_refused(2, [f"--beta2 {value}", f"has {saved}"], "train", "--resume", *source.split(),
+                   "--beta2", value, folder=here)
+
+
+def test_a_folder_without_a_checkpoint_names_what_to_type(here):
+    shutil.rmtree(here / "run" / "checkpoints")
+    assert_refused(65, ["--resume auto --out run"], "train", "--resume", "run", folder=here)
+
+
+def test_a_damaged_manifest_by_path_is_named(here):
+    path = here / "run" / "checkpoints" / "step-00000006" / "manifest.json"
+    path.write_text(path.read_text().replace("adamw", "adamx"))
+    assert_refused(65, ["step-00000006/manifest.json"], "train", "--resume", "run", folder=here)
+
+
+# --- settings
+
+
+def saved_settings(*words, ranks=4):
+    """The settings of a run as its checkpoint has them."""
+    config, _ = resolve(reading_of(*words), ranks)
+    return values_of(to_toml(config))
+
+
+def settled(saved, *words, ranks=4):
+    """The complete settings of a run that goes on."""
+    config, _ = resolve(resumed(reading_of(*words), saved, ranks), ranks)
+    return config
+
+
+def test_settings_come_from_the_checkpoint_unless_they_are_given():
+    saved = saved_settings("--lr", "0.5", "--pp", "2", "--tp", "2", "--schedule", "gpipe", "--out",
+                           "a", "--trace", "1", "--log-interval", "7", "--no-tied")
+    config = settled(saved, "--log-interval", "3", "--schedule", "auto")
+    assert (config.train.lr, config.model.tied) == (0.5, False)
+    assert (config.grid.dp, config.grid.pp, config.grid.tp) == (1, 2, 2)
+    assert (config.grid.schedule, config.run.log_interval) == ("gpipe", 3)
+    assert (config.run.out, config.run.trace, config.run.resume) == (None, None, "never")
+
+
+@pytest.mark.parametrize(("words", "ranks", "layout"), [
+    ([], 2, (1, 2, 1)), ([], 8, (2, 2, 2)), (["--dp", "4"], 4, (4, 1, 1)),
+    (["--layout", "tp=2"], 2, (1, 1, 2)),
+])
+def test_a_layout_that_is_given_or_does_not_fit_is_chosen_anew(words, ranks, layout):
+    saved = saved_settings("--pp", "4", "--schedule", "interleaved", "--chunks", "1",
+                           "--stage-layers", "1,1,1,1", "--num-microbatches", "4")
+    grid = settled(saved, *words, "--schedule", "1f1b", ranks=ranks).grid
+    assert (grid.dp, grid.pp, grid.tp) == layout
+    assert (grid.stage_layers, grid.chunks) == (None, None)
+
+
+def test_settings_of_a_convnet_are_read_without_its_name():
+    saved = saved_settings("--model", "convnet", "--stem-stride", "2", ranks=1)
+    config = settled(saved, "--stem-stride", "2", "--steps", "7", ranks=1)
+    assert (config.model.model, config.model.stem_stride) == ("convnet", 2)
+
+
+# --- the run folder
+
+
+def test_metrics_end_with_the_step_and_lose_a_broken_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": step / 3}) + "\n" for step in (1, 2, 3, 4)]
+    path.write_text("".join(lines) + '{"step": 5, "lo')
+    cut_behind(tmp_path, 9)
+    assert path.read_text() == "".join(lines)
+    cut_behind(tmp_path, 2)
+    assert path.read_text() == "".join(lines[:2])
+    cut_behind(tmp_path, 0)
+    assert path.read_text() == ""
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_nothing_is_overwritten_when_it_is_set_aside(tmp_path):
+    for number in (1, 2):
+        (tmp_path / "errors").mkdir()
+        assert set_aside(tmp_path / "errors").name == f"errors.aside-{number}"
+    assert set_aside(tmp_path / "errors") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"step": "6"}', "{", '{"step": 1e9}'])
+def test_a_result_that_cannot_be_read_is_none(text, tmp_path):
+    (tmp_path / "result.json").write_text(text)
+    assert finished_step(tmp_path) == 0
+
+
+def test_the_fingerprint_sees_every_byte_it_reads(tmp_path):
+    data = np.arange(100, dtype=np.uint16)
+    first = fingerprint([data[:60], data[60:]])
+    assert first == fingerprint([data]) | {"sha256": first["sha256"]}
+    assert (first["length"], first["dtype"]) == (100, "uint16")
+    for place in (0, 59, 60, 99):
+        other = data.copy()
+        other[place] += 1
+        assert fingerprint([other[:60], other[60:]]) != first
+    path = tmp_path / "large.bin"
+    np.zeros(2 * EDGE, np.uint16).tofile(path)
+    mapped = np.memmap(path, np.uint16, mode="r+")
+    before = fingerprint([mapped])
+    mapped[EDGE] = 1  # in the middle, which would take long to read of a large file
+    assert fingerprint([mapped]) == before
+    mapped[-1] = 1
+    assert fingerprint([mapped]) != before
+
+
+# --- mpipar ckpt
+
+
+def test_ckpt_ls(here):
+    text = printed("ckpt", "ls", here / "run")
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows[1:4]] == ["2", "4", "6"]
+    assert all("complete" in row and "1f1b" in row for row in rows[1:4])
+    assert "the run ended with step 6" in text
+    (here / "run" / "result.json").unlink()
+    checkpoints = here / "run" / "checkpoints"
+    (checkpoints / "step-00000008.partial-1f").mkdir()
+    (checkpoints / "step-00000004" / "pieces-00000.safetensors").unlink()
+    text = printed("ckpt", "ls", here / "run")
+    assert "a save that did not end" in text
+    assert "DAMAGED" in text
+    assert f"go on: mpipar train --resume auto --out {here / 'run'}" in text
+
+
+def test_ckpt_verify(here):
+    step = here / "run" / "checkpoints" / "step-00000004"
+    assert printed("ckpt", "verify", here / "run").count("every byte") == 3
+    data = bytearray((step / "pieces-00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (step / "pieces-00000.safetensors").write_bytes(data)
+    (step / "notes.txt").write_text("mine")
+    text = printed("ckpt", "verify", here / "run", code=65)
+    assert text.count("every byte") == 2
+    assert "pieces-00000.safetensors: is damaged" in text
+    assert "notes.txt: does not belong" in text
+    assert printed("ckpt", "verify", here / "run", "--step", "6").count("every byte") == 1
+
+
+def test_ckpt_export_writes_what_the_run_has_written(here):
+    out, weights = here / "exported", here / "run" / "weights"
+    printed("ckpt", "export", here / "run", "--out", out)
+    for name in ("model.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (weights / name).read_bytes()
+    printed("ckpt", "export", here / "run", "--step", "2", "--out", here / "second")
+    assert (here / "second" / name).read_bytes() == (weights / name).read_bytes()
+    assert ((here / "second" / "model.safetensors").read_bytes()
+            != (weights / "model.safetensors").read_bytes())
+
+
+@pytest.mark.parametrize(("words", "code", "parts"), [
+    ("ls text.txt", 65, ["not the folder of a run"]),
+    ("verify .", 65, ["not the folder of a run"]),
+    ("export run", 2, ["run/weights: exists and is not empty", "--out"]),
+    ("export run --step 3", 65, ["2, 4, 6"]),
+    ("ls run --step 3", 2, ["--step: ckpt ls does not use it"]),
+    ("verify run --out x", 2, ["--out: ckpt verify does not use it"]),
+    ("look run", 2, ["look", "ls|verify|export"]),
+])
+def test_ckpt_refusals(words, code, parts, here):
+    assert_refused(code, parts, "ckpt", *words.split(), folder=here)
+
+
+def test_a_damaged_checkpoint_is_not_exported(here):
+    path = here / "run" / "checkpoints" / "step-00000006" / "pieces-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert_refused(65, ["pieces-00000.safetensors"], "ckpt", "export", "run", "--out", "x",
+                   folder=here)
+    assert not (here / "x").exists()
+
+
+def test_generate_names_the_export(here):
+    shutil.rmtree(here / "run" / "weights")
+    assert_refused(65, ["mpipar ckpt export run", "step 6"], "generate", "run", folder=here)
+
+
+def test_going_back_to_an_earlier_step_keeps_the_later_ones_aside(here):
+    (here / "run" / "result.json").unlink()
+    before = (here / "run" / "metrics.jsonl").read_text()
+    result = mpipar("train", "--resume", "run/checkpoints/step-00000002", "--save-interval", "3",
+                    cwd=here)
+    assert result.returncode == 0, result.tail()
+    names = sorted(path.name for path in (here / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000003", "step-00000004.aside-1", "step-00000006",
+                     "step-00000006.aside-1"]
+    assert [line["loss"] for line in metrics(here / "run")] == [
+        json.loads(line)["loss"] for line in before.splitlines()]

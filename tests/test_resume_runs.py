@@ -1,0 +1,233 @@
+"""Runs that are killed or stopped, and go on: they end as one that was never interrupted."""
+
+import json
+import shutil
+import signal
+import sys
+
+import numpy as np
+import pytest
+from helpers import find_launcher, run_command, run_ranks
+from program import LIMIT, REPOSITORY, environment, metrics, mpipar, one_block
+
+from mpipar.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.commands.run_folder import newest_step
+
+needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
+    --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()
+# float16 whose scale overflows at first, and doubles after three good steps
+FLOAT16 = "--dtype float16 --loss-scale 1048576 --loss-scale-interval 3".split()
+CONVNET = """--model convnet --data images.npz --image-shape 4,4,1 --classes 3 --layers 1
+    --channels 4 --batch-size 4 --num-microbatches 2 --steps 10 --log-interval 4""".split()
+TIMES = {"step_seconds", "tokens_per_second", "comm_share_mean", "comm_share_max"}
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A folder to start in, with a text and images in it."""
+    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "images.npz", x=rng.normal(size=(60, 4, 4)), y=rng.integers(3, size=60))
+    return tmp_path
+
+
+def train(here, *words, ranks=None, code=0):
+    """Train in a folder; return what was printed. The run must end with this code."""
+    result = mpipar("train", *words, ranks=ranks, cwd=here)
+    assert result.returncode == code, result.tail()
+    return result.stdout + result.stderr
+
+
+def ended(here, how, number, *words, ranks=None):
+    """A run that ended_run.py ends too early."""
+    argv = [sys.executable, str(REPOSITORY / "tests" / "ended_run.py"), how, str(number), "train",
+            *map(str, words)]
+    if ranks is None:
+        return run_command(argv, LIMIT, environment(), here)
+    return run_ranks(ranks, argv, LIMIT, environment(), here)
+
+
+def without_times(folder):
+    """The lines of metrics.jsonl, without what a clock has measured."""
+    return [{name: ({axis: {"calls": one["calls"], "bytes": one["bytes"]}
+                     for axis, one in value.items()} if name == "comm" else value)
+             for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
+
+
+def state(folder, step):
+    """{file: digest} and the loss scale of a checkpoint."""
+    manifest = read_manifest(folder / "checkpoints" / f"step-{step:08d}")
+    return manifest.files, manifest.loss_scale
+
+
+def assert_same_run(one, other, step=10):
+    """Assert that two runs have the same metrics, weights and last state, bit by bit."""
+    assert without_times(one) == without_times(other)
+    assert [line["step"] for line in metrics(one)] == list(range(1, step + 1))
+    name = "weights/model.safetensors"
+    assert (one / name).read_bytes() == (other / name).read_bytes()
+    assert state(one, step) == state(other, step)
+    assert (one / "result.json").read_text() == (other / "result.json").read_text()
+
+
+# --- kill -9, then go on
+
+
+@pytest.mark.parametrize("words", [
+    pytest.param([*TINY], id="float32", marks=pytest.mark.slow),
+    pytest.param([*TINY, *FLOAT16], id="float16"),
+    pytest.param([*TINY, "--dtype", "float64"], id="float64", marks=pytest.mark.slow),
+    pytest.param([*TINY, "--dtype", "bfloat16"], id="bfloat16", marks=pytest.mark.slow),
+    pytest.param([*TINY, "--optimizer", "sgd"], id="sgd", marks=pytest.mark.slow),
+    pytest.param(CONVNET, id="convnet"),
+])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
+    train(here, *words, "--out", "whole")
+    result = ended(here, "kill", 7, *words, "--out", "killed", "--save-interval", "4")
+    assert result.returncode == -signal.SIGKILL, result.tail()
+    assert newest_step(here / "killed") == 4
+    text = train(here, "--resume", "auto", "--out", "killed")
+    assert "resumed behind step 4" in text
+    assert "as before" in text
+    assert_same_run(here / "whole", here / "killed")
+    if words[-1] == "3":
+        assert {line["skipped"] for line in metrics(here / "whole")} == {False, True}
+    # The run has ended: a further start does nothing. More steps go on from its end.
+    text = train(here, "--resume", "auto", "--out", "killed")
+    assert "this run ended with step 10" in text
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("form", [
+    pytest.param("--no-save-async", marks=pytest.mark.slow), "--save-async"])
+def test_two_ranks_killed_twice(form, here):
+    words = [*TINY, "--pp", "2", "--schedule", "gpipe"]
+    train(here, *words, "--out", "whole", ranks=2)
+    for at in (5, 9):
+        resume = ["--resume", "auto", form, "--save-interval", "2", "--out", "killed"]
+        result = ended(here, "kill", at, *words, *resume, ranks=2)
+        assert result.returncode, result.tail()
+    assert newest_step(here / "killed") >= 6
+    train(here, *words, "--resume", "auto", "--out", "killed", ranks=2)
+    assert_same_run(here / "whole", here / "killed")
+
+
+@pytest.mark.slow
+def test_killed_in_the_evaluation_only_that_is_left(here):
+    train(here, *TINY, "--out", "whole")
+    result = ended(here, "evaluate", 0, *TINY, "--out", "killed")
+    assert result.returncode == -signal.SIGKILL, result.tail()
+    before = (here / "killed" / "metrics.jsonl").read_bytes()
+    text = train(here, *TINY, "--resume", "auto", "--out", "killed")
+    assert "step 10/10" not in text
+    assert "held-out loss" in text
+    assert (here / "killed" / "metrics.jsonl").read_bytes() == before
+    assert_same_run(here / "whole", here / "killed")
+
+
+def test_a_stop_saves_and_the_run_goes_on(here):
+    train(here, *TINY, "--out", "whole")
+    result = ended(here, "stop", 7, *TINY, "--out", "stopped")
+    assert result.returncode == 75, result.tail()
+    step = newest_step(here / "stopped")
+    assert step >= 7
+    assert f"stopped on request after step {step}" in result.stdout
+    assert (here / "stopped" / "weights" / "model.safetensors").exists()
+    train(here, "--resume", "auto", "--out", "stopped")
+    assert_same_run(here / "whole", here / "stopped")
+
+
+@pytest.mark.slow
+def test_killed_before_the_first_save_it_starts_at_step_1(here):
+    train(here, *TINY, "--out", "whole")
+    result = ended(here, "kill", 6, *TINY, "--out", "killed")
+    assert result.returncode == -signal.SIGKILL, result.tail()
+    assert len(metrics(here / "killed")) == 4
+    text = train(here, *TINY, "--resume", "auto", "--out", "killed")
+    assert "no checkpoint: the run starts at step 1" in text
+    assert_same_run(here / "whole", here / "killed")
+
+
+# --- on another layout, and as a new run
+
+
+@needs_mpiexec
+def test_another_layout_has_the_same_state_and_losses(here):
+    words = [*TINY, "--dtype", "float64"]
+    train(here, *words, "--out", "two", "--pp", "2", "--save-interval", "5", ranks=2)
+    text = train(here, "--resume", "two/checkpoints/step-00000005", "--out", "one")
+    assert "resharded from dp 1 x pp 2 x tp 1, 1f1b to dp 1 x pp 1 x tp 1, 1f1b" in text
+    assert_close(metrics(here / "one"), metrics(here / "two")[5:])
+    text = train(here, "--resume", "one/checkpoints/step-00000010", "--out", "cut", "--steps", "12",
+                 "--tp", "2", "--num-microbatches", "4", ranks=2)
+    assert "--steps 12, 10 before: the learning rate" in text
+    # saved again without a step, on another layout and then on the first: the same bytes
+    train(here, "--resume", "two", "--out", "there", "--dp", "2", ranks=2)
+    train(here, "--resume", "there", "--out", "back", "--pp", "2", ranks=2)
+    assert state(here / "back", 10) == state(here / "two", 10)
+    assert state(here / "there", 10) != state(here / "two", 10)
+
+
+def assert_close(found, expected):
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert abs(one["loss"] - other["loss"]) <= 1e-12 * abs(other["loss"])
+
+
+# --- damage, and disks that are full
+
+
+def flip(path):
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@needs_mpiexec
+def test_damage_on_one_rank_makes_all_fall_back(here):
+    """Only rank 1 reads the damaged file."""
+    train(here, *TINY, "--pp", "2", "--save-interval", "5", "--out", "run", ranks=2)
+    shutil.copytree(here / "run", here / "whole")
+    newest = here / "run" / "checkpoints" / "step-00000010"
+    flip(newest / "pieces-00001.safetensors")
+    (here / "run" / "result.json").unlink()
+    text = train(here, "--resume", "run", ranks=2, code=65)
+    assert "pieces-00001.safetensors: is damaged" in text
+    assert "tensor " in text
+    text = train(here, "--resume", "auto", "--out", "run", ranks=2)
+    assert "DAMAGED CHECKPOINT, falling back" in text
+    assert "resumed behind step 5" in text
+    assert (newest.parent / "step-00000010.aside-1").is_dir()
+    assert_same_run(here / "whole", here / "run")
+
+
+def test_no_checkpoint_is_whole(here):
+    train(here, *TINY, "--save-interval", "5", "--out", "run")
+    (here / "run" / "result.json").unlink()
+    for _, path in committed_steps(here / "run" / "checkpoints"):
+        (path / "manifest.json").write_text("{")
+    text = train(here, "--resume", "auto", "--out", "run", code=65)
+    assert text.count("manifest.json") == 2
+    assert len(metrics(here / "run")) == 10
+
+
+def test_no_space_at_an_interval_is_a_warning(here):
+    result = ended(here, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run")
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.count("WARNING") == 1
+    assert "step-00000006: the checkpoint could not be written: rank 0: No space" in result.stdout
+    assert [step for step, _ in committed_steps(here / "run" / "checkpoints")] == [9, 10]
+    assert len(list((here / "run" / "checkpoints").iterdir())) == 2
+
+
+def test_no_space_at_the_end_keeps_the_former_checkpoint(here):
+    result = ended(here, "full", 3, *TINY, "--save-interval", "3", "--out", "run")
+    code, block = one_block(result)
+    assert code == 74
+    assert "No space left on device" in block
+    assert [path.name for path in sorted((here / "run" / "checkpoints").iterdir())] == [
+        "step-00000003", "step-00000006"]
+    train(here, "--resume", "auto", "--out", "run")
+    assert json.loads((here / "run" / "result.json").read_text())["step"] == 10
