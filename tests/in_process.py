@@ -6,6 +6,7 @@ ranks: test_cli.py, test_launch.py and test_refusals.py.
 
 import contextlib
 import io
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -60,3 +61,25 @@ def assert_refused(code, parts, *words, ranks=1, folder="."):
     assert found.exit_code == code, found
     missing = [part for part in parts if part not in str(found)]
     assert not missing, f"{missing} in\n{found}"
+
+
+class LateError(BaseException):
+    """A block took too long; nothing that catches errors of files may catch this."""
+
+
+@contextlib.contextmanager
+def at_once(limit=30):
+    """Fail a block that takes longer than so many seconds: it hangs, or loops over a huge number.
+
+    Each such block takes a fraction of a second where nothing else runs.
+    """
+    def late(*_):
+        raise LateError(f"longer than {limit} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

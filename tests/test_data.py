@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sys
 import types
 from collections import Counter, defaultdict
@@ -17,6 +18,7 @@ from mpipar.config.resolve import resolve
 from mpipar.data.bigram import PSEUDO_COUNTS, bigram_loss
 from mpipar.data.rows import Rows, split
 from mpipar.data.source import LLMC_HEADER, load_tokens
+from mpipar.data.token_file import TokenFile
 from mpipar.errors import DataError
 from mpipar.ops import make
 
@@ -173,7 +175,7 @@ def test_token_files(with_header, tmp_path, rng):
 def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_bytes(np.array([3, 299, 7], "<u2").tobytes())
-    assert load_tokens((str(path),), 300)[0].max() == 299
+    assert max(load_tokens((str(path),), 300)[0]) == 299
     with pytest.raises(DataError, match=r"token 299 at position 1 .* 299; type --vocab-size 300"):
         load_tokens((str(path),), 299)
 
@@ -241,7 +243,30 @@ def test_a_large_token_file_is_not_read_into_memory(tmp_path):
     with open(path, "wb") as file:
         file.write(header(2**25))
         file.truncate(LLMC_HEADER + 2**26)
-    assert isinstance(load_tokens((str(path),), 50257)[0], np.memmap)
+    assert isinstance(load_tokens((str(path),), 50257)[0], TokenFile)
+
+
+def rows_of_file(path):
+    """The training rows of a .bin file of 600 tokens below 50."""
+    path.write_bytes(np.arange(600, dtype="<u2").__mod__(50).tobytes())
+    tokens, _ = load_tokens((str(path),), 50)
+    train, held_out = split(tokens, BATCH_SIZE, SEQ_LEN)
+    assert bigram_loss(train, held_out, 50) < 0.1  # a cycle
+    return rows_of(train)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda path: os.truncate(path, 10), "ends at token 5, but tokens up to .* cut while it was"),
+    (lambda path: path.write_bytes(np.full(600, 50, "<u2").tobytes()),
+     r"tokens.bin: token 50 at position \d+ is outside the vocabulary of 50"),
+], ids=["truncated", "larger ids"])  # fmt: skip
+def test_a_token_file_that_changes_while_it_is_read(change, message, tmp_path):
+    path = tmp_path / "tokens.bin"
+    rows = rows_of_file(path)
+    assert rows.train(1, 0).shape == (BATCH_SIZE, SEQ_LEN)
+    change(path)
+    with pytest.raises(DataError, match=message):
+        rows.train(2, 0)
 
 
 # --- bigrams

@@ -102,7 +102,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match=r"cannot read .*no\.csv: No such file"):
         read_csv(tmp_path / "no.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\x00")
-    with pytest.raises(UsageError, match="not a CSV file"):
+    with pytest.raises(UsageError, match="not UTF-8 text"):
         read_csv(tmp_path / "binary.csv")
     with pytest.raises(OutputError, match="cannot write"):
         write_csv(make_schedule("1f1b", 2, 2), tmp_path / "no" / "folder.csv")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from mpipar.files.text import shown
+
 HF_LAYER = {
     "norm1": "ln_1", "norm2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
     "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj",
@@ -68,11 +70,11 @@ def settings(found: dict) -> dict:
     }
     for name, value in values.items():
         if type(value) is not bool if name == "tied" else type(value) is not int or value < 1:
-            raise TypeError(f"{name} is {value!r}")
+            raise TypeError(f"{name} is {shown(value)}")
     return values | {"model": "decoder", "norm": "layer"}
 
 
 def differences(found: dict) -> list[str]:
     """The values of a config.json that mpipar's layers do not compute."""
-    return [f"{key} is {found[key]!r}; {value!r} is what mpipar computes"
+    return [f"{key} is {shown(found[key])}; {value!r} is what mpipar computes"
             for key, value in COMPUTED.items() if found.get(key, value) != value]

@@ -5,6 +5,8 @@ Tensors have the names and shapes of the parameters.
 
 from __future__ import annotations
 
+from mpipar.files.text import shown
+
 PREFIX = "mpipar-"  # of model_type
 NUMBERS = {  # fields of ModelConfig that config.json gives, each at least 1
     "convnet": ("layers", "channels", "ffn", "classes", "stem_stride"),
@@ -44,14 +46,14 @@ def settings(found: dict) -> dict:
     shape = tuple(found["image_shape"]) if model == "convnet" else ()
     for name, value in [*values.items(), *(("image_shape", side) for side in shape)]:
         if type(value) is not int or value < 1:
-            raise TypeError(f"{name} is {value!r}")
+            raise TypeError(f"{name} is {shown(value)}")
     values["norm"] = found["norm"]
     if values["norm"] not in NORMS[model]:
-        raise TypeError(f"norm is {values['norm']!r}")
+        raise TypeError(f"norm is {shown(values['norm'])}")
     if model == "convnet":
         return values | {"model": model, "image_shape": shape}
     if type(found["tied"]) is not bool:
-        raise TypeError(f"tied is {found['tied']!r}")
+        raise TypeError(f"tied is {shown(found['tied'])}")
     return values | {"model": model, "tied": found["tied"]}
 
 

@@ -21,6 +21,8 @@ from mpipar.plan.predict import predict
 from mpipar.plan.step import schedule_costs, step_estimate
 from mpipar.train.worker import configured_schedule
 
+MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
+
 
 def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     """Print the barriers of `world_rank`; the layout gives the number of ranks.
@@ -32,6 +34,9 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
     axes = {axis: getattr(given, axis) or 1 for axis in AXES}
     reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
     world_size = math.prod(axes.values())
+    if world_size > MOST_RANKS:
+        raise UsageError(f"--layout {','.join(f'{axis}={size}' for axis, size in axes.items())}:"
+                         f" has {world_size:,} ranks; at most {MOST_RANKS:,} are explained")
     config, _ = resolve(reading, world_size)
     problems = []
     if not 0 <= world_rank < world_size:

@@ -18,6 +18,7 @@ from mpipar.pipeline.schedules.catalog import num_stages, schedule_problems
 from mpipar.trace.tracer import trace_problems
 from mpipar.train.loss_scale import loss_scale_problems
 
+MOST_WORK = 1 << 15  # forward passes of blocks in a step of a pipeline rank
 AUTO = "auto"  # stands for a schedule that is chosen once costs are known
 
 
@@ -36,8 +37,8 @@ def resolve(reading: Reading, world_size: int,
             config = with_weights_shape(reading, formats.model_settings(config.run.init_from))
         except UserError as error:
             errors.append(error)
-    checks = ((stage_problems, UsageError), (trace_problems, UsageError),
-              (loss_scale_problems, UsageError), (kernel_problems, UsageError), *checks)
+    own = (stage_problems, work_problems, trace_problems, loss_scale_problems, kernel_problems)
+    checks = (*((check, UsageError) for check in own), *checks)
     config, notes, found = complete(config, world_size, checks, reading.bad)
     errors += found
     if errors:
@@ -89,6 +90,16 @@ def stage_problems(config: Config) -> list[str]:
         return found
     stages = num_stages(grid.schedule, grid.pp, grid.chunks)
     return split_problems(grid, stages)
+
+
+def work_problems(config: Config) -> list[str]:
+    """What is wrong if a step has so many passes of blocks that its prediction takes minutes."""
+    blocks, num_mb = -(-config.model.layers // config.grid.pp), config.grid.num_microbatches
+    if blocks * num_mb <= MOST_WORK:
+        return []
+    return [(f"--num-microbatches {num_mb}: with {blocks} blocks on a pipeline rank a step has"
+             f" {blocks * num_mb:,} passes of blocks, and at most {MOST_WORK:,} are planned; use at"
+             f" most --num-microbatches {MOST_WORK // blocks}, or a larger --pp")]
 
 
 def split_problems(grid, stages: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from fractions import Fraction
 from numbers import Real
@@ -10,6 +11,7 @@ from pathlib import Path
 from mpipar.console import output
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
+from mpipar.files.text import brief, shown
 from mpipar.pipeline import csv_format, draw
 from mpipar.pipeline.closed_form import ClosedForm, closed_form
 from mpipar.pipeline.costs import Costs
@@ -18,6 +20,9 @@ from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule
 from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.pipeline.svg import svg
 
+# What a number of --costs may look like. A larger exponent would make a number of endless digits.
+COST = re.compile(r"[+-]?(\d{1,9}/\d{1,9}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?)", re.ASCII)
+MOST_COMPARED = 1 << 13  # microbatches times workers: each of the schedules is made and simulated
 STDOUT = "-"  # a file of this name is standard output
 EPILOG = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
@@ -74,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
     elif args.compare:
         problems += unread(args, "--compare prints one table of all schedules", "NAME",
                            "--group-size", "--symbols", "--svg", "--json", "--csv")
+        if args.pp * args.num_microbatches > MOST_COMPARED and min(
+                args.pp, args.num_microbatches) > 0:
+            problems.append(f"--compare makes every schedule: --pp times --num-microbatches is"
+                            f" {brief(str(args.pp * args.num_microbatches))}, and must be at most"
+                            f" {MOST_COMPARED:,}")
     else:
         problems += name_problems(args)
     if args.json and args.csv == STDOUT:
@@ -117,15 +127,17 @@ def parse_costs(text: str, latency: str) -> Costs:
         ("--latency", latency, 0)
     ]:
         try:
-            value = Fraction(word)
+            value = Fraction(word if COST.fullmatch(word.strip()) else "")
         except (ValueError, ZeroDivisionError):
-            problems.append(f"{flag}: {word!r} is not a number")
+            problems.append(f"{flag}: {shown(word)} is not a number of at most 9 digits, such as 1,"
+                            " 0.25, 1/3 or 2e-3")
             continue
         if value < 0 or (least and value == 0):
             problems.append(f"{flag}: {word} must be {'more than' if least else 'at least'} 0")
         values.append(int(value) if value.denominator == 1 else value)
     if len(text.split(",")) not in (3, 4):
-        problems.append(f"--costs {text}: use three numbers F,I,W or four F,I,W,FB, as in 1,1,1")
+        problems.append(f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, as in"
+                        " 1,1,1")
     if problems:
         raise UsageError(problems)
     f, i, w, *overlapped, hop = values

@@ -9,6 +9,7 @@ from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
 from mpipar.config.setting import flag, kind
 from mpipar.config.words import EXAMPLES, SYNONYMS, unknown_word
 from mpipar.errors import UsageError
+from mpipar.files.text import brief, shown
 from mpipar.job.environment import read_launcher
 
 MANY = 24  # flags; a command with more of them shows the usual ones
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message):
-        raise UsageError(f"{message}; see {self.prog} --help")
+        raise UsageError(f"{brief(message, 300)}; see {self.prog} --help")
 
     def print_help(self, file=None):
         if read_launcher(os.environ).rank == 0:
@@ -49,8 +50,9 @@ class Parser(argparse.ArgumentParser):
 
 def count(text: str) -> int:
     """A whole number above 0: the type of an argument."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
+    if not text.isdecimal() or len(text) > 9 or int(text) == 0:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: must be a whole number above 0, of at most 9 digits")
     return int(text)
 
 

@@ -10,10 +10,13 @@ from mpipar.config.setting import setting
 class GridConfig:
     """The ranks: dp x pp x cp x tp = number of ranks, and the order of work in the pipeline."""
 
-    dp: int | None = setting(None, "data-parallel copies (default: what the ranks leave)", low=1)
-    pp: int | None = setting(None, "pipeline ranks (default 2 if the ranks allow)", low=1)
-    cp: int = setting(1, "context-parallel ranks; only 1 is built", low=1)
-    tp: int | None = setting(None, "tensor-parallel ranks (default 2 from 4 ranks on)", low=1)
+    dp: int | None = setting(None, "data-parallel copies (default: what the ranks leave)", low=1,
+                             high=2**17)
+    pp: int | None = setting(None, "pipeline ranks (default 2 if the ranks allow)", low=1,
+                             high=2**12)
+    cp: int = setting(1, "context-parallel ranks; only 1 is built", low=1, high=2**16)
+    tp: int | None = setting(None, "tensor-parallel ranks (default 2 from 4 ranks on)", low=1,
+                             high=2**16)
     rank_order: str = setting(
         "pp,dp,cp,tp", "axes from outermost to innermost; neighbours of the last are nearest")
     schedule: str = setting(
@@ -21,13 +24,16 @@ class GridConfig:
         "step, from costs measured at the start")
     schedule_csv: str | None = setting(
         None, "run the schedule of this CSV file (torch.distributed.pipelining's format)")
-    chunks: int | None = setting(None, "stages per pipeline rank (default: the schedule's)", low=1)
+    chunks: int | None = setting(None, "stages per pipeline rank (default: the schedule's)", low=1,
+                                 high=2**10)
     group_size: int | None = setting(
-        None, "interleaved: microbatches that go round the ranks together (default: pp)", low=1)
+        None, "interleaved: microbatches that go round the ranks together (default: pp)", low=1,
+        high=2**16)
     stage_layers: tuple[int, ...] | None = setting(
         None, "blocks of each stage, as 3,2,2,1 (default: equal cost, head counted)", low=0)
     num_microbatches: int | None = setting(
-        None, "microbatches per step and dp copy; more = smaller pipeline bubble", low=1)
+        None, "microbatches per step and dp copy; more = smaller pipeline bubble", low=1,
+        high=2**16)
 
 
 def grid_problems(grid: GridConfig, layers: int, bad: set[str]) -> list[str]:

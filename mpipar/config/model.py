@@ -22,9 +22,10 @@ class ModelConfig:
     """For every family: features flow as a stream through blocks, each of which is wider inside."""
 
     model: str
-    layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1)
+    layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1, high=1024)
     ffn: int | None = setting(
-        None, "width F inside a block (default 4 times that of the stream); padded for tp", low=1)
+        None, "width F inside a block (default 4 times that of the stream); padded for tp", low=1,
+        high=2**20)
     norm: str = setting("layer", "layer = LayerNorm; rms = RMSNorm, which has no mean and no bias",
                         choices=("layer", "rms"))
     ffn_cut: str = setting(
@@ -38,10 +39,12 @@ class DecoderConfig(ModelConfig):
     """A transformer that predicts the next token: GPT-2 family, pre-norm, learned positions."""
 
     model: str = family("decoder")
-    d_model: int = setting(128, "model width D, in features", low=1)
-    heads: int = setting(4, "attention heads H; head width = D/H; tp divides H", low=1)
-    seq_len: int = setting(64, "tokens per row T; attention memory grows with T^2", low=1)
-    vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2)
+    d_model: int = setting(128, "model width D, in features", low=1, high=2**17)
+    heads: int = setting(4, "attention heads H; head width = D/H; tp divides H", low=1, high=2**12)
+    seq_len: int = setting(64, "tokens per row T; attention memory grows with T^2", low=1,
+                           high=2**24)
+    vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2,
+                              high=2**22)
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
     sequence_parallel: bool = setting(
         False, "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
@@ -85,12 +88,12 @@ class ConvnetConfig(ModelConfig):
     """A network of convolutions that names the class of an image."""
 
     model: str = family("convnet")
-    channels: int = setting(32, "channels D of the stream between convolutions", low=1)
-    classes: int = setting(10, "classes V of images; padded for tp", low=2)
+    channels: int = setting(32, "channels D of the stream between convolutions", low=1, high=2**16)
+    classes: int = setting(10, "classes V of images; padded for tp", low=2, high=2**22)
     image_shape: tuple[int, ...] = setting(
-        (8, 8, 1), "height, width and channels of an image", low=1)
+        (8, 8, 1), "height, width and channels of an image", low=1, high=2**14)
     stem_stride: int = setting(
-        1, "step of the first convolution; 2 = a quarter of the work", low=1)
+        1, "step of the first convolution; 2 = a quarter of the work", low=1, high=2**14)
 
     @property
     def width(self) -> int:

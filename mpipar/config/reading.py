@@ -8,7 +8,7 @@ later checks do not judge it.
 import argparse
 import dataclasses
 import json
-import tomllib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,8 +17,11 @@ from mpipar.config.sections import CHOICES, FIELDS, Config, build, settings
 from mpipar.config.setting import flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.words import COUNTERPARTS, EXAMPLES, unknown_word
-from mpipar.files.bounded import parse_toml
+from mpipar.errors import UsageError
+from mpipar.files.bounded import parse_toml, read_toml
+from mpipar.files.text import brief, shown
 
+RANKS = re.compile("[0-9]{1,9}")
 KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -55,8 +58,8 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Re
             try:
                 values[name] = _value(FIELDS[name], raw, is_text)
             except ValueError as error:
-                shown = raw if is_text else f"= {raw!r} in {namespace.config}"
-                problems.append(f"{flag(name)} {shown}: {error}")
+                typed = brief(str(raw)) if is_text else f"= {shown(raw)} in {namespace.config}"
+                problems.append(f"{flag(name)} {typed}: {error}")
                 bad.add(name)
     return over({}, Reading(None, (), values, frozenset(bad), tuple(problems)))
 
@@ -89,13 +92,12 @@ def choice_problems(config: Config, given: dict) -> list[str]:
 def _read_file(path: str, problems: list[str]) -> dict:
     """The known keys of a TOML file, spelled as fields."""
     try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        problems.append(f"--config {path}: {error.strerror}")
+        table = read_toml(path, UsageError, where=f"--config {path}")
+    except UsageError as error:
+        problems += error.problems
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        problems.append(f"--config {path}: not a TOML file: {error}")
+    if len(table) > 2 * len(FIELDS):  # a sentence about each would take minutes
+        problems.append(f"--config {path}: holds {len(table):,} keys; there are {len(FIELDS)}")
         return {}
     found = {}
     for key, value in table.items():
@@ -103,7 +105,7 @@ def _read_file(path: str, problems: list[str]) -> dict:
         if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
             what = ("unknown key; keys stand at the top level, without tables"
                     if isinstance(value, dict) else unknown_word(key, [*FIELDS, "layout"], "key"))
-            problems.append(f"--config {path}: {key}: {what}")
+            problems.append(f"--config {path}: {brief(key)}: {what}")
         elif name in found:
             problems.append(f"--config {path}: {key}: given twice, with a hyphen and an underscore")
         else:
@@ -117,14 +119,16 @@ def _expand_layout(source: dict, problems: list[str]) -> dict:
     text = layer.pop("layout", None)
     if text is None:
         return layer
+    text = str(text)
     seen = set()
-    for part in str(text).split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in AXES or not value.isdecimal() or name in seen:
-            problems.append(f"--layout {text}: {part.strip()!r} is not understood; each of "
+    for part in map(str.strip, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in AXES or not RANKS.fullmatch(value) or name in seen:
+            problems.append(f"--layout {brief(text)}: {shown(part)} is not understood; each of "
                             f"{', '.join(AXES)} at most once, as in dp=2,pp=2,tp=2")
         elif name in layer and str(layer[name]) != value:
-            problems.append(f"--layout {text}: contradicts {flag(name)} {layer[name]}; give one")
+            problems.append(f"--layout {brief(text)}: contradicts {flag(name)}"
+                            f" {brief(str(layer[name]))}; give one")
         else:
             layer.setdefault(name, int(value))
         seen.add(name)

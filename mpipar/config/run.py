@@ -55,7 +55,7 @@ class RunConfig:
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
     prompt: str = setting("The ", "start of the text generated at the end", only=OF_TEXT)
     sample_tokens: int = setting(
-        200, "tokens generated at the end; 0 = none", low=0, only=OF_TEXT)
+        200, "tokens generated at the end; 0 = none", low=0, high=2**20, only=OF_TEXT)
     temperature: float = setting(
         0.8, "of the generated text; 0 = always the likeliest token", low=0.0, only=OF_TEXT)
 

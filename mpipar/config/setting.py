@@ -6,18 +6,19 @@ import types
 import typing
 
 from mpipar.errors import suggestion
+from mpipar.files import text
 
 
-def setting(default, text, *, low=None, above=None, below=None, choices=None, in_bytes=False,
-            only=None):
-    """A field: help, low <= value, above < value, value < below; in_bytes: 64K is a value too.
+def setting(default, what, *, low=None, above=None, below=None, high=None, choices=None,
+            in_bytes=False, only=None):
+    """A field: help, low <= value <= high, above < value < below; in_bytes: 64K is a value too.
 
     only: (field, value) of the choice that the field belongs to. With another value of the choice,
     the field means nothing, is not written, and is refused if given.
     """
-    legal = {"low": low, "above": above, "below": below, "choices": choices, "in_bytes": in_bytes,
-             "only": only}
-    return dataclasses.field(default=default, metadata={"help": text, **legal})
+    legal = {"low": low, "above": above, "below": below, "high": high, "choices": choices,
+             "in_bytes": in_bytes, "only": only}
+    return dataclasses.field(default=default, metadata={"help": what, **legal})
 
 
 def flag(field_name: str) -> str:
@@ -37,19 +38,23 @@ def kind(field: dataclasses.Field) -> tuple[type, bool]:
 
 def value_problem(name: str, legal: dict, value) -> str | None:
     """What is wrong with one number or string, or None."""
-    shown = f"{flag(name)} {value}"
+    shown = f"{flag(name)} {text.brief(str(value))}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{shown}: must be a finite number"
     if legal["low"] is not None and value < legal["low"]:
         return f"{shown}: must be at least {legal['low']}"
     if legal["above"] is not None and value <= legal["above"]:
         return f"{shown}: must be greater than {legal['above']:g}"
+    if legal["high"] is not None and value > legal["high"]:
+        return f"{shown}: must be at most {legal['high']:,}"
     below = legal["below"] or (2**31 if isinstance(value, int) else math.inf)
     if isinstance(value, int | float) and value >= below:
         return f"{shown}: must be less than {below}"
     if legal["choices"] and value not in legal["choices"]:
         hint = suggestion(value, legal["choices"])
-        return f"{flag(name)} {value!r}: must be one of {', '.join(legal['choices'])}{hint}"
+        return (f"{flag(name)} {text.shown(value)}: must be one of {', '.join(legal['choices'])}"
+                f"{hint}")
     if isinstance(value, str) and any(0xD800 <= ord(letter) < 0xE000 for letter in value):
-        return f"{flag(name)} {value!r}: is not valid UTF-8, so it cannot be written to config.toml"
+        return (f"{flag(name)} {text.shown(value)}: is not valid UTF-8, so it cannot be written to"
+                " config.toml")
     return None

@@ -13,7 +13,8 @@ class TrainConfig:
 
     steps: int = setting(300, "optimizer updates", low=1)
     batch_size: int | None = setting(
-        None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1)
+        None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1,
+        high=2**24)
     optimizer: str = setting("adamw", "update rule", choices=("adamw", "sgd"))
     lr: float = setting(3e-3, "peak learning rate", above=0.0)
     min_lr_ratio: float = setting(0.1, "last learning rate / peak, end of the cosine", low=0.0)

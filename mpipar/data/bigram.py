@@ -14,6 +14,7 @@ def bigram_loss(train, held_out, vocab_size: int) -> float:
     unigram`. Of a few pseudo counts, the best *on the held-out part* is taken. So the bar is as
     high as this kind of model can put it.
     """
+    train, held_out = np.asarray(train), np.asarray(held_out)
     pairs = np.bincount(
         train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2)
     pairs = pairs.reshape(vocab_size, vocab_size).astype(np.float64)

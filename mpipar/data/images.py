@@ -6,6 +6,7 @@ a microbatch, H and W height and width, C channels.
 
 from __future__ import annotations
 
+import struct
 import tokenize
 import zipfile
 import zlib
@@ -15,12 +16,14 @@ import numpy as np
 
 from mpipar.data import rows
 from mpipar.errors import DataError
+from mpipar.files.bounded import open_regular
 
 HELD_OUT = 5  # one image in five is held out
 # What NumPy and the zip reader raise for a damaged file, or one of another kind. RuntimeError: it
 # is encrypted or of another version. zlib's: compressed arrays. TokenError: an array's header.
 DAMAGED = (ValueError, TypeError, AttributeError, EOFError, RuntimeError, zipfile.BadZipFile,
-           zlib.error, tokenize.TokenError)
+           zlib.error, tokenize.TokenError, MemoryError, OverflowError, LookupError, struct.error)
+MOST_BYTES = 2 << 30  # of an .npz file's arrays
 
 
 @dataclass(frozen=True)
@@ -115,13 +118,17 @@ def _digits():
 def _read_npz(path: str):
     """x as (N, H, W, C), y, and a line that says what they are."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_regular(path) as raw, np.load(raw, allow_pickle=False) as file:
             missing = [name for name in ("x", "y") if name not in file]
             if missing:
                 raise DataError(
                     f"--data {path}: has no array {' and no array '.join(missing)} (it has"
                     f" {', '.join(file) or 'none'}); x holds images (N, H, W) or (N, H, W, C), y"
                     " their classes (N,)")
+            nbytes = sum(one.file_size for one in file.zip.infolist())
+            if nbytes > MOST_BYTES:
+                raise DataError(f"--data {path}: its arrays take {nbytes:,} bytes; images are held"
+                                f" in memory, at most {MOST_BYTES:,}")
             x, y = file["x"], file["y"]
     except OSError as error:
         raise DataError(f"--data {path}: {error.strerror or error}") from None

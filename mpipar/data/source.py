@@ -7,20 +7,25 @@ files in it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
+from mpipar.data.token_file import BLOCK, TokenFile, outside
 from mpipar.errors import DataError
+from mpipar.files.bounded import open_regular, problems_as
 
 LLMC_MAGIC, LLMC_HEADER = 20240520, 256 * 4
 OTHER_MAGICS = {20240801: "llm.c's Llama 3 format (uint32)", 20240522: "llm.c's HellaSwag format"}
+MOST_TEXT = 4 << 30  # bytes
 BYTE_VOCABULARY = 512  # a vocabulary above this, padding included, is not one of bytes
 
 
 def load_tokens(paths: tuple[str, ...], vocab_size: int):
-    """All tokens of `paths` in one array (uint8 or uint16), and a line that says what they are.
+    """All tokens of `paths`, and a line that says what they are.
 
+    They are an array (uint8 or uint16), or a TokenFile if there is one file of tokens.
     Raises DataError with every problem found: missing, empty, wrong size, ids outside the
     vocabulary.
     """
@@ -63,13 +68,14 @@ def _files(paths):
     files, problems = [], []
     for name in paths:
         path = Path(name)
-        if path.is_file():
-            files.append(path)
-        elif path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
+        if os.path.isdir(path):
+            inside = sorted(p for p in path.rglob("*")
+                            if os.path.isfile(p) and not _hidden(p, path))
             files += inside
             if not inside:
                 problems.append(f"--data {name}: this folder holds no file")
+        elif os.path.exists(path):  # if it is no regular file, reading it says what it is
+            files.append(path)
         else:
             problems.append(f"--data {name}: no such file or folder (looked in {Path.cwd()})")
     return files, problems
@@ -84,26 +90,31 @@ def _read(path, vocab_size, problems):
     """The tokens of one file; problems are appended and an empty array is returned."""
     nothing = np.zeros(0, np.uint8)
     try:
-        if path.stat().st_size == 0:
-            problems.append(f"--data {path}: the file is empty")
-            return nothing
-        if path.suffix == ".bin":
-            return _read_bin(path, vocab_size, problems)
-        if vocab_size > BYTE_VOCABULARY:
-            problems.append(_not_bytes(str(path), vocab_size))
-            return nothing
-        tokens = np.frombuffer(path.read_bytes(), np.uint8)
-    except OSError as error:
-        problems.append(f"--data {path}: {error.strerror}")
+        with problems_as(DataError, f"--data {path}"), open_regular(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes == 0:
+                problems.append(f"--data {path}: the file is empty")
+                return nothing
+            if path.suffix == ".bin":
+                return _read_bin(file, nbytes, vocab_size, problems)
+            if vocab_size > BYTE_VOCABULARY:
+                problems.append(_not_bytes(str(path), vocab_size))
+                return nothing
+            if nbytes > MOST_TEXT:
+                problems.append(f"--data {path}: has {nbytes:,} bytes, and text is held in memory,"
+                                f" at most {MOST_TEXT:,}; give token files (.bin)")
+                return nothing
+            tokens = np.frombuffer(file.read(nbytes), np.uint8)
+    except DataError as error:
+        problems += error.problems
         return nothing
     _check_ids(path, tokens, vocab_size, problems)
     return tokens
 
 
-def _read_bin(path, vocab_size, problems):
-    nbytes = path.stat().st_size
-    head = np.fromfile(path, "<i4", count=3)
-    start = 0
+def _read_bin(file, nbytes, vocab_size, problems):
+    path, start = file.name, 0
+    head = np.frombuffer(file.read(12)[:nbytes // 4 * 4], "<i4")
     if len(head) == 3 and head[0] == LLMC_MAGIC:
         start = LLMC_HEADER
         stated = int(head[2])
@@ -122,8 +133,8 @@ def _read_bin(path, vocab_size, problems):
     if nbytes == start:
         problems.append(f"--data {path}: the file has a header but no tokens")
         return np.zeros(0, np.uint16)
-    tokens = np.memmap(path, "<u2", mode="r", offset=start)
-    _check_ids(path, tokens, vocab_size, problems)
+    tokens = TokenFile(open_regular(path), start, 0, (nbytes - start) // 2, vocab_size)
+    tokens.check()
     return tokens
 
 
@@ -132,14 +143,10 @@ def _check_ids(path, tokens, vocab_size, problems):
 
     The check is here, block by block, and not inside a kernel.
     """
-    block = 1 << 24
-    for first in range(0, len(tokens), block):
-        piece = tokens[first:first + block]
+    for first in range(0, len(tokens), BLOCK):
+        piece = tokens[first:first + BLOCK]
         if piece.max() >= vocab_size:
-            at = int(np.argmax(piece >= vocab_size))
-            problems.append(
-                f"--data: {path}: token {int(piece[at])} at position {first + at:,} is outside the"
-                f" vocabulary of {vocab_size:,}; type --vocab-size {int(piece.max()) + 1} or more")
+            problems.append(f"--data: {outside(path, piece, first, vocab_size)}")
             return
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from mpipar.errors import DataError, UserError
-from mpipar.files.text import shown
+from mpipar.files.text import brief, shown
 
 MOST_BYTES = 1 << 20  # of a file whose reader names no other bound
 MOST_DEPTH = 32  # lists and objects inside each other
@@ -39,20 +39,20 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
     A pipe that nobody writes to would block, and a device has no end.
     """
-    name = os.fspath(path)
-    if "\0" in name:
+    if "\0" in os.fspath(path):
         raise OSError(errno.EINVAL, "a file's name cannot hold a zero byte")
+    return open(path, "rb", opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
     # On a regular file O_NONBLOCK does nothing. A pipe is opened without waiting for its writer.
-    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            kind = next((text for check, text in KINDS if check(mode)), "no file")
-            raise OSError(errno.EINVAL, f"is {kind}; give a regular file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    kind = next((text for check, text in KINDS if check(mode)), "no file")
+    raise OSError(errno.EINVAL, f"is {kind}; give a regular file")
 
 
 def read_bytes(path, *, most_bytes: int = MOST_BYTES) -> bytes:
@@ -145,7 +145,7 @@ def parse_toml(text: str) -> dict:
     except RecursionError:
         raise ValueError(_too_deep()) from None
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"is not TOML: {error}") from None
+        raise ValueError(f"is not TOML: {brief(str(error), 200)}") from None
     except ValueError:
         raise ValueError("holds a whole number with too many digits") from None
     _check_values(value, finite=False)
@@ -158,33 +158,37 @@ def _too_deep() -> str:
 
 def _check_values(value, finite: bool = True) -> None:
     """ValueError for depth, a long name, a huge number, NaN, a zero byte, or half a character."""
-    level = [value]
+    level = [("", value)]  # each with the key that it lies under
     for _ in range(MOST_DEPTH + 1):
         below = []
-        for one in level:
+        for key, one in level:
             if isinstance(one, dict):
                 for name in one:
-                    _check_text(name)
                     if len(name) > MOST_NAME:
                         raise ValueError(f"holds a name of {len(name):,} characters; at most"
                                          f" {MOST_NAME} are read")
-                below.extend(one.values())
+                    _check_text(name, name)
+                below.extend(one.items())
             elif isinstance(one, list):
-                below.extend(one)
+                below.extend([(key, item) for item in one])
             elif isinstance(one, str):
-                _check_text(one)
+                _check_text(one, key)
             elif isinstance(one, int) and not -(2**63) <= one < 2**64:
-                raise ValueError("holds a whole number that 64 bits cannot hold")
+                raise ValueError(f"holds a whole number that 64 bits cannot hold{_at(key)}")
             elif finite and isinstance(one, float) and not math.isfinite(one):
-                raise ValueError(f"holds {one}, which is no finite number")
+                raise ValueError(f"holds {one}, which is no finite number{_at(key)}")
         if not below:
             return
         level = below
     raise ValueError(_too_deep())
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, key: str) -> None:
     if "\0" in text:
-        raise ValueError(f"holds a zero byte in the text {shown(text)}")
+        raise ValueError(f"holds a zero byte in a text{_at(key)}")
     if not text.isascii() and any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        raise ValueError(f"holds half a character in the text {shown(text)}")
+        raise ValueError(f"holds half a character in a text{_at(key)}")
+
+
+def _at(key: str) -> str:
+    return f", at {shown(key)}" if key else ""

@@ -23,7 +23,11 @@ def printable(text: str, file=None) -> str:
     return harmless(text).encode(encoding, "replace").decode(encoding)
 
 
+def brief(text: str, most: int = MOST_SHOWN) -> str:
+    """Foreign text for a sentence: harmless, and cut if it is long."""
+    return harmless(text if len(text) <= most else f"{text[:most]}...")
+
+
 def shown(value, most: int = MOST_SHOWN) -> str:
     """A foreign value for a sentence: its repr, cut if it is long."""
-    text = harmless(repr(value[:most] if isinstance(value, str) else value))
-    return f"{text[:most]}..." if len(text) > most + 2 else text
+    return brief(repr(value), most)

@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import TextIO
 
 from mpipar.errors import OutputError, UsageError
+from mpipar.files.bounded import problems_as, read_text
+from mpipar.files.text import shown
 from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
-from mpipar.pipeline.schedules.catalog import with_reduce_grad
+from mpipar.pipeline.schedules.catalog import MOST_PASSES, with_reduce_grad
 
 FORMATS = ("compute_only", "compute_comms")
 MIRROR_LINE = "# mpipar mirror placement: no counterpart in torch.distributed.pipelining"
-CELL = re.compile(r"(\d+)(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD)(\d*)")
-OVERLAP = re.compile(r"\((\d+)F(\d+);(\d+)B(\d+)\)OVERLAP_F_B")
+NUMBER = "([0-9]{1,6})"  # of a stage or microbatch; no schedule has that many
+CELL = re.compile(
+    rf"{NUMBER}(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD){NUMBER}?")
+OVERLAP = re.compile(rf"\({NUMBER}F{NUMBER};{NUMBER}B{NUMBER}\)OVERLAP_F_B")
+MOST_BYTES = 8 << 20  # of a file
+MOST_CELLS = 8 * MOST_PASSES  # passes, and their messages
 SKIPPED = ("UNSHARD", "RESHARD")
 WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
 
@@ -52,20 +58,22 @@ def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> Non
 
 def read_csv(path: Path) -> Schedule:
     """The proved schedule of a file; UsageError names what cannot be read or cannot run."""
-    try:
-        with path.open(newline="", encoding="ascii") as file:
-            lines = file.read().splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not a CSV file of a schedule: {error.reason}") from error
+    with problems_as(UsageError, f"cannot read {path}"):
+        lines = read_text(path, most_bytes=MOST_BYTES).splitlines()
     mirror = bool(lines) and lines[0] == MIRROR_LINE
-    problems, programs = [], []
-    for row, cells in enumerate(csv.reader(lines[mirror:])):
+    try:
+        rows = list(csv.reader(lines[mirror:]))
+    except csv.Error as error:
+        raise UsageError(f"{path} is not a CSV file of a schedule: {error}") from None
+    problems, programs, count = [], [], 0
+    for row, cells in enumerate(rows):
         texts = [(column, text.strip()) for column, text in enumerate(cells) if text.strip()]
+        count += len(texts)
+        if count > MOST_CELLS:
+            raise UsageError(f"{path}: more than {MOST_CELLS:,} instructions")
         instrs = [(column, text, parse_instruction(text)) for column, text in texts]
         problems += [
-            f"{path}: rank {row} column {column}: {text!r} is not an instruction such as 2F0"
+            f"{path}: rank {row} column {column}: {shown(text)} is not an instruction such as 2F0"
             for column, text, instr in instrs
             if instr is None
         ]

@@ -11,9 +11,12 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
+from mpipar.files.bounded import read_json
+from mpipar.files.text import shown
 from mpipar.plan.machine import Machine
 
 SCHEMA = 1
+MOST_BYTES = 64 << 20
 CURE = "write it with python -m bench.calibrate"
 
 
@@ -41,17 +44,12 @@ def load(path: str) -> Machine:
 
     Raises DataError if it cannot be read, is incomplete, or has another schema version.
     """
-    try:
-        value = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; {CURE}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); {CURE}") from error
+    value = read_json(path, cure=CURE, most_bytes=MOST_BYTES)
     if not isinstance(value, dict) or "schema" not in value:
         raise DataError(f"{path}: no cost model of a machine; {CURE}")
     schema = value.pop("schema")
     if schema != SCHEMA:
-        raise DataError(f"{path}: schema {schema!r}, this program reads {SCHEMA}; {CURE}")
+        raise DataError(f"{path}: schema {shown(schema)}, this program reads {SCHEMA}; {CURE}")
     try:
         machine = built(Machine, value, "the file")
     except ValueError as error:
@@ -75,7 +73,7 @@ def built(kind, value, where: str):
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError(f"{where} is {value!r}, not a legal {kind.__name__}")
+        raise ValueError(f"{where} is {shown(value)}, not a legal {kind.__name__}")
     return value
 
 
@@ -84,7 +82,7 @@ def _dataclass(kind, value, where: str):
         raise ValueError(f"{where} must be an object")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(value.keys() - hints.keys()):
-        raise ValueError(f"{where} has an unknown key {unknown[0]!r}")
+        raise ValueError(f"{where} has an unknown key {shown(unknown[0])}")
     needed = [one.name for one in fields(kind) if one.default is MISSING]
     if missing := [name for name in needed if name not in value]:
         raise ValueError(f"{where} has no {missing[0]!r}")

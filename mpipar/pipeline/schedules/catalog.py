@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpipar.errors import UsageError, suggestion
+from mpipar.files.text import brief
 from mpipar.pipeline.instructions import Instr, Schedule
 from mpipar.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from mpipar.pipeline.schedules.looped import interleaved, interleaved_zb, looped_bfs
@@ -97,6 +98,8 @@ FAMILIES = {
     "dualpipe-v": Family(dualpipe_v, "v", 2),
 }
 SCHEDULES = tuple(FAMILIES)
+MOST_RANKS = 1 << 12  # of a pipeline: the proof looks at every pair of neighbours
+MOST_PASSES = 1 << 16  # forward passes of a step: to prove and simulate more would take minutes
 
 
 def num_stages(name: str, pp_size: int, chunks: int | None = None) -> int:
@@ -153,15 +156,24 @@ def schedule_problems(
 ) -> list[str]:
     """Everything wrong with these counts for this schedule: the rule, and the next valid values."""
     if name not in FAMILIES:
-        close = suggestion(name, SCHEDULES)
-        return [f"--schedule {name} does not exist{close}; use one of {', '.join(SCHEDULES)}"]
+        close, names = suggestion(name, SCHEDULES), ", ".join(SCHEDULES)
+        return [f"--schedule {brief(name)} does not exist{close}; use one of {names}"]
     counts = {"--pp": pp_size, "--num-microbatches": num_microbatches}
     counts |= {"--chunks": chunks, "--group-size": group_size}
     found = [
-        f"{flag} {count} must be at least 1"
+        f"{flag} {brief(str(count))} must be at least 1"
         for flag, count in counts.items()
         if count is not None and count < 1
     ]
+    if pp_size > MOST_RANKS:
+        found.append(f"--pp {brief(str(pp_size))} must be at most {MOST_RANKS:,}")
+    stages = pp_size * (chunks or FAMILIES[name].stages_per_rank)
+    if not found and stages * num_microbatches > MOST_PASSES:
+        found.append(
+            f"--num-microbatches {brief(str(num_microbatches))} on {brief(str(stages))} stages: a"
+            f" schedule has at most {MOST_PASSES:,} forward passes; use at most"
+            f" --num-microbatches {max(1, MOST_PASSES // stages)}, or fewer stages"
+        )
     if found:
         return found
     _, placement, stages_per_rank, grouped = FAMILIES[name]

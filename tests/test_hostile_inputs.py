@@ -1,0 +1,77 @@
+"""What a user can hand in to break mpipar: each ends with 2 or 65 and one sentence, at once.
+
+`test_files.py` tests the reader of JSON and TOML alone. Here the commands read.
+"""
+
+import os
+
+import pytest
+from in_process import assert_refused, at_once
+
+NINES = "9" * 5000
+WIDE = "--num-microbatches 8 on"
+
+
+SIZES = {
+    "--d-model 2147483646": "--d-model 2147483646: must be at most 131,072",
+    "--layers 2e9": "--layers 2e9: must be a whole number",
+    "--layers 2000000000": "--layers 2000000000: must be at most 1,024",
+    f"--layers {NINES}": "must be a whole number",
+    "--num-microbatches 2147483647": "must be at most 65,536",
+    "--num-microbatches 65536": "use at most --num-microbatches 8192",
+    "--schedule interleaved --chunks 2147483647": "must be at most 1,024",
+    "--schedule interleaved --chunks 1024 --num-microbatches 128": "--num-microbatches 64",
+    f"--layout dp={NINES}": "is not understood",
+    "--layout dp=999999999,pp=4096,tp=65536": "at most 131,072 are explained",
+    f"--memory-limit {NINES}": "must be bytes",
+    f"--rank {NINES}": "invalid int value",
+}
+COUNTS = {
+    "1f1b --num-microbatches 2147483647": "use at most --num-microbatches 16384",
+    "interleaved --chunks 2147483647": "at most 65,536 forward passes",
+    "1f1b --pp 2147483647 --num-microbatches 1": "--pp 2147483647 must be at most 4,096",
+    "--compare --num-microbatches 2147483647": "must be at most 8,192",
+    "1f1b --costs 1e999999999,1,1": "'1e999999999' is not a number of at most 9 digits",
+    f"1f1b --costs {NINES},1,1": "is not a number of at most 9 digits",
+    "1f1b --latency 1e-999999999": "'1e-999999999' is not a number",
+}
+
+
+@pytest.mark.parametrize("words", SIZES, ids=lambda words: words[:40])
+def test_sizes_are_bounded_before_anything_is_made(words):
+    for command in ("explain",) if "explained" in SIZES[words] or "rank" in words else (
+            "explain", "train", "verify"):
+        if (command, words[:14]) != ("verify", "--memory-limit"):
+            with at_once():
+                assert_refused(2, [SIZES[words]], command, *words.split())
+
+
+@pytest.mark.parametrize("words", COUNTS, ids=lambda words: words[:40])
+def test_counts_of_a_schedule_are_bounded(words):
+    with at_once():
+        assert_refused(2, [COUNTS[words]], "schedule", *words.split())
+
+
+@pytest.mark.parametrize(("text", "part"), [
+    (f"{NINES}F0,0B0\n", "column 0: '99999"), ("0F999999,0B999999\n", "but only 2 passes"),
+    ("0F9999999\n", "is not an instruction"), (f'"{"x" * 200_000}"\n', "larger than field limit"),
+    ("0F0,1F0," * 300_000, "more than 524,288 instructions"), ("\0" * 9, "is not an instruction"),
+    ("0F0\n" * (3 << 20), "at most 8,388,608 are read"),
+], ids=lambda value: value[:20])  # fmt: skip
+def test_csv_files_are_bounded(text, part, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with at_once():
+        assert_refused(2, [part], "schedule", "--from-csv", path)
+        assert_refused(2, [part], "train", "--schedule-csv", path, "--steps", "1")
+
+
+@pytest.mark.parametrize("words", [
+    "train --config PIPE", "explain --machine PIPE", "train --data PIPE",
+    "schedule --from-csv PIPE", "train --model convnet --data PIPE",
+])  # fmt: skip
+def test_a_pipe_is_no_file(words, tmp_path):
+    os.mkfifo(tmp_path / "PIPE")
+    code = 2 if "--config" in words or "csv" in words else 65
+    with at_once():
+        assert_refused(code, ["PIPE: is a named pipe"], *words.split(), folder=tmp_path)
