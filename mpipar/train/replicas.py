@@ -9,6 +9,7 @@ library is at fault, and the copies would go further apart without any error.
 from __future__ import annotations
 
 from itertools import product
+from operator import itemgetter
 from time import perf_counter
 
 import numpy as np
@@ -20,7 +21,7 @@ from mpipar.errors import DriftError
 from mpipar.train.optim import TITLES
 
 DRIFT = ("copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
-         " at fault, or hosts compute differently: start again from older weights, or accept it"
+         " at fault, or hosts compute differently: go on from an older checkpoint, or accept it"
          " with --check-replicas 0")
 SHOWN = 5  # pieces of a report
 
@@ -82,23 +83,25 @@ class Replicas:
     def _report(self, step, drifted, mine) -> list[str]:
         """Lines that name each piece that drifted and its ranks, by what they hold.
 
+        Pieces that differ on the fewest ranks come first. A fault spreads, because gradients are
+        then made with other weights, and where it began it is alone.
         Comm: see `check`.
         """
-        worker = self.worker
-        facts = gather_facts(worker.mpi_world, [mine.get(piece) for piece in drifted[:SHOWN]])
-        lines = [f"step {step}: {DRIFT}"]
-        for i, (kind, name, shard) in enumerate(drifted[:SHOWN] if facts else ()):
+        worker, found = self.worker, []
+        facts = gather_facts(worker.mpi_world, [mine.get(piece) for piece in drifted]) or []
+        for (kind, name, shard), *checksums in zip(drifted, *facts, strict=True) if facts else ():
             ranks: dict[int, list[int]] = {}
-            for world_rank, checksums in enumerate(facts):
-                if checksums[i] is not None:
-                    ranks.setdefault(checksums[i], []).append(world_rank)
+            for world_rank, checksum in enumerate(checksums):
+                if checksum is not None:
+                    ranks.setdefault(checksum, []).append(world_rank)
             parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
             sides = " unlike ".join(_ranks_text(part) for part in parts)
             cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
-            lines.append(f"{TITLES[kind]} of {name}{cut}: {sides}")
-        if len(drifted) > SHOWN:
-            lines.append(f"and {len(drifted) - SHOWN} others")
-        return broadcast_text(worker.mpi_world, "\n".join(lines)).splitlines()
+            found.append((len(parts[0]), f"{TITLES[kind]} of {name}{cut}: {sides}"))
+        lines = [line for _, line in sorted(found, key=itemgetter(0))]
+        more = [f"and {len(lines) - SHOWN} others"] if len(lines) > SHOWN else []
+        text = "\n".join([f"step {step}: {DRIFT}", *lines[:SHOWN], *more])
+        return broadcast_text(worker.mpi_world, text).splitlines()
 
 
 def _ranks_text(ranks: list[int]) -> str:
