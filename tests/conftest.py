@@ -16,6 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 import slurm_cluster
+import threadpoolctl
 from fault_table import (  # noqa: F401 - hooks of pytest
     pytest_addoption,
     pytest_sessionfinish,
@@ -33,6 +34,13 @@ hypothesis.settings.register_profile(
     "ci", parent=hypothesis.settings.get_profile("mpipar"), derandomize=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "mpipar")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_blas_thread():
+    """Threads of BLAS that wait would take the cores of the tests in the other processes."""
+    with threadpoolctl.threadpool_limits(1, "blas"):
+        yield
 
 
 @pytest.fixture
