@@ -10,6 +10,7 @@ import numpy as np
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
 from mpipar.layers.norm import LayerNorm
+from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
 from mpipar.train.worker import Worker
 
@@ -56,6 +57,14 @@ if FAULT == "drift":
     after_sums(3, lambda flat: flat.master[-1:].view(np.uint32).__ixor__(1))
 if FAULT == "nan":
     after_sums(3, lambda flat: flat.grad[-1:].fill(np.nan))
+if (RANK, FAULT) == (1, "nan-loss"):
+    plain_run = Engine.run
+
+    def run(self, program, get_batch, training=True):
+        losses = plain_run(self, program, get_batch, training)
+        return dict.fromkeys(losses, np.nan) if self.recorder.step == 3 else losses
+
+    Engine.run = run
 if FAULT == "raise":
     after_sums(3, lambda flat: 1 / 0)
 if FAULT == "slow-disk":

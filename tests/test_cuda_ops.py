@@ -55,6 +55,13 @@ def test_every_function_equals_plain(cupy, gemm):
                      2e-5, name)
 
 
+def test_a_checksum_is_that_of_the_plain_formula(rng, cupy):
+    ops, expected = make("cuda", "float32", kernels="plain"), plain("float32")
+    ops.checksum_block = expected.checksum_block
+    x = rng.standard_normal(expected.checksum_block + 3).astype(np.float32)
+    assert ops.checksum(ops.asarray(x)) == expected.checksum(x) != 0
+
+
 @pytest.mark.parametrize("gemm", WAYS)
 def test_a_piece_without_rows_is_a_product_too(cupy, gemm):
     """A rank of the ring has such a piece if there are fewer tokens than ranks."""

@@ -18,14 +18,22 @@ SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-mic
          " --steps 6 --sample-tokens 0 --log-interval 1").split()
 
 
-def faulty(fault, *flags, folder):
-    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train", *SMALL,
+def fault(*words):
+    """A row of the table in docs/failures.md: number, what happens, exit code."""
+    return pytest.mark.fault(*words)
+
+
+def faulty(name, *flags, folder):
+    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), name, "train", *SMALL,
                "--out", str(folder), *flags]
     return one_block(run_ranks(2, command, LIMIT, environment()))
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("layout", [
+    pytest.param("dp=2", marks=fault(33, "one weight changes on one data-parallel copy", 76)),
+    pytest.param("tp=2", marks=fault(33, "one weight changes on one tensor-parallel copy", 76)),
+])  # fmt: skip
 def test_a_weight_that_changes_on_one_copy_is_found_within_k_steps(layout, tmp_path):
     """The last of the buffer: a bias of the embedding with dp, of a norm with tp."""
     folder = tmp_path / "run"
@@ -38,7 +46,11 @@ def test_a_weight_that_changes_on_one_copy_is_found_within_k_steps(layout, tmp_p
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2"])
+@pytest.mark.parametrize("layout", [
+    pytest.param("dp=2", marks=fault(32, "NaN in a gradient on one data-parallel rank", 79)),
+    pytest.param("pp=2", marks=fault(32, "NaN in a gradient of one stage", 79)),
+    pytest.param("tp=2", marks=fault(32, "NaN in a gradient on one tensor-parallel rank", 79)),
+])  # fmt: skip
 def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
     folder = tmp_path / "run"
     code, block = faulty("nan", "--layout", layout, folder=folder)
@@ -50,6 +62,18 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
                      block), block
     assert [line["step"] for line in metrics(folder)] == [1, 2]
     assert not (folder / "weights").exists()
+
+
+@needs_mpiexec
+@fault(32, "NaN in the loss, which the last stage alone sees", 79)
+def test_a_loss_that_is_not_finite_on_the_last_stage_ends_all(tmp_path):
+    folder = tmp_path / "run"
+    code, block = faulty("nan-loss", "--layout", "pp=2", folder=folder)
+    assert code == 79
+    assert "step 3: loss nan, gradient norm " in block
+    assert "the loss of microbatch 0 is nan on rank 1 (pp1)" in block
+    assert [line["step"] for line in metrics(folder)] == [1, 2]
+    assert not list(folder.rglob("*.safetensors"))
 
 
 @needs_mpiexec
