@@ -17,6 +17,7 @@ from mpipar.commands.run_folder import cut_behind, finished_step, set_aside
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.resumed import resumed
 from mpipar.data.fingerprint import EDGE, fingerprint
+from mpipar.data.source import load_tokens
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 0 --steps 6 --save-interval 2 --keep-checkpoints 0
@@ -161,7 +162,7 @@ def test_a_result_that_cannot_be_read_is_none(text, tmp_path):
     assert finished_step(tmp_path) == 0
 
 
-def test_the_fingerprint_sees_every_byte_it_reads(tmp_path):
+def test_the_fingerprint_sees_every_byte():
     data = np.arange(100, dtype=np.uint16)
     first = fingerprint([data[:60], data[60:]])
     assert first == fingerprint([data]) | {"sha256": first["sha256"]}
@@ -170,14 +171,20 @@ def test_the_fingerprint_sees_every_byte_it_reads(tmp_path):
         other = data.copy()
         other[place] += 1
         assert fingerprint([other[:60], other[60:]]) != first
+
+
+def test_the_fingerprint_of_a_large_token_file_is_that_of_its_ends(tmp_path):
     path = tmp_path / "large.bin"
-    np.zeros(2 * EDGE, np.uint16).tofile(path)
+    tokens = np.zeros(2 * EDGE, np.uint16)
+    tokens.tofile(path)
     mapped = np.memmap(path, np.uint16, mode="r+")
-    before = fingerprint([mapped])
-    mapped[EDGE] = 1  # in the middle, which would take long to read of a large file
-    assert fingerprint([mapped]) == before
-    mapped[-1] = 1
-    assert fingerprint([mapped]) != before
+    found = [fingerprint([load_tokens((str(path),), 256)[0]])]
+    assert found[0]["length"] == 2 * EDGE
+    for place in (EDGE, 0, -1):  # the first of them would take long to find in a larger file
+        mapped[place] = 1
+        found.append(fingerprint([load_tokens((str(path),), 256)[0]]))
+    assert found[0] == found[1]
+    assert len({one["sha256"] for one in found}) == 3
 
 
 # --- mpipar ckpt

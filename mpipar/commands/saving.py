@@ -25,16 +25,25 @@ class Saving:
         Comm: that of `Saver`.
         """
         due = asks.save or (self.run.save_interval and step % self.run.save_interval == 0)
-        try:
-            if asks.written:
-                blocked = self.saver.blocked_seconds
-                self.saver.commit()
-                self.tell(blocked)
-            if due:
-                self.save(step)
-        except OutputError as error:
-            self.log(f"WARNING: {error}; training goes on, and the next save tries again")
+        if asks.written:
+            self.attempt(self.commit)
+        if due:
+            self.attempt(self.save, step)
         return bool(due or asks.written)
+
+    def attempt(self, function, *arguments) -> None:
+        """Call a function that saves; its failure is a warning, on every rank alike."""
+        try:
+            function(*arguments)
+        except OutputError as error:
+            self.log(f"WARNING: {error}; the next save tries again")
+
+    def commit(self) -> None:
+        """Commit the save in flight, if there is one. Comm: that of `Saver.commit`."""
+        before, blocked = self.saver.saved, self.saver.blocked_seconds
+        self.saver.commit()
+        if self.saver.saved != before:
+            self.tell(blocked)
 
     def save(self, step: int) -> None:
         """Save the whole state; with --save-async it is written while the next steps run.
@@ -54,10 +63,7 @@ class Saving:
 
         Raises OutputError on every rank alike. Comm: that of `save`.
         """
-        before, blocked = self.saver.saved, self.saver.blocked_seconds
-        self.saver.finish()
-        if self.saver.saved != before:
-            self.tell(blocked)
+        self.attempt(self.commit)
         if self.saver.saved != step:
             start = perf_counter()
             self.before()
