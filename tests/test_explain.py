@@ -13,6 +13,7 @@ from program import environment
 
 from mpipar import models
 from mpipar.comm.grid import Grid
+from mpipar.commands.memory_limit import num_ranks
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.config.resolve import resolve
@@ -67,7 +68,7 @@ def assert_closed_forms(config):
     """Calls and bytes of every rank's step, and of one block and microbatch of it."""
     grid_sizes, schedule = config.grid, configured_schedule(config.grid)
     split = models.layer_split(config, schedule)
-    for world_rank in range(grid_sizes.dp * grid_sizes.pp * grid_sizes.tp):
+    for world_rank in range(num_ranks(grid_sizes)):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
         records = prediction.recorder.records
         expected = formulas.expected(
@@ -80,7 +81,7 @@ def assert_closed_forms(config):
             if sent is not None:
                 assert sent == sum(one.wire_bytes for one in own), (axis, sent_text, world_rank)
         assert {axis for axis, one in expected.items() if one.sent is not None} >= axes & {
-            "tp", "pp", "dp"}
+            "tp", "pp", "dp", "cp", "data"}
         if block := formulas.one_block(records):
             count, _, size = formulas.layer(
                 config, np.dtype(config.run.dtype).itemsize, grid_sizes.tp)
@@ -98,6 +99,25 @@ def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
     """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
     config = configure(layout, "1f1b", "pair")
     assert_closed_forms(replace(config, model=replace(config.model, **settings)))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("method", "cp"), [("ring", 2), ("ring", 4), ("gather", 4), ("ulysses", 2)])
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method, cp, dtype):
+    config = configure((1, 1, 1), "1f1b", "pair")
+    dp, pp, tp = layout
+    grid = replace(config.grid, dp=dp, pp=pp, tp=tp, cp=cp, cp_attention=method)
+    config = replace(config, grid=grid, run=replace(config.run, dtype=dtype), model=replace(
+        config.model, seq_len=24, sequence_parallel=tp > 1))
+    assert_closed_forms(config)
+    prediction = predict(config, num_ranks(config.grid) - 1)
+    for record in prediction.recorder.records:
+        if record.axis == "cp" and record.operation != "all_to_all":
+            text, size = formulas.payload(
+                record.name, record.operation, config, record.dtype.itemsize, cp)
+            assert size == record.payload_bytes, text
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 2), (1, 2, 4)], ids=str)

@@ -9,7 +9,7 @@ of every layout can be asked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -23,6 +23,36 @@ def piece(length: int, parts: int, index: int) -> slice:
     """Where piece `index` lies on an axis of `length`, without its padding (perhaps empty)."""
     width = share(length, parts)
     return slice(min(index * width, length), min((index + 1) * width, length))
+
+
+# Pieces of a row that a rank of a context-parallel group holds. With causal attention a query at
+# the end has many more keys than one at the start. Two pieces, one from each end, even that out.
+PIECES_PER_RANK = {"ring": 2, "gather": 2, "ulysses": 1}
+
+
+def token_pieces(tokens: int, method: str, parts: int, index: int) -> tuple[slice, ...]:
+    """Where the tokens of rank `index` of `parts` lie in a row, ascending.
+
+    method: of attention over the group (--cp-attention). With two pieces for each rank, rank i
+    holds the i-th piece from the start and the i-th from the end (a zig-zag).
+    """
+    per_rank = PIECES_PER_RANK[method]
+    count = parts * per_rank
+    assert tokens % count == 0, (tokens, count)
+    places = (index, count - 1 - index)[:per_rank]
+    return tuple(piece(tokens, count, place) for place in places)
+
+
+def held_and_whole(tokens: int, method: str, parts: int, index: int) -> list[tuple[slice, slice]]:
+    """(where a rank holds a piece of its tokens, where that lies in the row) of each piece."""
+    pieces = token_pieces(tokens, method, parts, index)
+    return list(zip(runs([one.stop - one.start for one in pieces]), pieces, strict=True))
+
+
+def runs(lengths) -> list[slice]:
+    """Slices of these lengths, one behind the other."""
+    ends = list(accumulate(lengths, initial=0))
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,10 @@ class Comms:
         self.by_axis = {
             axis: make(axis, grid.group(axis), grid.axis_size(axis) == 1) for axis in AXES}
         self.pp, self.dp, self.cp, self.tp = (self.by_axis[axis] for axis in AXES)
+        # The ranks that hold the same shard and read other tokens: those of dp x cp.
+        self.data = self.dp
+        if grid.cp_size > 1:
+            self.data = self.by_axis["data"] = make("data", grid.group("dp", "cp"))
         for name, groups in (partitions or {}).items():
             mine = next((ranks for ranks in groups if grid.world_rank in ranks),
                         (grid.world_rank,))

@@ -106,7 +106,7 @@ class MemoryLimit:
             return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: give a higher limit, or"
                             f" a smaller {sizes[self.config.model.model]}")]
         return [*found, "it fits with " + ", or with ".join(
-            f"--layout dp={grid.dp},pp={grid.pp},tp={grid.tp}"
+            f"--layout {','.join(f'{axis}={size}' for axis, size in shown_axes(grid))}"
             f" (mpiexec -n {num_ranks(grid)}; {nbytes(peak)})" for grid, peak in layouts)]
 
     def _beside(self) -> str:
@@ -176,6 +176,12 @@ def num_ranks(grid) -> int:
     return prod(getattr(grid, axis) for axis in AXES)
 
 
+def shown_axes(grid) -> list[tuple[str, int]]:
+    """(axis, size) of a layout to type; cp only where it is more than 1."""
+    sizes = [(axis, getattr(grid, axis)) for axis in ("dp", "pp", "cp", "tp")]
+    return [(axis, size) for axis, size in sizes if axis != "cp" or size > 1]
+
+
 def fullest(config):
     """The prediction of the rank that needs most.
 
@@ -188,14 +194,14 @@ def fullest(config):
 
 
 def smallest_layouts(config, budget: int) -> list[tuple]:
-    """(grid, predicted peak bytes) of the smallest tp, pp and dp that fit, each grown alone.
+    """(grid, predicted peak bytes) of the smallest tp, pp, dp and cp that fit, each grown alone.
 
     If none fits, the result has the smallest pp x tp that does, if any.
     """
     given = config.grid
     room = MOST_RANKS // num_ranks(given)
     alone = [[{axis: getattr(given, axis) * times} for times in range(2, room + 1)]
-             for axis in ("tp", "pp", "dp")]
+             for axis in ("tp", "pp", "dp", "cp")]
     both = [{"pp": given.pp * a, "tp": given.tp * b}
             for a in range(2, room + 1) for b in range(2, room // a + 1)]
     found = [one for axis in alone if (one := _first_fit(config, axis, budget))]

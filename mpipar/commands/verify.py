@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mpipar.commands.inputs import prepare
 from mpipar.commands.resolve import AUTO
-from mpipar.console.tables import table
+from mpipar.console.tables import layout_text, table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.train import verify
 
@@ -32,7 +32,7 @@ def run(session, reading) -> int:
         if asked != "float64" and "dtype" in reading.given:
             print(f"in float64 in place of {asked}: this proves the layout, whatever the dtype;"
                   " rounding would hide its mistakes")
-        print(f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, schedule"
+        print(f"{layout_text(grid)}, schedule"
               f" {grid.schedule_csv or grid.schedule}, {grid.num_microbatches} microbatches,"
               " against one rank and one microbatch; float64\n")
         rows = [("tensor", "of the step", "largest difference", "at", "")]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mpipar.comm.grid import AXES
+from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.setting import setting
 
 
@@ -14,7 +14,12 @@ class GridConfig:
                              high=2**17)
     pp: int | None = setting(None, "pipeline ranks (default 2 if the ranks allow)", low=1,
                              high=2**12)
-    cp: int = setting(1, "context-parallel ranks; only 1 is built", low=1, high=2**16)
+    cp: int = setting(
+        1, "context-parallel ranks: each holds T/cp tokens of a row, and attention crosses ranks",
+        low=1, high=2**16)
+    cp_attention: str | None = setting(
+        None, "with --cp: keys and values go round a ring (default), or are gathered; ulysses:"
+        " ranks exchange tokens for heads", choices=tuple(PIECES_PER_RANK))
     tp: int | None = setting(None, "tensor-parallel ranks (default 2 from 4 ranks on)", low=1,
                              high=2**16)
     rank_order: str = setting(

@@ -6,6 +6,8 @@ It is plain arithmetic on sizes. Messages name the flags, because a user reads t
 import math
 from collections.abc import Iterable, Sequence
 
+from mpipar.comm.grid import PIECES_PER_RANK
+
 Layout = tuple[int, int, int]  # (dp, pp, tp)
 
 
@@ -30,22 +32,24 @@ def fitting(world_size: int, layers: int, heads: int) -> list[Layout]:
 
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
-           layers: int, heads: int, d_model: int, fixed: bool = False) -> tuple[Layout, list[str]]:
+           layers: int, heads: int, d_model: int, fixed: bool = False, *, cp: int = 1,
+           ) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
     heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
     fixed: the shape is that of weights, so only the layout can be changed.
+    cp: the size of that axis, which is never chosen.
 
     If there are problems, the layout holds the given axes, and 1 for an unknown one. So a caller
     can go on and look for more problems.
     """
-    options = fitting(world_size, layers, heads)
+    options = fitting(world_size // cp, layers, heads) if world_size % cp == 0 else []
     matching = [one for one in options
                 if all(want in (None, have) for want, have in zip(given, one, strict=True))]
     if matching:
-        return min(matching, key=_preference(given, world_size)), []
+        return min(matching, key=_preference(given, world_size // cp)), []
     dp, pp, tp = given
-    found = _product_problems(given, world_size, options)
+    found = _product_problems(given, world_size, options, cp)
     if tp and heads % tp:
         found.append(_heads_problem(tp, world_size, heads, 0 if fixed else d_model))
     if pp and pp > layers:
@@ -54,7 +58,7 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
                      f"{'' if fixed else f', or --layers {pp}'}")
     if not found:
         found.append(f"no layout of {world_size} ranks fits the axes given and the model's shape; "
-                     f"use one of: {_shown(options)}")
+                     f"use one of: {_shown(options, cp)}")
     return (dp or 1, pp or 1, tp or 1), found
 
 
@@ -84,20 +88,46 @@ def _preference(given, world_size: int):
     return lambda one: (abs(one[2] - want_tp), abs(one[1] - want_pp))
 
 
-def _product_problems(given, world_size: int, options: list[Layout]) -> list[str]:
+def _product_problems(given, world_size: int, options: list[Layout], cp: int) -> list[str]:
     """The axes given cannot make up the number of ranks that were started."""
-    product = math.prod(axis or 1 for axis in given)
+    product = cp * math.prod(axis or 1 for axis in given)
     if world_size % product == 0 and (None in given or product == world_size):
         return []
     named = [f"{name} {axis}" for name, axis in zip(("dp", "pp", "tp"), given, strict=True) if axis]
+    named += [f"cp {cp}"] if cp > 1 else []
     total = f"{' x '.join(named)} = {product}" if len(named) > 1 else named[0]
     wants = f"a multiple of {product} ranks" if None in given else f"{product} ranks"
     started = "1 was started" if world_size == 1 else f"{world_size} were started"
-    cure = f"start them with mpiexec -n {product}, or use one of: {_shown(options)}"
+    cure = f"start them with mpiexec -n {product}"
+    cure += f", or use one of: {_shown(options, cp)}" if options else ""
     return [f"{total}: needs {wants}, but {started}; {cure}"]
 
 
-def _shown(options: Sequence[Layout], count: int = 8) -> str:
+def _shown(options: Sequence[Layout], cp: int, count: int = 8) -> str:
     """Layouts as flags to type."""
-    shown = [f"--layout dp={dp},pp={pp},tp={tp}" for dp, pp, tp in options[:count]]
+    context = f"cp={cp}," if cp > 1 else ""
+    shown = [f"--layout dp={dp},pp={pp},{context}tp={tp}" for dp, pp, tp in options[:count]]
     return " | ".join(shown) + (" | ..." if len(options) > count else "")
+
+
+def context_problems(model, grid) -> list[str]:
+    """What keeps the tokens or the heads of a model from being cut over cp. grid: complete."""
+    cp, method = grid.cp, grid.cp_attention
+    if cp == 1:
+        return [] if method is None else [
+            (f"--cp-attention {method}: says how the ranks of --cp attend, but --cp is 1; leave it"
+             " out, or type --cp 2")]
+    if not model.whole_heads:
+        return [f"--cp {cp}: cuts the tokens of a row, and a {model.model} has none; use --cp 1"]
+    found, unit = [], cp * PIECES_PER_RANK[method]
+    if model.seq_len % unit:
+        up = -(-model.seq_len // unit) * unit
+        down = f"{up - unit} or " if up > unit else ""
+        found.append(f"--seq-len {model.seq_len}: --cp {cp} with --cp-attention {method} cuts a row"
+                     f" into {unit} equal pieces; use --seq-len {down}{up}")
+    heads = model.heads // grid.tp
+    if method == "ulysses" and heads % cp:
+        found.append(f"--cp {cp}: --cp-attention ulysses deals out the heads of a rank ({heads}),"
+                     f" so it takes --cp {listing(divisors(heads), cp)}; --cp-attention ring takes"
+                     " any")
+    return found

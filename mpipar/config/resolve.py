@@ -26,8 +26,6 @@ def _value_problems(config: Config) -> dict[str, str]:
             problem = value_problem(field.name, field.metadata, one)
             if problem:
                 found[field.name] = problem
-    if config.grid.cp > 1:
-        found["cp"] = f"--cp {config.grid.cp}: context parallelism is not built yet; use --cp 1"
     return found
 
 
@@ -89,8 +87,11 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         given = config.grid
         (dp, pp, tp), misfits = layout.choose(
             (given.dp, given.pp, given.tp), world_size, model.layers, model.whole_heads,
-            model.width, config.run.init_from is not None)
-        config = replace(config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp))
+            model.width, config.run.init_from is not None, cp=given.cp)
+        method = given.cp_attention or ("ring" if given.cp > 1 else None)
+        config = replace(config, model=model, grid=replace(
+            given, dp=dp, pp=pp, tp=tp, cp_attention=method))
+        misfits += [] if misfits else layout.context_problems(config.model, config.grid)
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])
         for check, error in checks:

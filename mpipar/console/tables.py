@@ -44,13 +44,20 @@ def short_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def layout_text(grid) -> str:
+    """The layout of a resolved GridConfig, as 'dp 2 x pp 2 x tp 1'; cp where it is more than 1."""
+    sizes = [(axis, getattr(grid, axis)) for axis in ("dp", "pp", "cp", "tp")]
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes if axis != "cp" or size > 1)
+    return shown + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
+
+
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
     """Layout, schedule and model in two lines."""
     grid, model, run = config.grid, config.model, config.run
     kernels = f", {run.kernels} kernels" if run.kernels else ""
     return (
         f"{world_size} rank{'s' * (world_size > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}:"
-        f" dp {grid.dp} x pp {grid.pp} x tp {grid.tp},"
+        f" {layout_text(grid)},"
         f" schedule {grid.schedule_csv or grid.schedule}, {num_stages} stages,"
         f" {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"

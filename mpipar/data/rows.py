@@ -1,7 +1,8 @@
 """Which rows of the text a step trains on: row i of step s is a pure function of (seed, s, i).
 
 The place in the grid and the microbatch only choose which i are read. So every layout trains on the
-same rows. Letters: B rows of a microbatch, T tokens.
+same rows. Of each row a rank of a context-parallel group reads only some tokens. Letters: B rows of
+a microbatch, T tokens that a rank reads of each.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.comm.grid import token_pieces
 from mpipar.data.source import load_tokens
 from mpipar.errors import DataError
 
@@ -20,12 +22,14 @@ HELD_OUT = 10  # one part in ten is held out
 class Batch:
     """One microbatch: tokens and targets (B, T), positions (T,).
 
-    targets is None when generating.
+    targets is None when generating. all_positions: those of the tokens that all ranks of cp hold,
+    None where a rank holds them all.
     """
 
     tokens: object
     targets: object
     positions: object
+    all_positions: object = None
 
     @property
     def shape(self):
@@ -66,11 +70,26 @@ def rows_per_microbatch(config) -> int:
     return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
 
 
+def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
+    """Places in a row of `tokens` tokens that a rank of cp reads, ascending."""
+    if grid_config.cp == 1:
+        return np.arange(tokens)
+    pieces = token_pieces(tokens, grid_config.cp_attention, grid_config.cp, cp_rank)
+    return np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+
+
 def blank_batch(ops, config) -> Batch:
-    """A microbatch of token 0 in its true shape. config: resolved."""
-    shape = (rows_per_microbatch(config), config.model.seq_len)
+    """A microbatch of token 0 in its true shape, as cp rank 0 reads it. config: resolved."""
+    places = token_places(config.model.seq_len, config.grid, 0)
+    shape = (rows_per_microbatch(config), len(places))
     tokens, targets = (ops.zeros(shape, "int64", label="buffers") for _ in range(2))
-    return Batch(tokens, targets, ops.zeros(shape[1:], "int64", label="buffers"))
+    return Batch(tokens, targets, *positions_of(ops, config.model.seq_len, places))
+
+
+def positions_of(ops, tokens: int, places: np.ndarray):
+    """A Batch's positions and all_positions, of a rank that holds these places of `tokens`."""
+    everyone = None if len(places) == tokens else ops.asarray(np.arange(tokens))
+    return ops.asarray(places), everyone
 
 
 class Rows:
@@ -86,7 +105,8 @@ class Rows:
         self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_size
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
-        self.positions = ops.asarray(np.arange(self.distance))
+        self.places = token_places(self.distance, config.grid, grid.cp_rank)
+        self.positions = positions_of(ops, self.distance, self.places)
         # Rows may begin at places 0 .. num_starts - 1; those of a sweep are `distance` apart.
         self.num_starts = len(part) - self.distance
 
@@ -103,8 +123,8 @@ class Rows:
     def _batch(self, starts) -> Batch:
         rows = np.stack([self.part[start:start + self.distance + 1] for start in starts])
         rows = rows.astype(np.int64)
-        tokens, targets = (np.ascontiguousarray(part) for part in (rows[:, :-1], rows[:, 1:]))
-        return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), self.positions)
+        tokens, targets = rows[:, self.places], rows[:, self.places + 1]
+        return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), *self.positions)
 
     def train(self, step: int, mb: int) -> Batch:
         """Microbatch mb of a training step: rows that begin anywhere in the text."""

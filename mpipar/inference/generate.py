@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.data.rows import Batch
+from mpipar.comm.grid import PIECES_PER_RANK
+from mpipar.data.rows import Batch, positions_of, token_places
 from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import UsageError
 
@@ -54,6 +55,23 @@ def best_ids(worker, logits, noise) -> np.ndarray:
     return best[best[..., 0].argmax(axis=0), np.arange(best.shape[1]), 1].astype(np.int64)
 
 
+def context_batch(worker, tokens: list[int]) -> tuple[Batch, int, int]:
+    """(this rank's part of one row, the rank of cp that holds the last token, its place there).
+
+    Over cp the row is filled up to equal pieces with tokens that no earlier one sees.
+    """
+    grid, ops = worker.config.grid, worker.ops
+    unit = grid.cp * PIECES_PER_RANK.get(grid.cp_attention, 1)
+    row = np.zeros(-(-len(tokens) // unit) * unit, np.int64)
+    row[:len(tokens)] = tokens
+    held = [token_places(len(row), grid, index) for index in range(grid.cp)]
+    last = len(tokens) - 1
+    owner = next(index for index, places in enumerate(held) if last in places)
+    own = held[worker.grid.cp_rank]
+    batch = Batch(ops.asarray(row[None, own]), None, *positions_of(ops, len(row), own))
+    return batch, owner, int(np.searchsorted(held[owner], last))
+
+
 def generate(worker, prompt: list[int], num_tokens: int, temperature: float, seed: int):
     """Yield num_tokens more tokens, the same on every rank; temperature 0 takes the likeliest.
 
@@ -64,16 +82,16 @@ def generate(worker, prompt: list[int], num_tokens: int, temperature: float, see
     """
     ops, model = worker.ops, worker.config.model
     last_stage = worker.schedule.num_stages - 1
-    root = worker.grid.at(pp=worker.schedule.rank_of(last_stage, 0), dp=0, cp=0, tp=0)
+    last_rank = worker.schedule.rank_of(last_stage, 0)
     tokens = list(prompt)
     for position in range(len(prompt), len(prompt) + num_tokens):
-        context = np.array([tokens[-model.seq_len:]])
-        batch = Batch(ops.asarray(context), None, ops.asarray(np.arange(context.shape[1])))
+        batch, owner, newest = context_batch(worker, tokens[-model.seq_len:])
+        root = worker.grid.at(pp=last_rank, dp=0, cp=owner, tp=0)
         outputs = worker.forward(1, lambda mb, batch=batch: batch)
         token = np.zeros(1, np.int64)
         if outputs:
             loss = worker.stages[last_stage].loss
-            logits = outputs[0][-1:]  # (1, V/tp)
+            logits = outputs[0][newest:newest + 1]  # (1, V/tp)
             noise = None
             if temperature > 0:
                 own = slice(loss.start, loss.start + logits.shape[1])

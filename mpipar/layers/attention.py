@@ -3,8 +3,9 @@
 One fused product with a column cut makes q, k and v of this rank's heads. Each rank attends over
 its own heads. The output projection, with a row cut, sums the heads of all ranks. That takes one
 all-reduce forward and one backward. Where tokens are cut between the products, x and y are (B,
-T/tp, D) and the barriers are those of that pair of cuts. Letters: B batch, T tokens, D model width,
-H heads, d head width.
+T/tp, D) and the barriers are those of that pair of cuts. Where the ranks of cp hold other tokens of
+the same rows, attention itself crosses barriers: see partition/context.py. Letters: B batch, T
+tokens of this rank's rows, D model width, H heads, d head width.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class Attention:
 
     def __init__(self, context, name, d_model, heads, *, std, out_std):
         self.ops, self.name = context.ops, name
+        self.attention, self.cp = context.attention, context.comms.cp
         self.local_heads, self.head_width = heads // context.tp.size, d_model // heads
         head_shape = (heads, self.head_width)
         cuts = context.held.cuts
@@ -27,22 +29,25 @@ class Attention:
         self.params = [*self.qkv.params, *self.proj.params]
 
     def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
+        """y (B, T, D) of x (B, T, D). Comm: forward of both cuts, and of attention over cp."""
         qkv = self.qkv.forward(x, stash)  # (B, T, 3 * H/tp * d)
         qkv = qkv.reshape(*qkv.shape[:2], 3, self.local_heads, self.head_width)
-        positions = stash.batch.positions
-        heads, saved = self.ops.attention_forward(*_parts(qkv), positions, positions)
-        stash[self.name, "qkv"] = qkv, saved
+        heads, stash[self.name, "saved"] = self.attention.forward(
+            self.ops, *_parts(qkv), stash.batch, self.cp, self.name)
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash)
 
     def backward_input(self, dy, stash):
-        """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
-        qkv, saved = stash.pop((self.name, "qkv"))
+        """dx (B, T, D) of dy (B, T, D).
+
+        Comm: backward_input of both cuts, and of attention over cp.
+        """
+        saved = stash.pop((self.name, "saved"))
         dheads = self.proj.backward_input(dy, stash)  # (B, T, H/tp * d)
         dheads = dheads.reshape(*dheads.shape[:2], self.local_heads, self.head_width)
-        dqkv, positions = self.ops.empty(qkv.shape, qkv.dtype), stash.batch.positions
-        self.ops.attention_backward_input(
-            dheads, *_parts(qkv), saved, positions, positions, out=_parts(dqkv))
+        dqkv = self.ops.empty(
+            (*dheads.shape[:2], 3, self.local_heads, self.head_width), dheads.dtype)
+        self.attention.backward_input(
+            self.ops, dheads, saved, stash.batch, self.cp, self.name, _parts(dqkv))
         return self.qkv.backward_input(dqkv.reshape(*dqkv.shape[:2], -1), stash)
 
     def backward_weight(self, stash):

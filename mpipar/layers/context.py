@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 from mpipar.comm.group import Comms
+from mpipar.partition import context_whole
 from mpipar.partition.tokens import WholeTokens
 
 
@@ -28,13 +30,15 @@ class Context:
     """Array functions, groups, and what this rank holds.
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
-    which tokens this rank holds between two products, by default all of them. copies: those of the
-    stage's parameters. tied: those of a table that the first and the last stage share.
+    which tokens this rank holds between two products, by default all of them. attention: how the
+    ranks of cp attend to each other's tokens, see `partition.context`. copies: those of the stage's
+    parameters. tied: those of a table that the first and the last stage share.
     """
 
     ops: object
     comms: Comms
     held: WholeTokens | None = None
+    attention: ModuleType = context_whole
     copies: Copies = ALONE
     tied: Copies = ALONE
 
@@ -47,9 +51,9 @@ class Context:
         return self.comms.tp
 
     @property
-    def data_size(self) -> int:
-        """How many ranks hold the same shard and read different data: dp x cp."""
-        return len(self.comms.grid.group("dp", "cp"))
+    def data(self):
+        """The group of the ranks that hold the same shard and read different data: dp x cp."""
+        return self.comms.data
 
     def pair(self, cut: str) -> tuple[str, str]:
         """The cuts of two products, where the second reads the first one's result.

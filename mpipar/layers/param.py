@@ -19,12 +19,12 @@ class Param:
     partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; by
     default the stage's.
 
-    grad_groups: names of the groups, besides dp, over which the gradient is still partial after the
-    step's last backward. copy_groups: those of pipeline ranks that hold copies. owner: false for
-    replicas and tied copies, which norms and files must not count again. unit: the unit of the
-    stage that it belongs to, counted from the first; the stage sets it. data, grad, master: views
-    into the flat buffers of the stage, set by `FlatParams`.
-    Layers read data; the optimizer and files use master.
+    grad_groups: names of all groups over which the gradient is still partial after the step's last
+    backward. The last one is the data group, whose ranks read different data. copy_groups: those of
+    pipeline ranks that hold copies. owner: false for replicas and tied copies, which norms and
+    files must not count again. unit: the unit of the stage that it belongs to, counted from the
+    first; the stage sets it. data, grad, master: views into the flat buffers of the stage, set by
+    `FlatParams`. Layers read data; the optimizer and files use master.
     """
 
     def __init__(self, context, name, shape, *, cut_axis=None, std=0.0, fill=None, decay=True,
@@ -38,7 +38,8 @@ class Param:
         self.std = std
         self.fill = fill
         self.decay = decay
-        self.grad_groups: tuple[str, ...] = (*partial_groups, *copies.groups)
+        self.grad_groups: tuple[str, ...] = (
+            *partial_groups, *copies.groups, context.data.axis)
         self.copy_groups = copies.groups
         self.owner = copies.owner and (cut_axis is not None or comm.index == 0)
         self.unit = 0
@@ -100,7 +101,7 @@ class FlatParams:
     With 16-bit data, gradients and master weights are float32: an update is often too small to
     change a 16-bit number. Otherwise the master weights are the data.
 
-    Parameters whose gradient needs only dp come first, then the others by their further groups.
+    Parameters whose gradient needs only the data group come first, then the others by their groups.
     Inside each, units go from the last to the first, as their gradients are completed. Inside each
     unit, parameters with decay come first. So an optimizer update is two long runs for each unit,
     and a bucket of gradients or a group's sum is a slice. Zeros fill the end up to a multiple of
@@ -115,7 +116,8 @@ class FlatParams:
 
     def __init__(self, ops, params, pieces=1):
         self.ops = ops
-        self.params = sorted(params, key=lambda p: (p.grad_groups, -p.unit, not p.decay))
+        self.params = sorted(params, key=lambda p: (
+            len(p.grad_groups), p.grad_groups, -p.unit, not p.decay))
         largest = max(self.params, key=lambda p: p.size).name if params else "none"
         # for the error that reports a lack of memory
         self.name = f"{largest} and {len(self.params) - 1} smaller tensors"

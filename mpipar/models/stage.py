@@ -28,7 +28,7 @@ class LayerRun:
                 if param.name not in elsewhere and param.name not in own:
                     own[param.name] = param
                     param.unit = unit
-        self.flat = FlatParams(context.ops, own.values(), context.data_size)
+        self.flat = FlatParams(context.ops, own.values(), context.data.size)
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the loss's backward factor: loss scale / number of targets in the global batch."""

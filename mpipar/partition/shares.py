@@ -43,6 +43,23 @@ def join(ops, pieces, axis, length):
     return whole
 
 
+def packed(ops, *arrays):
+    """Arrays of one shape and type as one new array, for one message."""
+    whole = ops.empty((len(arrays), *arrays[0].shape), arrays[0].dtype, label="buffers")
+    for place, x in enumerate(arrays):
+        ops.copy(whole[place], x)
+    return whole
+
+
+def rounded(ops, x, dtype):
+    """x as activations; x itself if it has their type."""
+    if x.dtype == dtype:
+        return x
+    y = ops.empty(x.shape, dtype)
+    ops.copy(y, x)
+    return y
+
+
 def _part(x, axis, where):
     """x[where] on an axis, as a view."""
     return x[(slice(None),) * (axis % x.ndim) + (where,)]

@@ -1,9 +1,10 @@
 """What each barrier of a decoder's step must carry, as formulas: text for readers, numbers for
 tests.
 
-Letters: B rows of a microbatch, T tokens, D model width, F ffn width. q is the size of the group, e
-the bytes of a number. In a gather or scatter, letters include the padding to equal pieces. A
-column/row pair has two all-reduces per layer and pass (arXiv 1909.08053, 2104.04473).
+Letters: B rows of a microbatch, T tokens that a rank of cp holds of each, D model width, F ffn
+width. q is the size of the group, e the bytes of a number, s those of a number in a sum. In a
+gather or scatter, letters include the padding to equal pieces. A column/row pair has two
+all-reduces per layer and pass (arXiv 1909.08053, 2104.04473).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Sizes(NamedTuple):
 def sizes(config, itemsize: int) -> Sizes:
     """B, T, D, F, e of a resolved config."""
     model, rows = config.model, rows_per_microbatch(config)
-    return Sizes(rows, model.seq_len, model.d_model, model.ffn, itemsize)
+    tokens = model.seq_len // config.grid.cp
+    return Sizes(rows, tokens, model.d_model, model.ffn, itemsize)
 
 
 def width(name: str, operation: str, ffn_cut: str) -> str | None:
@@ -53,6 +55,12 @@ def payload(name: str, operation: str, config, itemsize: int, group_size: int,
     letters, tp = sizes(config, itemsize), config.grid.tp
     if name == "loss" and operation == "all_gather":
         return "q * 3*B*T*e", group_size * 3 * letters.B * letters.T * itemsize
+    if family(name) == "block*.attn" and operation != "all_to_all":
+        # A ring sends one rank's keys and values, or their gradients; the others carry all of them.
+        count = "2" if operation in ("send", "recv") else "q * 2"
+        together = 1 if operation in ("send", "recv") else group_size
+        return (f"{count}*B*T*D/tp*e",
+                together * 2 * letters.B * letters.T * letters.D // tp * itemsize)
     found = width(name, operation, config.model.ffn_cut)
     if found is None:
         return None
@@ -83,6 +91,22 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
     return 6, "(q-1)/q * B*T*(7D + 3F)*e", once * (6 * letters.D + 2 * letters.F + gathered)
 
 
+def context(config, itemsize: int, sum_itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over cp: both passes of a block and microbatch.
+
+    Keys and values travel forward and once more backward, and so do their gradients, as sums. With
+    ulysses q, k, v and y travel forward, and their gradients backward.
+    """
+    letters, method = sizes(config, itemsize), config.grid.cp_attention
+    tokens, q = letters.B * letters.T * letters.D // config.grid.tp, group_size
+    if method == "ulysses":
+        return 4, "8(q-1)/q * B*T*D/tp*e", 8 * (q - 1) / q * tokens * itemsize
+    calls, home = (4 * (q - 1) + 2 * q, 1) if method == "ring" else (3, 0)
+    sums = "2q" if home else "2(q-1)"  # a ring's last message brings the sum home
+    return (calls, f"4(q-1) * B*T*D/tp*e + {sums} * B*T*D/tp*s",
+            4 * (q - 1) * tokens * itemsize + 2 * (q - 1 + home) * tokens * sum_itemsize)
+
+
 def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
     """[(calls, formula, bytes that a rank sends)] over tp outside the blocks, for a microbatch.
 
@@ -111,5 +135,5 @@ def replicated(config, blocks: int, last: int) -> int:
 
 def _tokens(config, group_size: int) -> int:
     """Tokens of a row, including the padding to equal pieces where they are cut."""
-    tokens = config.model.seq_len
+    tokens = config.model.seq_len // config.grid.cp
     return share(tokens, group_size) * group_size if config.model.sequence_parallel else tokens

@@ -14,7 +14,8 @@ import numpy as np
 from mpipar.models.stage import stage_parts
 from mpipar.plan import convnet_formulas, decoder_formulas
 
-FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q"}
+FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q",
+           "all_to_all": "(q-1)/q"}
 FORMULAS = {"decoder": decoder_formulas, "convnet": convnet_formulas}
 
 
@@ -58,10 +59,16 @@ def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str,
         text, size = payload("activations", "send", config, _itemsizes(config)[0], 2)
         found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
                                f"{m[1]} * {hops} * {text}", m[0] * hops * size)
-    if grid.dp_size > 1:  # the number of calls depends on buckets and further groups
+    if grid.cp_size > 1:
+        blocks = sum(len(part[0]) for part in parts)
+        calls, text, size = decoder_formulas.context(config, *_itemsizes(config), grid.cp_size)
+        found["cp"] = Expected(f"{m[1]} * {calls}L", m[0] * calls * blocks,
+                               f"{m[1]} * L * ({text})", m[0] * blocks * size)
+    copies = grid.dp_size * grid.cp_size
+    if copies > 1:  # the number of calls depends on buckets and further groups
         gradient_bytes = num_params * _itemsizes(config)[1]
-        found["dp"] = Expected(sent_formula="2(q-1)/q * gradients",
-                               sent=2 * (grid.dp_size - 1) / grid.dp_size * gradient_bytes)
+        found["data" if grid.cp_size > 1 else "dp"] = Expected(
+            sent_formula="2(q-1)/q * gradients", sent=2 * (copies - 1) / copies * gradient_bytes)
     if grid.world_size > 1:
         found["world"] = Expected("1 (the norm)", 1)
     return found

@@ -21,6 +21,7 @@ from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
 from mpipar.layers.context import Context
 from mpipar.layers.stash import Stash
+from mpipar.partition.context import attention_over
 from mpipar.pipeline.costs import Costs
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
@@ -135,8 +136,9 @@ def unit_memory(config) -> dict:
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
+    context = Context(ops, comms, attention=attention_over(config.grid))
     stage = models.model_of(config.model).Stage(
-        Context(ops, comms), config.model, 0, (config.model.layers,), {})
+        context, config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2
     kept: dict = {"f": {}, "i": {}, "w": {}}
 

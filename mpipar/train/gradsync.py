@@ -1,11 +1,11 @@
 """Gradient synchronization: sums over the groups that hold partial gradients, the norm, and
 clipping.
 
-Gradients lie in one flat buffer per stage. Most are partial over dp only. These are cut into
-buckets. Their all-reduces start as soon as the stage has finished its last backward, while other
-stages still compute. A tied table can lie on two pipeline ranks. It is first summed over those two
-(group "tie"), then over dp, after everything else. An earlier sum would make one end wait for the
-other's backward.
+Gradients lie in one flat buffer per stage. Most are partial over the data group only: the ranks
+that read different tokens, dp x cp. These are cut into buckets. Their all-reduces start as soon as
+the stage has finished its last backward, while other stages still compute. A tied table can lie on
+two pipeline ranks. It is first summed over those two (group "tie"), then over the data group, after
+everything else. An earlier sum would make one end wait for the other's backward.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ class GradSync:
     def start(self, stage: int) -> None:
         """Post the buckets of a stage's finished gradients.
 
-        Comm: one all_reduce per bucket over dp.
+        Comm: one all_reduce per bucket over the data group.
         """
-        if self.comms.dp.size == 1:
-            return
         flat = self.stages[stage].flat
         for groups, run in flat.by_groups:
-            if groups:
+            data = self.comms.by_axis[groups[-1]]
+            if len(groups) > 1 or data.size == 1:
                 continue
             for first in range(run.start, run.stop, self.bucket):
                 piece = flat.grad[first:min(first + self.bucket, run.stop)]
-                self.pending.append(self.comms.dp.iall_reduce(piece, "grads.bucket"))
+                self.pending.append(data.iall_reduce(piece, "grads.bucket"))
 
     def finish(self) -> None:
         """Return when every gradient is the sum over all its groups.
 
         Comm: waits for the buckets; then, per run of parameters with further groups, one all_reduce
-        over each of those groups and one over dp.
+        over each of its groups.
         """
         for pending in self.pending:
             pending.wait()
@@ -51,10 +50,11 @@ class GradSync:
         for stage in sorted(self.stages):
             flat = self.stages[stage].flat
             for groups, run in flat.by_groups:
-                for group in groups:
+                *earlier, data = groups
+                for group in earlier:
                     self.comms.by_axis[group].all_reduce(flat.grad[run], f"grads.{group}")
-                if groups:
-                    self.comms.dp.all_reduce(flat.grad[run], "grads.late")
+                if earlier:
+                    self.comms.by_axis[data].all_reduce(flat.grad[run], "grads.late")
 
     def test(self) -> None:
         """Let pending all-reduces progress: MPI may do nothing until it is called."""
@@ -69,13 +69,13 @@ class GradSync:
     def square_sum(self) -> float:
         """This rank's share of the squared gradient norm; not finite if any gradient here is not.
 
-        Only owned parameters of the first dp replica count. All others are read too, because a
-        copy may be the only one with a number that is not finite. That costs no time. While the
-        first replica adds up its squares, the others do the same.
+        Only owned parameters of the first rank of the data group count. All others are read too,
+        because a copy may be the only one with a number that is not finite. That costs no time.
+        While the first rank adds up its squares, the others do the same.
         """
         total = 0.0
         for stage in self.stages.values():
-            for counts, runs in ((self.comms.dp.index == 0, stage.flat.owned),
+            for counts, runs in ((self.comms.data.index == 0, stage.flat.owned),
                                  (False, stage.flat.copies)):
                 for run in runs:
                     total += seen(self.ops.square_sum(stage.flat.grad[run]), counts)

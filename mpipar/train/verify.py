@@ -35,8 +35,9 @@ class Difference:
 
 def serial_config(config):
     """The same model and rows on one rank, as one microbatch."""
-    grid = replace(config.grid, dp=1, pp=1, cp=1, tp=1, schedule="naive", schedule_csv=None,
-                   chunks=None, group_size=None, stage_layers=None, num_microbatches=1)
+    grid = replace(config.grid, dp=1, pp=1, cp=1, tp=1, cp_attention=None, schedule="naive",
+                   schedule_csv=None, chunks=None, group_size=None, stage_layers=None,
+                   num_microbatches=1)
     return replace(config, grid=grid)
 
 

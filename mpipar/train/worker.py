@@ -16,6 +16,7 @@ from mpipar.comm.connect import Options
 from mpipar.comm.group import Comms
 from mpipar.errors import NonFiniteError
 from mpipar.layers.context import Context, Copies
+from mpipar.partition.context import attention_over
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.pipeline.instructions import lower
@@ -126,7 +127,7 @@ class Worker:
         schedule, pp_rank = self.schedule, self.grid.pp_rank
         mirrored = len(holders(schedule, (stage,))) > 1
         return Context(
-            self.ops, self.comms,
+            self.ops, self.comms, attention=attention_over(self.config.grid),
             copies=Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank),
             tied=Copies(("tie",) if schedule.num_stages > 1 else (),
                         schedule.rank_of(0, 0) == pp_rank))
@@ -149,7 +150,7 @@ class Worker:
         get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
         mean loss over the global batch, on every rank that holds the parameter. If a gradient is
         not finite on any rank, the norm is not finite on all of them.
-        Comm: the schedule's sends and receives, the layers' barriers, dp (and tie, mirror) sums,
+        Comm: the schedule's sends and receives, the layers' barriers, data (and tie, mirror) sums,
         and one all_reduce of five numbers over world.
         """
         self.recorder.step = step

@@ -47,7 +47,7 @@ def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid)
             batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
         run=RunConfig(preset=OF_MODEL[model.model], dtype="float64", seed=3, check_comm=True),
     )
-    return resolve(config, dp * pp * tp)[0]
+    return resolve(config, dp * pp * tp * config.grid.cp)[0]
 
 
 @functools.cache

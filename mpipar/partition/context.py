@@ -1,0 +1,22 @@
+"""Context parallelism: one causal attention cut over ranks that hold other tokens of the same rows.
+
+A query needs the keys and values of all earlier tokens, and most of them lie on other ranks. Every
+method has the same two functions. Their barriers are visible lines in these files:
+
+    forward(ops, q, k, v, batch, comm, name)                -> y, saved
+    backward_input(ops, dy, saved, batch, comm, name, out)  writes dq, dk, dv to `out`
+
+q, y, dy are (B, n, H, d), k and v (B, n, Hkv, d), of the n tokens that this rank holds. Batch says
+where they lie in the row: `positions`, and `all_positions` of all ranks. saved: what backward
+needs. comm: the group. `grid.token_pieces` says which tokens a rank holds. There is no function for
+the weight gradient, because attention has no weight. So W crosses no barrier of this group.
+"""
+
+from mpipar.partition import context_gather, context_ring, context_ulysses, context_whole
+
+METHODS = {"ring": context_ring, "gather": context_gather, "ulysses": context_ulysses}
+
+
+def attention_over(grid_config):
+    """The module of a resolved GridConfig's attention."""
+    return METHODS[grid_config.cp_attention] if grid_config.cp > 1 else context_whole

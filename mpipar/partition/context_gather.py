@@ -1,0 +1,49 @@
+"""All-gather attention: every rank collects all keys and values, and attends with its own queries.
+
+It has one barrier where the ring has many messages, and the memory of all keys and values of a
+layer for a moment. They are gathered again for the backward pass. Source: Dubey et al., arXiv
+2407.21783, section 3.3.2.
+"""
+
+from mpipar.comm.grid import held_and_whole
+from mpipar.partition.shares import packed, rounded
+
+
+def forward(ops, q, k, v, batch, comm, name):
+    """y (B, n, H, d). Comm: one all_gather of k and v together."""
+    keys, values = _gathered(ops, k, v, batch, comm, name)
+    y, lse = ops.attention_block_forward(q, keys, values, batch.positions, batch.all_positions)
+    y = rounded(ops, y, q.dtype)
+    return y, (q, k, v, y, lse)
+
+
+def backward_input(ops, dy, saved, batch, comm, name, out):
+    """Write dq, dk, dv. The sums of dk and dv are float32 even if activations have 16 bits.
+
+    Comm: one all_gather of k and v, one reduce_scatter of dk and dv.
+    """
+    q, k, v, y, lse = saved
+    keys, values = _gathered(ops, k, v, batch, comm, name)
+    dq, *whole = ops.attention_block_backward(
+        dy, q, keys, values, lse, ops.attention_delta(dy, y),
+        q_pos=batch.positions, k_pos=batch.all_positions)
+    parts = ops.empty((comm.size, 2, *k.shape), whole[0].dtype, label="buffers")
+    for place in range(comm.size):
+        for which, gradient in enumerate(whole):
+            for held, there in held_and_whole(gradient.shape[1], "gather", comm.size, place):
+                ops.copy(parts[place][which][:, held], gradient[:, there])
+    dkv = comm.reduce_scatter(parts, name)
+    for to, gradient in zip(out, (dq, dkv[0], dkv[1]), strict=True):
+        ops.copy(to, gradient)
+
+
+def _gathered(ops, k, v, batch, comm, name):
+    """(k, v) of all tokens, in the order of the row. Comm: one all_gather."""
+    parts = comm.all_gather(packed(ops, k, v), name)  # (size, 2, B, n, Hkv, d)
+    rows, _, *head = k.shape
+    tokens = batch.all_positions.shape[0]
+    whole = ops.empty((2, rows, tokens, *head), k.dtype, label="buffers")
+    for place in range(comm.size):
+        for held, there in held_and_whole(tokens, "gather", comm.size, place):
+            ops.copy(whole[:, :, there], parts[place][:, :, held])
+    return whole[0], whole[1]

@@ -1,0 +1,78 @@
+"""Ring attention: keys and values go round the ring of the ranks, a piece of them at a time.
+
+A rank attends to its own tokens first. Then it attends to each piece that arrives, and merges the
+partial result by its log-sum-exp. Meanwhile the next piece travels.
+
+Each rank holds a piece from the start of the row and one from its end (see `grid.token_pieces`). So
+all its queries see the first half of an earlier rank's keys. Its second half of queries sees all of
+a later rank's keys. That is the same work for every rank in every step. Sources: Liu et al., arXiv
+2310.01889; for the pieces Brandon et al., arXiv 2311.09431, and Dubey et al., arXiv 2407.21783,
+section 3.3.2.
+"""
+
+from mpipar.comm.grid import share
+from mpipar.partition import ring
+from mpipar.partition.shares import packed, rounded
+
+GRADIENTS = ring.TAG + 1  # the tag of dk and dv, which travel beside k and v
+
+
+def forward(ops, q, k, v, batch, comm, name):
+    """y (B, n, H, d). Comm: one ring of k and v together."""
+    for place, there in ring.pieces(ops, packed(ops, k, v), comm, name):
+        queries, keys, where = _seen(ops, batch.positions, place, comm.index)
+        part = ops.attention_block_forward(
+            q[:, queries], there[0][:, keys], there[1][:, keys], *where)
+        if place == comm.index:
+            y, lse = part
+        else:
+            ops.attention_merge(y[:, queries], lse[:, :, queries], *part)
+    y = rounded(ops, y, q.dtype)
+    return y, (q, k, v, y, lse)
+
+
+def backward_input(ops, dy, saved, batch, comm, name, out):
+    """Write dq, dk, dv.
+
+    The sums of dk and dv follow their k and v round the ring. Every rank adds its part. The last
+    message brings them home. They are float32 even if activations have 16 bits.
+    Comm: one ring of k and v. In it, `size` times, one isend of dk and dv to the next place and
+    one irecv from the one before.
+    """
+    q, k, v, y, lse = saved
+    delta = ops.attention_delta(dy, y)
+    arriving = leaving = None
+    for place, there in ring.pieces(ops, packed(ops, k, v), comm, name):
+        queries, keys, where = _seen(ops, batch.positions, place, comm.index)
+        dq_part, *dkv_part = ops.attention_block_backward(
+            dy[:, queries], q[:, queries], there[0][:, keys], there[1][:, keys],
+            lse[:, :, queries], delta[:, :, queries], q_pos=where[0], k_pos=where[1])
+        if arriving is None:  # the own piece comes first
+            dq, total = dq_part, packed(ops, *dkv_part)
+        else:
+            ops.accumulate(dq[:, queries], dq_part)
+            total = arriving.wait()
+            leaving.wait()
+            for which, part in enumerate(dkv_part):
+                ops.accumulate(total[which][:, keys], part)
+        after = ops.empty(total.shape, total.dtype, label="buffers")
+        arriving = comm.irecv(after, comm.neighbor(-1), GRADIENTS, name)
+        leaving = comm.isend(total, comm.neighbor(1), GRADIENTS, name)
+    home = arriving.wait()
+    leaving.wait()
+    for to, gradient in zip(out, (dq, home[0], home[1]), strict=True):
+        ops.copy(to, gradient)
+
+
+def _seen(ops, positions, place, index):
+    """(queries of this rank, keys of `place`, their positions) between which attention takes place.
+
+    All these queries see all keys of another rank: keys at position 0 say so.
+    """
+    tokens = positions.shape[0]
+    half, every = share(tokens, 2), slice(None)
+    if place == index:
+        return every, every, (positions, positions)
+    queries, keys = (every, slice(0, half)) if place < index else (slice(half, None), every)
+    there = ops.zeros((half if place < index else tokens,), positions.dtype, label="buffers")
+    return queries, keys, (positions[queries], there)

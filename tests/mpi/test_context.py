@@ -1,0 +1,233 @@
+"""Context parallelism: every layout equals one rank, sends what is predicted, and has its twins."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import (
+    WORLD,
+    assert_equals_one_rank,
+    computed_once,
+    poison_unwritten,
+    real_step,
+    small_config,
+    tokens,
+    with_sync_sends,
+)
+
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid, token_pieces
+from mpipar.comm.group import Comm, Comms
+from mpipar.comm.record import Recorder
+from mpipar.config.model import DecoderConfig
+from mpipar.data import rows as data_rows
+from mpipar.data.rows import Batch, Rows
+from mpipar.inference.generate import generate
+from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.partition import context_gather, context_ring
+from mpipar.partition.context import METHODS
+from mpipar.plan.predict import predict
+from mpipar.train.verify import serial_config
+from mpipar.train.worker import Worker
+
+pytestmark = pytest.mark.ranks(2, 4, 8)
+# 8 heads of width 3; 16 tokens are 2 pieces for each of up to 8 ranks.
+MODEL = DecoderConfig(layers=4, d_model=24, heads=8, ffn=31, seq_len=16, vocab_size=29)
+HELD = replace(MODEL, sequence_parallel=True)
+METHOD_NAMES = tuple(METHODS)
+# Ranks: [((dp, pp, tp), cp, schedule, model)]. Each method runs all of them.
+CASES = {
+    2: [((1, 1, 1), 2, "1f1b", MODEL)],
+    4: [((1, 1, 1), 4, "1f1b", MODEL), ((1, 1, 2), 2, "1f1b", HELD), ((2, 1, 1), 2, "gpipe", MODEL),
+        ((1, 2, 1), 2, "zb-h1", MODEL), ((1, 2, 1), 2, "zb-v", MODEL)],
+    8: [((1, 2, 2), 2, "interleaved", HELD), ((2, 2, 1), 2, "dualpipe", MODEL)],
+}
+HERE = CASES.get(WORLD.size, [])
+every_method = pytest.mark.parametrize("method", METHOD_NAMES)
+# The ring runs every case. Of the others the first one of a session, and the rest where time is.
+everything = pytest.mark.parametrize(("case", "method"), [
+    pytest.param(case, method, id=f"{case[:3]}-{method}",
+                 marks=() if method == "ring" or case is HERE[0] else pytest.mark.slow)
+    for case in HERE for method in METHOD_NAMES])
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Every newly allocated array, receive buffers included, is full of NaN."""
+    poison_unwritten(monkeypatch)
+
+
+def config_for(case, method, num_microbatches=4, **changes):
+    layout, cp, schedule, model = case
+    return small_config(layout, num_microbatches, rows_per_mb=2, cp=cp, cp_attention=method,
+                        schedule=schedule, model=replace(model, **changes))
+
+
+@everything
+def test_layout_equals_one_rank(case, method):
+    assert_equals_one_rank(with_sync_sends(config_for(case, method)), expected=computed_once)
+
+
+@every_method
+@pytest.mark.ranks(2)
+def test_untied_head_and_other_norm_equal_one_rank(method):
+    assert_equals_one_rank(config_for(HERE[0], method, 1, tied=False, norm="rms"))
+
+
+@everything
+def test_shapes_only_run_predicts_every_record(case, method):
+    config = config_for(case, method)
+    _, recorder = real_step(config)
+    shown = [[(one.operation, one.name, one.axis, one.peer, one.tag, one.payload_bytes,
+               one.wire_bytes, one.phase, one.mb, one.site, one.cut) for one in records]
+             for records in (recorder.records, predict(config, WORLD.rank).recorder.records)]
+    assert shown[0] == shown[1]
+    phases = {one.phase for one in recorder.records if one.axis == "cp"}
+    assert phases == {"F", "I"}  # W crosses no barrier of this axis
+
+
+@every_method
+@pytest.mark.parametrize("kv_heads", [8, 4])
+@pytest.mark.ranks(2, 4)
+def test_shared_key_heads_equal_whole_attention(method, kv_heads):
+    """Fewer heads of keys than of queries; gradients of q, k and v, rank by rank."""
+    ops, rng = ops_module.make("cpu", "float64"), np.random.default_rng(5)
+    comm = Comms(Grid(WORLD.rank, cp_size=WORLD.size), ops, Recorder(), WORLD).cp
+    length, places = 16, np.arange(16)
+    q, dy = (rng.standard_normal((2, length, 8, 3)) for _ in range(2))
+    k, v = (rng.standard_normal((2, length, kv_heads, 3)) for _ in range(2))
+    y, probs = ops.attention_forward(q, k, v, places, places)
+    wanted = (y, *ops.attention_backward_input(dy, q, k, v, probs, places, places))
+    own = np.concatenate([places[one] for one in token_pieces(
+        length, method, WORLD.size, WORLD.rank)])
+    here = [x[:, own] for x in (q, k, v)]
+    batch = Batch(None, None, own, places)
+    found, saved = METHODS[method].forward(ops, *here, batch, comm, "attn")
+    out = tuple(np.empty_like(x) for x in here)
+    METHODS[method].backward_input(ops, dy[:, own], saved, batch, comm, "attn", out)
+    for have, want in zip((found, *out), wanted, strict=True):
+        np.testing.assert_allclose(have, want[:, own], rtol=1e-12, atol=1e-13)
+
+
+@every_method
+@pytest.mark.ranks(2)
+def test_sixteen_bits_stay_near_float32(method):
+    """Partial results are summed in float32 and rounded once: as near as one rank's."""
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        config = config_for(HERE[0], method, 2)
+        config = replace(config, run=replace(config.run, dtype=dtype, check_comm=False))
+        ops = ops_module.make("cpu", dtype)
+        worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
+        worker.initialize(0.02)
+        part = Rows(ops, tokens(), config, worker.grid)
+        losses.append(worker.gradients(1, lambda mb, part=part: part.train(1, mb))[:2])
+        worker.close()
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
+
+
+def two_workers(config):
+    """This rank's part of the layout, and the whole model in this process."""
+    made = []
+    for one, grid, world in ((config, Grid.of(config.grid, WORLD.rank), WORLD),
+                             (serial_config(config), Grid(0), None)):
+        worker = Worker(one, grid, ops_module.make("cpu", "float64"), Recorder(), world)
+        worker.initialize()
+        made.append(worker)
+    return made
+
+
+@every_method
+@pytest.mark.ranks(2, 4)
+def test_text_and_held_out_loss_are_those_of_one_rank(method):
+    """Contexts of 1, 2, ... tokens: a row is filled up to equal pieces."""
+    worker, alone = two_workers(config_for(HERE[-1], method))
+    found = list(generate(worker, [5], 9, 0.7, seed=3))
+    assert WORLD.allgather(found) == [found] * WORLD.size
+    assert found == list(generate(alone, [5], 9, 0.7, seed=3))
+    losses = [one.evaluate(Rows(one.ops, tokens(), one.config, one.grid))[0]
+              for one in (worker, alone)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)
+    worker.close()
+
+
+# --- pairs of a query and a key that are multiplied
+
+def pairs_multiplied(monkeypatch, method):
+    """How many pairs this rank multiplies forward, in a layer and row."""
+    counted, plain = [], NumpyOps.attention_block_forward
+
+    def count(self, q, k, v, q_pos, k_pos):
+        counted.append((q_pos[:, None] >= k_pos[None, :]).sum())
+        return plain(self, q, k, v, q_pos, k_pos)
+
+    monkeypatch.setattr(NumpyOps, "attention_block_forward", count)
+    layout, cp, _, model = HERE[0]
+    real_step(small_config(layout, 1, cp=cp, cp_attention=method, model=model))
+    rows_of_batch = len(counted) and sum(counted)
+    return np.array(WORLD.allgather(int(rows_of_batch)))
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+@pytest.mark.ranks(2, 4)
+def test_a_zigzag_gives_every_rank_the_same_work(monkeypatch, method):
+    pairs = pairs_multiplied(monkeypatch, method)
+    assert pairs.sum() == MODEL.layers * 16 * 17 // 2
+    assert pairs.max() == pairs.min()
+
+
+# --- planted bugs
+
+def assert_caught(method, **changes):
+    with pytest.raises(AssertionError, match=r"tensors differ"):
+        assert_equals_one_rank(config_for(HERE[0], method, 2, **changes))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
+    plain = Comm.isend
+
+    def isend(self, x, peer, tag, name):
+        lost = self.axis == "cp" and tag == context_ring.GRADIENTS
+        return plain(self, x * 0.0 if lost else x, peer, tag, name)
+
+    monkeypatch.setattr(Comm, "isend", isend)
+    assert_caught("ring")
+
+
+@pytest.mark.ranks(2)
+def test_partial_results_that_are_added_without_rescaling(monkeypatch):
+    def merge(self, y, lse, y2, lse2):
+        y += y2
+        lse[...] = np.logaddexp(lse, lse2)
+
+    monkeypatch.setattr(NumpyOps, "attention_merge", merge)
+    assert_caught("ring")
+
+
+@every_method
+@pytest.mark.ranks(2)
+def test_gradients_not_summed_over_the_ranks_of_a_row(monkeypatch, method):
+    plain = Comm.iall_reduce
+
+    def iall_reduce(self, x, name):
+        return plain(self, x * 1.0 if self.axis == "data" else x, name)
+
+    monkeypatch.setattr(Comm, "iall_reduce", iall_reduce)
+    assert_caught(method)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+@pytest.mark.ranks(2)
+def test_one_run_of_tokens_where_two_pieces_belong(monkeypatch, method):
+    """The data gives each rank one run of tokens, while attention expects the zig-zag."""
+    monkeypatch.setattr(data_rows, "token_pieces",
+                        lambda tokens, method, *place: token_pieces(tokens, "ulysses", *place))
+    assert_caught(method)
+
+
+@pytest.mark.ranks(2)
+def test_keys_in_the_order_of_the_ranks(monkeypatch):
+    monkeypatch.setattr(context_gather, "held_and_whole", lambda tokens, method, *place: [
+        (slice(0, tokens // WORLD.size), *token_pieces(tokens, "ulysses", *place))])
+    assert_caught("gather")
