@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import place
 from mpipar.commands.resolve import stage_problems
+from mpipar.config.layout import typed
 from mpipar.config.resolve import resolve
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
@@ -106,8 +107,8 @@ class MemoryLimit:
             return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: give a higher limit, or"
                             f" a smaller {sizes[self.config.model.model]}")]
         return [*found, "it fits with " + ", or with ".join(
-            f"--layout {','.join(f'{axis}={size}' for axis, size in shown_axes(grid))}"
-            f" (mpiexec -n {num_ranks(grid)}; {nbytes(peak)})" for grid, peak in layouts)]
+            f"{typed(vars(grid))} (mpiexec -n {num_ranks(grid)}; {nbytes(peak)})"
+            for grid, peak in layouts)]
 
     def _beside(self) -> str:
         return "" if self.ops.device == "cuda" else (
@@ -174,12 +175,6 @@ def tensor(error: Exception) -> str:
 def num_ranks(grid) -> int:
     """Number of ranks of a layout."""
     return prod(getattr(grid, axis) for axis in AXES)
-
-
-def shown_axes(grid) -> list[tuple[str, int]]:
-    """(axis, size) of a layout to type; cp only where it is more than 1."""
-    sizes = [(axis, getattr(grid, axis)) for axis in ("dp", "pp", "cp", "tp")]
-    return [(axis, size) for axis, size in sizes if axis != "cp" or size > 1]
 
 
 def fullest(config):

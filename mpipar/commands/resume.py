@@ -22,13 +22,13 @@ from mpipar.commands.run_folder import (
     named_folder,
     newest_step,
 )
+from mpipar.config.layout import sizes_text
 from mpipar.config.reading import values_of
 from mpipar.config.resumed import resumed
 from mpipar.errors import DataError, UsageError
 from mpipar.trace.tracer import trace_steps
 
 NEVER, AUTO = "never", "auto"
-SHOWN = ("dp", "pp", "tp")  # axes of a layout, in the order of the headline
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _try(worker, folder: Path) -> tuple[int, list[str]]:
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:
     """The layout and schedule of a checkpoint, in words."""
-    return " x ".join(f"{axis} {layout.get(axis)}" for axis in SHOWN) + f", {schedule}"
+    return f"{sizes_text(layout)}, {schedule}"
 
 
 def moved(start: Start, worker) -> str:

@@ -4,11 +4,27 @@ It is plain arithmetic on sizes. Messages name the flags, because a user reads t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mpipar.comm.grid import PIECES_PER_RANK
 
 Layout = tuple[int, int, int]  # (dp, pp, tp)
+
+
+def shown_axes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(axis, size) in the order in which layouts are written; cp only where it is cut."""
+    return [(axis, sizes[axis]) for axis in ("dp", "pp", "cp", "tp")
+            if axis != "cp" or sizes[axis] > 1]
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """A layout for a reader, as 'dp 2 x pp 2 x tp 1'."""
+    return " x ".join(f"{axis} {size}" for axis, size in shown_axes(sizes))
+
+
+def typed(sizes: Mapping[str, int]) -> str:
+    """A layout as a flag to type."""
+    return "--layout " + ",".join(f"{axis}={size}" for axis, size in shown_axes(sizes))
 
 
 def divisors(number: int) -> list[int]:
@@ -105,8 +121,7 @@ def _product_problems(given, world_size: int, options: list[Layout], cp: int) ->
 
 def _shown(options: Sequence[Layout], cp: int, count: int = 8) -> str:
     """Layouts as flags to type."""
-    context = f"cp={cp}," if cp > 1 else ""
-    shown = [f"--layout dp={dp},pp={pp},{context}tp={tp}" for dp, pp, tp in options[:count]]
+    shown = [typed({"dp": dp, "pp": pp, "cp": cp, "tp": tp}) for dp, pp, tp in options[:count]]
     return " | ".join(shown) + (" | ..." if len(options) > count else "")
 
 

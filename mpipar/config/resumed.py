@@ -36,7 +36,7 @@ def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> R
         dropped |= set(ORDER)
     if any(axis in given for axis in AXES) or world_size != math.prod(
             saved.get(axis, 1) for axis in AXES):
-        dropped |= {*AXES, *ORDER} - {"schedule"}
+        dropped |= {*AXES, *ORDER, "cp_attention"} - {"schedule"}
     return over({name: value for name, value in saved.items() if name not in dropped}, reading)
 
 

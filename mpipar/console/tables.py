@@ -6,6 +6,7 @@ import sys
 
 from mpipar import models
 from mpipar.comm.record import Key, Sums, family
+from mpipar.config.layout import sizes_text
 from mpipar.ops.shape_array import labels_of
 
 
@@ -45,10 +46,8 @@ def short_count(count: float) -> str:
 
 
 def layout_text(grid) -> str:
-    """The layout of a resolved GridConfig, as 'dp 2 x pp 2 x tp 1'; cp where it is more than 1."""
-    sizes = [(axis, getattr(grid, axis)) for axis in ("dp", "pp", "cp", "tp")]
-    shown = " x ".join(f"{axis} {size}" for axis, size in sizes if axis != "cp" or size > 1)
-    return shown + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
+    """The layout of a resolved GridConfig, in words."""
+    return sizes_text(vars(grid)) + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
 
 
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:

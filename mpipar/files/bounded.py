@@ -58,7 +58,7 @@ def _open_regular(path: str, flags: int) -> int:
 def read_bytes(path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """The whole of a small regular file; raises OSError, and ValueError if it is larger."""
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
+        content = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
         size = max(len(content), os.fstat(file.fileno()).st_size)
     if size > most_bytes:
         raise ValueError(f"has {size:,} bytes; at most {most_bytes:,} are read")
