@@ -3,6 +3,9 @@
 tests/mpi/test_weights_and_text.py shows that every layout draws the same tokens.
 """
 
+import os
+import shutil
+
 import gpt2_reference as gpt2
 import numpy as np
 import pytest
@@ -10,11 +13,15 @@ from helpers import find_launcher
 from hypothesis import example, given
 from hypothesis import strategies as st
 from in_process import assert_refused
+from one_rank import worker_for
 from program import layout_flags, mpipar
+from safetensors.numpy import load_file, save_file
 
+from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.generate import show
-from mpipar.errors import UsageError
+from mpipar.errors import DataError, UsageError
 from mpipar.inference.generate import decode, encode
+from mpipar.ops.mixed_ops import DTYPES
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SHAPE = {"layers": 4, "D": 18, "F": 31, "T": 7, "tied": True}
@@ -140,6 +147,28 @@ def test_float32_is_the_default(models):
 def test_bad_input_is_refused(words, code, parts, models):
     run, *rest = words.split()
     assert_refused(code, parts, "generate", models[0] / run, *rest)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [
+    (np.nan, "float32"), (-np.inf, "bfloat16"), (1e300, "float64")])  # fmt: skip
+def test_weights_that_are_not_finite_are_refused(value, dtype, models, tmp_path):
+    folder = shutil.copytree(models[0] / "ids" / "weights", tmp_path / "weights")
+    tensors = load_file(folder / "model.safetensors")
+    name = max(tensors, key=lambda name: tensors[name].size)
+    tensors[name] = tensors[name].astype(DTYPES.get(dtype, dtype))
+    tensors[name].reshape(-1)[-1] = value
+    save_file(tensors, folder / "model.safetensors")
+    worker = worker_for(folder, "float32")
+    with pytest.raises(DataError, match=rf"tensor {name}: not all numbers are finite in float32"):
+        checkpoint.load(worker, str(folder))
+
+
+def test_a_pipe_as_weights_is_refused_and_not_waited_for(models, tmp_path):
+    folder = shutil.copytree(models[0] / "ids" / "weights", tmp_path / "weights")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert_refused(65, ["model.safetensors: ", "is a named pipe; give a regular file"],
+                   "generate", folder, "--prompt", "7")
 
 
 # --- training on tokens ends in tokens

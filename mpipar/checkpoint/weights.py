@@ -25,6 +25,7 @@ from mpipar.checkpoint.hf_gpt2 import FLOATS
 from mpipar.comm.group import Comms
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
+from mpipar.files.bounded import open_regular
 from mpipar.layers.context import Context
 
 
@@ -186,7 +187,8 @@ def weight_problems(config) -> list[str]:
 def load(worker, folder: str) -> None:
     """Read this rank's shards of every tensor, row block by row block.
 
-    Raises DataError that names all tensors that are missing or have another shape.
+    Raises DataError that names all tensors that are missing, have another shape, or hold numbers
+    that are not finite.
     """
     with _open(folder) as file:
         found, wrong = _find(file, worker.config.model, folder)
@@ -195,16 +197,23 @@ def load(worker, folder: str) -> None:
         for stage in worker.stages.values():
             for param in stage.flat.params:
                 tensor = file.get_slice(found[param.name])
-                _load_param(worker.ops, param, tensor)
+                if not _load_param(worker.ops, param, tensor):
+                    wrong.append(found[param.name])
             stage.flat.publish()
+    if wrong:
+        more = f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
+        raise DataError(f"--init-from {folder}: tensor {wrong[0]}{more}: not all numbers are finite"
+                        f" in {worker.ops.statistics.name}; give other weights")
 
 
 def _open(folder: str):
     path = Path(folder) / "model.safetensors"
     try:
+        open_regular(path).close()  # opening a pipe by its name would wait for a writer
         return safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
-        raise DataError(f"--init-from {folder}: {path.name}: {error}") from None
+        text = getattr(error, "strerror", None) or error
+        raise DataError(f"--init-from {folder}: {path.name}: {text}") from None
 
 
 def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
@@ -226,8 +235,12 @@ def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
     return found, wrong
 
 
-def _load_param(ops, param, tensor):
-    """Fill one shard from a tensor of the file; padding stays zero."""
+def _load_param(ops, param, tensor) -> bool:
+    """Fill one shard from a tensor of the file; return whether all its numbers are finite.
+
+    Padding stays zero.
+    """
+    finite = True
     per_row = tensor.get_shape()[0] // param.shape[0]  # rows of the file in a logical row
     start, stop = param.bounds()
     for first, last in _blocks(param.shape, 4):
@@ -236,8 +249,11 @@ def _load_param(ops, param, tensor):
             continue
         local, place = part
         block = tensor[first * per_row:last * per_row].reshape(last - first, *param.shape[1:])
-        values = np.ascontiguousarray(block[place], dtype=ops.statistics)
+        with np.errstate(over="ignore"):  # a float64 that float32 cannot hold is not finite
+            values = np.ascontiguousarray(block[place], dtype=ops.statistics)
+        finite = finite and bool(np.isfinite(values).all())
         inside = [slice(None)] * len(param.shape)
         if param.cut_axis:
             inside[param.cut_axis] = slice(0, stop - start)
         ops.copy(param.master[(local, *inside[1:])], ops.asarray(values))
+    return finite

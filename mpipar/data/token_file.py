@@ -45,18 +45,19 @@ class TokenFile:
 
     def __array__(self, dtype=None, copy=None):
         """The tokens. Raises DataError where the file ends too early or has an id too large."""
-        wanted = len(self) * self.itemsize
+        tokens, done = np.empty(len(self), self.dtype), 0
+        view, start = memoryview(tokens).cast("B"), self.start + self.first * self.itemsize
         try:
-            content = os.pread(self.file.fileno(), wanted, self.start + self.first * self.itemsize)
+            while read := os.preadv(self.file.fileno(), [view[done:]], start + done):
+                done += read  # one call reads at most 2 GiB
         except OSError as error:
             raise DataError(f"--data {self.file.name}: {error.strerror}") from None
-        if len(content) < wanted:
+        if done < len(view):
             left = os.fstat(self.file.fileno()).st_size - self.start
             end = max(0, left // self.itemsize)
             raise DataError(f"--data {self.file.name}: ends at token {end:,}, but tokens up to"
                             f" {self.last:,} were there: it was cut while it was read")
-        tokens = np.frombuffer(content, self.dtype)
-        if wanted and tokens.max() >= self.vocab_size:
+        if done and tokens.max() >= self.vocab_size:
             raise DataError("--data: " + outside(
                 self.file.name, tokens, self.first, self.vocab_size))
         return tokens if dtype is None else tokens.astype(dtype)
