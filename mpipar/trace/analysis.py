@@ -13,7 +13,8 @@ from mpipar.trace.trace_file import Trace
 # The categories of a rank's time, in the order in which views show them.
 CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
 CATEGORY_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward",
-               "opt": "optimizer", "data": "data", "transfer": "transfer", "other": "other"}
+               "opt": "optimizer", "data": "data", "transfer": "transfer", "save": "other",
+               "gc": "other", "other": "other"}
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Analysis:
     waits: waits.Waits
     segments: list[list[segments.Segment]]
     efficiency: pop.Efficiency
+    causes: Causes
     costs: dict[Cause, Cost]
     findings: list[findings.Finding]
 
@@ -32,8 +34,10 @@ def analyse(trace: Trace) -> Analysis:
     """Compute all conclusions from a trace."""
     found = waits.find(trace)
     pieces = segments.of_trace(trace, found)
+    causes = Causes(trace, found, pieces)
+    costs = causes.costs()
     return Analysis(trace, found, pieces, pop.efficiency(trace, found, pieces),
-                    Causes(trace, found, pieces).costs(), findings.find(trace, found, pieces))
+                    causes, costs, findings.find(trace, found, pieces, causes, costs))
 
 
 def category(segment: segments.Segment) -> str:

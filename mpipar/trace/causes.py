@@ -1,8 +1,12 @@
-"""Why ranks waited: every wait is charged to what the late rank did meanwhile.
+"""Why ranks waited: every wait is charged to what made the late rank late.
 
-While a rank waits, the late rank computes, reads data, transfers, or itself waits for a third. Such
-chains are followed to a rank that does not wait. So a wait that travels along a pipeline is charged
-to where the time went, not to the neighbour.
+The late rank and the one that waits have last met at some instant (see meetings.py). What both did
+since then is put side by side, by kind: computing, optimizer, data loading, saving, garbage
+collection, transfer, time between spans, and waiting. Only what the late rank did *more* of made it
+late. So work that both have done is nobody's fault, and the excess adds up to the wait.
+If the late rank has itself waited more, its own waits are followed to their causes. So a delay that
+travels along a pipeline is charged to where it arose.
+Source: the delay costs of Scalasca, for which computing is compared by call path.
 """
 
 from __future__ import annotations
@@ -12,19 +16,21 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpipar.comm.record import COMPUTE, family
-from mpipar.trace.segments import IDLE, Segment
+from mpipar.comm.record import PASSES, family
+from mpipar.trace.meetings import Meetings
+from mpipar.trace.segments import Segment
 from mpipar.trace.trace_file import Trace
-from mpipar.trace.waits import Waits
+from mpipar.trace.waits import Call, Waits
 
 WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient",
-         "opt": "optimizer", "data": "data loading"}
+         "opt": "optimizer", "data": "data loading", "save": "checkpoint save",
+         "gc": "garbage collection", "other": "between spans (Python, posting, logging)"}
 
 
 class Cause(NamedTuple):
     """What made others wait: ranks (one, or the ends of a link), what they did, and details.
 
-    kind: compute, opt, data, other or transfer.
+    kind: compute, opt, data, save, gc, other, transfer or outside.
     """
 
     kind: str
@@ -40,81 +46,168 @@ class Cause(NamedTuple):
 
 @dataclass
 class Cost:
-    """How long others waited for a cause: in total, by waiting rank, and by barrier."""
+    """How long others waited for a cause: in total, by waiting rank, by step, and by barrier."""
 
-    wait_ns: int = 0
+    wait_ns: float = 0
     by_rank: Counter = field(default_factory=Counter)
+    by_step: Counter = field(default_factory=Counter)
     by_barrier: Counter = field(default_factory=Counter)
 
 
+class Work(defaultdict):
+    """What a rank did in a stretch of time: {(kind, detail): {cause: nanoseconds}}.
+
+    Entries with the same kind and detail are comparable between ranks.
+    """
+
+    def __init__(self):
+        super().__init__(Counter)
+
+    def totals(self) -> Counter:
+        """Nanoseconds by kind."""
+        sums: Counter = Counter()
+        for (kind, _), causes in self.items():
+            sums[kind] += causes.total()
+        return sums
+
+    def more_than(self, other: Work, length: float) -> Counter:
+        """{cause: nanoseconds} of what is here and not in `other`, scaled to `length` in total."""
+        theirs = other.totals()
+        extra = {kind: max(0, own - theirs[kind]) for kind, own in self.totals().items()}
+        scale = length / max(sum(extra.values()), 1e-9)
+        found: Counter = Counter()
+        more = self._differences(other)
+        for kind, time in extra.items():
+            parts = {cause: part for (of_kind, cause), part in more.items() if of_kind == kind}
+            total = sum(parts.values())
+            for cause, part in parts.items():
+                found[cause] += time * scale * part / total if part else 0
+        return found
+
+    def _differences(self, other: Work) -> dict:
+        """{(kind, cause): nanoseconds more than in the other's same work, or else in its like}."""
+        found = {}
+        for key, causes in self.items():
+            same = Counter()
+            for cause, time in other.get(key, {}).items():
+                same[cause.what] += time
+            like = same.total() / max(len(same), 1)  # as another stage's layer
+            for cause, time in causes.items():
+                found[key[0], cause] = max(0, time - same.get(cause.what, like))
+        return found
+
+
 class Causes:
-    """Finds the causes of all waits of a trace."""
+    """The causes of all waits of a trace."""
 
     def __init__(self, trace: Trace, waits: Waits, segments: list[list[Segment]]):
-        self.segments = segments
+        self.ranks, self.waits, self.segments = trace.ranks, waits, segments
         self.starts = [[segment.start for segment in own] for own in segments]
-        self.operations = [rank.operations for rank in trace.ranks]
-        self.operation_starts = [[one.start_ns for one in own] for own in self.operations]
-        self.waits = waits
+        self.operation_starts = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
+        self.meetings = Meetings(waits)
+        # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
+        self.parts: dict[int, Counter] = {}
+        self.before: dict[int, Call | None] = {}
+        waiting = [call for own in waits.calls for call in own if call.wait_ns]
+        # A wait is explained by waits that ended before it.
+        for call in sorted(waiting, key=lambda call: call.record.waited_ns + call.wait_ns):
+            self._explain(call)
 
     def costs(self) -> dict[Cause, Cost]:
         """Every cause with its cost, the largest first."""
         found: dict[Cause, Cost] = defaultdict(Cost)
         for own in self.waits.calls:
             for call in own:
-                if not call.wait_ns:
-                    continue
-                start = call.record.waited_ns
-                for cause, length in self.blame(call.late, start, start + call.wait_ns):
+                record = call.record
+                for cause, length in self.parts.get(id(call), {}).items():
                     cost = found[cause]
                     cost.wait_ns += length
                     cost.by_rank[call.rank] += length
-                    cost.by_barrier[call.record.axis, family(call.record.name)] += length
+                    cost.by_step[record.step] += length
+                    cost.by_barrier[record.axis, family(record.name)] += length
         order = sorted(found, key=lambda cause: -found[cause].wait_ns)
         return {cause: found[cause] for cause in order}
 
-    def blame(self, rank: int, start: int, end: int, depth: int = 0):
-        """Yield (Cause, nanoseconds); together they make up [start, end) of the late rank."""
-        own = self.segments[rank]
-        index = max(0, bisect_right(self.starts[rank], start) - 1)
-        covered = 0
-        for segment in own[index:]:
+    def chain(self, call: Call) -> list[str]:
+        """Why a rank waited, in steps: whom the late rank waited for, and at last the root."""
+        told = []
+        while (earlier := self.before[id(call)]) is not None:
+            record = earlier.record
+            told.append(f"rank {earlier.rank} waited for rank {earlier.late}"
+                        f" ({record.axis} {record.name})")
+            call = earlier
+        (cause, _), = self.parts[id(call)].most_common(1)
+        return [*told, cause.text()]
+
+    def _explain(self, call: Call) -> None:
+        """Fill `parts` and `before` of a call that waits."""
+        late, start = call.late, call.record.waited_ns
+        end = start + call.wait_ns
+        begin = min(start, self.meetings.last(
+            call.rank, late, end, max(self.ranks[call.rank].start, self.ranks[late].start)))
+        theirs, own = self.work(late, begin, end), self.work(call.rank, begin, start)
+        self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
+        more = theirs.totals()
+        more.subtract(own.totals())
+        self.before[id(call)] = None
+        if more and max(more, key=more.get) == "waiting":
+            waits = [one for one in self._within(late, begin, end) if one.kind == "wait"]
+            self.before[id(call)] = max(waits, key=lambda one: one.length).call
+
+    def _within(self, rank: int, start: int, end: int) -> list[Segment]:
+        """The rank's segments between two instants, cut there."""
+        own, first = self.segments[rank], bisect_right(self.starts[rank], start) - 1
+        found = []
+        for place in range(max(0, first), len(own)):
+            segment = own[place]
             if segment.start >= end:
                 break
             low, high = max(start, segment.start), min(end, segment.end)
-            if high <= low:
-                continue
-            covered += high - low
-            if segment.kind == "wait" and depth < len(self.segments):
-                yield from self.blame(segment.call.late, low, high, depth + 1)
-            elif segment.kind in IDLE:
-                event = segment.call.event
-                ranks = event.ranks if event else (rank,)
-                record = segment.call.record
-                yield Cause("transfer", ranks,
-                            f"transfer of {family(record.name)} ({record.axis})"), high - low
-            elif segment.kind in COMPUTE:
-                yield from self._computing(rank, segment, low, high)
-            else:
-                what = "between spans (Python, posting, logging)"
-                yield Cause("other", (rank,), what), high - low
-        if covered < end - start:  # before its first or after its last traced step
-            yield Cause("other", (rank,), "outside the traced steps"), end - start - covered
+            if high > low:
+                found.append(segment._replace(start=low, end=high))
+        return found
 
-    def _computing(self, rank, segment, low, high):
-        """Causes of a compute segment, split by operation if the trace timed layers' operations."""
-        span = segment.span
-        kind = segment.kind if segment.kind in ("opt", "data") else "compute"
-        what = WORDS[segment.kind] + (f" of stage {span.stage}" if kind == "compute" else "")
-        left = high - low
-        starts = self.operation_starts[rank]
-        for one in self.operations[rank][max(0, bisect_right(starts, low) - 1):]:
-            if one.start_ns >= high:
+    def work(self, rank: int, start: int, end: int) -> Work:
+        """What a rank did between two instants."""
+        work, left = Work(), end - start
+        for segment in self._within(rank, start, end):
+            left -= segment.length
+            kind, call, span = segment.kind, segment.call, segment.span
+            if kind == "wait":
+                for cause, length in self.parts.get(id(call), {}).items():
+                    share = segment.length / call.wait_ns
+                    work["waiting", (cause.kind, cause.what)][cause] += length * share
+            elif kind == "transfer" and (span is None or span.kind != "save"):
+                ranks = call.event.ranks if call.event else (rank,)
+                what = f"transfer of {family(call.record.name)} ({call.record.axis})"
+                work[kind, what][Cause(kind, ranks, what)] += segment.length
+            elif kind in PASSES:
+                self._passing(rank, segment, work)
+            else:
+                kind = "save" if kind == "transfer" else kind
+                work[kind, ""][Cause(kind, (rank,), WORDS[kind])] += segment.length
+        if left > 0:  # before its first or after its last traced step
+            work["outside", ""][Cause("outside", (rank,), "outside the traced steps")] += left
+        return work
+
+    def _passing(self, rank: int, segment: Segment, work: Work) -> None:
+        """A piece of a pass, by layer where the trace timed the operations of layers.
+
+        Time between two operations belongs to the layer of the second.
+        """
+        words = f"{WORDS[segment.kind]} of stage {segment.span.stage}"
+        now, operations = segment.start, self.ranks[rank].operations
+        first = max(0, bisect_right(self.operation_starts[rank], now) - 1)
+        for place in range(first, len(operations)):
+            one = operations[place]
+            if one.start_ns >= segment.span.end_ns or now >= segment.end:
                 break
-            length = min(high, one.end_ns) - max(low, one.start_ns)
-            if length > 0:
-                left -= length
-                layer = f"{family(one.layer)}." if one.layer else ""
-                yield Cause(kind, (rank,), f"{what}, {layer}{one.function}"), length
-        if left > 0:
-            yield Cause(kind, (rank,), what), left
+            until = min(one.end_ns, segment.end)
+            if until > now:
+                named = f"{words}, {one.layer}" if one.layer else words
+                detail = segment.kind, family(one.layer)
+                work["compute", detail][Cause("compute", (rank,), named)] += until - now
+                now = until
+        if segment.end > now:
+            detail = segment.kind, ""
+            work["compute", detail][Cause("compute", (rank,), words)] += segment.end - now

@@ -86,8 +86,7 @@ def item(segment: Segment, by_stage: bool) -> str:
         return f"waiting for rank {segment.call.late}"
     if kind == "transfer":
         return f"transfer over {segment.call.record.axis}"
-    return {"optimizer": "optimizer", "data": "data loading",
-            "other": "other: Python between the spans"}[kind]
+    return WORDS[segment.kind]
 
 
 def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:

@@ -1,36 +1,45 @@
-"""What is wrong with a traced run, in words: uneven stages, a heavy head, slow ranks, slow links.
+"""What is wrong with a traced run, in words. A healthy run has no finding.
 
-Each finding compares like with like. Pipeline ranks' computing times are compared with the FLOPs of
-their stages. Ranks are compared with the others of their stage, and links with the others of their
-axis.
+Each finding compares like with like, in every traced step: once may be chance. Pipeline ranks'
+computing times are compared with the FLOPs of their stages, ranks with the others of their stage,
+and links with the others of their axis. What holds others up outside of the passes is a finding if
+it costs all ranks a twentieth of their time. A bubble belongs to a pipeline. It is a finding only
+where one microbatch at a time is in flight.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from statistics import mean, median
 
 from mpipar import models
-from mpipar.comm.record import COMPUTE, PASSES
+from mpipar.comm.record import PASSES
 from mpipar.config.model import model_config
 from mpipar.models.stage import balanced_layers, stage_flops
-from mpipar.trace.segments import Segment, by_kind
-from mpipar.trace.trace_file import Trace
-from mpipar.trace.waits import POINT_TO_POINT, Waits
+from mpipar.trace import pop
+from mpipar.trace.causes import Cause, Causes, Cost
+from mpipar.trace.idle_pipeline import one_at_a_time
+from mpipar.trace.links import slow_links
+from mpipar.trace.segments import Segment
+from mpipar.trace.trace_file import RankTrace, Trace
+from mpipar.trace.waits import Waits
 
 NOTABLE = 1.2  # times the mean, or the replicas' work
-SLOW_LINK = 2.0  # times as long per byte as the axis's other links
-LARGE_SHARE = 0.05  # of all ranks' time, for a link to matter
+SLOW = 1.5  # times as long per FLOP as other stages, which differ in more than FLOPs
+LARGE_SHARE = 0.05  # of all ranks' time, for a cause of waiting to matter
+# Kinds of causes outside of the passes, and whether one step with them is enough.
+HOLD_UP = {"data": False, "opt": False, "other": False, "save": True, "gc": True}
+KINDS = {"data": "data loading", "opt": "optimizer", "other": "time between spans",
+         "save": "checkpoint save", "gc": "garbage collection"}
 
 
 @dataclass(frozen=True)
 class Finding:
     """A problem that a trace shows.
 
-    kind: uneven stage, heavy head, slow rank, slow link, or transfer. The last is a long transfer
-    on a link that has no other to compare with. lost_ms: the approximate loss per step.
+    kind: uneven stage, heavy head, slow rank, slow link, one active rank, or a value of KINDS.
+    lost_ms: the approximate loss per step.
     """
 
     kind: str
@@ -38,84 +47,64 @@ class Finding:
     lost_ms: float
 
 
-def find(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[Finding]:
+def find(trace: Trace, waits: Waits, segments: list[list[Segment]], causes: Causes,
+         costs: dict[Cause, Cost]) -> list[Finding]:
     """All findings, the costliest first."""
-    found = stages(trace, segments) + replicas(trace, segments) + links(trace, waits, segments)
+    work = Passes(trace, segments, causes)
+    found = stages(work) + replicas(work) + held_up(trace, costs)
+    found += [Finding("slow link", text, time * 1e-6 / trace.num_steps)
+              for text, time in slow_links(trace, waits, segments)]
+    found += [Finding("one active rank", text, lost) for text, lost in one_at_a_time(trace)]
     return sorted(found, key=lambda finding: -finding.lost_ms)
 
 
-def work_ms(trace: Trace, segments: list[list[Segment]]) -> list[float]:
-    """Milliseconds per step that each rank computes in passes, without blocked time."""
-    return [sum(_passes_ns(own).values()) * 1e-6 / trace.num_steps for own in segments]
+class Passes:
+    """What the ranks of a trace compute in their passes: as measured, and in FLOPs."""
+
+    def __init__(self, trace: Trace, segments: list[list[Segment]], causes: Causes):
+        self.trace, self.causes = trace, causes
+        # More ranks than cores also wait for cores, some for longer than others.
+        self.patience = 2 if trace.crowded() else 1
+        self.steps = [_by_step(own) for own in segments]
+        self.model, self.split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
+        self.units = models.model_of(self.model).unit_flops(self.model)
+
+    def ms(self, rank: RankTrace) -> float:
+        """Milliseconds per step that a rank computes, without blocked time."""
+        return self.steps[rank.world_rank].total() * 1e-6 / self.trace.num_steps
+
+    def flops(self, rank: RankTrace) -> tuple[float, float]:
+        """(of the blocks, of the head) in all traced forward passes of a rank."""
+        costs = [stage_flops(self.units, self.split, span.stage)
+                 for span in rank.spans if span.kind == "F"]
+        blocks, head = (sum(values) for values in zip(*costs, strict=True)) if costs else (0, 0)
+        return blocks, head
+
+    def limit(self, times: float) -> float:
+        """A threshold, higher where ranks share cores."""
+        return 1 + (times - 1) * self.patience
+
+    def most_of_it(self, rank: RankTrace) -> str:
+        """Which pass, and which layer if known, takes longest beside comparable ones."""
+        works = [self.causes.work(one.world_rank, one.start, one.end) for one in self.trace.ranks]
+        flops = [sum(self.flops(one)) for one in self.trace.ranks]
+        own, found = rank.world_rank, Counter()
+        for key, causes in works[own].items():
+            if key[0] != "compute":
+                continue
+            for cause, length in causes.items():
+                # Blocks are alike. Whole passes compare by their FLOPs.
+                others = [
+                    time * (1 if key[1][1] else flops[own] / max(flops[other], 1))
+                    for other, work in enumerate(works) for one, time in work.get(key, {}).items()
+                    if one != cause]
+                if others:
+                    found[cause] = length - median(others)
+        (cause, extra), = found.most_common(1) or [(None, 0)]
+        return f", most of it in the {cause.what}" if extra > 0 else ""
 
 
-def stages(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
-    """The pipeline rank that computes most, if that is notably more than the mean, and why."""
-    places = sorted({rank.place["pp"] for rank in trace.ranks})
-    if len(places) == 1:
-        return []
-    work = work_ms(trace, segments)
-    model, split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
-    units = models.model_of(model).unit_flops(model)
-    least, expected, headless = {}, {}, {}
-    for place in places:
-        members = [rank for rank in trace.ranks if rank.place["pp"] == place]
-        # The fastest replica counts: a slow one among them is another finding.
-        least[place] = min(work[rank.world_rank] for rank in members)
-        costs = [stage_flops(units, split, span.stage)
-                 for span in members[0].spans if span.kind == "F"]
-        expected[place] = sum(map(sum, costs))
-        headless[place] = sum(blocks for blocks, _ in costs)
-    slowest = max(places, key=least.get)
-
-    def ratio(values):
-        return values[slowest] / max(mean(values.values()), 1e-9)
-
-    if ratio(least) < NOTABLE:
-        return []
-    ranks = [rank for rank in trace.ranks if rank.place["pp"] == slowest]
-    named = "; ".join(trace.meta["stages"][stage] for stage in ranks[0].stages)
-    lost = least[slowest] - mean(least.values())
-    measured = (f"pipeline rank {slowest} (stage {named}) computes {least[slowest]:.1f} ms per"
-                f" step, {ratio(least):.1f}x the mean")
-    if ratio(expected) - 1 < (ratio(least) - 1) / 2:
-        return [Finding("slow rank", f"{measured}, but only {ratio(expected):.1f}x of the FLOPs are"
-                        f" there: {_names(ranks)} slow, or late inside a pass", lost)]
-    held = [next(rank.stages for rank in trace.ranks if rank.place["pp"] == place)
-            for place in places]
-    balanced = balanced_layers(model.layers, units, held)
-    cure = "" if list(balanced) == list(split) else (
-        f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
-    if ratio(headless) < NOTABLE:
-        share = 1 - headless[slowest] / expected[slowest]
-        return [Finding("heavy head", f"{measured}: the head is {share:.0%} of its FLOPs{cure}",
-                        lost)]
-    return [Finding("uneven stage",
-                    f"{measured}; by FLOPs {ratio(expected):.1f}x{cure}", lost)]
-
-
-def replicas(trace: Trace, segments: list[list[Segment]]) -> list[Finding]:
-    """Ranks that compute notably longer than the others of their stage, which do equal work.
-
-    They do so in every traced step: once may be chance.
-    """
-    work, found = work_ms(trace, segments), []
-    steps = [_passes_ns(own) for own in segments]
-    for rank in trace.ranks:
-        mates = [other.world_rank for other in trace.ranks
-                 if other.place["pp"] == rank.place["pp"] and other is not rank]
-        if not mates:
-            continue
-        own, others = work[rank.world_rank], [work[mate] for mate in mates]
-        if all(length > NOTABLE * median(steps[mate][step] for mate in mates)
-               for step, length in steps[rank.world_rank].items()):
-            found.append(Finding(
-                "slow rank", f"{_names([rank])} computes {own:.1f} ms per step, the others of its"
-                f" stage {median(others):.1f} ms", own - median(others)))
-    return found
-
-
-def _passes_ns(own: list[Segment]) -> Counter:
+def _by_step(own: list[Segment]) -> Counter:
     """{step: nanoseconds that a rank computes in passes}."""
     sums: Counter = Counter()
     for one in own:
@@ -124,56 +113,104 @@ def _passes_ns(own: list[Segment]) -> Counter:
     return sums
 
 
-def links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[Finding]:
-    """Links (sender to receiver, or group) whose transfers take long beside the axis's others."""
-    spent, volume, counts = defaultdict(int), defaultdict(int), defaultdict(int)
-    hidden = defaultdict(int)
-    for event in waits.events:
-        payload = event.calls[0].record.payload_bytes
-        if not payload:
-            continue
-        message = event.calls[0].record.operation in POINT_TO_POINT
-        key = (event.axis, event.ranks, message)
-        slow = [call.transfer_ns for call in event.calls]
-        spent[key] += slow[1] if message else sum(slow) // len(slow)
-        volume[key] += payload
-        counts[key] += 1
-        if message:
-            end = event.calls[1].record.done_ns
-            hidden[key] += _computing(segments[event.ranks[0]], end - slow[1], end)
+def stages(work: Passes) -> list[Finding]:
+    """The pipeline rank that computes most, if that is notably more than the mean, and why."""
+    trace = work.trace
+    places: dict[int, list[RankTrace]] = {}
+    for rank in trace.ranks:
+        places.setdefault(rank.place["pp"], []).append(rank)
+    if len(places) == 1:
+        return []
+    # The fastest replica counts: a slow one among them is another finding.
+    least = {place: {step: min(work.steps[one.world_rank][step] for one in members)
+                     for step, *_ in trace.ranks[0].steps} for place, members in places.items()}
+    flops = {place: work.flops(members[0]) for place, members in places.items()}
+    total = {place: max(sum(pair), 1) for place, pair in flops.items()}
+
+    def ratio(values, place):
+        return values[place] / max(mean(values.values()), 1e-9)
+
+    def always(place, test):
+        return all(test({one: steps[step] for one, steps in least.items()}, place)
+                   for step in least[place])
+
+    def slow(values, place):
+        paces = {one: value / total[one] for one, value in values.items()}
+        others = median(pace for one, pace in paces.items() if one != place)
+        return paces[place] > work.limit(SLOW) * others
+
+    sums = {place: sum(steps.values()) for place, steps in least.items()}
+    slowest = max(places, key=sums.get)
+    if not always(slowest, lambda values, place: ratio(values, place) > work.limit(NOTABLE)):
+        return []
+    ranks = places[slowest]
+    named = "; ".join(trace.meta["stages"][stage] for stage in ranks[0].stages)
+    per_step = 1e-6 / trace.num_steps
+    measured = (f"pipeline rank {slowest} (stage {named}) computes"
+                f" {sums[slowest] * per_step:.1f} ms per step,"
+                f" {ratio(sums, slowest):.1f}x the mean")
+    if ratio(total, slowest) - 1 < (ratio(sums, slowest) - 1) / 2:
+        if not always(slowest, slow):
+            return []
+        lost = (sums[slowest] - total[slowest] * median(
+            value / total[one] for one, value in sums.items() if one != slowest)) * per_step
+        return [Finding("slow rank", f"{measured}, but only {ratio(total, slowest):.1f}x of the"
+                        f" FLOPs are there: {_names(ranks)} slow, or late inside a pass"
+                        f"{work.most_of_it(ranks[0])}", lost)]
+    lost = pop.lost_by_uneven_stages(trace)
+    if lost < LARGE_SHARE * (trace.end - trace.start) * per_step:
+        return []
+    held = [members[0].stages for _, members in sorted(places.items())]
+    balanced = balanced_layers(work.model.layers, work.units, held)
+    cure = "" if list(balanced) == list(work.split) else (
+        f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
+    blocks = {place: pair[0] for place, pair in flops.items()}
+    if ratio(blocks, slowest) < NOTABLE:
+        share = 1 - blocks[slowest] / total[slowest]
+        return [Finding("heavy head", f"{measured}: the head is {share:.0%} of its FLOPs{cure}",
+                        lost)]
+    return [Finding("uneven stage",
+                    f"{measured}; by FLOPs {ratio(total, slowest):.1f}x{cure}", lost)]
+
+
+def replicas(work: Passes) -> list[Finding]:
+    """Ranks that compute notably longer than the others of their stage, which do equal work."""
     found = []
-    for key, time in spent.items():
-        axis, ranks, message = key
-        others = [spent[other] / volume[other] for other in spent
-                  if other != key and (other[0], other[2]) == (axis, message)]
-        share = time * (1 if message else len(ranks)) / (
-            (trace.end - trace.start) * len(trace.ranks))
-        pace, usual = time / volume[key], median(others) if others else 0.0
-        if share < LARGE_SHARE or (others and pace < SLOW_LINK * usual):
-            continue
-        arrow = " -> ".join(map(str, ranks)) if message else ", ".join(map(str, ranks))
-        text = (f"{axis} {'link' if message else 'group'} {arrow}: {counts[key]} transfers of"
-                f" {volume[key] / counts[key] / 1024:.1f} KiB take"
-                f" {time / counts[key] * 1e-6:.2f} ms each ({1e3 / pace:.0f} MB/s)")
-        if others:
-            text += f", {pace / max(usual, 1e-9):.1f}x as long per byte as the axis's others"
-        if message and hidden[key] > time / 2:
-            text += ("; most of it while the sender computes, and MPI moves nothing until it"
-                     " is called")
-        kind = "slow link" if others else "transfer"
-        found.append(Finding(kind, text, time * 1e-6 / trace.num_steps))
+    for rank in work.trace.ranks:
+        mates = [other for other in work.trace.ranks
+                 if other.place["pp"] == rank.place["pp"] and other is not rank]
+        if mates and all(length > work.limit(NOTABLE) * median(
+                work.steps[mate.world_rank][step] for mate in mates)
+                for step, length in work.steps[rank.world_rank].items()):
+            own, others = work.ms(rank), median(map(work.ms, mates))
+            found.append(Finding(
+                "slow rank", f"{_names([rank])} computes {own:.1f} ms per step, the others of its"
+                f" stage {others:.1f} ms{work.most_of_it(rank)}", own - others))
     return found
 
 
-def _computing(segments: list[Segment], start: int, end: int) -> int:
-    """Nanoseconds of [start, end) that a rank computes."""
-    first = bisect_right(segments, start, key=lambda one: one.end)
-    last = bisect_left(segments, end, key=lambda one: one.start)
-    sums = by_kind(segments[first:last], start, end)
-    return sum(sums[kind] for kind in COMPUTE)
+def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
+    """What makes others wait outside of the passes, in most steps; a save or collection in any."""
+    all_time, found = (trace.end - trace.start) * len(trace.ranks), []
+    steps = [step for step, *_ in trace.ranks[0].steps]
+    for cause, cost in costs.items():
+        if cause.kind not in HOLD_UP:
+            continue
+        usual = median(cost.by_step[step] for step in steps) * len(steps)
+        counted = cost.wait_ns if HOLD_UP[cause.kind] else usual
+        if counted < LARGE_SHARE * (2 if trace.crowded() else 1) * all_time:
+            continue
+        waiting, longest = cost.by_rank.most_common(1)[0]
+        lost = longest * 1e-6 / trace.num_steps * counted / cost.wait_ns
+        axis, name = cost.by_barrier.most_common(1)[0][0]
+        rank = trace.ranks[cause.ranks[0]]
+        found.append(Finding(
+            KINDS[cause.kind], f"{_names([rank])}, {cause.what}: rank {waiting} waits {lost:.1f} ms"
+            f" per step for it, mostly at {axis} {name}", lost))
+    return found
 
 
-def _names(ranks) -> str:
+def _names(ranks: list[RankTrace]) -> str:
     shown = ", ".join(str(rank.world_rank) for rank in ranks)
     hosts = ", ".join(sorted({rank.host for rank in ranks}))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} on {hosts}"

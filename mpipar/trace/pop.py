@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from statistics import mean
 
 from mpipar.comm.record import PASSES
 from mpipar.console import bubble
+from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.trace.segments import IDLE, Segment
 from mpipar.trace.trace_file import Trace
@@ -160,7 +162,18 @@ def pipeline_bubble(trace: Trace) -> list[tuple]:
     return bubble.bubble_rows(pass_facts(trace), pp_ranks, trace.schedule())
 
 
-def simulated(trace: Trace) -> Timeline:
-    """The trace's schedule with its own mean pass times and instant messages, in seconds."""
+def simulated(trace: Trace, even: bool = False) -> Timeline:
+    """The trace's schedule with its own mean pass times and instant messages, in seconds.
+
+    even: with the mean over the stages for every stage.
+    """
     schedule = trace.schedule()
-    return simulate(schedule, bubble.measured_costs(pass_facts(trace), schedule.num_stages))
+    costs = bubble.measured_costs(pass_facts(trace), schedule.num_stages)
+    if even:
+        costs = Costs(*(mean(getattr(costs, name)) for name in "fiw"))
+    return simulate(schedule, costs)
+
+
+def lost_by_uneven_stages(trace: Trace) -> float:
+    """Milliseconds per step that the schedule would gain from stages of equal work."""
+    return float(simulated(trace).makespan - simulated(trace, even=True).makespan) * 1e3

@@ -1,8 +1,8 @@
 """A rank's time without gaps: what it did at every instant of the traced steps.
 
-Kinds are the compute spans F B I W opt data, and wait and transfer of every blocking call. Time
-outside of all of them is "other": Python, posting messages, logging between steps. Blocked time
-inside a span counts as wait and transfer, so the rest of a span is computing.
+Kinds are those of the spans that keep a rank busy, and wait and transfer of every blocking call.
+Time outside of all of them is "other": Python, posting messages, logging between steps. Blocked
+time inside a span counts as wait and transfer, so the rest of a span is computing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from mpipar.comm.record import COMPUTE, Span
+from mpipar.comm.record import BUSY, Span
 from mpipar.trace.trace_file import RankTrace, Trace
 from mpipar.trace.waits import Call, Waits
 
@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 def of_rank(rank: RankTrace, calls: list[Call]) -> list[Segment]:
     """The rank's segments from its first step's start to its last step's end, without gaps."""
     pieces = [(span.start_ns, -span.end_ns, span.kind, span, None)
-              for span in rank.spans if span.kind in COMPUTE]
+              for span in rank.spans if span.kind in BUSY]
     for call in calls:
         start, end = call.record.waited_ns, call.record.done_ns
         split = start + call.wait_ns

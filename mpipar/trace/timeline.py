@@ -5,9 +5,11 @@ from __future__ import annotations
 from mpipar.trace.segments import Segment, by_kind
 from mpipar.trace.trace_file import Trace
 
-LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W", "opt": "o", "data": "d", "wait": ".",
+LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W", "opt": "o", "data": "d", "save": "s",
+           "gc": "g", "wait": ".",
            "transfer": "-", "other": " "}
-LEGEND = "F B I W passes, o optimizer, d data, . waits for a late rank, - transfer, blank: the rest"
+LEGEND = ("F B I W passes, o optimizer, d data, s saves, g garbage collection, . waits,"
+          " - transfer, blank: rest")
 
 
 def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,

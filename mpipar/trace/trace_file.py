@@ -101,16 +101,21 @@ class Trace:
         axes = [axis for axis in self.meta["rank_order"] if self.meta["layout"][axis] > 1]
         return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
 
-    def remarks(self) -> list[str]:
-        """What a reader must know before trusting the numbers."""
-        found = []
+    def crowded(self) -> dict[str, tuple[int, int]]:
+        """{host: (ranks, cores)} where ranks share cores."""
+        found = {}
         for host in sorted({rank.host for rank in self.ranks}):
             here = [rank for rank in self.ranks if rank.host == host]
             cores = set().union(*(rank.cores for rank in here))
             if cores and len(here) > len(cores):
-                found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s), so ranks also"
-                             " wait for each other's core: the times show the order of the work,"
-                             " not the speed of a machine with a core for each rank")
+                found[host] = len(here), len(cores)
+        return found
+
+    def remarks(self) -> list[str]:
+        """What a reader must know before trusting the numbers."""
+        found = [f"{host}: {ranks} ranks share {cores} core(s), so ranks also wait for each other's"
+                 " core: the times show the order of the work, not the speed of a machine with a"
+                 " core for each rank" for host, (ranks, cores) in self.crowded().items()]
         if not all(rank.complete for rank in self.ranks):
             found.append("the run failed in the last step that is shown")
         return found
