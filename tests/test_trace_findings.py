@@ -8,7 +8,8 @@ from helpers import REPOSITORY, find_launcher, run_ranks
 from program import environment
 from trace_cases import span, trace
 
-from mpipar.trace import findings, segments, trace_file, waits
+from mpipar.trace import trace_file, waits
+from mpipar.trace.analysis import analyse
 
 # Large enough that products, not Python, take a stage's time.
 SIZE = ("--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4 --layout pp=2"
@@ -26,26 +27,24 @@ def traced(folder, *flags, fault="none"):
 
 
 def found_in(run):
-    matched = waits.find(run)
-    pieces = segments.of_trace(run, matched)
-    return {finding.kind: finding for finding in findings.find(run, matched, pieces)}
+    return {finding.kind: finding for finding in analyse(run).findings}
 
 
 def test_an_uneven_stage_is_named(tmp_path):
-    run = traced(tmp_path / "run", "--layers", "4", "--stage-layers", "3,1")
+    run = traced(tmp_path / "run", "--layers", "4", "--stage-layers", "4,0")
     finding = found_in(run)["uneven stage"]
-    assert finding.text.startswith("pipeline rank 0 (stage 0: embedding, blocks 0-2) computes ")
+    assert finding.text.startswith("pipeline rank 0 (stage 0: embedding, blocks 0-3) computes ")
     assert finding.text.endswith("balanced by FLOPs: --stage-layers 2,2")
     assert finding.lost_ms > 0
 
 
 def test_a_heavy_head_is_named(tmp_path):
-    np.arange(8_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    np.arange(16_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     run = traced(tmp_path / "run", "--layers", "4", "--stage-layers", "2,2", "--vocab-size",
-                 "8000", "--data", str(tmp_path / "tokens.bin"))
+                 "16000", "--data", str(tmp_path / "tokens.bin"))
     finding = found_in(run)["heavy head"]
     assert finding.text.startswith("pipeline rank 1 (stage 1: blocks 2-3, head, loss) computes ")
-    assert "the head is 71% of its FLOPs" in finding.text  # 2DV of 2DV + 2 (24 D^2 + 4 T D)
+    assert "the head is 83% of its FLOPs" in finding.text  # 2DV of 2DV + 2 (24 D^2 + 4 T D)
     assert finding.text.endswith("--stage-layers 4,0")
 
 
@@ -54,7 +53,8 @@ def test_a_slow_rank_is_named(tmp_path):
     run = traced(tmp_path / "run", "--layers", "2", "--num-microbatches", "2", fault="delay")
     finding = found_in(run)["slow rank"]
     assert "only 1.1x of the FLOPs" in finding.text
-    assert f"rank 1 on {run.ranks[1].host} slow, or late inside a pass" in finding.text
+    assert (f"rank 1 on {run.ranks[1].host} slow, or late inside a pass, most of it in the forward"
+            " of stage 1") in finding.text
 
 
 def test_a_slow_link_is_named(tmp_path):
@@ -76,7 +76,7 @@ def by_hand(slow_steps):
 def test_a_rank_that_is_slower_than_its_stage_in_every_step_is_named():
     finding = found_in(by_hand({(1, 0), (1, 1), (1, 2)}))["slow rank"]
     assert finding.text == ("rank 1 on host1 computes 20.0 ms per step, the others of its stage"
-                            " 10.0 ms")
+                            " 10.0 ms, most of it in the forward of stage 0")
     assert finding.lost_ms == pytest.approx(10)
 
 

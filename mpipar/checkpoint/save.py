@@ -18,7 +18,7 @@ import itertools
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import NamedTuple
 
 from mpipar.checkpoint import boxes
@@ -172,7 +172,7 @@ class Saver:
         committed first. If that fails, this save does not begin.
         Comm: that of `commit`, and a barrier and a broadcast over the world.
         """
-        start = perf_counter()
+        start = perf_counter_ns()
         if self.flight is not None:
             self.waits += 1
             self.commit()
@@ -187,7 +187,8 @@ class Saver:
             self.flight = Flight(step, path.parent, self.worker.loss_scale.state(), outcome)
             if self.thread is None:
                 self.commit()
-        self.blocked_seconds = perf_counter() - start
+        self.worker.recorder.span("save", start)
+        self.blocked_seconds = (perf_counter_ns() - start) * 1e-9
 
     def _copy_state(self) -> None:
         for one, copied in zip(self.own, self.copy, strict=True):
@@ -209,7 +210,7 @@ class Saver:
         """
         if self.flight is None:
             return
-        flight, self.flight = self.flight, None
+        start, flight, self.flight = perf_counter_ns(), self.flight, None
         written = flight.outcome.result()
         self.write_seconds = written.get("seconds", 0.0)
         self.comm.barrier("save.written")
@@ -217,6 +218,7 @@ class Saver:
         problem = self._commit_files(flight, facts) if facts else ""
         self.comm.barrier("save.committed")
         problem = broadcast_text(self.mpi_world, problem)
+        self.worker.recorder.span("save", start)
         if problem:
             raise OutputError(problem)
         self.saved = flight.step

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mpipar import models
-from mpipar.comm.record import COMPUTE, PASSES
+from mpipar.comm.record import BUSY, PASSES
 from mpipar.config.model import model_config
 from mpipar.console import output
 from mpipar.trace import pop
@@ -110,9 +110,9 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
     numbers = {id(event): i for i, event in enumerate(analysis.waits.events)}
     ranks = []
     for rank, own in zip(trace.ranks, analysis.waits.calls, strict=True):
-        spans = [[_us(one.start_ns), _us(one.end_ns - one.start_ns), COMPUTE.index(one.kind),
+        spans = [[_us(one.start_ns), _us(one.end_ns - one.start_ns), BUSY.index(one.kind),
                   one.stage, one.mb, one.step]
-                 for one in rank.spans if one.kind in COMPUTE and one.step in kept_steps
+                 for one in rank.spans if one.kind in BUSY and one.step in kept_steps
                  and one.end_ns - one.start_ns >= shortest]
         calls = []
         for call in own:
@@ -136,7 +136,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                     max(rank.steps[i][2] for rank in trace.ranks)]
              for i, (step, _, _) in enumerate(trace.ranks[0].steps) if step in kept_steps}
     return {
-        "kinds": COMPUTE, "ranks": ranks,
+        "kinds": BUSY, "ranks": ranks,
         "steps": [[step, _us(start), _us(end)] for step, (start, end) in steps.items()],
     } | {name: list(table) for name, table in tables.items()}, thinned
 
@@ -148,7 +148,7 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
     """
     lengths: dict[int, list[int]] = {}
     for rank, own in zip(analysis.trace.ranks, analysis.waits.calls, strict=True):
-        spans = [one for one in rank.spans if one.kind in COMPUTE]
+        spans = [one for one in rank.spans if one.kind in BUSY]
         for one in [*spans, *rank.operations]:
             lengths.setdefault(one.step, []).append(one.end_ns - one.start_ns)
         for call in own:

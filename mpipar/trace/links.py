@@ -15,6 +15,7 @@ SLOW_LINK = 2.0  # times as long per byte as the axis's other links
 LARGE_SHARE = 0.05  # of the traced time, for a link to matter
 CABLE_NS_PER_BYTE = 10  # a gigabit cable, with what a protocol costs
 CABLE_NS = 0.5e6  # a message's own delay on a bad network
+CROWDED = 50  # times as patient where a rank may not have a core when data comes
 AFTER_NS = 1e6  # what has started to move when the sender was free again ends within this time
 
 
@@ -57,9 +58,10 @@ def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> lis
         others = [one.time / one.payload for one in links
                   if one is not link and (one.axis, one.message) == (link.axis, link.message)]
         pace, usual = link.time / link.payload, median(others) if others else 0.0
-        if others and pace > SLOW_LINK * (1 + crowded) * usual:
+        if others and pace > SLOW_LINK * (2 if crowded else 1) * usual:
             told = f"{pace / max(usual, 1e-9):.1f}x as long per byte as the axis's others"
-        elif not crowded and median(link.times) > CABLE_NS + CABLE_NS_PER_BYTE * link.size:
+        elif median(link.times) > CABLE_NS * (CROWDED if crowded else 1) + (
+                CABLE_NS_PER_BYTE * link.size):
             told = "longer than over a gigabit cable"
         else:
             continue

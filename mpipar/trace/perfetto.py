@@ -13,7 +13,7 @@ import json
 from bisect import bisect_right
 from pathlib import Path
 
-from mpipar.comm.record import COMPUTE, POINT_TO_POINT
+from mpipar.comm.record import BUSY, POINT_TO_POINT
 from mpipar.console import output
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Event, Waits
@@ -43,7 +43,7 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
             found.append(_meta("thread_name", pid, row, name=name))
             found.append(_meta("thread_sort_index", pid, row, sort_index=row))
         for span in rank.spans:
-            if span.kind in COMPUTE:
+            if span.kind in BUSY:
                 name = f"{span.stage}{span.kind}{span.mb}" if span.mb >= 0 else span.kind
                 found.append(_slice(pid, "compute", name, span.start_ns, span.end_ns, {
                     "step": span.step, "stage": span.stage, "mb": span.mb}))

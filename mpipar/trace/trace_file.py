@@ -27,6 +27,7 @@ SCHEMA = 3
 META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
              "batch_size", "dtype", "clock")
 SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
+LEAST_CORE_WAIT = 0.1  # of the traced time, to be told
 
 MIXED = "the files of trace/ must be of one run"
 HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
@@ -37,7 +38,8 @@ class RankTrace:
     """What one rank did. Times are nanoseconds of the common clock since the trace began.
 
     place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
-    cores of its host that it may run on. complete: false if it failed in the last step.
+    cores of its host that it may run on. core_wait_ns: how long it was ready to run and had none.
+    complete: false if it failed in the last step.
     """
 
     world_rank: int
@@ -51,6 +53,7 @@ class RankTrace:
     operations: list[LayerOperation] = field(default_factory=list)
     complete: bool = True
     cores: tuple[int, ...] = ()
+    core_wait_ns: int = 0
 
     @property
     def start(self) -> int:
@@ -101,24 +104,27 @@ class Trace:
         axes = [axis for axis in self.meta["rank_order"] if self.meta["layout"][axis] > 1]
         return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
 
-    def crowded(self) -> dict[str, tuple[int, int]]:
-        """{host: (ranks, cores)} where ranks share cores."""
-        found = {}
+    def crowded(self) -> list[str]:
+        """Where ranks share cores, with each other or with other processes; at most one remark."""
+        found = []
         for host in sorted({rank.host for rank in self.ranks}):
             here = [rank for rank in self.ranks if rank.host == host]
             cores = set().union(*(rank.cores for rank in here))
             if cores and len(here) > len(cores):
-                found[host] = len(here), len(cores)
-        return found
+                found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s)")
+        if found:
+            why = ("so ranks also wait for each other's core: the times show the order of the work,"
+                   " not the speed of a machine with a core for each rank")
+            return [f"{', '.join(found)}, {why}"]
+        waited = max(rank.core_wait_ns / max(rank.end - rank.start, 1) for rank in self.ranks)
+        told = (f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%} of"
+                " the time for one: the times are not those of a free machine")
+        return [told] if waited >= LEAST_CORE_WAIT else []
 
     def remarks(self) -> list[str]:
         """What a reader must know before trusting the numbers."""
-        found = [f"{host}: {ranks} ranks share {cores} core(s), so ranks also wait for each other's"
-                 " core: the times show the order of the work, not the speed of a machine with a"
-                 " core for each rank" for host, (ranks, cores) in self.crowded().items()]
-        if not all(rank.complete for rank in self.ranks):
-            found.append("the run failed in the last step that is shown")
-        return found
+        failed = not all(rank.complete for rank in self.ranks)
+        return self.crowded() + ["the run failed in the last step that is shown"] * failed
 
     def schedule(self) -> Schedule:
         """The schedule that the run used."""
@@ -263,7 +269,7 @@ def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
                 {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
                 [(step, clock.common_ns(rank, start), clock.common_ns(rank, end))
                  for step, start, end in head["steps"]], complete=head["complete"],
-                cores=tuple(head["cores"]))
+                cores=tuple(head["cores"]), core_wait_ns=head.get("core_wait_ns", 0))
             end = head["steps"][-1][2] if head["steps"] else 0
             for line in file:
                 number += 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from time import perf_counter_ns
 
 from mpipar import models
@@ -15,6 +17,9 @@ from mpipar.comm.grid import AXES
 from mpipar.console.output import warn
 from mpipar.console.tables import describe_stage
 from mpipar.trace import trace_file
+
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
+SHORTEST_GC_NS = 100_000  # shorter collections are many and hold nobody up
 
 
 def trace_steps(text: str | None) -> tuple[int, int] | None:
@@ -38,6 +43,14 @@ def trace_problems(config) -> list[str]:
     return []
 
 
+def core_wait_ns() -> int:
+    """Nanoseconds that this thread has been ready to run and had no core; 0 where unknown."""
+    try:
+        return int(SCHEDSTAT.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 class Tracer:
     """Traces steps FIRST to LAST of one rank, or none when config.run.trace is None.
 
@@ -53,6 +66,8 @@ class Tracer:
         self.capacity = None
         self.owners: list[int] = []
         self.before: dict = {}
+        self.core_wait = 0
+        self.collecting = 0  # when the garbage collection that runs now began
         self.written = self.lost = False
 
     @contextmanager
@@ -88,8 +103,18 @@ class Tracer:
         self.before = measure_clocks(self.world, self.owners)
         if self.timed_ops is not None:
             self.timed_ops.active = True
+        gc.callbacks.append(self._collected)
+        self.core_wait = core_wait_ns()
         if self.worker.grid.world_rank == 0:  # so that the files of a run that fails can be read
             self._tried(self._write_meta)
+
+    def _collected(self, phase: str, info: dict) -> None:
+        """Called by Python at the start and the end of each garbage collection."""
+        now = perf_counter_ns()
+        if phase == "start":
+            self.collecting = now
+        elif now - self.collecting >= SHORTEST_GC_NS:
+            self.worker.recorder.span("gc", self.collecting)
 
     def finish(self) -> bool:
         """Write the trace if one was begun and not yet written; return whether there is one.
@@ -130,6 +155,7 @@ class Tracer:
 
     def _write(self, complete: bool, after: dict | None = None) -> str:
         """Write this rank's file, and on world rank 0 meta.json; return what went wrong, or ""."""
+        gc.callbacks.remove(self._collected)
         return self._tried(self._write_rank, complete) or (
             self._tried(self._write_meta, after) if self.worker.grid.world_rank == 0 else "")
 
@@ -142,6 +168,7 @@ class Tracer:
             "place": {axis: worker.grid.axis_rank(axis) for axis in AXES},
             "stages": sorted(worker.stages), "groups": groups,
             "steps": self.steps, "complete": complete, "cores": sorted(os.sched_getaffinity(0)),
+            "core_wait_ns": core_wait_ns() - self.core_wait,
         }
         trace_file.write_rank(
             self.folder, head, [record for record in recorder.records if record.step in numbers],
