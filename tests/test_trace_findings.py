@@ -50,7 +50,8 @@ def test_a_heavy_head_is_named(tmp_path):
 
 def test_a_slow_rank_is_named(tmp_path):
     """The work is even but for a small head; rank 1 sleeps in its stage."""
-    run = traced(tmp_path / "run", "--layers", "2", "--num-microbatches", "2", fault="delay")
+    run = traced(tmp_path / "run", "--layers", "2", "--num-microbatches", "2", "--d-model", "64",
+                 "--seq-len", "16", fault="delay")
     finding = found_in(run)["slow rank"]
     assert "only 1.1x of the FLOPs" in finding.text
     assert (f"rank 1 on {run.ranks[1].host} slow, or late inside a pass, most of it in the forward"

@@ -1,6 +1,6 @@
 """What is wrong with a traced run, in words. A healthy run has no finding.
 
-Each finding compares like with like, in every traced step: once may be chance. Pipeline ranks'
+Each finding compares like with like, and in more than one step: once may be chance. Pipeline ranks'
 computing times are compared with the FLOPs of their stages, ranks with the others of their stage,
 and links with the others of their axis. What holds others up outside of the passes is a finding if
 it costs all ranks a twentieth of their time. A bubble belongs to a pipeline. It is a finding only
@@ -121,56 +121,43 @@ def stages(work: Passes) -> list[Finding]:
         places.setdefault(rank.place["pp"], []).append(rank)
     if len(places) == 1:
         return []
-    # The fastest replica counts: a slow one among them is another finding.
-    least = {place: {step: min(work.steps[one.world_rank][step] for one in members)
-                     for step, *_ in trace.ranks[0].steps} for place, members in places.items()}
-    flops = {place: work.flops(members[0]) for place, members in places.items()}
-    total = {place: max(sum(pair), 1) for place, pair in flops.items()}
+    # Of a step the fastest replica counts, since a slow one is another finding; of steps the usual.
+    spent = {place: median(min(work.steps[one.world_rank][step] for one in members)
+                           for step, *_ in trace.ranks[0].steps) * 1e-6
+             for place, members in places.items()}
+    blocks = {place: work.flops(members[0])[0] for place, members in places.items()}
+    flops = {place: max(sum(work.flops(members[0])), 1) for place, members in places.items()}
+    slowest = max(places, key=spent.get)
 
-    def ratio(values, place):
-        return values[place] / max(mean(values.values()), 1e-9)
+    def ratio(values):
+        return values[slowest] / max(mean(values.values()), 1e-9)
 
-    def always(place, test):
-        return all(test({one: steps[step] for one, steps in least.items()}, place)
-                   for step in least[place])
-
-    def slow(values, place):
-        paces = {one: value / total[one] for one, value in values.items()}
-        others = median(pace for one, pace in paces.items() if one != place)
-        return paces[place] > work.limit(SLOW) * others
-
-    sums = {place: sum(steps.values()) for place, steps in least.items()}
-    slowest = max(places, key=sums.get)
-    if not always(slowest, lambda values, place: ratio(values, place) > work.limit(NOTABLE)):
+    if ratio(spent) < work.limit(NOTABLE):
         return []
     ranks = places[slowest]
     named = "; ".join(trace.meta["stages"][stage] for stage in ranks[0].stages)
-    per_step = 1e-6 / trace.num_steps
-    measured = (f"pipeline rank {slowest} (stage {named}) computes"
-                f" {sums[slowest] * per_step:.1f} ms per step,"
-                f" {ratio(sums, slowest):.1f}x the mean")
-    if ratio(total, slowest) - 1 < (ratio(sums, slowest) - 1) / 2:
-        if not always(slowest, slow):
+    measured = (f"pipeline rank {slowest} (stage {named}) computes {spent[slowest]:.1f} ms per"
+                f" step, {ratio(spent):.1f}x the mean")
+    if ratio(flops) - 1 < (ratio(spent) - 1) / 2:
+        due = flops[slowest] * median(
+            spent[one] / flops[one] for one in places if one != slowest)
+        if spent[slowest] < work.limit(SLOW) * due:
             return []
-        lost = (sums[slowest] - total[slowest] * median(
-            value / total[one] for one, value in sums.items() if one != slowest)) * per_step
-        return [Finding("slow rank", f"{measured}, but only {ratio(total, slowest):.1f}x of the"
-                        f" FLOPs are there: {_names(ranks)} slow, or late inside a pass"
-                        f"{work.most_of_it(ranks[0])}", lost)]
+        return [Finding("slow rank", f"{measured}, but only {ratio(flops):.1f}x of the FLOPs are"
+                        f" there: {_names(ranks)} slow, or late inside a pass"
+                        f"{work.most_of_it(ranks[0])}", spent[slowest] - due)]
     lost = pop.lost_by_uneven_stages(trace)
-    if lost < LARGE_SHARE * (trace.end - trace.start) * per_step:
+    if lost < LARGE_SHARE * (trace.end - trace.start) * 1e-6 / trace.num_steps:
         return []
     held = [members[0].stages for _, members in sorted(places.items())]
     balanced = balanced_layers(work.model.layers, work.units, held)
     cure = "" if list(balanced) == list(work.split) else (
         f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
-    blocks = {place: pair[0] for place, pair in flops.items()}
-    if ratio(blocks, slowest) < NOTABLE:
-        share = 1 - blocks[slowest] / total[slowest]
+    if ratio(blocks) < NOTABLE:
+        share = 1 - blocks[slowest] / flops[slowest]
         return [Finding("heavy head", f"{measured}: the head is {share:.0%} of its FLOPs{cure}",
                         lost)]
-    return [Finding("uneven stage",
-                    f"{measured}; by FLOPs {ratio(total, slowest):.1f}x{cure}", lost)]
+    return [Finding("uneven stage", f"{measured}; by FLOPs {ratio(flops):.1f}x{cure}", lost)]
 
 
 def replicas(work: Passes) -> list[Finding]:
