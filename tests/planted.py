@@ -1,9 +1,9 @@
 """Traced runs that a simulator writes, with a delay planted in them: the truth is known.
 
-Every rank is a generator that follows its program: it reads rows, runs passes layer by layer with
-their tp barriers, sends and receives, sums gradients over dp, meets all ranks at the norm, and runs
-the optimizer. It notes records, spans and operations as a run does. Times are milliseconds; every
-piece of work varies by 2 %.
+Every rank is a generator that follows its program. It reads rows, runs passes layer by layer with
+their tp barriers, and sends and receives. Then it sums gradients over dp, meets all ranks at the
+norm, and runs the optimizer. It notes records, spans and operations as a run does. Times are
+milliseconds; every piece of work varies by 2 %.
 """
 
 from collections import defaultdict

@@ -82,8 +82,8 @@ def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
 
 def test_axes_can_be_filtered_out(opened):
     page = opened(example())
+    page.click('#axes button[title$=" tp"]')  # it may scroll the page
     place = page.run(PLACE, 0, 0)
-    page.click('#axes button[title$=" tp"]')
     page.move(*place)
     assert tooltip(page) is None
     page.move(*page.run(PLACE, 1, 1))

@@ -1,10 +1,10 @@
 """What is wrong with a traced run, in words. A healthy run has no finding.
 
-Each finding compares like with like, and in more than one step: once may be chance. Pipeline ranks'
-computing times are compared with the FLOPs of their stages, ranks with the others of their stage,
-and links with the others of their axis. What holds others up outside of the passes is a finding if
-it costs all ranks a twentieth of their time. A bubble belongs to a pipeline. It is a finding only
-where one microbatch at a time is in flight.
+Each finding compares like with like, and in more than one step: once may be chance. Pipeline ranks
+are compared by the FLOPs of their stages, ranks with the others of their stage. Links are compared
+with the others of their axis, and with a gigabit cable. What holds others up outside of the passes
+is a finding if it costs all ranks a twentieth of their time. A bubble belongs to a pipeline. It is
+a finding only where one microbatch at a time is in flight.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Passes:
     def flops(self, rank: RankTrace) -> tuple[float, float]:
         """(of the blocks, of the head) in all traced forward passes of a rank."""
         costs = [stage_flops(self.units, self.split, span.stage)
-                 for span in rank.spans if span.kind == "F"]
+                 for span in rank.spans if span.kind == "F" and span.stage in rank.stages]
         blocks, head = (sum(values) for values in zip(*costs, strict=True)) if costs else (0, 0)
         return blocks, head
 
