@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import tempfile
 import time
 from pathlib import Path
 
@@ -29,8 +27,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import Recorder
-from mpipar.errors import EnvironmentProblem, HangError
-from mpipar.job.watchdog import Watchdog
+from mpipar.errors import EnvironmentProblem
+from mpipar.job import hang
 
 COPY_BYTES = 64 << 20
 VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_NUM_THREADS)")
@@ -140,23 +138,11 @@ class Bench:
                             if VARIABLES.match(name)},
         }
 
-    def watchdog(self, seconds: float) -> Watchdog:
-        """Ends the job with a message after so many seconds without progress (0: never).
-
-        Comm: one broadcast over the world, of a folder name that no earlier job has used.
-        """
-        name = broadcast_text(self.world, f"mpipar-bench-{os.getuid()}-{secrets.token_hex(8)}")
-        folder = Path(tempfile.gettempdir()) / name
-
-        def stop(states):
-            lines = [f"no progress for {seconds:g} s"]
-            lines += [f"rank {number}: {state['doing']}" for number, state in states.items()]
-            self.session.fail(HangError(lines))
-
-        return Watchdog(folder, self.world.rank,
-                        progress=lambda: (self.progress.count, self.progress.doing),
-                        describe=lambda: {"doing": self.progress.doing},
-                        on_warn=lambda states: None, on_stop=stop, warn=0, stop=seconds)
+    def watchdog(self, seconds: float):
+        """Ends the job with a message after so many seconds without progress (0: never)."""
+        return self.session.watch.following(
+            lambda: (self.progress.count, self.progress.doing),
+            lambda: hang.state_of(where=self.progress.doing), seconds)
 
     def run(self, section, sizes=None) -> list[dict]:
         """Measure a section; its rows on world rank 0. Comm: the whole world must call it."""

@@ -10,8 +10,10 @@ import importlib
 from mpipar import __version__, errors
 from mpipar.config import flags
 from mpipar.config.reading import Reading, read, to_toml
-from mpipar.config.sections import FIELDS
+from mpipar.config.sections import FIELDS, settings
+from mpipar.config.setting import flag
 from mpipar.errors import UsageError, suggestion
+from mpipar.job.alike import REFUSED
 from mpipar.job.session import Session
 
 COMMANDS = {
@@ -42,15 +44,15 @@ MACHINE = {  # what a command does with --machine
 WHOLE_RUN = {  # what matters only to many steps, their update and their run folder
     "steps", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "eps", "out",
     "run_name", "resume", "save_interval", "save_async", "keep_checkpoints", "log_interval",
-    "hang_warn", "hang_stop", "trace", "trace_ops", "memory", "prompt", "sample_tokens",
-    "temperature"}
+    "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature"}
 FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
     "train": set(FIELDS),
     "generate": {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
-                 "rank_order", "device", "dtype", "gemm", "tf32"},
+                 "rank_order", "device", "dtype", "gemm", "tf32", "hang_warn", "hang_stop"},
     "verify": set(FIELDS) - WHOLE_RUN - {"clip", "memory_limit"},
     "explain": (set(FIELDS) - WHOLE_RUN | {"save_async"}) - {  # its copy of the state is predicted
-        "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale", "loss_scale_interval"},
+        "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale",
+        "loss_scale_interval"},
 }
 
 
@@ -111,6 +113,8 @@ def main(argv: list[str], session: Session) -> int:
     if name not in COMMANDS:
         raise UsageError(f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
                          f"use one of {', '.join(COMMANDS)}")
+    if name not in WITHOUT_MPI:
+        session.facts = {"command": name}
     parser = command_parser(name, "--help-all" in argv)
     args, extras = parser.parse_known_args(flags.join_negative(parser, argv[1:]))
     unknown = flags.unknown_flags(parser, extras)
@@ -119,6 +123,10 @@ def main(argv: list[str], session: Session) -> int:
         return _print_config(reading, session)
     if name in WITHOUT_MPI and session.launcher.rank > 0:
         return errors.EXIT_OK  # under a launcher one process prints, and writes the files
+    if session.facts and name in FLAGS_OF:
+        run = reading.config.run  # what is wrong with its values is said later
+        session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
+        session.facts |= facts_of(reading, args)
     module = importlib.import_module(f"mpipar.commands.{name}")
     if name in ("schedule", "doctor", *OWN_ARGUMENTS):
         if unknown:
@@ -132,6 +140,17 @@ def main(argv: list[str], session: Session) -> int:
         session.take_over = args.take_over
         return module.run(session, reading, args.machine)
     return module.run(session, reading)
+
+
+def facts_of(reading: Reading, args: argparse.Namespace) -> dict[str, str]:
+    """What the flags of a command say, which must be the same on all ranks."""
+    found = {flag(field.name): "not given" if value is None else str(value)
+             for _, field, value in settings(reading.config)}
+    found |= {name: str(getattr(args, name)) for name in ("run_folder", "machine", "take_over")
+              if hasattr(args, name)}
+    if reading.problems:
+        found[REFUSED] = "; ".join(reading.problems)
+    return found
 
 
 def _print_config(reading: Reading, session: Session) -> int:

@@ -9,6 +9,8 @@ import numpy as np
 
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
+from mpipar.commands import inputs
+from mpipar.job import mpi, watch
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
@@ -39,8 +41,8 @@ if RANK == 1 and FAULT == "spin":
     at_step(6, lambda: [None for _ in iter(int, 1)])
 if RANK == 1 and FAULT == "stopped":
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-if (RANK, FAULT) == (1, "stopped-evaluating"):
-    Worker.evaluate = lambda self, rows: os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def after_sums(step, fault):
     """After the gradients of `step` are summed, rank 1 runs fault(its first stage's buffers)."""
     plain = GradSync.finish
@@ -67,6 +69,22 @@ if (RANK, FAULT) == (1, "nan-loss"):
     Engine.run = run
 if FAULT == "raise":
     after_sums(3, lambda flat: 1 / 0)
+
+
+def stop_in(owner, name):
+    """Replace a function on rank 1 by one that stops its process."""
+    if RANK == 1:
+        setattr(owner, name, lambda *arguments, **more: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+PLACES = {  # of a process that stops outside the steps of a training run
+    "stopped-start": (mpi, "initialize"), "stopped-data": (inputs, "prompt_tokens"),
+    "stopped-setup": (Worker, "initialize"), "stopped-evaluation": (Worker, "evaluate"),
+    "stopped-end": (mpi, "finalize"), "stopped-verify": (Worker, "gradients"),
+    "stopped-generate": (Worker, "forward")}
+if FAULT in PLACES:
+    watch.START_SECONDS = 0.0
+    stop_in(*PLACES[FAULT])
 if FAULT == "slow-disk":
     plain_fsync = os.fsync
     os.fsync = lambda number: (time.sleep(4), plain_fsync(number))

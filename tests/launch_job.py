@@ -85,7 +85,8 @@ def main(argv, session):
     if how == "early-usage":
         raise UsageError(["--x: unknown flag", "--y: wrong"])
     world = session.start()
-    session.run_folder = folder
+    if folder:
+        session.use_folder(Path(folder))
     session.where = (lambda: 1 / 0) if how == "reporting-fails" else lambda: "step 17"
     if how == "ranks-leave-with-different-codes":
         return 1 if world.Get_rank() == 2 else 0

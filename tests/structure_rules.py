@@ -11,7 +11,7 @@ from bench.code_map import FLOORS
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow",
         "comm.transport"}
-IMPORT_MPI = WIRE | {"job.session", "commands.doctor"}
+IMPORT_MPI = WIRE | {"job.mpi", "commands.doctor"}
 CALL_MPI = WIRE | {"job.session", "comm.facts", "comm.clock"}
 MPI_CALLS = set(
     """Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Gatherv Iallreduce Ibarrier

@@ -151,9 +151,9 @@ from mpipar.checkpoint.manifest import committed_steps
 from mpipar.job import session as launch
 def main(argv, session):
     session.start()
-    MPI = launch._import_mpi()
-    plain = MPI.Finalize
-    MPI.Finalize = lambda: (plain(), os.kill(os.getpid(), signal.SIGINT), time.sleep(2))
+    plain = launch.mpi.finalize
+    launch.mpi.finalize = lambda MPI: (
+        plain(MPI), os.kill(os.getpid(), signal.SIGINT), time.sleep(2))
     return 0
 launch.guard(main, [])
 """

@@ -1,24 +1,30 @@
 """A stuck rank is named and a wrong or missing collective is reported: no hang is silent."""
 
 import re
+import signal
+import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
+from program import mpipar
 
 from mpipar.comm.record import Recorder
 from mpipar.job import hang
 from mpipar.job.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+FAULTY = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py")]
+SHORT = ["--hang-warn", "0", "--hang-stop", "1"]
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
          " --steps 5 --sample-tokens 0 --log-interval 1").split()
 QUICK = ["--hang-warn", "1", "--hang-stop", "3"]
 
 
 def faulty(fault, *arguments, tmp_path, ranks=2):
-    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train", *SMALL]
+    command = [*FAULTY, fault, "train", *SMALL]
     return run_ranks(ranks, [*command, "--out", str(tmp_path / "run"), *arguments], timeout=60,
                      env={"PYTHONPATH": str(REPOSITORY)})
 
@@ -51,17 +57,64 @@ def test_a_stopped_process_is_missing(tmp_path):
     assert "late: rank 1 has written nothing" in result.stderr
 
 
-def test_a_process_that_stops_in_the_evaluation_is_missing(tmp_path):
-    result = faulty("stopped-evaluating", "--hang-warn", "0", "--hang-stop", "1", "--layout",
-                    "tp=2", tmp_path=tmp_path)
+@pytest.mark.parametrize("place", [
+    "evaluation",
+    *(pytest.param(place, marks=pytest.mark.slow) for place in ("start", "data", "setup", "end"))])
+def test_a_process_that_stops_before_or_after_the_steps_is_missing(place, tmp_path):
+    """`start` is MPI_Init and `end` MPI_Finalize."""
+    result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path)
     assert result.returncode == 76, result.tail()
-    assert "late: rank 1 has written nothing" in result.stderr
+    assert re.search(r"(late: )?rank 1 has written nothing", result.stderr), result.tail()
+    assert result.stderr.count("mpipar: stopped") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "verify"])
+def test_a_process_that_stops_in_another_command_is_missing(command, tmp_path):
+    words = ["verify", *"--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4".split()]
+    if command == "generate":
+        run = mpipar("train", *SMALL, "--out", tmp_path / "run")
+        assert run.returncode == 0, run.tail()
+        words = ["generate", str(tmp_path / "run"), "--prompt", "a"]
+    result = run_ranks(2, [*FAULTY, f"stopped-{command}", *words, "--layout", "tp=2", *SHORT],
+                       timeout=60, env={"PYTHONPATH": str(REPOSITORY)})
+    assert result.returncode == 76, result.tail()
+    assert "rank 1 has written nothing" in result.stderr
+
+
+SUSPENDED = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from mpipar.job.watchdog import Watchdog
+still = SimpleNamespace(folder=Path(sys.argv[1]), limits=lambda: (0, 0.5), progress=lambda: 0,
+                        describe=dict)
+watchdog = Watchdog(still, 0, on_warn=print, on_stop=lambda states: print("stuck"))
+watchdog.start()
+print("up", flush=True)
+time.sleep(1.0)
+watchdog.end()
+"""
+
+
+def test_a_suspended_job_was_not_stuck(tmp_path):
+    """Ctrl-Z, and SLURM for another job, stop all threads: the clock goes on meanwhile."""
+    process = subprocess.Popen([sys.executable, "-c", SUSPENDED, tmp_path], text=True,
+                               stdout=subprocess.PIPE, env={"PYTHONPATH": str(REPOSITORY)})
+    try:
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=30)[0] == ""
+    finally:
+        process.kill()
 
 
 def test_a_rank_that_wrote_nothing_is_named_also_where_nobody_waits_in_a_barrier():
     """An example is the collection of all ranks' metrics, which no record has."""
-    waits = {"step": 2, "phase": "opt", "stage": -1, "mb": -1, "inside": None, "stack": ["a.py:1"]}
-    lines = hang.explain({0: waits}, 2)
+    waits = {"at": "step 2, phase opt", "counted": False, "inside": None, "stack": ["a.py:1"]}
+    lines = hang.explain({0: waits}, range(2))
     assert len(lines) == 2
     assert lines[1].startswith("rank 1 has written nothing")
 
@@ -77,12 +130,15 @@ def test_a_full_ring_of_spans_shows_progress_all_the_same():
 
 def test_a_state_that_is_no_longer_true_is_gone_at_the_end(tmp_path):
     reported = []
-    with Watchdog(tmp_path / "hang", 0, progress=lambda: 0, describe=lambda: {"inside": None},
-                  on_warn=reported.append, on_stop=reported.append, warn=0.05, stop=0.0):
-        deadline = time.monotonic() + 10
-        while not (tmp_path / "hang" / "rank-00000.json").exists():
-            assert time.monotonic() < deadline, "no state was written"
-            time.sleep(0.01)
+    still = SimpleNamespace(folder=tmp_path / "hang", limits=lambda: (0.05, 0.0),
+                            progress=lambda: 0, describe=dict)
+    watchdog = Watchdog(still, 0, on_warn=reported.append, on_stop=reported.append)
+    watchdog.start()
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "hang" / "rank-00000.json").exists():
+        assert time.monotonic() < deadline, "no state was written"
+        time.sleep(0.01)
+    watchdog.end()
     assert not (tmp_path / "hang").exists()
 
 

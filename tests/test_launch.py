@@ -311,3 +311,54 @@ def test_open_mpi_under_mpich_s_launcher_and_the_reverse():
         assert one_block(result)[0] == 69, result.tail()
         assert "Open MPI" in result.stderr
         assert "RuntimeWarning" not in result.stderr
+
+
+# --- before MPI, and ranks that differ
+
+
+@needs_mpiexec
+def test_a_rank_whose_mpi_cannot_be_loaded_ends_the_others(tmp_path):
+    """The others wait for it in MPI_Init."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
+        "    sys.modules['mpi4py.MPI'] = None\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    result = run_command(
+        [find_launcher(), "-n", "3", sys.executable, "-m", "mpipar", "doctor"], LIMIT, env)
+    code, block = one_block(result)
+    assert code == 69
+    assert "MPI cannot be loaded" in block
+    assert "rank 1 of 3" in block
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
+         " --num-microbatches 2 --steps 2 --layout tp=2 --data text.txt").split()
+
+
+def pair(first, second, folder):
+    """Two ranks of one job, started with different words."""
+    (folder / "text.txt").write_text("a short text, again and again. " * 30)
+    command = [sys.executable, "-m", "mpipar"]
+    return run_command([find_launcher(), "-n", "1", *command, *first, ":", "-n", "1", *command,
+                        *second], LIMIT, cwd=folder)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(("first", "second", "rows"), [
+    ([*SMALL, "--seed", "1"], [*SMALL, "--seed", "2", "--lr", "0.1"],
+     ["--seed 0 1", "--seed 1 2", "--lr 0 0.003", "--lr 1 0.1"]),
+    (SMALL, [*SMALL, "--sede", "2"], ["refused 0 nothing", "refused 1 --sede: unknown flag"]),
+    (SMALL, [*SMALL, "--seed"], ["refused 0 nothing", "refused 1 argument --seed: expected"]),
+    (SMALL, ["doctor"], ["command 0 train", "command 1 doctor"]),
+])  # fmt: skip
+def test_ranks_that_differ_end_before_the_first_step(first, second, rows, tmp_path):
+    result = pair(first, second, tmp_path)
+    code, block = one_block(result)
+    assert code == 69
+    text = [" ".join(line.split()) for line in block.splitlines()]
+    for row in rows:
+        assert any(line.startswith(row) for line in text), result.tail()
+    assert not (tmp_path / "runs").exists()

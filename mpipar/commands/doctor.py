@@ -5,7 +5,6 @@ It reports only facts that the ranks themselves can see, and calls the others un
 
 import os
 import platform
-from collections.abc import Sequence
 
 import mpi4py
 import numpy as np
@@ -16,6 +15,7 @@ from mpipar.comm.connect import gpu_awareness
 from mpipar.comm.facts import gather_facts
 from mpipar.errors import EXIT_OK
 from mpipar.job import gpus
+from mpipar.job.alike import ranges
 
 
 def run(session) -> int:
@@ -108,14 +108,3 @@ def remarks(facts: list[dict]) -> list[str]:
                          f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2,5'."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

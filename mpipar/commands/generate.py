@@ -13,6 +13,7 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.commands.inputs import weight_facts
 from mpipar.commands.resolve import resolve
 from mpipar.commands.run_folder import CHECKPOINTS
 from mpipar.console.tables import printable
@@ -30,14 +31,16 @@ def run(session, reading, run_folder: str) -> int:
     world = session.start()
     config, ops, prompt = session.agree(
         lambda: prepare(reading, run_folder, world.size, session.host_rank))
+    session.compare(weight_facts(config.run.init_from))
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     worker.recorder.phase = "eval"
     run = config.run
     tokens = generate(worker, prompt, run.sample_tokens, run.temperature, run.seed)
-    for piece in show(prompt, tokens, config.model.vocab_size):
-        if world.rank == 0:
-            print(printable(piece), end="", flush=True)
+    with session.watch.follow_records(worker.recorder, worker.comms):
+        for piece in show(prompt, tokens, config.model.vocab_size):
+            if world.rank == 0:
+                print(printable(piece), end="", flush=True)
     if world.rank == 0:
         print(flush=True)
     return EXIT_OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
@@ -17,7 +16,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands import finish, resume
 from mpipar.commands.auto import machine_problems, with_schedule
-from mpipar.commands.inputs import prepare
+from mpipar.commands.inputs import prepare, weight_facts
 from mpipar.commands.memory_limit import MemoryLimit, tight
 from mpipar.commands.resolve import AUTO
 from mpipar.commands.run_folder import (
@@ -39,13 +38,10 @@ from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
     DriftError,
-    HangError,
     NonFiniteError,
     UsageError,
 )
-from mpipar.job import hang
 from mpipar.job.environment import host_name
-from mpipar.job.watchdog import Watchdog
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
@@ -69,7 +65,7 @@ def run(session, reading, machine_path: str | None = None) -> int:
         training.describe()
         with MemoryLimit(training.config, training.inputs.ops, training.recorder):
             training.allocate()
-            with training.watchdog():
+            with session.watch.follow_records(training.recorder, training.worker.comms):
                 with session.stop_on_request():
                     training.loop()
                     training.save_last()
@@ -102,8 +98,8 @@ class Run:
         """Check all that can be checked, choose the schedule, make the run folder.
 
         False if --resume names a run that has ended; there is nothing to do then.
-        Comm: that of `resume.agreed_start` and `with_schedule`, and the folder's name from world
-        rank 0.
+        Comm: that of `resume.agreed_start`, `session.compare` and `with_schedule`, and the folder's
+        name from world rank 0.
         """
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, reading.config.run)
@@ -121,19 +117,19 @@ class Run:
                       " to do. More steps: add --steps")
             return False
         self.fingerprint = session.agree(lambda: self.find_data(inputs))
+        session.compare({"data": " ".join(map(str, self.fingerprint.values()))}
+                        | weight_facts(inputs.config.run.init_from))
         inputs = resume.behind(start, inputs)
         self.inputs = with_schedule(session, inputs, machine_path)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
         folder = session.agree(self.make_folder)
         self.folder = Path(broadcast_text(world, str(folder)))
-        session.run_folder = str(self.folder)
+        session.use_folder(self.folder)
         return True
 
     def find_data(self, inputs) -> dict:
-        """The fingerprint of the data, on world rank 0; DataError if the checkpoint has another."""
-        if self.world.rank > 0:
-            return {}
+        """The fingerprint of the data; DataError if the checkpoint has another."""
         parts = inputs.train_part, inputs.held_out
         found = data.fingerprint_of(inputs.config.model, parts)
         resume.check_data(self.start, found)
@@ -242,26 +238,6 @@ class Run:
             for path in later:
                 self.log(f"a checkpoint of a later step is kept aside in {path}")
         return done
-
-    def watchdog(self) -> Watchdog:
-        """The watchdog of a job without progress.
-
-        It reports a hang after --hang-warn seconds and ends the job after --hang-stop.
-        """
-        recorder, run, size = self.recorder, self.config.run, self.grid.world_size
-
-        def warn(states):
-            text = "\n".join([f"no progress for {run.hang_warn:g} s:", *hang.explain(states, size)])
-            print(f"mpipar: {text}", file=sys.stderr, flush=True)
-
-        def stop(states):
-            self.session.fail(
-                HangError([f"no progress for {run.hang_stop:g} s", *hang.explain(states, size)]))
-
-        return Watchdog(
-            self.folder / "hang", self.grid.world_rank, progress=lambda: hang.marker(recorder),
-            describe=lambda: hang.state_of(recorder, self.worker.comms),
-            on_warn=warn, on_stop=stop, warn=run.hang_warn, stop=run.hang_stop)
 
     def loop(self) -> None:
         """Take, report and save the steps that are left. Every rank leaves at the same step.

@@ -7,13 +7,14 @@ only once, when they are loaded. So the guard applies the settings first (launch
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.errors import EnvironmentProblem
 
-OPEN_MPI = "Open MPI's mpirun"
+OPEN_MPI, MPICH = "Open MPI's mpirun", "MPICH's mpiexec"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
                     "BLIS_NUM_THREADS")
 # A rank that waits in MPI spins. With more ranks than cores it takes the core from the rank it
@@ -25,6 +26,10 @@ YIELD_VARIABLES = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",  # MPICH
     "OMPI_MCA_mpi_yield_when_idle": "true",  # Open MPI
 }
+
+
+class Mismatch(EnvironmentProblem):
+    """Launcher and MPI library do not belong together, which every rank of a host finds alike."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
     for name, rank, size, local_rank, local_size in (
             (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
              "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-            ("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
+            (MPICH, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
         if number(size, 0) and local_size in environ:
             return Launcher(name, number(rank, 0), number(size, 1), number(local_rank, 0),
                             number(local_size, 1))
@@ -99,7 +104,7 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
 def check_library(launcher: Launcher, library: str) -> None:
     """Refuse MPICH under Open MPI's mpirun, where it would abort in MPI_Init and name no cure."""
     if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
-        raise EnvironmentProblem(
+        raise Mismatch(
             f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
             f"{_short(library)}: start them with the mpiexec of MPICH "
             f"({Path(sys.executable).parent / 'mpiexec'}), or install mpi4py for Open MPI")
@@ -113,7 +118,7 @@ def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
             if launcher.name == "srun" else
             "use the mpiexec that belongs to the library, or install the library that belongs to "
             "the launcher: pip install '.[mpich]' for MPICH")
-    raise EnvironmentProblem(
+    raise Mismatch(
         f"this process is alone (rank 0 of 1), but {launcher.name} started {launcher.size}: the "
         f"MPI library ({_short(library)}) does not hear this launcher; {cure}")
 
@@ -126,3 +131,29 @@ def _short(library: str) -> str:
 def host_name(environ: Mapping[str, str]) -> str:
     """The name to show for this host: SLURM's name of the node, else the system's."""
     return environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
+
+
+def started(pid: int) -> int:
+    """When a process started, in ticks since the boot; 0 for one that is gone or only a zombie.
+
+    A number of a process is used again later. Number and time together are not.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def scratch(name: str) -> Path:
+    """The temporary folder of a job on this host, made when something is written into it."""
+    return Path(tempfile.gettempdir()) / f"mpipar-{name}"
+
+
+def birthplace(launcher: Launcher) -> str:
+    """A name that the ranks of one job on this host share before MPI tells them anything.
+
+    A launcher starts its ranks of a host from one process. Without a launcher there is one rank.
+    """
+    pid = os.getppid() if launcher.size > 1 else os.getpid()
+    return f"{pid}-{started(pid)}"

@@ -92,7 +92,7 @@ def claim(folders: list[Path], world_rank: int, found: Report) -> tuple[int, boo
     for folder in folders:
         record, first = folder / f"rank-{world_rank}.json", folder / "first.json"
         try:
-            folder.mkdir(0o700, parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             record.write_text(text + "\n")
             os.link(record, first)
         except FileExistsError:

@@ -5,15 +5,37 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from time import perf_counter_ns
 
 from mpipar.comm.record import POINT_TO_POINT, place
 
+STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
+INSIDE = ("mpipar/comm/", "mpipar/job/")  # places that communicate for others
+
 
 def marker(recorder):
-    """A value that changes with every operation, span and wait of this rank."""
+    """A value that changes with every operation, span and wait of this rank.
+
+    Outside a training step, for example while weights are read, it also changes with every move.
+    """
     where = recorder.step, recorder.phase, recorder.mb
-    return where, recorder.newest()  # not their number, which stays the same in a full ring
+    moves = () if recorder.phase in STEP else position()
+    return where, recorder.newest(), moves  # not their number, which stays the same in a full ring
+
+
+def position() -> tuple:
+    """Where the main thread is: any move of it, in any of its functions, changes the value."""
+    frame, found = main_frame(), []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def main_frame():
+    """The innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident)
 
 
 def waiting_record(recorder):
@@ -24,13 +46,18 @@ def waiting_record(recorder):
     return None
 
 
-def state_of(recorder, comms) -> dict:
-    """What this rank is doing, as JSON-able values; called from the watchdog's thread."""
-    main = sys._current_frames().get(threading.main_thread().ident)
+def state_of(recorder=None, comms=None, where: str = "") -> dict:
+    """What this rank is doing, as JSON-able values; called from the watchdog's thread.
+
+    where: says it for a rank without a recorder.
+    """
+    main = main_frame()
     stack = []
     while main is not None and len(stack) < 12:
         stack.append(place(main.f_code.co_filename, main.f_lineno) + f" in {main.f_code.co_name}")
         main = main.f_back
+    if recorder is None:
+        return {"at": where or "start", "counted": False, "inside": None, "stack": stack}
     record = waiting_record(recorder)
     inside = None
     if record is not None:
@@ -42,29 +69,33 @@ def state_of(recorder, comms) -> dict:
             "mb": record.mb, "phase": record.phase,
             "seconds": round((perf_counter_ns() - record.waited_ns) * 1e-9, 1),
         }
-    return {"step": recorder.step, "phase": recorder.phase, "stage": recorder.stage,
-            "mb": recorder.mb, "inside": inside, "stack": stack}
+    at = (f"step {recorder.step}, phase {recorder.phase}, stage {recorder.stage},"
+          f" mb {recorder.mb}")
+    return {"at": at, "counted": recorder.phase in STEP, "inside": inside, "stack": stack}
 
 
 def doing(state: dict | None) -> str:
     """One phrase for what a rank is doing."""
     if state is None:
         return "has written nothing: it works, or its process is stopped or gone"
-    inside = state["inside"]
-    at = f"step {state['step']}, phase {state['phase']}, stage {state['stage']}, mb {state['mb']}"
+    inside, at, stack = state["inside"], state["at"], state["stack"]
     if inside is None:
-        where = state["stack"][0] if state["stack"] else "?"
-        return f"is in no communication ({at}); its main thread is at {where}"
+        here = stack[0] if stack else "?"
+        if state["counted"]:
+            return f"is in no communication ({at}); its main thread is at {here}"
+        caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
+        return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
     target = f" {'to' if inside['operation'] == 'send' else 'from'} rank {inside['peer']}" \
         if inside["peer"] is not None else ""
     return (f"waits in {inside['operation']} {inside['name']}{target} ({inside['axis']}, {at})"
             f" for {inside['seconds']} s at {inside['source']}")
 
 
-def explain(states: dict[int, dict], world_size: int) -> list[str]:
+def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
     """Lines of a report: incomplete barriers, who is missing from each, and what those ranks do.
 
-    If no rank waits in a barrier, they say what every rank does.
+    If no rank waits in a barrier, they say what every rank does. ranks: all that could have
+    written a state.
     """
     lines, missing_ranks = [], set()
     barriers = defaultdict(list)
@@ -92,7 +123,7 @@ def explain(states: dict[int, dict], world_size: int) -> list[str]:
         lines.append("a circle of ranks that wait for each other: " + " -> ".join(map(str, circle)))
     for rank in sorted(missing_ranks & set(states)):
         lines += [f"  rank {rank}: {frame}" for frame in states[rank]["stack"][:6]]
-    return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in range(world_size)]
+    return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in sorted({*ranks, *states})]
 
 
 def names(ranks) -> str:

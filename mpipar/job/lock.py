@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpipar.errors import UsageError
 from mpipar.files.bounded import parse_json, read_text
-from mpipar.job.environment import host_name
+from mpipar.job.environment import host_name, started
 
 NAME, NEXT = "lock", "lock.next"
 WRITE_SECONDS = 1.0  # an owner creates its lock and then writes into it
@@ -59,18 +59,6 @@ def owner(token: str, environ: Mapping[str, str]) -> dict:
         "slurm_cluster": environ.get("SLURM_CLUSTER_NAME", ""),
         "slurm_restarts": int(environ.get("SLURM_RESTART_COUNT") or 0),
     }
-
-
-def started(pid: int) -> int:
-    """When a process started, in ticks since the boot; 0 for one that is gone or only a zombie.
-
-    A number of a process is used again later. Number and time together are not.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def _machine() -> list[str]:

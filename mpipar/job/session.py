@@ -12,20 +12,32 @@ All state is in the Session object, which the command gets as an argument.
 
 import array
 import contextlib
+import hashlib
+import json
 import os
+import shutil
 import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mpipar import errors
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
-from mpipar.job import failure, lock
-from mpipar.job.environment import Launcher, check_alone, check_library, presets, read_launcher
+from mpipar.job import alike, failure, lock, mpi
+from mpipar.job.environment import (
+    MPICH,
+    Launcher,
+    Mismatch,
+    birthplace,
+    check_alone,
+    check_library,
+    presets,
+    read_launcher,
+    scratch,
+)
 from mpipar.job.signals import Interruptible, later, listen
+from mpipar.job.watch import Watch
 
 FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
@@ -45,7 +57,9 @@ class Session(Interruptible):
     world: COMM_WORLD after start().
     host_ranks: world ranks on this host, ascending.
     host_rank: place of this process among them.
-    run_folder: set it (on every rank) once the folder exists; failing ranks write errors/ there.
+    facts: what must be the same on all ranks, as text by name; start() compares it. Empty for a
+    command that needs no MPI.
+    watch: notices that nothing happens any more, from start() to the end of finish().
     where: called when an error is reported; it says what the rank is doing, such as "step 17".
     take_over: whether lock() takes also a lock whose owner may still be there (--take-over).
     lock_note: whose lock was taken over; "" mostly.
@@ -58,28 +72,31 @@ class Session(Interruptible):
         self.launcher = launcher
         self.world = None
         self.host_ranks, self.host_rank = (0,), 0
-        self.run_folder: str | None = None
+        self.facts: dict[str, str] = {}
+        self.run_folder: Path | None = None
         self.where: Callable[[], str] = str
         self.saved = ""
         self.take_over, self.lock_note = False, ""
         self.ending = contextlib.ExitStack()
         self._private = None
         self._token = ""
+        self._keeps = False  # whether the console has named a record in the temporary folder
         self._failing = threading.Lock()
+        # Where ranks of this host find each other until they have a run folder.
+        self._scratch = scratch(f"{os.getuid()}-{birthplace(launcher)}")
+        size = launcher.size if launcher.size == launcher.local_size else 0
+        self.watch = Watch(self._scratch / "hang", range(size), self.doing, self.fail)
 
     def start(self):
-        """Start MPI and return COMM_WORLD.
+        """Start MPI, compare the facts of all ranks, and return COMM_WORLD.
 
-        Raises EnvironmentProblem if the ranks are not one job.
-        Comm: a broadcast and an all-gather over the ranks of a host.
+        Raises EnvironmentProblem if the ranks are not one job; they leave together if they differ.
+        Comm: a broadcast, an all-gather over the ranks of a host, and that of compare().
         """
-        MPI = _import_mpi()
+        self.watch.start(self.launcher.rank)
+        MPI = mpi.load()
         check_library(self.launcher, MPI.Get_library_version())
-        if not MPI.Is_initialized():
-            with warnings.catch_warnings():
-                # mpi4py warns of a foreign launcher; check_alone does so too, with the cure
-                warnings.simplefilter("ignore", RuntimeWarning)
-                MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        mpi.initialize(MPI)
         check_alone(self.launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
         self.world = MPI.COMM_WORLD
         # a communicator of its own: agree() and finish() must never match the command's messages
@@ -87,13 +104,66 @@ class Session(Interruptible):
         token = bytearray(os.urandom(8))
         self._private.Bcast(token, root=0)
         self._token = token.hex()
+        self._scratch = scratch(self._token)
         host = self._private.Split_type(MPI.COMM_TYPE_SHARED)
         ranks = array.array("i", [0] * host.Get_size())
         host.Allgather(array.array("i", [self.world.Get_rank()]), ranks)
         host.Free()
         self.host_ranks = tuple(sorted(ranks))
         self.host_rank = self.host_ranks.index(self.world.Get_rank())
+        if self.host_rank == 0:
+            mpi.forget_shared_memory()
+        self.watch.folder, self.watch.ranks = self._scratch / "hang", self.host_ranks
+        if self.facts:
+            self.compare(self.facts | alike.versions())
         return self.world
+
+    def doing(self) -> str:
+        """What the command says that this rank is doing, such as "step 17"."""
+        return self.where()
+
+    def use_folder(self, folder: Path) -> None:
+        """From now on ranks write states and errors into the run folder, which all hosts share."""
+        self.run_folder = folder
+        self.watch.folder, self.watch.ranks = folder / "hang", range(self.world.Get_size())
+
+    def compare(self, facts: Mapping[str, str]) -> None:
+        """Return if all ranks have the same facts; else world rank 0 shows the table, and they
+        leave together.
+
+        Comm: an all-gather of 32 bytes per rank, and one of all facts if they differ.
+        """
+        size, text = self.world.Get_size(), json.dumps(facts).encode()
+        own = hashlib.sha256(text).digest()
+        digests = bytearray(len(own) * size)
+        self._private.Allgather(own, digests)
+        if bytes(digests) == own * size:
+            return
+        lengths = array.array("i", [0] * size)
+        self._private.Allgather(array.array("i", [len(text)]), lengths)
+        texts = bytearray(sum(lengths))
+        self._private.Allgatherv(text, [texts, lengths])
+        if self.world.Get_rank() == 0:
+            ends = [sum(lengths[:rank + 1]) for rank in range(size)]
+            everybody = [json.loads(texts[end - length:end])
+                         for end, length in zip(ends, lengths, strict=True)]
+            problem = EnvironmentProblem(["the ranks of this job differ, and must not:",
+                                          *alike.differences(everybody)])
+            failure.show(failure.error_report(problem, ""))
+        raise AgreedError(errors.EXIT_ENVIRONMENT)
+
+    def refuse(self, error: UsageError):
+        """End all ranks because of flags that this rank refused before it started MPI.
+
+        If the others have understood theirs, the table of what differs says so.
+        Comm: that of start(), and one all-gather.
+        """
+        self.facts |= {alike.REFUSED: "; ".join(error.problems)}
+        try:
+            self.start()
+        except EnvironmentProblem:
+            raise error from None
+        self.agree(lambda: raised(error))
 
     def agree(self, function: Callable):
         """Run function() on every rank and return its result, or leave together if it fails.
@@ -143,7 +213,8 @@ class Session(Interruptible):
         self.ending.close()
         self._private.Free()
         self.world = None  # a Ctrl-C from here on must ask MPI nothing
-        _import_mpi().Finalize()
+        mpi.finalize(mpi.load())
+        self.watch.end()
         return exit_code
 
     def orphaned(self) -> None:
@@ -153,9 +224,12 @@ class Session(Interruptible):
 
     def _place(self) -> str:
         here = f"host {os.uname().nodename} (pid {os.getpid()})"
+        rank, size = self.launcher.rank, self.launcher.size
         if self.world is not None:
-            here = f"rank {self.world.Get_rank()} of {self.world.Get_size()} on {here}"
-        return ", ".join(filter(None, (here, self.where())))
+            rank, size = self.world.Get_rank(), self.world.Get_size()
+        if self.world is not None or size > 1:
+            here = f"rank {rank} of {size} on {here}"
+        return ", ".join(filter(None, (here, self.doing())))
 
     def fail(self, error: BaseException, thread: str = ""):
         """End the whole job because of `error`: one block on the console, one exit code. Never
@@ -176,39 +250,41 @@ class Session(Interruptible):
 
     def _tell(self, error: BaseException, thread: str) -> int:
         """Let one rank print the block of this failure; returns the job's exit code."""
-        alone = self.world is None
-        # before MPI, every rank (a flag) or host (its installation) has the same mistake
-        place = "" if alone and isinstance(error, UsageError) else self._place()
+        starting = self.world is None
+        # before MPI, a flag is wrong on every rank
+        place = "" if starting and isinstance(error, UsageError) else self._place()
         place += f", thread {thread}" if thread else ""
         found = failure.error_report(error, place, self.saved)
-        if alone:
-            per_host = isinstance(error, EnvironmentProblem | KeyboardInterrupt)
-            code, record = found.exit_code, None
-            speaks = (self.launcher.local_rank if per_host else self.launcher.rank) == 0
+        code, record = found.exit_code, None
+        if starting and (isinstance(error, UsageError) or self.launcher.size == 1):
+            speaks = self.launcher.rank == 0
+        elif isinstance(error, Mismatch):
+            speaks = self.launcher.local_rank == 0
         else:
-            code, speaks, record = failure.claim(
-                self._error_folders(), self.world.Get_rank(), found)
+            number = self.launcher.rank if starting else self.world.Get_rank()
+            code, speaks, record = failure.claim(self._error_folders(), number, found)
         if speaks:
             # a console that nobody reads must not keep the job alive
             later(ABORT_SECONDS, self._abort, code)
-            failure.show(found, record)
+            self._keeps = bool(found.trace) and record is not None
+            failure.show(found, record if self.run_folder or self._keeps else None)
         else:  # the speaker's end also ends this process; if not, it ends by itself
-            time.sleep(ABORT_SECONDS / 4 if alone else ABORT_SECONDS)
+            time.sleep(ABORT_SECONDS)
         return code
 
     def _others_may_wait_in_init(self, error: BaseException) -> bool:
         """Whether a defect before MPI on one rank leaves the others waiting in MPI_Init.
 
-        Launchers let them wait there. So this rank starts MPI and aborts from within. A mistake of
-        the user comes alike to all ranks.
+        Launchers let them wait there. So this rank starts MPI and aborts from within, unless it can
+        ask the launcher. A mistake of the user comes alike to all ranks.
         """
-        return (self.world is None and self.launcher.size > 1
+        return (self.world is None and self.launcher.size > 1 and self.launcher.name != MPICH
                 and not isinstance(error, UserError | KeyboardInterrupt)
                 and threading.current_thread() is threading.main_thread())
 
     def _error_folders(self) -> list[Path]:
-        own = [Path(self.run_folder) / "errors"] if self.run_folder else []
-        return [*own, Path(tempfile.gettempdir()) / f"mpipar-errors-{self._token}"]
+        own = [self.run_folder / "errors"] if self.run_folder else []
+        return [*own, self._scratch / "errors"]
 
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""
@@ -217,7 +293,11 @@ class Session(Interruptible):
         leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(FORWARD_SECONDS)
-        if self.world is not None and (self.launcher.name or self.world.Get_size() > 1):
+        shutil.rmtree(self._scratch / "hang" if self._keeps else self._scratch, ignore_errors=True)
+        if self.world is None:
+            if self.launcher.size > 1:
+                mpi.abort_before_start(self.launcher, os.environ, code)
+        elif self.launcher.name or self.world.Get_size() > 1:
             self.world.Abort(code)
         os._exit(code)
 
@@ -233,23 +313,19 @@ def leave_code(environ: Mapping[str, str], code: int) -> None:
             file.write(f"{code}\n")
 
 
-def _import_mpi():
-    """mpi4py.MPI, not yet initialized: the library is checked against the launcher first."""
-    try:
-        import mpi4py
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise EnvironmentProblem(f"MPI cannot be loaded ({reason}); install one with "
-                                 "pip install '.[mpich]', or load your cluster's MPI") from error
-    return MPI
+def raised(error: BaseException):
+    """Raise an error, where only an expression can stand."""
+    raise error
 
 
 def _run(main: Callable, argv: list[str], session: Session) -> int:
     try:
-        exit_code = main(argv, session)
+        try:
+            exit_code = main(argv, session)
+        except UsageError as error:
+            if session.world is not None or session.launcher.size == 1 or not session.facts:
+                raise
+            exit_code = session.refuse(error)
         sys.stdout.flush()
     except BrokenPipeError:
         if session.world is not None:

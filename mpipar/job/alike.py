@@ -1,0 +1,73 @@
+"""What must be the same on all ranks of a job, and the table of what is not.
+
+Ranks of different versions, flags or data would train a model that nobody asked for, or wait for
+each other for ever. A fact is a name with a value as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpipar import __version__
+from mpipar.files.text import harmless
+
+PACKAGE = Path(__file__).resolve().parents[1]
+REFUSED = "refused"  # the fact of a rank that does not understand its flags
+MOST_SHOWN = 60  # characters of a value in the table
+
+
+def versions() -> dict[str, str]:
+    """Facts about the programs that this rank runs."""
+    import mpi4py
+    import numpy as np
+
+    return {"mpipar": f"{__version__}, source {source_digest()[:12]}",
+            "Python": platform.python_version(), "NumPy": np.__version__,
+            "mpi4py": mpi4py.__version__}
+
+
+def source_digest() -> str:
+    """SHA-256 over the names and bytes of the package's sources."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".cu", ".cuh"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(PACKAGE)} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def differences(facts: Sequence[dict[str, str]]) -> list[str]:
+    """The table of fields that differ, with the ranks of each value; facts: of each rank.
+
+    A field that some ranks lack is left out, unless it says why they refuse their flags.
+    """
+    rows = [("field", "ranks", "value")]
+    for field in dict.fromkeys(name for fact in facts for name in fact):
+        values: dict[str, list[int]] = {}
+        lacking = any(field not in fact for fact in facts) and field != REFUSED
+        for rank, fact in enumerate([] if lacking else facts):
+            values.setdefault(fact.get(field, "nothing"), []).append(rank)
+        if len(values) > 1:
+            rows += [(field, ranges(ranks), _cut(value)) for value, ranks in values.items()]
+    first, second = (max(len(row[column]) for row in rows) + 2 for column in (0, 1))
+    return [f"{field:<{first}}{ranks:<{second}}{value}" for field, ranks, value in rows]
+
+
+def _cut(value: str) -> str:
+    text = harmless(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

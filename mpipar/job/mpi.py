@@ -1,0 +1,79 @@
+"""The first and the last MPI call of a process, and what MPI leaves behind.
+
+mpi4py's own functions for both keep Python's lock, so that no other thread runs until they return.
+MPI_Init waits for all ranks, and so may MPI_Finalize. The watchdog has to run meanwhile. So this
+file calls the library's functions through ctypes, which gives the lock away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpipar.errors import EnvironmentProblem
+from mpipar.job.environment import MPICH, Launcher
+
+MAPS = Path("/proc/self/maps")
+
+
+def load():
+    """mpi4py.MPI, not yet initialized. Raises EnvironmentProblem if it cannot be loaded."""
+    try:
+        import mpi4py
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem(f"MPI cannot be loaded ({reason}); install one with "
+                                 "pip install '.[mpich]', or load your cluster's MPI") from error
+    return MPI
+
+
+def initialize(MPI) -> None:
+    """MPI_Init_thread, while other threads run. Errors of MPI are exceptions from then on.
+
+    Comm: with all ranks of the job. Raises EnvironmentProblem.
+    """
+    if MPI.Is_initialized():
+        return
+    level = ctypes.c_int()
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(
+        None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level))
+    if code:
+        raise EnvironmentProblem(f"MPI cannot be started (MPI_Init_thread returned {code})")
+    for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def finalize(MPI) -> None:
+    """MPI_Finalize, while other threads run. Comm: with all ranks of the job."""
+    ctypes.CDLL(MPI.__file__).MPI_Finalize()
+
+
+def forget_shared_memory() -> None:
+    """Remove the names of MPICH's shared memory, which stays until its last process ends.
+
+    MPICH removes them in MPI_Finalize, so a job that is killed would leave them in /dev/shm. Call
+    it when every rank of this host has left MPI_Init. Open MPI's launcher removes its own.
+    """
+    with contextlib.suppress(OSError):
+        mapped = {line.split(maxsplit=5)[5] for line in MAPS.read_text().splitlines()
+                  if "/mpich_shm_" in line}
+        for path in mapped:
+            Path(path).unlink(missing_ok=True)
+
+
+def abort_before_start(launcher: Launcher, environ: Mapping[str, str], code: int) -> None:
+    """End all ranks of the job from one that has not started MPI.
+
+    MPICH's launcher lets the others wait in MPI_Init for a rank that has ended. So this speaks to
+    it in its own words (PMI-1). Other launchers end the job when a process ends with an error;
+    srun does so with --kill-on-bad-exit.
+    """
+    if launcher.name == MPICH and environ.get("PMI_FD", "").isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
