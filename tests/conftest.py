@@ -17,15 +17,12 @@ import numpy as np
 import pytest
 import slurm_cluster
 import threadpoolctl
-from fault_table import (  # noqa: F401 - hooks of pytest
-    pytest_addoption,
-    pytest_sessionfinish,
-)
 from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
 from stand_in import cupy_or_stand_in  # noqa: F401 - likewise
 
 from bench import nvrtc
 
+pytest_plugins = ["fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"
 
 hypothesis.settings.register_profile("mpipar", deadline=None, print_blob=True)

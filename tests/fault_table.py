@@ -5,15 +5,58 @@
 Each start adds the columns of its own MPI library; python -m bench.results then draws the table.
 """
 
+import fnmatch
 import json
 import subprocess
 from pathlib import Path
 
+import pytest
 from helpers import find_launcher
 
 from bench import results
 
 LIBRARIES = {"HYDRA": "MPICH", "Open MPI": "Open MPI"}
+# Faults whose tests stand elsewhere: (number, fault, exit code, pattern of the test's name). A code
+# of None: the launcher decides it, or the test starts no job.
+ELSEWHERE = (
+    (12, "data of more than 4 GiB", None, "test_data.py::test_data_of_more_than_4_gib"),
+    (15, "kill -9 at each call of a save", None,
+     "test_state_kill.py::test_the_newest_committed_checkpoint_is_found*"),
+    (18, "a stray file of another layout", 0,
+     "test_state_damage.py::test_a_stray_file_is_reported_and_not_read*"),
+    (20, "a checkpoint of another model", 65,
+     "test_state.py::test_another_model_is_refused_with_a_table*"),
+    (21, "two jobs on one run folder", 2, "test_lock.py::test_two_starts_with_one_folder_at_once"),
+    (22, "no space during the last save", 74,
+     "test_run_ends.py::test_full_disk_is_said_with_code_74*"),
+    (23, "hostile manifests", 65, "test_state_damage.py::test_a_hostile_manifest_is_refused*"),
+    (26, "an exception in a helper thread", 70,
+     "test_launch.py::test_failure_on_one_rank_ends_the_job[[]thread*"),
+    (27, "SIGUSR1 to the launcher", 75,
+     "test_ctrl_c.py::test_in_training_the_run_ends_with_its_weights[[]2-*"),
+    (29, "Ctrl-C twice", 130, "test_launch.py::test_only_a_second_ctrl_c_does_not_wait"),
+    (30, "SIGSTOP of a rank", 76, "test_hang.py::test_a_stopped_process_is_missing"),
+    (30, "an infinite loop in a rank", 76,
+     "test_hang.py::test_a_stuck_rank_is_named_with_what_it_does[[]spin*"),
+    (31, "a slow rank: named, with its line and its share of the waits", 0,
+     "test_trace.py::test_the_command_names_the_late_rank_the_barrier_and_the_line"),
+    (32, "NaN in a gradient of one rank", 79,
+     "test_guards.py::test_a_gradient_that_is_not_finite_on_one_rank_ends_all*"),
+    (32, "a loss that is not finite", 79,
+     "test_run_ends.py::test_non_finite_loss_ends_all_ranks"),
+    (33, "a weight that changes on one copy", 76,
+     "test_guards.py::test_a_weight_that_changes_on_one_copy_is_found_within_k_steps*"),
+    (34, "kill -9 of the launcher and its daemon while ranks compute", None,
+     "test_launch.py::test_ranks_whose_launcher_was_killed_end[[]computing*"),
+    (35, "a launcher of another MPI library", 69,
+     "test_launch.py::test_open_mpi_under_mpich_s_launcher_and_the_reverse"),
+    (38, "MPI without MPI_THREAD_MULTIPLE", 70,
+     "test_launch.py::test_failure_on_one_rank_ends_the_job[[]single*"),
+    (38, "srun that does not speak the library's PMI", 69,
+     "test_launch.py::test_one_of_many_that_finds_itself_alone_stops"),
+    (39, "a layer too large for the memory of a rank", 69,
+     "test_memory_limit.py::test_a_layer_too_large_for_one_rank_names_a_layout_that_trains"),
+)
 # What no test here can run: (number, fault, why).
 NOT_RUN = (
     (36, "GPU buffers and an MPI that takes none", "needs a GPU"),
@@ -23,8 +66,22 @@ NOT_RUN = (
 COLUMNS = ("number", "fault", "MPICH_exit_code", "MPICH_s", "Open_MPI_exit_code", "Open_MPI_s")
 
 
+def fault(number: int, what: str, code):
+    """The mark of a test of one of the faults; code: the exit code, None for the launcher's own."""
+    return pytest.mark.fault(number, what, code)
+
+
 def pytest_addoption(parser):
     parser.addoption("--faults", help="write what the tests of faults found into this file")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name = f"{item.path.name}::{item.name}"
+        for number, what, code, pattern in ELSEWHERE:
+            if fnmatch.fnmatch(name, pattern):
+                item.add_marker(fault(number, what, code))
 
 
 def pytest_sessionfinish(session):
@@ -55,6 +112,7 @@ def found(reports) -> dict:
             number, what, code = value
             before = rows.get((number, what), (code, 0.0))
             code = properties.get("exit_code", code)
+            code = "-" if code is None else code if code >= 0 else 128 - code  # as a shell says
             if report.failed or before[1] == "fails":
                 rows[number, what] = code, "fails"
             else:

@@ -68,8 +68,8 @@ def go_wrong(how, session, world):
             raise OutputError("disk full")
         if how.startswith("exit-"):
             sys.exit(int(how[5:]))
-        if how.startswith("thread"):
-            daemon = how == "thread"
+        if how.startswith("thread") or how == "single-threaded":
+            daemon = how != "thread-that-is-no-daemon"
             threading.Thread(
                 target=fail_with, args=(ValueError("a defect"),), name="helper", daemon=daemon
             ).start()
@@ -84,6 +84,11 @@ def main(argv, session):
         raise ValueError("a defect")
     if how == "early-usage":
         raise UsageError(["--x: unknown flag", "--y: wrong"])
+    if how == "single-threaded":  # as in an MPI library that allows one thread only
+        from mpi4py import rc
+        rc.initialize = False
+        from mpi4py import MPI
+        MPI.Init_thread(MPI.THREAD_SINGLE)
     world = session.start()
     if folder:
         session.use_folder(Path(folder))

@@ -269,6 +269,20 @@ def test_a_token_file_that_changes_while_it_is_read(change, message, tmp_path):
         rows.train(2, 0)
 
 
+def test_data_of_more_than_4_gib(tmp_path, monkeypatch):
+    """No signed 32-bit number counts its tokens, and none its bytes. Reading them takes long."""
+    monkeypatch.setattr(TokenFile, "check", lambda tokens: None)
+    path, count = tmp_path / "tokens.bin", 2**31 + 1000
+    with open(path, "wb") as file:
+        file.truncate(2 * count)
+        file.seek(2 * count - 2)
+        file.write(b"\7\0")
+    tokens, what = load_tokens((str(path),), 256)
+    assert f"{count:,} tokens" in what
+    assert len(tokens) == count
+    assert list(tokens[count - 2:count]) == [0, 7]
+
+
 # --- bigrams
 
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from fault_table import fault
 from helpers import MARK, REPOSITORY, find_launcher, kill_with, run_ranks, wait_for_end
 from program import LIMIT, PROGRAM, environment, metrics, mpipar, one_block
 
@@ -39,7 +40,7 @@ class Case:
     quick: bool = False
 
     def parameter(self):
-        marks = [pytest.mark.fault(self.number, self.what, self.code)]
+        marks = [fault(self.number, self.what, self.code)]
         return pytest.param(self, marks=marks + [pytest.mark.slow] * (not self.quick),
                             id=f"{self.number}-{self.what}".replace(" ", "-"))
 
@@ -118,7 +119,7 @@ LAUNCHER = [(28, signal.SIGTERM), (29, signal.SIGINT), (34, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize(("number", "sign"), [
-    pytest.param(*one, marks=pytest.mark.fault(one[0], f"{one[1].name} to the launcher", ANY))
+    pytest.param(*one, marks=fault(one[0], f"{one[1].name} to the launcher", ANY))
     for one in LAUNCHER])
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_that_loads(
         number, sign, here, record_property):

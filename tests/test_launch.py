@@ -68,6 +68,7 @@ def one_block(result):
         ("user-error", 74, ["disk full", "rank 1 of 3", "step 17"]),
         ("thread", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"]),
         ("thread-that-is-no-daemon", 70, ["ValueError: a defect", "thread helper"]),
+        ("single-threaded", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"]),
         ("early-exception", 70, ["ValueError: a defect", "rank 1 of 3"]),
     ],
 )

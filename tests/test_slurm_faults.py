@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from fault_table import fault
 from helpers import REPOSITORY, processes_with
 from program import metrics, mpipar
 from slurm_cluster import (
@@ -135,7 +136,7 @@ def with_job(cluster, here):
     return run
 
 
-@pytest.mark.fault(27, "SIGUSR1 by scancel --signal, to the tasks of a SLURM job array", 75)
+@fault(27, "SIGUSR1 by scancel --signal, to the tasks of a SLURM job array", 75)
 def test_tasks_of_an_array_that_are_asked_to_stop_go_on_later(with_job, weights):
     """Each task has a run of its own."""
     def body(job):
@@ -150,7 +151,7 @@ def test_tasks_of_an_array_that_are_asked_to_stop_go_on_later(with_job, weights)
     with_job(body, "--array=1-2", seed="%a")
 
 
-@pytest.mark.fault(27, "SIGUSR1 before SLURM's time limit", 75)
+@fault(27, "SIGUSR1 before SLURM's time limit", 75)
 def test_a_job_goes_on_after_its_time_limit(with_job, weights):
     def body(job):
         job.assert_whole(weights(1))
@@ -159,7 +160,7 @@ def test_a_job_goes_on_after_its_time_limit(with_job, weights):
     with_job(body, "--time=1", "--signal=USR1@55")
 
 
-@pytest.mark.fault(28, "SIGTERM by scontrol requeue, under SLURM", 75)
+@fault(28, "SIGTERM by scontrol requeue, under SLURM", 75)
 def test_a_job_that_slurm_requeues_goes_on(cluster, with_job, weights):
     def body(job):
         job.wait_for_steps()
@@ -169,7 +170,7 @@ def test_a_job_that_slurm_requeues_goes_on(cluster, with_job, weights):
     with_job(body)
 
 
-@pytest.mark.fault(25, "a node of SLURM is lost: its daemons and ranks are killed", 0)
+@fault(25, "a node of SLURM is lost: its daemons and ranks are killed", 0)
 def test_a_job_goes_on_after_a_lost_node(cluster, with_job, weights):
     def body(job):
         job.wait_for_steps()
@@ -185,7 +186,7 @@ def test_a_job_goes_on_after_a_lost_node(cluster, with_job, weights):
     with_job(body)
 
 
-@pytest.mark.fault(28, "SIGTERM by scancel, under SLURM", 75)
+@fault(28, "SIGTERM by scancel, under SLURM", 75)
 def test_a_cancelled_job_saves_and_is_not_queued_again(cluster, with_job):
     def body(job):
         job.wait_for_steps()
