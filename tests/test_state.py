@@ -199,6 +199,21 @@ def test_a_rank_whose_file_is_elsewhere(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_slow_disk_is_progress_for_every_rank(tmp_path, monkeypatch):
+    """What a watchdog looks at grows while any rank writes, and says nothing between saves."""
+    savers, plain, seen = savers_of(workers_of(config_for(dp=2), 2), tmp_path), os.write, set()
+
+    def write(file, data):
+        seen.add(tuple(saver.moved() for saver in savers))
+        return plain(file, data)
+
+    monkeypatch.setattr(os, "write", write)
+    on_all(lambda saver: saver.save(1), savers)
+    for number in range(2):
+        assert len({one[number] for one in seen}) > 10
+    assert [saver.moved() for saver in savers] == [0, 0]
+
+
 # --- in the background
 
 

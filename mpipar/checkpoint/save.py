@@ -14,7 +14,9 @@ Every file and folder is flushed to the disk before the next line. So a folder `
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -118,7 +120,6 @@ class Flight(NamedTuple):
     """A save that has begun. outcome: that of `write_pieces`."""
 
     step: int
-    partial: Path
     loss_scale: dict
     outcome: Future
 
@@ -161,6 +162,7 @@ class Saver:
             self.copy = views_of(room, self.own)
             self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.flight: Flight | None = None
+        self.partial: Path | None = None  # where all ranks write just now
         self.saved: int | None = None
         self.blocked_seconds = self.write_seconds = 0.0
         self.waits = 0
@@ -177,14 +179,15 @@ class Saver:
             self.waits += 1
             self.commit()
         if self.saved != step:
-            path, own = self._begin(step) / self.file, self.own
+            self.partial = self._begin(step)
+            path, own = self.partial / self.file, self.own
             outcome = Future()
             if self.thread is None:
                 outcome.set_result(write_pieces(path, own, self.worker.ops))
             else:
                 self._copy_state()
                 outcome = self.thread.submit(write_pieces, path, self.copy, self.worker.ops)
-            self.flight = Flight(step, path.parent, self.worker.loss_scale.state(), outcome)
+            self.flight = Flight(step, self.worker.loss_scale.state(), outcome)
             if self.thread is None:
                 self.commit()
         self.worker.recorder.span("save", start)
@@ -199,6 +202,17 @@ class Saver:
         """Whether a background save is in flight and this rank has written its file."""
         return self.flight is not None and self.flight.outcome.done()
 
+    def moved(self) -> int:
+        """Bytes that all ranks have written of the save in flight, for a watchdog's thread.
+
+        They grow on a slow disk, also while this rank waits for another one.
+        """
+        size, partial = 0, self.partial
+        if partial is not None:
+            with contextlib.suppress(OSError):  # it may be committed at this moment
+                size = sum(entry.stat().st_size for entry in os.scandir(partial))
+        return size
+
     def finish(self) -> None:
         """Wait for a save in flight, and commit it. Comm: that of `commit`."""
         self.commit()
@@ -210,8 +224,8 @@ class Saver:
         """
         if self.flight is None:
             return
-        start, flight, self.flight = perf_counter_ns(), self.flight, None
-        written = flight.outcome.result()
+        start, written = perf_counter_ns(), self.flight.outcome.result()
+        flight, self.flight = self.flight, None
         self.write_seconds = written.get("seconds", 0.0)
         self.comm.barrier("save.written")
         facts = gather_facts(self.mpi_world, written)
@@ -219,6 +233,7 @@ class Saver:
         self.comm.barrier("save.committed")
         problem = broadcast_text(self.mpi_world, problem)
         self.worker.recorder.span("save", start)
+        self.partial = None
         if problem:
             raise OutputError(problem)
         self.saved = flight.step
@@ -243,7 +258,7 @@ class Saver:
 
     def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
         """Write the manifest and rename the folder; why that was not possible, or "". Rank 0."""
-        partial = flight.partial
+        partial = self.partial
         try:
             failed = [f"rank {number}: {fact['error']}" for number, fact in enumerate(facts)
                       if "error" in fact]

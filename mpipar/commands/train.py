@@ -65,7 +65,8 @@ def run(session, reading, machine_path: str | None = None) -> int:
         training.describe()
         with MemoryLimit(training.config, training.inputs.ops, training.recorder):
             training.allocate()
-            with session.watch.follow_records(training.recorder, training.worker.comms):
+            moved = training.saving.saver.moved
+            with session.watch.follow_records(training.recorder, training.worker.comms, moved):
                 with session.stop_on_request():
                     training.loop()
                     training.save_last()

@@ -67,9 +67,9 @@ class Watch:
         finally:
             self.progress, self.describe, self.warn, self.stop = former
 
-    def follow_records(self, recorder, comms):
-        """following() what a recorder notes."""
-        return self.following(lambda: hang.marker(recorder),
+    def follow_records(self, recorder, comms, more: Callable = lambda: 0):
+        """following() what a recorder notes. more(): a count that is progress, too."""
+        return self.following(lambda: (hang.marker(recorder), more()),
                               lambda: hang.state_of(recorder, comms))
 
     def limits(self) -> tuple[float, float]:
