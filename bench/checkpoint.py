@@ -2,11 +2,11 @@
 
     mpiexec -n 2 python -m bench.checkpoint
 
-A save is compared with its two parts, each alone, on the same bytes in the same run: a plain write
-with fsync, and a SHA-256. All take turns. A time is that of the slowest rank, from a barrier on.
-A load begins with files that the kernel has been asked to drop from memory. Its bytes are those
-that the ranks hold afterwards: all of the state on each data-parallel rank. Before anything is
-timed, the state must come back bit by bit.
+A save is compared with its two parts: a plain write with fsync, and a SHA-256. Each is measured
+alone, on the same bytes in the same run, and all take turns. A time is that of the slowest rank,
+from a barrier on. A load begins with files that the kernel has been asked to drop from memory. Its
+bytes are those that the ranks hold afterwards: all of the state on each data-parallel rank. Before
+anything is timed, the state must come back bit by bit.
 """
 
 from __future__ import annotations
