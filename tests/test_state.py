@@ -28,11 +28,11 @@ from mpipar.plan.predict import predict
 
 LAYOUTS = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 2, "pp": 2, "tp": 2}, {"tp": 3, "dp": 3},
            {"pp": 2, "schedule": "dualpipe"}, {"pp": 3, "dp": 2, "rank_order": "dp,pp,cp,tp"},
-           {"pp": 2, "schedule": "zb-v", "tied": False}]
+           {"pp": 2, "schedule": "zb-v", "tied": False}, {"dp": 2, "cp": 2, "tp": 2}]
 
 
 def ranks_of(layout):
-    return layout.get("dp", 1) * layout.get("pp", 1) * layout.get("tp", 1)
+    return math.prod(layout.get(axis, 1) for axis in ("dp", "pp", "cp", "tp"))
 
 
 def save_and_finish(saver, step):
