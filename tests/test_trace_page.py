@@ -20,7 +20,8 @@ def test_a_hover_says_which_barrier_it_is(opened):
     assert lines == {
         "axis": "tp, all_reduce", "rank": "0 with 1",
         "step": "1, phase F, stage 0, microbatch 2", "bytes": "128.0 KiB (sends 128.0 KiB)",
-        "wait": "30.00 ms for rank 1", "transfer": "2.00 ms",
+        "wait": "30.00 ms for rank 1", "because": "rank 1: forward of stage 0",
+        "transfer": "2.00 ms",
         "source": "mpipar/layers/ffn.py:33, cut mpipar/partition/row.py:13",
     }
     page.move(*page.run(PLACE, 1, 1))

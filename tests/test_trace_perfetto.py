@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 
 import pytest
+from planted import Run, Simulator
 from trace_cases import blocking, record, span, trace, with_operations
 
 from mpipar.errors import OutputError
@@ -49,12 +50,12 @@ def slices(found):
     return rows
 
 
-def test_one_process_per_rank_with_three_named_rows(found):
+def test_one_process_per_rank_with_four_named_rows(found):
     names = [event for event in found if event["ph"] == "M" and event["name"] == "process_name"]
     assert [event["args"]["name"] for event in names] == [
         "rank 0 - tp0 - host0", "rank 1 - tp1 - host1"]
     rows = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
-    assert rows == ["compute", "wait", "transfer"] * 2
+    assert rows == ["compute", "wait", "transfer", "post"] * 2
 
 
 def check_slices(found):
@@ -69,20 +70,38 @@ def check_slices(found):
             around.append(piece)
 
 
-def check_arrows(found):
-    """Each arrow begins and ends inside a slice of its name; returns the pairs of ends."""
-    rows, ends = slices(found), defaultdict(dict)
+def innermost(found):
+    """{event id, phase: (start, end) of the slice that Perfetto joins an arrow's end to}, in ns."""
+    rows, joined = defaultdict(list), {}
+    for event in found:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1000)
+            rows[event["pid"], event["tid"]].append((start, start + round(event["dur"] * 1000),
+                                                     event["name"]))
     for event in found:
         if event["ph"] in "sf":
-            inside = [name for start, end, name in rows[event["pid"], event["tid"]]
-                      if start - 1e-4 <= event["ts"] < end]
-            assert any(name.endswith(event["name"]) for name in inside), event
+            time = round(event["ts"] * 1000)
+            inside = [one for one in rows[event["pid"], event["tid"]] if one[0] <= time < one[1]]
+            assert inside, event
+            assert any(name.endswith(event["name"]) for *_, name in inside), event
+            joined[event["id"], event["ph"]] = max(inside, key=lambda one: (one[0], -one[1]))
+    return joined
+
+
+def check_arrows(found):
+    """Each arrow begins and ends inside a slice of its name; returns the pairs of ends.
+
+    Perfetto draws it from the end of the first slice to the start of the second: not backwards.
+    """
+    ends, joined = defaultdict(dict), innermost(found)
+    for event in found:
+        if event["ph"] in "sf":
             assert isinstance(event["id"], int), "what Perfetto can't read as a number, it drops"
             assert event["ph"] not in ends[event["id"]], "ids are unique"
             ends[event["id"]][event["ph"]] = event
             assert (event.get("bp") == "e") == (event["ph"] == "f")
     assert all(set(pair) == {"s", "f"} for pair in ends.values())
-    assert all(pair["s"]["ts"] <= pair["f"]["ts"] + 0.0011 for pair in ends.values())
+    assert all(joined[number, "s"][1] <= joined[number, "f"][0] for number in ends)
     return [(pair["s"], pair["f"]) for pair in ends.values()]
 
 
@@ -91,6 +110,29 @@ def test_slices_nest_and_arrows_lead_from_the_late_to_the_waiting(found):
     leads = sorted((start["name"], start["pid"], end["pid"]) for start, end in check_arrows(found))
     assert leads == [("activations", 0, 1), ("activations", 0, 1), ("block0.ffn.down", 1, 0),
                      ("gradients", 0, 1)]
+
+
+def test_arrows_from_the_call_itself_lead_backwards(found):
+    """The broken twin begins an arrow in the late rank's transfer, as Perfetto would join it."""
+    for event in found:
+        if event["ph"] == "s":
+            time, mark = event["ts"], next(
+                one for one in found if one["ph"] == "X" and one["tid"] == 3
+                and (one["pid"], one["ts"]) == (event["pid"], event["ts"]))
+            event["tid"], event["ts"] = 2, time + mark["dur"]
+    with pytest.raises(AssertionError):
+        check_arrows(found)
+
+
+@pytest.mark.parametrize("error", [-3_000, 0, 3_000])
+def test_no_arrow_leads_backwards_on_clocks_that_differ(error):
+    made = Simulator(Run((("dp", 2), ("pp", 2)), fault="data", delay=20.0)).trace
+    rank = made.ranks[1]
+    rank.records = [one._replace(posted_ns=one.posted_ns + error, waited_ns=one.waited_ns + error,
+                                 done_ns=one.done_ns + error) for one in rank.records]
+    found = perfetto.events(made, waits.find(made))
+    check_slices([event for event in found if event.get("cat") != "compute"])
+    assert len(check_arrows(found)) > 50
 
 
 def test_an_arrow_outside_its_slice_and_slices_that_cross_are_noticed(found):

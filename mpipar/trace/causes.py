@@ -136,8 +136,7 @@ class Causes:
             told.append(f"rank {earlier.rank} waited for rank {earlier.late}"
                         f" ({record.axis} {record.name})")
             call = earlier
-        (cause, _), = self.parts[id(call)].most_common(1)
-        return [*told, cause.text()]
+        return told + [cause.text() for cause, _ in self.parts[id(call)].most_common(1)]
 
     def _explain(self, call: Call) -> None:
         """Fill `parts` and `before` of a call that waits."""

@@ -20,6 +20,7 @@ from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand
+LONGEST_CHAIN = 6  # steps of a chain of waits that a tooltip shows
 SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")
 
 
@@ -102,7 +103,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
     trace = analysis.trace
     kept_steps, shortest, thinned = thin(analysis, most_slices)
     tables: dict[str, dict] = {name: {} for name in (
-        "names", "sources", "axes", "collectives", "layers", "functions", "phases")}
+        "names", "sources", "axes", "collectives", "layers", "functions", "phases", "chains")}
 
     def index(table, value):
         return tables[table].setdefault(value, len(tables[table]))
@@ -124,7 +125,8 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                 index("names", record.name), index("axes", record.axis),
                 index("collectives", record.operation), record.payload_bytes, record.wire_bytes,
                 index("sources", record.source), call.late, record.stage, record.mb, record.step,
-                numbers.get(id(call.event), -1), record.phase])
+                numbers.get(id(call.event), -1), record.phase,
+                index("chains", chain_text(analysis, call)) if call.wait_ns else -1])
         operations = [[_us(one.start_ns), _us(one.end_ns - one.start_ns),
                        index("phases", one.phase), one.stage, one.mb, one.step,
                        index("layers", one.layer), index("functions", one.function)]
@@ -139,6 +141,15 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
         "kinds": BUSY, "ranks": ranks,
         "steps": [[step, _us(start), _us(end)] for step, (start, end) in steps.items()],
     } | {name: list(table) for name, table in tables.items()}, thinned
+
+
+def chain_text(analysis: Analysis, call) -> str:
+    """Why a rank waited, from the late rank to the root, at most LONGEST_CHAIN steps."""
+    told = analysis.causes.chain(call)
+    left = len(told) - LONGEST_CHAIN
+    if left > 0:
+        told[LONGEST_CHAIN // 2:-LONGEST_CHAIN // 2] = [f"{left} more"]
+    return "; ".join(told)
 
 
 def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:

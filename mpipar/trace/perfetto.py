@@ -1,9 +1,11 @@
 """A trace as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
 
-Each rank is a process with three rows: compute, wait, transfer. Layers' operations lie below their
-passes where they were timed. One arrow leads from the last arriver of a collective to each rank
-that waited for it, and one from each send to its receive. Viewers join an arrow to the slice that
-holds its timestamp. So both ends get a slice, a short one if there is no other.
+Each rank is a process with four rows: compute, wait, transfer, post. Layers' operations lie below
+their passes where they were timed. One arrow leads from the last arriver of a collective to each
+rank that waited for it, and one from each send to its receive.
+Perfetto joins an arrow to the innermost slices that hold its two timestamps. It draws it from the
+end of the first to the start of the second. So a short slice in the row `post` ends when the late
+rank posts, and the arrow ends where a transfer starts.
 Times are microseconds with three digits: the nanoseconds of the trace.
 """
 
@@ -13,13 +15,13 @@ import json
 from bisect import bisect_right
 from pathlib import Path
 
-from mpipar.comm.record import BUSY, POINT_TO_POINT
+from mpipar.comm.record import BUSY
 from mpipar.console import output
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Event, Waits
 
-ROWS = ("compute", "wait", "transfer")
-MARK_NS = 1000  # length of a slice that only carries an arrow, unless something follows sooner
+ROWS = ("compute", "wait", "transfer", "post")
+MARK_NS = 1000  # length of a slice that only carries an arrow, unless another one is near
 
 
 def write(trace: Trace, waits: Waits, path: Path) -> int:
@@ -52,10 +54,7 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
                                       "mb": one.mb}) for one in rank.operations]
     for own in waits.calls:
         found += _slices_of_calls(own)
-    arrows = [(event, *ends) for event in waits.events for ends in _arrows(event)]
-    for number, arrow in enumerate(arrows, 1):
-        found += _ends(number, *arrow)
-    return found
+    return found + _arrows(waits)
 
 
 def _slices_of_calls(calls: list[Call]) -> list[dict]:
@@ -71,8 +70,8 @@ def _slices_of_calls(calls: list[Call]) -> list[dict]:
         if end > split:
             found.append(_slice(call.rank, "transfer", record.name, split, end, facts))
             starts.append(split)
-        marks += [(time, call, facts) for _, time, is_mark in (post_of(call), end_of(call))
-                  if is_mark]
+        elif record.operation != "send":
+            marks.append((end, call, facts))
     starts = sorted([*starts, *(time for time, *_ in marks)])
     for time, call, facts in marks:
         following = bisect_right(starts, time)
@@ -82,41 +81,53 @@ def _slices_of_calls(calls: list[Call]) -> list[dict]:
     return found
 
 
-def post_of(call: Call) -> tuple[str, int, bool]:
-    """Where arrows leave a call: (row, time, whether a mark is needed there)."""
-    record = call.record
-    if not call.blocked_ns or record.posted_ns < record.waited_ns:
-        return "transfer", record.posted_ns, True
-    return "wait" if call.wait_ns else "transfer", record.posted_ns, False
+def _arrows(waits: Waits) -> list[dict]:
+    """All arrows: the slices in which they begin, and their two ends.
 
-
-def end_of(call: Call) -> tuple[str, int, bool]:
-    """Where arrows arrive at a call: at the end of its waiting."""
-    record = call.record
-    if call.wait_ns:
-        return "wait", record.waited_ns + call.wait_ns - 1, False
-    if call.blocked_ns:
-        return "transfer", record.waited_ns, False
-    return "transfer", record.done_ns, True
-
-
-def _arrows(event: Event) -> list[tuple[Call, Call]]:
-    """Arrows from the last arriver to every rank that waited, or from a send to its receive."""
-    if event.calls[0].record.operation in POINT_TO_POINT:
-        return [(event.calls[0], event.calls[1])]
-    last = next(call for call in event.calls if call.rank == event.last)
-    return [(last, call) for call in event.calls if call.wait_ns]
-
-
-def _ends(number: int, event: Event, source: Call, target: Call) -> list[dict]:
-    """Both ends of an arrow. Its id is a number.
-
-    From a text id Perfetto reads only hexadecimal digits, and drops arrows with any other.
+    An arrow's id is a number. From a text id Perfetto reads only hexadecimal digits, and drops
+    arrows with any other.
     """
-    return [{"ph": phase, "id": number, "name": event.name, "cat": event.axis, "pid": call.rank,
-             "tid": ROWS.index(row), "ts": time / 1000, **({"bp": "e"} if phase == "f" else {})}
-            for phase, call, (row, time, _) in (("s", source, post_of(source)),
-                                                ("f", target, end_of(target)))]
+    found, posts, number = [], {}, 0
+    for event in waits.events:
+        source, targets = _ends(event)
+        # Between hosts, a clock's error must not make an arrow end before it starts.
+        time = min([source.record.posted_ns, *map(_arrival, targets)])
+        if targets:
+            posts.setdefault(source.rank, []).append((time, source, targets))
+    for rank, own in posts.items():
+        own.sort(key=lambda post: post[0])
+        before = last = own[0][0] - MARK_NS
+        for time, source, targets in own:
+            if time > last:
+                before, last = last, time
+            start, record = max(before, time - MARK_NS), source.record
+            found.append(_slice(rank, "post", f"{record.operation} {record.name}", start, time,
+                                _facts(source)))
+            for target in targets:
+                number += 1
+                ends = {"id": number, "name": record.name, "cat": record.axis}
+                found.append({"ph": "s", "pid": rank, "tid": ROWS.index("post"),
+                              "ts": start / 1000, **ends})
+                found.append({"ph": "f", "pid": target.rank, "tid": ROWS.index("transfer"),
+                              "ts": _arrival(target) / 1000, "bp": "e", **ends})
+    return found
+
+
+def _ends(event: Event) -> tuple[Call, list[Call]]:
+    """From where to where arrows lead: the last arriver and all who waited, or send and receive."""
+    if event.operation == "message":
+        return event.calls[0], event.calls[1:]
+    last = next(call for call in event.calls if call.rank == event.last)
+    return last, [call for call in event.calls if call.wait_ns]
+
+
+def _arrival(call: Call) -> int:
+    """Where an arrow ends: when the waiting is over; for a call that never waits, when it is done.
+
+    A slice of the row `transfer` starts there.
+    """
+    record = call.record
+    return record.waited_ns + call.wait_ns if call.blocked_ns else record.done_ns
 
 
 def _facts(call: Call) -> dict:
