@@ -2,11 +2,13 @@
 
 import json
 import re
+from html import unescape
 
 import pytest
 from trace_cases import blocking, trace
 
 from mpipar.errors import OutputError
+from mpipar.files.text import harmless
 from mpipar.trace import html
 from mpipar.trace.analysis import analyse
 
@@ -33,10 +35,30 @@ def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
         html.write(analyse(case()), tmp_path / "no" / "page.html")
 
 
+def data_of(page):
+    """The data of a page, as a browser finds them: up to the first end of a script."""
+    start, data = re.search(r'(.*<script type="application/json" id="data">)(.*?)</script>', page,
+                            re.DOTALL).groups()
+    assert "<!--" not in data, "behind it a browser passes over the end of the script"
+    assert start.count("<script") == 1
+    return json.loads(data)
+
+
 def test_the_data_are_plain_json(tmp_path):
     path = tmp_path / "page.html"
     html.write(analyse(case()), path)
     text = path.read_text()
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert json.loads(data[1])["step_ms"] == 100
+    assert data_of(text)["step_ms"] == 100
     assert not re.search(r"\[\[[A-Z]+\]\]", text), "every part is filled in"
+
+
+@pytest.mark.parametrize("name", ["<!--<script>", "[[DATA]]", "[[SCRIPT]]", "</script><b>",
+                                  "</title><script>alert(1)</script>", "\\1\\g<0>", "a\x1b[2J"])
+def test_no_name_of_a_run_breaks_the_page(name):
+    data = html.page_data(analyse(case()))
+    page = html.build(data | {"title": name, "remarks": [name]})
+    found = data_of(page)
+    assert (found["title"], found["remarks"]) == (name, [name])
+    title = re.search("<title>(.*?)</title>", page)[1]
+    assert unescape(title) == harmless(name)
+    assert "<" not in title

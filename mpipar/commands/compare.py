@@ -6,6 +6,7 @@ import textwrap
 
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
+from mpipar.files.text import brief, harmless
 from mpipar.trace import comparison, trace_file
 from mpipar.trace.analysis import Analysis, analyse
 
@@ -26,10 +27,13 @@ def run(args) -> int:
 
     Raises DataError if a run has no trace.
     """
-    before, after = (analyse(trace_file.read(folder)) for folder in (args.run_a, args.run_b))
-    print_runs(before, after)
-    slower = print_step(before, after) == "slower"
-    print_causes(before, after)
+    folders = args.run_a, args.run_b
+    before, after = map(trace_file.read, folders)
+    with trace_file.contradictions_are_data_errors(*folders):
+        before, after = analyse(before), analyse(after)
+        print_runs(before, after)
+        slower = print_step(before, after) == "slower"
+        print_causes(before, after)
     return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK
 
 
@@ -37,10 +41,10 @@ def print_runs(before: Analysis, after: Analysis) -> None:
     """Print what is compared, and which settings differ."""
     for name, side in (("A", before), ("B", after)):
         trace = side.trace
-        print(f"{name}: {trace.folder}: {trace.size()},"
+        print(f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
               f" {trace.meta['schedule']['name']}, {trace.num_steps} traced steps")
     for key, old, new in comparison.settings_that_differ(before.trace.folder, after.trace.folder):
-        print(f"   {key}: {old} -> {new}")
+        print(f"   {brief(key)}: {brief(str(old))} -> {brief(str(new))}")
     if before.trace.meta["layout"] != after.trace.meta["layout"]:
         print("   the layouts differ: rank 1 of A and rank 1 of B do different work")
     remarks: dict[str, list[str]] = {}

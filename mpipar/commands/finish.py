@@ -67,7 +67,9 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
 def draw_trace(folder, log) -> None:
     """Write the trace's report.html; every rank must have written its part."""
     try:
-        thinned = html.write(analyse(trace_file.read(folder)), folder / "report.html")
+        trace = trace_file.read(folder)
+        with trace_file.contradictions_are_data_errors(folder):
+            thinned = html.write(analyse(trace), folder / "report.html")
     except UserError as error:  # as when hosts share no disk; the run itself is fine
         log(f"no report.html: {error}")
     else:

@@ -16,8 +16,8 @@ from mpipar.comm.record import Recorder
 from mpipar.commands.inputs import weight_facts
 from mpipar.commands.resolve import resolve
 from mpipar.commands.run_folder import CHECKPOINTS
-from mpipar.console.tables import printable
 from mpipar.errors import EXIT_OK, DataError, UsageError
+from mpipar.files.text import printable
 from mpipar.inference.generate import decode, encode, generate
 from mpipar.train.worker import Worker
 

@@ -9,6 +9,7 @@ from mpipar.comm.record import family
 from mpipar.console.bubble import bubble_table
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
+from mpipar.files.text import harmless
 from mpipar.trace import html, perfetto, pop, trace_file, waits
 from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, category_ns
 from mpipar.trace.timeline import median_step, timeline
@@ -36,6 +37,12 @@ def run(args) -> int:
     if args.html is not None and args.html == args.perfetto:
         raise UsageError(f"--html and --perfetto both name {args.html}: give two files")
     trace = trace_file.read(args.run_folder)
+    with trace_file.contradictions_are_data_errors(args.run_folder):
+        return show(args, trace)
+
+
+def show(args, trace) -> int:
+    """Print or write what the trace says; return the exit code."""
     analysis = analyse(trace)
     if args.html is not None or args.perfetto is not None:
         write_files(args, analysis)
@@ -67,10 +74,10 @@ def write_files(args, analysis: Analysis) -> None:
     """Write the requested files, and say so."""
     if args.perfetto is not None:
         count = perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
-        print(f"{args.perfetto}: {count:,} events; open it in https://ui.perfetto.dev")
+        print(f"{harmless(args.perfetto)}: {count:,} events; open it in https://ui.perfetto.dev")
     if args.html is not None:
         thinned = html.write(analysis, Path(args.html))
-        print(f"{args.html}: open it in a browser" + (f"; {thinned}" if thinned else ""))
+        print(f"{harmless(args.html)}: open it in a browser" + (f"; {thinned}" if thinned else ""))
 
 
 def print_findings(analysis: Analysis) -> None:

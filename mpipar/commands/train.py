@@ -41,6 +41,7 @@ from mpipar.errors import (
     NonFiniteError,
     UsageError,
 )
+from mpipar.files.text import harmless, printable
 from mpipar.job.environment import host_name
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline import draw
@@ -81,9 +82,9 @@ class Log:
 
     def __call__(self, text: str = "") -> None:
         if self.speaks:
-            print(console.printable(text), flush=True)
+            print(printable(text), flush=True)
             if self.file is not None:
-                self.file.write(text + "\n")
+                self.file.write(harmless(text) + "\n")
 
 
 class Run:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from mpipar import models
 from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
@@ -20,12 +18,6 @@ def table(rows: list[tuple], left: int = 1) -> str:
                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
-
-
-def printable(text: str) -> str:
-    """The text, with question marks for characters that standard output's encoding lacks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
 
 
 def nbytes(count: float) -> str:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from mpipar import errors
 from mpipar.errors import EXIT_CODES, UserError
+from mpipar.files.text import brief, printable
 
+MOST_TEXT = 4000  # characters of a sentence of the block: a file's name or value may be long
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -73,7 +75,8 @@ def show(found: Report, record: Path | None = None) -> None:
                          ("do", (found.do,)), ("record", (str(record or ""),))):
         label = f"{title}:"
         for text in filter(None, texts):
-            lines.append(f"  {label:<8}" + text.replace("\n", "\n" + " " * 10))
+            shown = printable(brief(text, MOST_TEXT), sys.stderr)
+            lines.append(f"  {label:<8}" + shown.replace("\n", "\n" + " " * 10))
             label = ""
     with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the block
         sys.stdout.flush()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import types
-import typing
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import shown
+from mpipar.files.typed import built
 from mpipar.plan.machine import Machine
 
 SCHEMA = 1
@@ -57,36 +56,6 @@ def load(path: str) -> Machine:
     if problems := _problems(machine):
         raise DataError([f"{path}: {text}" for text in problems])
     return machine
-
-
-def built(kind, value, where: str):
-    """A JSON value as a value of an annotated type; ValueError says where it does not fit."""
-    if isinstance(kind, types.UnionType):  # X | None
-        return None if value is None else built(typing.get_args(kind)[0], value, where)
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where} must be a list")
-        inner = typing.get_args(kind)[0]
-        return tuple(built(inner, one, f"{where}[{place}]") for place, one in enumerate(value))
-    if is_dataclass(kind):
-        return _dataclass(kind, value, where)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError(f"{where} is {shown(value)}, not a legal {kind.__name__}")
-    return value
-
-
-def _dataclass(kind, value, where: str):
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object")
-    hints = typing.get_type_hints(kind)
-    if unknown := sorted(value.keys() - hints.keys()):
-        raise ValueError(f"{where} has an unknown key {shown(unknown[0])}")
-    needed = [one.name for one in fields(kind) if one.default is MISSING]
-    if missing := [name for name in needed if name not in value]:
-        raise ValueError(f"{where} has no {missing[0]!r}")
-    return kind(**{name: built(hints[name], value[name], f"{where}.{name}") for name in value})
 
 
 def _problems(machine: Machine) -> list[str]:

@@ -7,12 +7,13 @@ side there is no verdict.
 
 from __future__ import annotations
 
-import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+from mpipar.errors import DataError
+from mpipar.files.bounded import read_toml
 from mpipar.trace.analysis import Analysis, category
 from mpipar.trace.causes import WORDS
 from mpipar.trace.segments import Segment
@@ -134,8 +135,8 @@ def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, o
     values = []
     for folder in (before, after):
         try:
-            values.append(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+            values.append(read_toml(folder / "config.toml", DataError))
+        except DataError:
             return []
     names = [name for name in {**values[0], **values[1]} if name not in PLACES]
     return [(name, values[0].get(name), values[1].get(name)) for name in names

@@ -7,6 +7,7 @@ timeline.js draws the trace, page.js everything else.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from html import escape
 from importlib.resources import files
@@ -16,6 +17,7 @@ from mpipar import models
 from mpipar.comm.record import BUSY, PASSES
 from mpipar.config.model import model_config
 from mpipar.console import output
+from mpipar.files.text import harmless
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
 
@@ -38,13 +40,12 @@ def build(data: dict) -> str:
     def part(name):
         return (folder / name).read_text(encoding="utf-8")
 
-    # "</" would end the script element that holds the data.
-    numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    page = part("page.html")
-    for mark, text in (("TITLE", escape(data["title"])), ("STYLE", part("page.css")),
-                       ("SCRIPT", "\n".join(map(part, SCRIPTS))), ("DATA", numbers)):
-        page = page.replace(f"[[{mark}]]", text, 1)
-    return page
+    # A "<" could end the script element that holds the data, or begin a comment in it.
+    numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    texts = {"TITLE": escape(harmless(data["title"])), "STYLE": part("page.css"),
+             "SCRIPT": "\n".join(map(part, SCRIPTS)), "DATA": numbers}
+    # All marks at once: a run may be named [[DATA]].
+    return re.sub(r"\[\[([A-Z]+)\]\]", lambda mark: texts[mark[1]], part("page.html"))
 
 
 def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:

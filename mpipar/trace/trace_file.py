@@ -8,20 +8,23 @@ clock and starts at zero.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import traceback
 from collections.abc import Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Record, Span
-from mpipar.errors import DataError
-from mpipar.files.bounded import read_json
-from mpipar.files.text import shown
+from mpipar.errors import DataError, UsageError
+from mpipar.files.bounded import open_regular, parse_json, problems_as, read_json, read_text
+from mpipar.files.text import brief, shown
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
+from mpipar.trace.checks import LineCheck, check_head, check_meta
 
 SCHEMA = 3
 META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
@@ -29,6 +32,8 @@ META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_
 SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
 LEAST_CORE_WAIT = 0.1  # of the traced time, to be told
 
+MOST_META, MOST_LINE, MOST_METRICS = 64 << 20, 16 << 20, 1 << 30  # bytes
+MOST_NAMED = 8  # files in a message
 MIXED = "the files of trace/ must be of one run"
 HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
 
@@ -151,7 +156,7 @@ def meta_path(folder: Path) -> Path:
 
 def remove(folder: Path, world_rank: int) -> None:
     """Remove what this rank has written of a trace that is of no use."""
-    with contextlib.suppress(OSError):  # other ranks may still have files there
+    with suppress(OSError):  # other ranks may still have files there
         rank_path(folder, world_rank).unlink(missing_ok=True)
         if world_rank == 0:
             meta_path(folder).unlink(missing_ok=True)
@@ -197,7 +202,7 @@ def read(folder: str | Path) -> Trace:
     Raises DataError when there is none, or a part is missing or belongs to another run.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise DataError(f"{folder}: no such run folder; {HOW_TO}")
     if not (folder / "trace").is_dir():
         raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
@@ -205,9 +210,11 @@ def read(folder: str | Path) -> Trace:
     paths = [rank_path(folder, rank) for rank in range(len(grids))]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
-        raise DataError(f"{folder / 'trace'}: {', '.join(missing)} missing of {len(paths)} ranks;"
-                        f" {_why_missing(folder)}")
-    ranks = [_read_rank(path, clock, grid) for path, grid in zip(paths, grids, strict=True)]
+        more = ", ..." if len(missing) > MOST_NAMED else ""
+        raise DataError(f"{folder / 'trace'}: {', '.join(missing[:MOST_NAMED])}{more} missing of"
+                        f" {len(paths)} ranks; {_why_missing(folder)}")
+    ranks = [_read_rank(path, clock, grid, len(meta["stages"]))
+             for path, grid in zip(paths, grids, strict=True)]
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: has other steps than {paths[0].name}: {MIXED}")
@@ -226,68 +233,63 @@ def _why_missing(folder: Path) -> str:
 
 def _load(path: Path) -> tuple[dict, CommonClock, list[Grid]]:
     """meta.json, and from it the common clock and the place of each rank."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: missing; {HOW_TO}") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: can't be read: {error}") from None
+    value = read_json(path, cure=HOW_TO, most_bytes=MOST_META)
     missing = [key for key in META_KEYS if key not in _checked(path, value)]
     if missing:
         raise DataError(f"{path}: {', '.join(missing)} missing; {HOW_TO}")
     try:
+        check_meta(value)
         sizes = {f"{axis}_size": value["layout"][axis] for axis in AXES}
         grids = [Grid(rank, **sizes, order=tuple(value["rank_order"]))
                  for rank in range(value["world_size"])]
         return value, CommonClock.from_json(value["clock"]), grids
-    except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
-        raise DataError(f"{path}: not a trace's: {error!r}") from None
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path}: not a trace's: {brief(str(error), 300)}") from None
 
 
 def _checked(path: Path, head) -> dict:
     if not isinstance(head, dict) or head.get("mpipar_trace") != SCHEMA:
         found = head.get("mpipar_trace") if isinstance(head, dict) else None
-        raise DataError(f"{path}: trace schema {found}, this mpipar reads {SCHEMA};"
+        raise DataError(f"{path}: trace schema {shown(found)}, this mpipar reads {SCHEMA};"
                         f" {HOW_TO}")
     return head
 
 
-def _read_rank(path: Path, clock: CommonClock, grid: Grid) -> RankTrace:
+def _read_rank(path: Path, clock: CommonClock, grid: Grid, num_stages: int) -> RankTrace:
     """One rank's file, with times translated to the common clock."""
-    number = 1
+    number = 0
     try:
-        with open(path, encoding="utf-8") as file:
-            head = _checked(path, json.loads(file.readline()))
-            rank = head["world_rank"]
+        with open_regular(path) as file:
+            lines = _lines(file)
+            head = check_head(_checked(path, next(lines, None)), num_stages, grid.world_size)
+            number, check = 1, LineCheck(head, num_stages)
 
             def common(entry, *fields):
                 return entry._replace(**{
-                    field: clock.common_ns(rank, getattr(entry, field)) for field in fields})
+                    field: clock.common_ns(grid.world_rank, getattr(entry, field))
+                    for field in fields})
 
             trace = RankTrace(
-                rank, head["host"], head["place"], tuple(head["stages"]),
-                {axis: tuple(ranks) for axis, ranks in head["groups"].items()},
-                [(step, clock.common_ns(rank, start), clock.common_ns(rank, end))
-                 for step, start, end in head["steps"]], complete=head["complete"],
-                cores=tuple(head["cores"]), core_wait_ns=head.get("core_wait_ns", 0))
-            end = head["steps"][-1][2] if head["steps"] else 0
-            for line in file:
-                number += 1
-                letter, *entry = json.loads(line)
+                head.world_rank, head.host, head.place, head.stages, head.groups,
+                [(step, clock.common_ns(grid.world_rank, start),
+                  clock.common_ns(grid.world_rank, end)) for step, start, end in head.steps],
+                complete=head.complete, cores=head.cores, core_wait_ns=head.core_wait_ns)
+            end = head.steps[-1][2] if head.steps else 0
+            for letter, *entry in lines:
                 if letter == "r":
-                    record = Record(*entry)
+                    record = check.record(entry)
                     if not record.done_ns:  # the rank failed in it, or before waiting for it
                         record = record._replace(waited_ns=record.waited_ns or end, done_ns=end)
-                    record = record._replace(site=head["sites"][record.site],
-                                             cut=head["sites"][record.cut])
                     trace.records.append(common(record, "posted_ns", "waited_ns", "done_ns"))
                 elif letter == "s":
-                    trace.spans.append(common(Span(*entry), "start_ns", "end_ns"))
+                    trace.spans.append(common(check.span(entry), "start_ns", "end_ns"))
                 else:
-                    trace.operations.append(common(LayerOperation(*entry), "start_ns", "end_ns"))
-            wanted = 1 + head["lines"]
-    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-        raise DataError(f"{path}, line {number}: not a trace: {error!r}") from None
+                    trace.operations.append(common(check.operation(entry), "start_ns", "end_ns"))
+                number += 1
+            wanted = 1 + head.lines
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}, line {number + 1}: not a trace:"
+                        f" {brief(str(error), 300)}") from None
     if number != wanted:
         raise DataError(f"{path}: {number} lines of {wanted}: only a part of it was copied?")
     if not trace.steps:
@@ -316,13 +318,42 @@ def _from_zero(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     return list(ranks)
 
 
+@contextmanager
+def contradictions_are_data_errors(*folders: str | Path):
+    """Raise DataError if these traces, each line of which is legal, contradict themselves.
+
+    Times and partners of calls are not checked one against the other while they are read.
+    """
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
+            RuntimeError, UsageError) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(f"{' or '.join(map(str, folders))}: a trace that contradicts itself:"
+                        f" {type(error).__name__} {brief(str(error))} at"
+                        f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}") from error
+
+
+def _lines(file):
+    """The values of the lines of an open file; ValueError says what is wrong with one."""
+    while line := file.readline(MOST_LINE):
+        if len(line) == MOST_LINE:
+            raise ValueError(f"is longer than {MOST_LINE:,} bytes")
+        yield parse_json(line.decode())
+
+
 def _read_metrics(path: Path) -> list[dict]:
     """The complete lines of metrics.jsonl; a job that still runs may be writing the last one."""
     found = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
+    if not path.exists():
+        return found
+    with problems_as(DataError, str(path)):
+        lines = read_text(path, most_bytes=MOST_METRICS).split("\n")
+    for number, line in enumerate(lines[:-1], 1):
+        with problems_as(DataError, f"{path}, line {number}"):
+            value = parse_json(line)
+        if not isinstance(value, dict) or type(value.get("step")) is not int or not isinstance(
+                value.get("loss"), int | float):
+            raise DataError(f"{path}, line {number}: has no step and loss")
+        found.append(value)
     return found

@@ -1,0 +1,201 @@
+"""What a trace's files must hold: types, ranges and counts, checked before anything is computed.
+
+A trace may come from anywhere. Each function raises ValueError that says what does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpipar.comm.clock import Sample
+from mpipar.comm.grid import AXES
+from mpipar.comm.record import LayerOperation, Record, Span
+from mpipar.config.model import FAMILIES, DecoderConfig
+from mpipar.config.sections import FIELDS
+from mpipar.config.setting import value_problem
+from mpipar.errors import UserError
+from mpipar.files.text import shown
+from mpipar.files.typed import built
+from mpipar.pipeline.check import check
+from mpipar.pipeline.csv_format import parse_instruction
+from mpipar.pipeline.instructions import Schedule
+from mpipar.pipeline.schedules.catalog import MOST_PASSES
+
+MOST_RANKS = 1 << 17
+PLACEMENTS = ("linear", "looped", "v", "mirror")
+LATEST = 1 << 62  # ns; differences of times still fit 64 bits
+# The types of a line's values. `site` and `cut` are places in the head's list of sites.
+RECORD = (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str, int, int)
+SPAN = (str, int, int, int, int, int)
+OPERATION = (str, str, int, int, int, int, int, str)
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """The entry `schedule` of meta.json."""
+
+    name: str
+    pp_size: int
+    num_stages: int
+    num_microbatches: int
+    placement: str
+    wired: bool
+    programs: tuple[tuple[str, ...], ...]
+
+    def schedule(self) -> Schedule:
+        """The proved schedule; raises ValueError."""
+        instrs = tuple(tuple(map(parse_instruction, program)) for program in self.programs)
+        if self.placement not in PLACEMENTS or len(instrs) != self.pp_size or not all(
+                all(program) for program in instrs):
+            raise ValueError("schedule: is none of this pipeline")
+        if min(self.num_stages, self.num_microbatches) < 1 or (
+                self.num_stages * self.num_microbatches > MOST_PASSES):
+            raise ValueError(f"schedule: must have 1 to {MOST_PASSES:,} forward passes")
+        made = Schedule(**vars(self) | {"programs": instrs})
+        try:
+            check(made)
+        except (UserError, LookupError, ArithmeticError) as error:
+            raise ValueError(f"schedule: cannot run: {shown(str(error))}") from None
+        return made
+
+
+@dataclass(frozen=True)
+class ClockFacts:
+    """The entry `clock` of meta.json."""
+
+    owners: tuple[int, ...]
+    before: dict[str, Sample]
+    after: dict[str, Sample]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """meta.json: what is read from it, besides the model."""
+
+    world_size: int
+    rank_order: tuple[str, ...]
+    layout: dict[str, int]
+    schedule: ScheduleFacts
+    stages: tuple[str, ...]
+    stage_layers: tuple[int, ...]
+    batch_size: int
+    dtype: str
+    clock: ClockFacts
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first line of a rank's file."""
+
+    world_rank: int
+    host: str
+    place: dict[str, int]
+    stages: tuple[int, ...]
+    groups: dict[str, tuple[int, ...]]
+    steps: tuple[tuple[int, ...], ...]
+    complete: bool
+    cores: tuple[int, ...]
+    sites: tuple[str, ...]
+    lines: int
+    core_wait_ns: int = 0
+
+
+def entries(kind, value: dict):
+    """The entries of a JSON object that a dataclass has, as that dataclass."""
+    names = kind.__dataclass_fields__
+    return built(kind, {name: value[name] for name in names if name in value}, "it")
+
+
+def check_meta(value: dict) -> Schedule:
+    """Check meta.json; return its schedule."""
+    meta = entries(Meta, value)
+    sizes = meta.layout
+    if (sorted(meta.rank_order) != sorted(AXES) or sorted(sizes) != sorted(AXES)
+            or min(sizes.values()) < 1 or math.prod(sizes.values()) != meta.world_size
+            or meta.world_size > MOST_RANKS):
+        raise ValueError(f"the layout {shown(sizes)} has not {meta.world_size} ranks")
+    schedule = meta.schedule.schedule()
+    model = FAMILIES.get(value["model"].get("model"), DecoderConfig)
+    sized = entries(model, value["model"])
+    for name in model.__dataclass_fields__:
+        one = getattr(sized, name)
+        for number in one if isinstance(one, tuple) else (one,):
+            if number is not None and (text := value_problem(name, FIELDS[name].metadata, number)):
+                raise ValueError(text.removeprefix("--"))
+    if (schedule.pp_size != sizes["pp"] or len(meta.stages) != schedule.num_stages
+            or len(meta.stage_layers) != schedule.num_stages or min(meta.stage_layers) < 0
+            or sum(meta.stage_layers) != sized.layers):
+        raise ValueError("its stages are not those of its schedule and model")
+    owners = meta.clock.owners
+    if len(owners) != meta.world_size or not all(
+            owner == 0 or str(owner) in meta.clock.before for owner in owners) or any(
+            name not in map(str, owners) for name in (*meta.clock.before, *meta.clock.after)):
+        raise ValueError("clock: not each rank has one")
+    return schedule
+
+
+def check_head(value: dict, num_stages: int, world_size: int) -> Head:
+    """Check the first line of a rank's file; return it."""
+    head = entries(Head, value)
+    numbers = [time for step in head.steps for time in step]
+    if any(len(step) != 3 or step[1] >= step[2] for step in head.steps) or any(
+            before[2] > after[1] or before[0] >= after[0]
+            for before, after in zip(head.steps, head.steps[1:], strict=False)) or not all(
+            0 <= number < LATEST for number in numbers):
+        raise ValueError("steps: must be [step, start, end], one after the other")
+    if not all(0 <= stage < num_stages for stage in head.stages):
+        raise ValueError(f"stages: must lie below {num_stages}")
+    for name, ranks in head.groups.items():
+        if head.world_rank not in ranks or len({*ranks}) < len(ranks) or not all(
+                0 <= one < world_size for one in ranks):
+            raise ValueError(f"groups.{name}: is no group of rank {head.world_rank}")
+    return head
+
+
+class LineCheck:
+    """Checks the lines of a rank's file behind its head, and makes their values."""
+
+    def __init__(self, head: Head, num_stages: int):
+        self.head, self.num_stages = head, num_stages
+        self.steps = {step for step, *_ in head.steps}
+
+    def record(self, entry: list) -> Record:
+        """A record with its places as text."""
+        found = Record(*self._typed(entry, RECORD, "record"))
+        sites, group = self.head.sites, self.head.groups.get(found.axis)
+        if group is None or not -1 <= found.peer < len(group):
+            raise ValueError(f"a record of axis {shown(found.axis)} and peer {found.peer}")
+        if not (found.posted_ns <= found.done_ns >= found.waited_ns or not found.done_ns):
+            raise ValueError("a record that ends before it begins")
+        if not (0 <= found.site < len(sites) and 0 <= found.cut < len(sites)):
+            raise ValueError("a record without a place in the source")
+        self._in_step(found)
+        return found._replace(site=sites[found.site], cut=sites[found.cut])
+
+    def span(self, entry: list) -> Span:
+        """A span."""
+        found = Span(*self._typed(entry, SPAN, "span"))
+        self._in_step(found)
+        return self._ordered(found)
+
+    def operation(self, entry: list) -> LayerOperation:
+        """An operation of a layer."""
+        return self._ordered(LayerOperation(*self._typed(entry, OPERATION, "operation")))
+
+    def _typed(self, entry, kinds, what) -> list:
+        if tuple(map(type, entry)) != kinds:
+            raise ValueError(f"{shown(entry)} is no {what}")
+        for one in entry:
+            if not one.isprintable() if type(one) is str else not -1 <= one < LATEST:
+                raise ValueError(f"{shown(one)} in a {what}")
+        return entry
+
+    def _ordered(self, found):
+        if not 0 <= found.start_ns <= found.end_ns:
+            raise ValueError("a span that ends before it begins")
+        return found
+
+    def _in_step(self, found) -> None:
+        if found.step not in self.steps or found.stage >= self.num_stages:
+            raise ValueError(f"step {found.step}, stage {found.stage}: not of this trace")

@@ -1,0 +1,127 @@
+"""Every kind of file that a user hands in, damaged at random: exit code 2 or 65, or it is read.
+
+A damage that leaves a legal file is no failure of the reader. An exception that is no UserError
+would be exit code 70, and one that takes long a hang.
+"""
+
+import contextlib
+import io
+import json
+
+import pytest
+from damage import damaged
+from in_process import StandIn, at_once
+from machine_models import machine
+from trace_cases import pipeline_trace
+
+from mpipar import cli
+from mpipar.comm.record import LayerOperation
+from mpipar.errors import DataError, UsageError
+from mpipar.plan import machine_file
+from mpipar.trace import trace_file
+
+FEW, MANY = range(12), range(12, 212)
+
+
+def run(*words):
+    """Run a command; it must end well or with an error that is the file's."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), at_once(), contextlib.suppress(UsageError, DataError):
+        cli.main([str(word) for word in words], StandIn())
+    assert "\x1b" not in text.getvalue()
+
+
+def write_trace(folder):
+    """A run folder with a trace of two ranks, of all kinds of lines."""
+    made = pipeline_trace("1f1b", 2, 2, steps=3)
+    for rank in made.ranks:
+        head = {"world_rank": rank.world_rank, "host": rank.host, "place": rank.place,
+                "stages": rank.stages, "steps": rank.steps, "complete": True, "cores": [0, 1],
+                "groups": {axis: [rank.world_rank] for axis in ("dp", "cp", "tp")} | {
+                    "pp": [0, 1], "world": [0, 1]}}
+        shifted = [record._replace(posted_ns=record.posted_ns + 1, waited_ns=record.waited_ns + 1,
+                                   done_ns=record.done_ns + 1) for record in rank.records]
+        operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")]
+        trace_file.write_rank(folder, head, shifted, rank.spans, operations)
+    model = {"model": "decoder", "norm": "layer", "layers": 2, "ffn_cut": "pair"}
+    trace_file.write_meta(folder, made.meta | {
+        "clock": made.clock.to_json(), "device": "cpu", "per_operation": True,
+        "stage_layers": [1, 1], "model": made.meta["model"] | model})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made.metrics))
+
+
+def of_trace(name):
+    def make(folder):
+        write_trace(folder)
+        return folder / name, [("trace", folder), ("trace", folder, "--html", folder / "a.html"),
+                               ("trace", folder, "--perfetto", folder / "a.json"),
+                               ("compare", folder, folder)]
+    return make
+
+
+def of_machine(folder):
+    path = folder / "machine.json"
+    machine_file.save(machine(), str(path))
+    return path, [("explain", "--machine", path), ("explain", "--machine", path, "--schedule",
+                                                   "auto", "--layout", "pp=2")]
+
+
+def of_toml(folder):
+    path = folder / "config.toml"
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        cli.main(["train", "--print-config", "--schedule", "interleaved"], StandIn())
+    path.write_text(text.getvalue())
+    return path, [("explain", "--config", path), ("train", "--print-config", "--config", path)]
+
+
+def of_csv(folder):
+    path = folder / "schedule.csv"
+    with contextlib.redirect_stdout(io.StringIO()):
+        cli.main(["schedule", "interleaved", "--csv", str(path)], StandIn())
+    return path, [("schedule", "--from-csv", path)]
+
+
+KINDS = {
+    "meta.json": of_trace("trace/meta.json"), "rank": of_trace("trace/rank-00001.jsonl"),
+    "metrics.jsonl": of_trace("metrics.jsonl"), "machine.json": of_machine, "TOML": of_toml,
+    "CSV": of_csv,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """{kind: (file, commands that read it)}; each command takes the files as they are."""
+    made = {}
+    for kind, make in KINDS.items():
+        path, commands = make(tmp_path_factory.mktemp("whole"))
+        with contextlib.redirect_stdout(io.StringIO()):
+            for words in commands:
+                assert not cli.main([str(word) for word in words], StandIn()), kind
+        made[kind] = path, commands
+    return made
+
+
+def check(path, commands, seeds):
+    content = path.read_bytes()
+    try:
+        for seed in seeds:
+            path.write_bytes(damaged(content, seed))
+            for words in commands:
+                try:
+                    run(*words)
+                except BaseException as error:
+                    error.add_note(f"seed {seed}, {words}")
+                    raise
+    finally:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_damages(kind, whole):
+    check(*whole[kind], FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_damages(kind, whole):
+    check(*whole[kind], MANY)
