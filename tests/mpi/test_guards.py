@@ -2,10 +2,11 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import LAYOUTS, WORLD, cut_model
+from small_model import LAYOUTS, MODEL, WORLD, cut_model
 from test_mixed import DP, PP, TP, mixed, on_all_ranks, worker_of
 
 from mpipar.errors import DriftError, NonFiniteError
@@ -16,7 +17,8 @@ from mpipar.train.replicas import Replicas
 
 pytestmark = pytest.mark.ranks(2, 4)
 HERE = LAYOUTS[WORLD.size]
-LAST = WORLD.size - 1
+CP = (1, 1, 1)
+EVEN = replace(MODEL, seq_len=8)  # tokens that context parallelism can share out
 
 
 def part_of(worker, name, kind):
@@ -45,15 +47,22 @@ def raised_everywhere(error_class, call) -> str:
 # --- replica drift
 
 
+# (layout, further settings) of every kind of copies, by name.
+COPIES = {
+    **{str(layout): (layout, {}) for layout in HERE},
+    **{f"{layout} with cut tokens": (layout, {"model": cut_model()})
+       for layout in HERE if layout[2] > 1},
+    **{f"{layout} with mirrored stages": (layout, {"schedule": "dualpipe"})
+       for layout in HERE if layout[1] > 1},
+    "context parallel": ((1, 1, WORLD.size // 2), {"cp": 2, "model": EVEN}),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, {"model": cut_model()}, {"schedule": "dualpipe"}],
-                         ids=["plain", "sequence-parallel", "dualpipe"])
-@pytest.mark.parametrize("layout", HERE, ids=str)
-def test_copies_stay_equal(layout, options, dtype):
-    _, pp, tp = layout
-    if (pp == 1 and "schedule" in options) or (tp == 1 and "model" in options):
-        return
-    worker, step = worker_of(mixed(dtype, layout, 2 * pp, optimizer="adamw", **options))
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_stay_equal(name, dtype):
+    layout, options = COPIES[name]
+    worker, step = worker_of(mixed(dtype, layout, 2 * layout[1], optimizer="adamw", **options))
     copies = Replicas(worker)
     for number in (1, 2):
         step(number)
@@ -89,10 +98,12 @@ def drift(layout, kind, name, num_microbatches=2, **options):
 @pytest.mark.parametrize(("layout", "kind", "name"), [
     (DP, "master", "block3.ffn.up.w"), (DP, "m", "block0.norm1.w"), (DP, "v", "embedding.tokens"),
     (TP, "master", "block2.norm2.b"), (TP, "v", "block4.ffn.down.b"), (PP, "m", "embedding.tokens"),
+    (CP, "master", "block1.attn.proj.w"),
 ])  # fmt: skip
 @pytest.mark.ranks(2)
 def test_one_bit_of_a_copy_is_found_and_named(layout, kind, name):
-    text, _ = drift(layout, kind, name)
+    options = {"cp": 2, "model": EVEN} if layout == CP else {}
+    text, _ = drift(layout, kind, name, **options)
     kind = {"master": "weights", "m": "first moment", "v": "second moment"}[kind]
     assert re.fullmatch(rf"step 1: copies .*\n{kind} of {name}: rank 0 unlike rank 1", text), text
 
