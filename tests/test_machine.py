@@ -88,6 +88,7 @@ def test_places_that_cannot_be_read_or_written(tmp_path):
             machine_file.check_writable(place)
         with pytest.raises(OutputError):
             machine_file.save(machine(), place)
+        assert not os.path.exists(f"{place}.partial")
     machine_file.check_writable(tmp_path / "machine.json")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OutputError, match="is a folder or a device"):

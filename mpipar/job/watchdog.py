@@ -92,9 +92,12 @@ class Watchdog:
         partial = path.with_suffix(".partial")
         with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(state))
-            os.replace(partial, path)
-            self._written = path
+            try:
+                partial.write_text(json.dumps(state))
+                os.replace(partial, path)
+                self._written = path
+            finally:
+                partial.unlink(missing_ok=True)
 
     def _report(self, report: Callable) -> None:
         """Call report with everybody's state, on the lowest rank that has written one."""

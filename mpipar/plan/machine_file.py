@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,11 +23,13 @@ CURE = "write it with python -m bench.calibrate"
 def save(machine: Machine, path: str) -> None:
     """Write the file, whole or not at all. Raises OutputError if it cannot be written."""
     text = json.dumps({"schema": SCHEMA, **asdict(machine)}, indent=1) + "\n"
-    partial = f"{path}.partial"
+    partial = Path(f"{path}.partial")
     try:
-        Path(partial).write_text(text)
+        partial.write_text(text)
         os.replace(partial, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise OutputError(f"{path}: {error.strerror}") from error
 
 
