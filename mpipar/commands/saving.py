@@ -25,11 +25,14 @@ class Saving:
         Comm: that of `Saver`.
         """
         due = asks.save or (self.run.save_interval and step % self.run.save_interval == 0)
+        if not (due or asks.written):
+            return False
+        self.saver.worker.recorder.phase = "save"
         if asks.written:
             self.attempt(self.commit)
         if due:
             self.attempt(self.save, step)
-        return bool(due or asks.written)
+        return True
 
     def attempt(self, function, *arguments) -> None:
         """Call a function that saves; its failure is a warning, on every rank alike."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -66,8 +66,8 @@ def run(session, reading, machine_path: str | None = None) -> int:
         training.describe()
         with MemoryLimit(training.config, training.inputs.ops, training.recorder):
             training.allocate()
-            moved = training.saving.saver.moved
-            with session.watch.follow_records(training.recorder, training.worker.comms, moved):
+            with session.watch.follow_records(
+                    training.recorder, training.worker.comms, training.written_bytes):
                 with session.stop_on_request():
                     training.loop()
                     training.save_last()
@@ -264,7 +264,6 @@ class Run:
             if result.asks.stop:
                 self.stopped = True
                 break
-            self.recorder.phase = "save"
             if step < steps and self.saving.after_step(step, result.asks):
                 session.save_requested = session.save_requested and not result.asks.save
                 self.metrics.skip()
@@ -335,6 +334,16 @@ class Run:
         self.session.agree(lambda: self.saving.save_last(self.last))
         checkpoint.save(self.worker, self.folder / "weights")
         self.worker.comms.world.barrier("save.written")
+
+    def written_bytes(self) -> int:
+        """Bytes of the checkpoint and of the weights that are being written, for the watchdog.
+
+        They grow on a slow disk, also while this rank waits for another one.
+        """
+        written = self.saving.saver.moved()
+        with suppress(OSError):  # a file may get its last name at this moment
+            written += sum(file.stat().st_size for file in os.scandir(self.folder / "weights"))
+        return written
 
     def finish(self) -> int:
         """Show what the model has learned; return the exit code. Comm: forward passes."""
