@@ -69,7 +69,7 @@ def run(seed, num_steps=STEPS, **longer):
         one.steps = list(steps)
     made.metrics.extend({"step": step, "loss": 1.0, "step_seconds": (end - start) * 1e-9}
                         for step, start, end in steps)
-    return analyse(made)
+    return [analyse(made)]
 
 
 # The part that takes longer, the causes that must come first, and their share of the planted time.
@@ -99,7 +99,7 @@ def test_a_step_takes_what_it_takes_untraced():
     before, after = run(1), run(1)
     for side, seconds in ((before, 0.05), (after, 0.06)):  # tracing took as long again
         untraced = [{"step": step, "step_seconds": seconds} for step in range(STEPS + 1, 20)]
-        side.trace.metrics.extend(untraced)
+        side[0].trace.metrics.extend(untraced)
     step, known_from, _ = comparison.step_time(before, after)
     assert (step.before_ms, step.after_ms, step.verdict) == (50, 60, "slower")
     assert known_from == "12 and 12 steps"
@@ -140,9 +140,28 @@ def test_noise_is_not_blamed():
 def test_the_parts_of_a_step_make_up_the_step():
     before = run(1)
     for i in range(STEPS):
-        total = sum(values[i] for values in comparison.by_item(before, True).values())
-        _, start, end = before.trace.ranks[0].steps[i]
+        total = sum(values[i] for values in comparison.by_item(before[0], True).values())
+        _, start, end = before[0].trace.ranks[0].steps[i]
         assert total == pytest.approx((end - start) * 1e-6)
+
+
+def test_launches_that_differ_by_themselves_are_not_blamed(capsys):
+    """Every launch is steady, so its steps show no spread. B's launches lie among A's."""
+    before, after = ([launch for i, late in enumerate(lates) for launch in run(i, late=late)]
+                     for lates in ((0, 6, 12), (3, 9, 12)))
+    assert comparison.step_time(before[:1], after[:1])[0].verdict == "slower"
+    step, known_from, _ = comparison.step_time(before, after)
+    assert (step.verdict, known_from) == ("", "3 and 3 launches")
+    assert {one.verdict for one in comparison.items(before, after)} == {""}
+    slow = [launch for i in range(3) for launch in run(i, late=30)]
+    assert comparison.step_time(before, slow)[0].verdict == "slower"
+    compare.print_step(before, after)
+    assert "not shown" not in capsys.readouterr().out
+
+
+def test_one_launch_shows_no_spread_between_launches(capsys):
+    compare.print_step(run(1), run(2) + run(3))
+    assert "is not shown: A has 1 and B has 2" in capsys.readouterr().out
 
 
 def test_two_steps_prove_nothing():
@@ -164,9 +183,9 @@ def test_what_to_know_before_believing_is_said_of_both(capsys):
     before, after = run(1), run(2)
     compare.print_runs(before, after)
     assert "share" not in capsys.readouterr().out
-    for one in (*before.trace.ranks, *after.trace.ranks):
+    for one in (*before[0].trace.ranks, *after[0].trace.ranks):
         one.host, one.cores = "host", (0,)
-    before.trace.meta["per_operation"] = True
+    before[0].trace.meta["per_operation"] = True
     compare.print_runs(before, after)
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("2 ranks share 1 core(s)") == text.count("A and B: host: 2 ranks share") == 1
@@ -207,6 +226,13 @@ def test_the_command_names_the_slow_rank_and_its_pass(folders):
 def test_a_run_is_as_fast_as_itself(folders):
     text = printed("compare", folders["none"], folders["none"], "--check")
     assert "B takes 1.00x as long, within the spread: neither slower nor faster" in text
+
+
+def test_launches_are_separated_by_commas(folders):
+    several = ",".join([str(folders["none"])] * 3)
+    text = printed("compare", several, several, "--check")
+    assert text.count("A: ") == 3
+    assert "(medians of 3 and 3 launches)" in text
 
 
 def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):

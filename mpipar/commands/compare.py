@@ -1,14 +1,19 @@
-"""`mpipar compare RUN_A RUN_B`: what got slower from A to B, ranked by cause; without MPI."""
+"""`mpipar compare RUN_A RUN_B`: what got slower from A to B, ranked by cause; without MPI.
+
+Each side may be several launches of one run, separated by commas.
+"""
 
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.files.text import brief, harmless
 from mpipar.trace import comparison, trace_file
-from mpipar.trace.analysis import Analysis, analyse
+from mpipar.trace.analysis import analyse
+from mpipar.trace.comparison import Side
 
 MOST = 12  # rows of a table
 WIDTH = 100  # characters of a line of text
@@ -16,8 +21,10 @@ WIDTH = 100  # characters of a line of text
 
 def add_arguments(parser) -> None:
     """Add the two run folders, and the flag that lets the exit code judge them."""
-    parser.add_argument("run_a", metavar="RUN_A", help="run folder of mpipar train --trace")
-    parser.add_argument("run_b", metavar="RUN_B", help="the run that is judged against it")
+    parser.add_argument("run_a", metavar="RUN_A", help="run folder of mpipar train --trace, or"
+                        " several with the same settings, separated by commas")
+    parser.add_argument("run_b", metavar="RUN_B", help="the run that is judged against it, or"
+                        " several launches of it")
     parser.add_argument("--check", action="store_true",
                         help="exit with 1 if a step of B is slower than one of A beyond the spread")
 
@@ -27,44 +34,54 @@ def run(args) -> int:
 
     Raises DataError if a run has no trace.
     """
-    folders = args.run_a, args.run_b
-    before, after = map(trace_file.read, folders)
-    with trace_file.contradictions_are_data_errors(*folders):
-        before, after = analyse(before), analyse(after)
+    names = [launches(text) for text in (args.run_a, args.run_b)]
+    sides = [[trace_file.read(folder) for folder in side] for side in names]
+    with trace_file.contradictions_are_data_errors(*(folder for side in names for folder in side)):
+        before, after = (list(map(analyse, side)) for side in sides)
         print_runs(before, after)
         slower = print_step(before, after) == "slower"
         print_causes(before, after)
     return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK
 
 
-def print_runs(before: Analysis, after: Analysis) -> None:
+def launches(text: str) -> list[str]:
+    """The run folders that one argument names. A folder's own name may have a comma."""
+    several = [] if Path(text).is_dir() else [folder for folder in text.split(",") if folder]
+    return several or [text]
+
+
+def print_runs(before: Side, after: Side) -> None:
     """Print what is compared, and which settings differ."""
     for name, side in (("A", before), ("B", after)):
-        trace = side.trace
-        print(f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
-              f" {trace.meta['schedule']['name']}, {trace.num_steps} traced steps")
-    for key, old, new in comparison.settings_that_differ(before.trace.folder, after.trace.folder):
-        print(f"   {brief(key)}: {brief(str(old))} -> {brief(str(new))}")
-    if before.trace.meta["layout"] != after.trace.meta["layout"]:
+        for one in side:
+            trace = one.trace
+            print(f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
+                  f" {trace.meta['schedule']['name']}, {trace.num_steps} traced steps")
+    first, *others = [one.trace for one in (*before, *after)]
+    lines = [f"   {brief(key)}: {brief(str(old))} -> {brief(str(new))}" for other in others
+             for key, old, new in comparison.settings_that_differ(first.folder, other.folder)]
+    for line in dict.fromkeys(lines):
+        print(line)
+    if any(other.meta["layout"] != first.meta["layout"] for other in others):
         print("   the layouts differ: rank 1 of A and rank 1 of B do different work")
     remarks: dict[str, list[str]] = {}
     for name, side in (("A", before), ("B", after)):
-        for remark in side.trace.remarks():
+        for remark in dict.fromkeys(text for one in side for text in one.trace.remarks()):
             remarks.setdefault(remark, []).append(name)
     for remark, names in remarks.items():
         print(textwrap.fill(f"{' and '.join(names)}: {remark}", WIDTH, initial_indent="   ",
                             subsequent_indent="   "))
     timed = [name for name, side in (("A", before), ("B", after))
-             if side.trace.meta.get("per_operation")]
+             if any(one.trace.meta.get("per_operation") for one in side)]
     if len(timed) == 1:
         print(f"   only {timed[0]} was traced with --trace-ops: it names causes of waiting more"
               " exactly, so they do not match the other's")
-    if min(before.trace.num_steps, after.trace.num_steps) < comparison.LEAST_STEPS:
+    if min(one.trace.num_steps for one in (*before, *after)) < comparison.LEAST_STEPS:
         print(f"   fewer than {comparison.LEAST_STEPS} traced steps: how far steps differ by"
               " themselves is unknown; trace more, as in --trace 10:14")
 
 
-def print_step(before: Analysis, after: Analysis) -> str:
+def print_step(before: Side, after: Side) -> str:
     """Print how long a step takes on both sides; return the verdict."""
     step, known_from, has_spread = comparison.step_time(before, after)
     undecided = ("within the spread: neither slower nor faster" if has_spread
@@ -72,10 +89,14 @@ def print_step(before: Analysis, after: Analysis) -> str:
     print(f"\na step takes {step.before_ms:.2f} ms in A and {step.after_ms:.2f} ms in B (medians of"
           f" {known_from}):\nB takes {step.after_ms / max(step.before_ms, 1e-9):.2f}x as long,"
           f" {step.verdict or undecided}")
+    if not comparison.by_launch(before, after):
+        print(f"how far launches differ by themselves is not shown: A has {len(before)} and B has"
+              f" {len(after)}; start each\n{comparison.LEAST_LAUNCHES} times, and give the folders"
+              " as RUN1,RUN2,RUN3")
     return step.verdict
 
 
-def print_causes(before: Analysis, after: Analysis) -> None:
+def print_causes(before: Side, after: Side) -> None:
     """Print where the time went on both sides, and what others waited for."""
     print("\nby cause, ms per step and rank (medians of the traced steps), most lost first:")
     print(change_table("cause", comparison.items(before, after)))

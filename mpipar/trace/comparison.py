@@ -1,13 +1,16 @@
 """Two traced runs side by side: what got slower, by cause, and whether that is more than noise.
 
-A difference counts only when it exceeds the spread. B is slower when its lower quartile over steps
-lies above A's upper quartile, and faster in the opposite case. With fewer than three steps on a
-side there is no verdict.
+A difference counts only when it exceeds the spread. B is slower when its lower quartile lies above
+A's upper quartile, and faster in the opposite case. With fewer than three values on a side there is
+no verdict. A side is one launch of a run or several. With three launches on both sides the values
+are the medians of the launches, because launches differ by more than steps do. Otherwise they are
+the steps.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,7 +22,8 @@ from mpipar.trace.causes import WORDS
 from mpipar.trace.segments import Segment
 from mpipar.trace.trace_file import Trace
 
-LEAST_STEPS = 3
+LEAST_STEPS = LEAST_LAUNCHES = 3
+Side = Sequence[Analysis]  # the launches of one run
 PLACES = {"out", "run-name", "trace", "trace-ops"}  # settings that do not change what is run
 
 
@@ -48,9 +52,17 @@ def verdict(before: list[float], after: list[float]) -> str:
     return "faster" if high_after < low_before else ""
 
 
-def change(what: str, before: list[float], after: list[float]) -> Change:
-    """The medians of two lists of milliseconds, and their verdict."""
-    return Change(what, median(before), median(after), verdict(before, after))
+def by_launch(before: Side, after: Side) -> bool:
+    """Whether both sides have enough launches to show how far launches differ by themselves."""
+    return min(len(before), len(after)) >= LEAST_LAUNCHES
+
+
+def change(what: str, before: list[list[float]], after: list[list[float]]) -> Change:
+    """The medians of the milliseconds of all launches, and their verdict: see above."""
+    launches = by_launch(before, after)
+    sides = [[median(one) for one in side] if launches else [ms for one in side for ms in one]
+             for side in (before, after)]
+    return Change(what, *map(median, sides), verdict(*sides))
 
 
 def untraced_ms(trace: Trace) -> list[float]:
@@ -59,19 +71,27 @@ def untraced_ms(trace: Trace) -> list[float]:
     return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
 
 
-def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, bool]:
-    """How long a step takes, which steps say so, and whether they show a spread.
+def traced_ms(trace: Trace) -> list[float]:
+    """Milliseconds of each traced step."""
+    return [max(rank.steps[i][2] - rank.steps[i][1] for rank in trace.ranks) * 1e-6
+            for i in range(trace.num_steps)]
+
+
+def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
+    """How long a step takes, which steps or launches say so, and whether they show a spread.
 
     Where both runs have enough steps that were not traced, these count, except the first.
     --trace-ops slows the traced steps down. Otherwise the traced steps count.
     """
-    whole = [untraced_ms(side.trace) for side in (before, after)]
-    if min(map(len, whole)) >= LEAST_STEPS:
-        return change("step", *whole), f"{len(whole[0])} and {len(whole[1])} steps", True
-    traced = [[max(rank.steps[i][2] - rank.steps[i][1] for rank in side.trace.ranks) * 1e-6
-               for i in range(side.trace.num_steps)] for side in (before, after)]
-    return (change("step", *traced), f"{len(traced[0])} and {len(traced[1])} traced steps",
-            min(map(len, traced)) >= LEAST_STEPS)
+    kind, times = "steps", [[untraced_ms(one.trace) for one in side] for side in (before, after)]
+    if min(len(one) for side in times for one in side) < LEAST_STEPS:
+        kind, times = "traced steps", [[traced_ms(one.trace) for one in side]
+                                       for side in (before, after)]
+    found = change("step", *times)
+    if by_launch(before, after):
+        return found, f"{len(before)} and {len(after)} launches", True
+    first, second = (sum(map(len, side)) for side in times)
+    return found, f"{first} and {second} {kind}", min(first, second) >= LEAST_STEPS
 
 
 def item(segment: Segment, by_stage: bool) -> str:
@@ -106,27 +126,24 @@ def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
     return found
 
 
-def same_stages(before: Analysis, after: Analysis) -> bool:
-    """Whether each stage does the same work in both runs."""
-    return before.trace.meta["stages"] == after.trace.meta["stages"]
-
-
-def items(before: Analysis, after: Analysis) -> list[Change]:
-    """Changes of all items, the largest loss first."""
-    by_stage = same_stages(before, after)
-    sides = by_item(before, by_stage), by_item(after, by_stage)
-    names = {name: None for side in sides for name in side}
-    changes = [change(name, sides[0].get(name, [0.0] * before.trace.num_steps),
-                      sides[1].get(name, [0.0] * after.trace.num_steps)) for name in names]
+def items(before: Side, after: Side) -> list[Change]:
+    """Changes of all items, the largest loss first. A stage is named if it is the same in both."""
+    stages = [one.trace.meta["stages"] for one in (*before, *after)]
+    sides = [[(by_item(one, stages.count(stages[0]) == len(stages)), one.trace.num_steps)
+              for one in side] for side in (before, after)]
+    names = {name: None for side in sides for found, _ in side for name in found}
+    changes = [change(name, *([found.get(name, [0.0] * steps) for found, steps in side]
+                              for side in sides)) for name in names]
     return sorted(changes, key=lambda one: -one.change_ms)
 
 
-def waited_for(before: Analysis, after: Analysis) -> list[Change]:
+def waited_for(before: Side, after: Side) -> list[Change]:
     """What others waited for, in ms per step summed over ranks, the largest loss first."""
-    sides = [{cause.text(): cost.wait_ns * 1e-6 / side.trace.num_steps
-              for cause, cost in side.costs.items()} for side in (before, after)]
-    changes = [Change(text, sides[0].get(text, 0.0), sides[1].get(text, 0.0))
-               for text in {text: None for side in sides for text in side}]
+    sides = [[{cause.text(): cost.wait_ns * 1e-6 / one.trace.num_steps
+               for cause, cost in one.costs.items()} for one in side] for side in (before, after)]
+    names = {text: None for side in sides for found in side for text in found}
+    changes = [Change(text, *(median(found.get(text, 0.0) for found in side) for side in sides))
+               for text in names]
     return sorted(changes, key=lambda one: -one.change_ms)
 
 
