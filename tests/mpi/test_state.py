@@ -1,0 +1,167 @@
+"""Checkpoints over real ranks: go on bit by bit, on other layouts, and fail together."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_model import LAYOUTS, WORLD, small_config, tokens
+
+from mpipar import ops as ops_module
+from mpipar.checkpoint.load import load_state
+from mpipar.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.checkpoint.save import Saver
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.data.rows import Rows
+from mpipar.errors import OutputError
+from mpipar.train.worker import Asks, Worker
+
+pytestmark = pytest.mark.ranks(2, 4)
+FACTS = {"config": "", "data": {}}
+HERE = [(layout, "1f1b") for layout in LAYOUTS[WORLD.size]]
+HERE += [((1, 2, 1), "dualpipe")] if WORLD.size == 2 else [((2, 2, 1), "zb-v")]
+
+
+@pytest.fixture
+def folder():
+    """One new folder for all ranks. Comm: a broadcast, and a barrier before it goes."""
+    path = Path(WORLD.bcast(tempfile.mkdtemp(prefix="mpipar-test-") if WORLD.rank == 0 else None))
+    yield path
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        shutil.rmtree(path)
+
+
+def config_of(layout, dtype="float64"):
+    """A config with AdamW for ((dp, pp, tp), schedule)."""
+    axes, schedule = layout
+    config = small_config(axes, 4, schedule=schedule)
+    return replace(config, run=replace(config.run, dtype=dtype),
+                   train=replace(config.train, optimizer="adamw", lr=0.01))
+
+
+class Trainer:
+    """A worker on all ranks. Comm: its groups; every rank makes it."""
+
+    def __init__(self, config):
+        ops = ops_module.make("cpu", config.run.dtype)
+        self.worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
+        self.rows = Rows(ops, tokens(), config, self.worker.grid)
+
+    def train(self, first, last, asks=Asks()):  # noqa: B008 (frozen)
+        """Losses and norms of some steps, and what all have agreed on in the last one."""
+        found = [self.worker.train_step(step, lambda mb, step=step: self.rows.train(step, mb), asks)
+                 for step in range(first, last + 1)]
+        self.asks = found[-1].asks
+        return [(one.loss, one.grad_norm) for one in found]
+
+    def saver(self, folder, background=False):
+        return Saver(self.worker, folder, keep=2, background=background, facts=FACTS)
+
+    def load(self, folder):
+        """The state of the newest checkpoint of a folder."""
+        WORLD.Barrier()
+        _, path = committed_steps(folder)[-1]
+        load_state(self.worker, path, read_manifest(path))
+
+    def bytes(self):
+        """All numbers of this rank's state and of the layers' weights."""
+        return [stage.flat.data.tobytes() for stage in self.worker.stages.values()] + [
+            buffer.tobytes() for buffers in self.worker.optimizer.state().values()
+            for buffer in buffers.values()]
+
+
+def assert_everywhere(right, what):
+    """Assert a rank's own finding on all ranks. Comm: one all-gather."""
+    assert all(WORLD.allgather(bool(right))), what
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [
+    *((layout, "float64") for layout in HERE), (HERE[0], "bfloat16")], ids=str)
+def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
+    config = config_of(layout, dtype)
+    first = Trainer(config)
+    first.worker.initialize()
+    first.train(1, 2)
+    first.saver(folder).save(2)
+    went_on = first.train(3, 4)
+    again = Trainer(config)
+    again.load(folder)
+    assert_everywhere(again.train(3, 4) == went_on, "losses")
+    assert_everywhere(again.bytes() == first.bytes(), "state")
+
+
+def test_other_layouts_have_the_same_losses(folder):
+    """Each goes on from the checkpoint of the first, saves that state, and the first reads it."""
+    first = Trainer(config_of(HERE[0]))
+    first.worker.initialize()
+    first.train(1, 2)
+    first.saver(folder / "first").save(2)
+    before = first.bytes()
+    for number, layout in enumerate(HERE[1:]):
+        other, back = Trainer(config_of(layout)), Trainer(config_of(HERE[0]))
+        other.load(folder / "first")
+        other.saver(folder / f"{number}").save(2)
+        back.load(folder / f"{number}")
+        assert_everywhere(back.bytes() == before, f"state after {layout}")
+        back.saver(folder / f"back-{number}").save(2)
+        digests = [read_manifest(committed_steps(folder / name)[-1][1]).files
+                   for name in ("first", f"back-{number}")]
+        assert_everywhere(digests[0] == digests[1], f"files after {layout}")
+        for (loss, norm), (expected, expected_norm) in zip(
+                other.train(3, 5), back.train(3, 5), strict=True):
+            close = abs(loss / expected - 1) < 1e-12 and abs(norm / expected_norm - 1) < 1e-10
+            assert_everywhere(close, f"{layout}: {loss} and {expected}")
+
+
+def test_all_ranks_commit_a_background_save_at_the_same_step(folder):
+    trainer = Trainer(config_of(HERE[0]))
+    trainer.worker.initialize()
+    trainer.train(1, 1)
+    saver = trainer.saver(folder, background=True)
+    saver.save(1)
+    state, step = trainer.bytes(), 1
+    while not committed_steps(folder):
+        step += 1
+        assert step < 200
+        trainer.train(step, step, Asks(written=saver.written()))
+        if trainer.asks.written:
+            saver.commit()
+        WORLD.Barrier()
+    assert_everywhere(saver.saved == 1, "committed")
+    again = Trainer(config_of(HERE[0]))
+    again.load(folder)
+    assert_everywhere(again.bytes() == state, "the state of its step")
+
+
+@pytest.mark.parametrize("broken", ["a rank's file", "the folder"])
+def test_ranks_fail_together_and_go_on(broken, folder, monkeypatch):
+    trainer = Trainer(config_of(HERE[0]))
+    trainer.worker.initialize()
+    saver = trainer.saver(folder)
+    saver.save(1)
+    before = trainer.bytes()
+    trainer.train(2, 2)
+    last = WORLD.size - 1
+    with monkeypatch.context() as patch:
+        def fails(*arguments, **named):
+            raise OSError(28, "No space left on device")
+
+        if broken == "the folder" and WORLD.rank == 0:
+            patch.setattr(os, "mkdir", fails)
+        if broken == "a rank's file" and WORLD.rank == last:
+            patch.setattr(os, "write", fails)
+        named = f"rank {last}: " if broken == "a rank's file" else ""
+        with pytest.raises(OutputError, match=rf"step-00000002: .*: {named}No space left"):
+            saver.save(2)
+        WORLD.Barrier()  # until the others have failed as well
+    assert_everywhere([path.name for path in folder.iterdir()] == ["step-00000001"], "clean")
+    saver.save(2)
+    assert_everywhere([step for step, _ in committed_steps(folder)] == [1, 2], "the next save")
+    shutil.rmtree(folder / "step-00000002", ignore_errors=True)
+    again = Trainer(config_of(HERE[0]))
+    again.load(folder)
+    assert_everywhere(again.bytes() == before, "the former checkpoint")
