@@ -2,7 +2,8 @@
 
 HOW is `kill` or `stop`: SIGKILL or SIGTERM to this process when step NUMBER begins. `evaluate`:
 SIGKILL when the evaluation begins. `no-space`: the disk is full for the NUMBERth file of pieces
-that this process writes. `full`: also for all later ones.
+that this process writes. `full`: also for all later ones. Others: one of TWINS, a run that goes on
+with a mistake.
 """
 
 import errno
@@ -12,6 +13,7 @@ import sys
 
 from mpipar.checkpoint import save
 from mpipar.cli import main
+from mpipar.commands import resume, train
 from mpipar.job.session import guard
 from mpipar.train.worker import Worker
 
@@ -35,7 +37,33 @@ def write_new(path, chunks):
     return plain_write(path, chunks)
 
 
-if HOW in SIGNALS:
+def forget_moments(worker):
+    for kind in worker.optimizer.kinds:
+        for buffer in worker.optimizer.state()[kind].values():
+            buffer[:] = 0
+
+
+TWINS = {  # what is wrong with the state of a run that goes on
+    "nothing": lambda worker: None,
+    "moments": forget_moments,
+    "good": lambda worker: setattr(worker.loss_scale, "good", 0),
+    "skipped": lambda worker: setattr(worker.loss_scale, "skipped", 0),
+    "scale": lambda worker: setattr(worker.loss_scale, "value", 2.0**20),
+    "publish": lambda worker: [stage.flat.data.fill(0) for stage in worker.stages.values()],
+}
+plain_load = resume.load_state
+
+
+def load_state(worker, *rest):
+    plain_load(worker, *rest)
+    TWINS[HOW](worker)
+
+
+if HOW == "metrics":
+    train.cut_behind = lambda folder, step: []
+elif HOW in TWINS:
+    resume.load_state = load_state
+elif HOW in SIGNALS:
     Worker.train_step = train_step
 elif HOW == "evaluate":
     Worker.evaluate = lambda self, rows: os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Runs that are killed or stopped, and go on: they end as one that was never interrupted."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -26,10 +27,15 @@ TIMES = {"step_seconds", "tokens_per_second", "comm_share_mean", "comm_share_max
 @pytest.fixture
 def here(tmp_path):
     """A folder to start in, with a text and images in it."""
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    rng = np.random.default_rng(0)
-    np.savez(tmp_path / "images.npz", x=rng.normal(size=(60, 4, 4)), y=rng.integers(3, size=60))
+    prepare(tmp_path)
     return tmp_path
+
+
+def prepare(folder):
+    """Write the text and the images."""
+    (folder / "text.txt").write_text("a short text, again and again. " * 30)
+    rng = np.random.default_rng(0)
+    np.savez(folder / "images.npz", x=rng.normal(size=(60, 4, 4)), y=rng.integers(3, size=60))
 
 
 def train(here, *words, ranks=None, code=0):
@@ -147,6 +153,31 @@ def test_killed_before_the_first_save_it_starts_at_step_1(here):
     text = train(here, *TINY, "--resume", "auto", "--out", "killed")
     assert "no checkpoint: the run starts at step 1" in text
     assert_same_run(here / "whole", here / "killed")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A folder with a whole run in float16, and one that was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    prepare(folder)
+    train(folder, *TINY, *FLOAT16, "--out", "whole")
+    ended(folder, "kill", 8, *TINY, *FLOAT16, "--out", "killed", "--save-interval", "4",
+          "--log-interval", "1")
+    assert newest_step(folder / "killed") == 4
+    return folder
+
+
+@pytest.mark.parametrize("twin", ["nothing", "moments", "metrics", *(
+    pytest.param(twin, marks=pytest.mark.slow)
+    for twin in ("good", "skipped", "scale", "publish"))])
+def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
+    """Broken twins: assert_same_run must see each of them, and nothing else."""
+    here = tmp_path / "here"
+    shutil.copytree(killed, here)
+    result = ended(here, twin, 0, "--resume", "auto", "--out", "killed")
+    assert result.returncode == 0, result.tail()
+    with contextlib.nullcontext() if twin == "nothing" else pytest.raises(AssertionError):
+        assert_same_run(here / "whole", here / "killed")
 
 
 # --- on another layout, and as a new run

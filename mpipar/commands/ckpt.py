@@ -18,6 +18,7 @@ from mpipar.config.sections import Config, build
 from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
+from mpipar.files.text import printable
 
 ONLY = {"step": ("verify", "export"), "out": ("export",)}  # flags that not every action takes
 
@@ -56,6 +57,11 @@ def run(args) -> int:
     return ACTIONS[args.action](folder, steps, args)
 
 
+def say(text: str) -> None:
+    """Print what may come from outside: names of files, and words of a manifest."""
+    print(printable(text))
+
+
 def list_steps(folder: Path, steps, args) -> int:
     """Print one row for each checkpoint, then what else is there, and how the run stands."""
     rows = [("step", "size", "layout, schedule", "age", "")]
@@ -68,15 +74,15 @@ def list_steps(folder: Path, steps, args) -> int:
         size = sum(file.bytes for file in manifest.files.values())
         rows.append((str(step), nbytes(size), layout_words(manifest.layout, manifest.schedule),
                      age(path / NAME), "complete"))
-    print(table(rows, left=0) if steps else f"{folder} has no checkpoint")
+    say(table(rows, left=0) if steps else f"{folder} has no checkpoint")
     known = {path for _, path in steps}
     inside = folder / CHECKPOINTS
     for path in sorted(inside.iterdir() if inside.is_dir() else ()):
         if path not in known:
-            print(f"{path}: {stranger(path.name)}")
+            say(f"{path}: {stranger(path.name)}")
     ended = finished_step(folder)
-    print(f"the run ended with step {ended}" if ended else
-          f"the run has not ended; go on: mpipar train --resume auto --out {folder}")
+    say(f"the run ended with step {ended}" if ended else
+        f"the run has not ended; go on: mpipar train --resume auto --out {folder}")
     return EXIT_OK
 
 
@@ -105,9 +111,9 @@ def verify(folder: Path, steps, args) -> int:
     code = EXIT_OK
     for _, path in steps:
         wrong = damage(path)
-        print(f"{path}: {'DAMAGED' if wrong else 'every byte is as it was written'}")
+        say(f"{path}: {'DAMAGED' if wrong else 'every byte is as it was written'}")
         for text in wrong:
-            print(f"  {text}")
+            say(f"  {text}")
         if wrong:
             code = EXIT_DATA
     return code
@@ -127,7 +133,7 @@ def export(folder: Path, steps, args) -> int:
     names = weights.names_in_file(config.model)
     dtype = np.dtype(manifest.tensors[names[0]].dtype)
     weights.write(out, config, dtype, (array for *_, array in blocks(path, manifest, names)))
-    print(f"the weights after step {manifest.step} are in {out}")
+    say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK
 
 

@@ -26,6 +26,7 @@ from mpipar.config.layout import sizes_text
 from mpipar.config.reading import values_of
 from mpipar.config.resumed import resumed
 from mpipar.errors import DataError, UsageError
+from mpipar.files.text import brief
 from mpipar.trace.tracer import trace_steps
 
 NEVER, AUTO = "never", "auto"
@@ -159,7 +160,7 @@ def check_data(start: Start, found: Mapping[str, object]) -> None:
 
 def describe_data(found: Mapping[str, object]) -> str:
     """A fingerprint of data, in words."""
-    return ", ".join(f"{name} {value}" for name, value in found.items())
+    return ", ".join(brief(f"{name} {value}") for name, value in found.items())
 
 
 def load_newest(session, worker, start: Start, log) -> int:

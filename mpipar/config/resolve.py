@@ -56,7 +56,7 @@ def _choose_batch(config: Config) -> tuple[Config, list[str], list[str]]:
     elif rows is not None and up != rows:
         down = f"{up - unit} or " if up > unit else ""
         cure = (f", or --num-microbatches {listing(divisors(rows // dp), num_mb)}"
-                if rows % dp == 0 else "")
+                if rows % dp == 0 else ", or another --dp")
         found.append(f"--batch-size {rows}: must be a multiple of dp {dp} * {num_mb} "
                      f"microbatches = {unit}; use --batch-size {down}{up}{cure}")
     return replace(config, grid=replace(config.grid, num_microbatches=num_mb),
