@@ -78,7 +78,8 @@ class Replicas:
     def summary(self) -> str:
         """What the comparisons so far have found and cost."""
         each = self.seconds / self.count * 1e3
-        return f"all copies of tensors were equal in {self.count} comparisons of {each:.1f} ms"
+        return (f"all copies of tensors were equal: compared {self.count} time"
+                f"{'s' * (self.count > 1)}, {each:.1f} ms each")
 
     def _report(self, step, drifted, mine) -> list[str]:
         """Lines that name each piece that drifted and its ranks, by what they hold.
