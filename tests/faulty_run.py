@@ -39,6 +39,8 @@ if RANK == 1 and FAULT == "sleep":
     at_step(6, lambda: time.sleep(1000))
 if RANK == 1 and FAULT == "spin":
     at_step(6, lambda: [None for _ in iter(int, 1)])
+if RANK == 1 and FAULT == "killed":
+    at_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
 if RANK == 1 and FAULT == "stopped":
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -197,6 +198,13 @@ class Recorder:
         self.stage = -1
         self.mb = -1
         self.phase = "setup"
+        self.board: Callable[[int, str], None] | None = None
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, so that it is known of this rank even after it was killed."""
+        self.phase = phase
+        if self.board is not None:
+            self.board(self.step, phase)
 
     @property
     def records(self) -> list[Record]:

@@ -19,6 +19,7 @@ from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
 from mpipar.files.text import printable
+from mpipar.job.status import killed
 
 ONLY = {"step": ("verify", "export"), "out": ("export",)}  # flags that not every action takes
 
@@ -80,6 +81,8 @@ def list_steps(folder: Path, steps, args) -> int:
     for path in sorted(inside.iterdir() if inside.is_dir() else ()):
         if path not in known:
             say(f"{path}: {stranger(path.name)}")
+    for line in killed(folder):
+        say(line)
     ended = finished_step(folder)
     say(f"the run ended with step {ended}" if ended else
         f"the run has not ended; go on: mpipar train --resume auto --out {folder}")

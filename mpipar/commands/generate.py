@@ -34,7 +34,7 @@ def run(session, reading, run_folder: str) -> int:
     session.compare(weight_facts(config.run.init_from))
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
-    worker.recorder.phase = "eval"
+    worker.recorder.enter("eval")
     run = config.run
     tokens = generate(worker, prompt, run.sample_tokens, run.temperature, run.seed)
     with session.watch.follow_records(worker.recorder, worker.comms):

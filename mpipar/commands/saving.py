@@ -27,7 +27,7 @@ class Saving:
         due = asks.save or (self.run.save_interval and step % self.run.save_interval == 0)
         if not (due or asks.written):
             return False
-        self.saver.worker.recorder.phase = "save"
+        self.saver.worker.recorder.enter("save")
         if asks.written:
             self.attempt(self.commit)
         if due:

@@ -128,6 +128,7 @@ class Run:
         folder = session.agree(self.make_folder)
         self.folder = Path(broadcast_text(world, str(folder)))
         session.use_folder(self.folder)
+        self.recorder.board = session.status.enter
         return True
 
     def find_data(self, inputs) -> dict:
@@ -171,7 +172,7 @@ class Run:
         split = models.layer_split(config, schedule)
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
         log(console.headline(config, self.world.size, len(hosts), schedule.num_stages))
-        for note in filter(None, (*self.inputs.notes, session.lock_note)):
+        for note in (*self.inputs.notes, *session.notes):
             log(note)
         predicted = predict(config, grid.world_rank)
         # The ring has room for two whole steps, so that it still holds what led to a failure.
@@ -323,14 +324,14 @@ class Run:
         if self.metrics_file is not None:
             self.metrics_file.sync()
         self.worker.check_weights(self.last)
-        self.recorder.phase = "save"
+        self.recorder.enter("save")
 
     def save_last(self) -> None:
         """Write checkpoint and weights; when any rank returns, they are on the disk.
 
         Comm: that of `Saving.save_last`; see `checkpoint.stream`; a barrier over the world.
         """
-        self.recorder.phase = "save"
+        self.recorder.enter("save")
         self.session.agree(lambda: self.saving.save_last(self.last))
         checkpoint.save(self.worker, self.folder / "weights")
         self.worker.comms.world.barrier("save.written")

@@ -108,3 +108,8 @@ def claim(folders: list[Path], world_rank: int, found: Report) -> tuple[int, boo
             continue
         return found.exit_code, True, record
     return found.exit_code, True, None
+
+
+def is_claimed(folders: list[Path]) -> bool:
+    """Whether a rank is already ending the job."""
+    return any((folder / "first.json").exists() for folder in folders)

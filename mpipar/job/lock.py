@@ -82,6 +82,15 @@ def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
     return f"SLURM job {job} is over" if _is_over(job) else ""
 
 
+def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a job has this folder's lock, and may still be there."""
+    try:
+        found = _text_of(folder / NAME)
+        return bool(found) and not why_gone(parse_json(found), environ)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
 def _is_over(job: str) -> bool:
     """Whether SLURM says that it no longer has this job. squeue lists all that have not ended."""
     try:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mpipar import errors
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
-from mpipar.job import alike, failure, lock, mpi
+from mpipar.job import alike, failure, lock, mpi, status
 from mpipar.job.environment import (
     MPICH,
     Launcher,
@@ -32,10 +32,13 @@ from mpipar.job.environment import (
     birthplace,
     check_alone,
     check_library,
+    host_name,
     presets,
     read_launcher,
     scratch,
+    started,
 )
+from mpipar.job.siblings import watch_ends
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.watch import Watch
 
@@ -62,7 +65,8 @@ class Session(Interruptible):
     watch: notices that nothing happens any more, from start() to the end of finish().
     where: called when an error is reported; it says what the rank is doing, such as "step 17".
     take_over: whether lock() takes also a lock whose owner may still be there (--take-over).
-    lock_note: whose lock was taken over; "" mostly.
+    notes: lines for the log about earlier jobs in the run folder.
+    status: this rank's file that says what it does, once there is a run folder.
     ending: what finish() closes, on this rank, before MPI ends.
     saved: set to the folder of the final weights once they are written. A stop then loses nothing.
     """
@@ -76,7 +80,9 @@ class Session(Interruptible):
         self.run_folder: Path | None = None
         self.where: Callable[[], str] = str
         self.saved = ""
-        self.take_over, self.lock_note = False, ""
+        self.take_over, self.notes = False, []
+        self.status: status.Status | None = None
+        self._leaving = self._killed = False
         self.ending = contextlib.ExitStack()
         self._private = None
         self._token = ""
@@ -106,11 +112,15 @@ class Session(Interruptible):
         self._token = token.hex()
         self._scratch = scratch(self._token)
         host = self._private.Split_type(MPI.COMM_TYPE_SHARED)
-        ranks = array.array("i", [0] * host.Get_size())
-        host.Allgather(array.array("i", [self.world.Get_rank()]), ranks)
+        own = self.world.Get_rank(), os.getpid(), started(os.getpid())
+        everybody = array.array("q", [0] * len(own) * host.Get_size())
+        host.Allgather(array.array("q", own), everybody)
         host.Free()
-        self.host_ranks = tuple(sorted(ranks))
-        self.host_rank = self.host_ranks.index(self.world.Get_rank())
+        others = {rank: process for rank, *process in zip(*[iter(everybody)] * 3, strict=True)}
+        self.host_ranks = tuple(sorted(others))
+        self.host_rank = self.host_ranks.index(own[0])
+        del others[own[0]]
+        watch_ends(others, self.sibling_ended)
         if self.host_rank == 0:
             mpi.forget_shared_memory()
         self.watch.folder, self.watch.ranks = self._scratch / "hang", self.host_ranks
@@ -123,9 +133,36 @@ class Session(Interruptible):
         return self.where()
 
     def use_folder(self, folder: Path) -> None:
-        """From now on ranks write states and errors into the run folder, which all hosts share."""
+        """From now on ranks write states and errors into the run folder, which all hosts share.
+
+        All ranks leave together if some host does not see the folder or cannot write into it.
+        Comm: three all-gathers of a byte per rank.
+        """
+        rank, host = self.world.Get_rank(), host_name(os.environ)
+        if rank == 0:
+            self.ending.callback(status.close_folder, folder)
+        self.notes += self.agree(
+            lambda: status.open_folder(folder, self._token) if rank == 0 else [])
+        self.agree(lambda: status.check_shared(folder, self._token, host))
+        self.status = self.agree(lambda: status.Status(folder, rank, host))
+        self.ending.callback(self.status.close)
         self.run_folder = folder
         self.watch.folder, self.watch.ranks = folder / "hang", range(self.world.Get_size())
+
+    def sibling_ended(self, rank: int) -> None:
+        """End the job because another rank of this host has ended without a word; in a thread.
+
+        A process that was asked to stop says nothing: the launcher is ending all ranks. Nor does
+        one whose job another rank is ending.
+        """
+        if self._leaving or self.stop_requested or failure.is_claimed(self._error_folders()):
+            return
+        self._killed = True
+        if self.status is not None:
+            self.status.lost(rank)
+        self.fail(EnvironmentProblem(
+            f"the process of rank {rank} on this host has ended without a word: killed by a signal,"
+            " for example because memory was short"))
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Return if all ranks have the same facts; else world rank 0 shows the table, and they
@@ -197,7 +234,7 @@ class Session(Interruptible):
         Raises UsageError if another job has it, and OSError if the lock cannot be written.
         """
         held = lock.acquire(folder, self._token, self.take_over)
-        self.lock_note = held.note
+        self.notes += filter(None, [held.note])
         self.ending.callback(held.release)
 
     def finish(self, exit_code: int) -> int:
@@ -209,6 +246,7 @@ class Session(Interruptible):
             pass
         if self.world is None:
             return exit_code
+        self._leaving = True  # before any rank can end
         exit_code = max(self._gather_code(exit_code))
         self.ending.close()
         self._private.Free()
@@ -268,6 +306,8 @@ class Session(Interruptible):
             later(ABORT_SECONDS, self._abort, code)
             self._keeps = bool(found.trace) and record is not None
             failure.show(found, record if self.run_folder or self._keeps else None)
+            if self.run_folder and not self._killed:
+                status.forget(self.run_folder)
         else:  # the speaker's end also ends this process; if not, it ends by itself
             time.sleep(ABORT_SECONDS)
         return code

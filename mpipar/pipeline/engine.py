@@ -99,7 +99,7 @@ class Engine:
     def _receive(self, instr):
         """Post the receive of a stage's input, into a buffer that then belongs to the stage."""
         (message,), _ = neighbours(self.schedule, instr)
-        self.recorder.phase = PHASE_OF[message.direction]
+        self.recorder.enter(PHASE_OF[message.direction])
         shape = self.stages[message.stage].in_shape(self._batch(message.mb))
         buffer = self.ops.empty(shape, label="buffers")
         self.inbox[message] = self.comm.irecv(
@@ -108,7 +108,7 @@ class Engine:
     def _send(self, instr):
         """Post the send of a stage's result."""
         _, (message,) = neighbours(self.schedule, instr)
-        self.recorder.phase = PHASE_OF[message.direction]
+        self.recorder.enter(PHASE_OF[message.direction])
         self.sending.append(self.comm.isend(
             self.outbox.pop(message), message.target, self._tag(*message[:3]),
             NAME_OF[message.direction]))
@@ -132,7 +132,7 @@ class Engine:
         stage, mb = instr.stage, instr.mb
         x = self._take(instr)
         stash = Stash(self._batch(mb))
-        self.recorder.phase = "F"
+        self.recorder.enter("F")
         start = perf_counter_ns()
         y = self.stages[stage].forward(x, stash)
         self._span("F", start, stage, mb)
@@ -153,14 +153,14 @@ class Engine:
     def _i(self, instr):
         stage, mb = instr.stage, instr.mb
         dy = self._take(instr)
-        self.recorder.phase = "I"
+        self.recorder.enter("I")
         start = perf_counter_ns()
         dx = self.stages[stage].backward_input(dy, self.stashes[stage, mb])
         self._span("I", start, stage, mb)
         self._give(instr, dx)
 
     def _w(self, instr):
-        self.recorder.phase = "W"
+        self.recorder.enter("W")
         start = perf_counter_ns()
         self.stages[instr.stage].backward_weight(self.stashes.pop((instr.stage, instr.mb)))
         self._span("W", start, instr.stage, instr.mb)
@@ -173,7 +173,7 @@ class Engine:
         self._b(backward)
 
     def _reduce_grad(self, instr):
-        self.recorder.phase = "sync"
+        self.recorder.enter("sync")
         self.gradsync.start(instr.stage)
 
     def _span(self, kind, start, stage, mb):

@@ -189,7 +189,7 @@ class Worker:
                 non_finite.report(self, "gradient", lambda param: param.grad, self.losses))
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
-        self.recorder.phase = "opt"
+        self.recorder.enter("opt")
         opt_start = perf_counter_ns()
         if not overflow:
             self.gradsync.clip(norm, self.config.train.clip)
@@ -208,7 +208,7 @@ class Worker:
         Raises NonFiniteError on every rank if a weight is not finite on any.
         Comm: one all_reduce of a number over world.
         """
-        self.recorder.phase = "check"
+        self.recorder.enter("check")
         total = sum(self.ops.square_sum(stage.flat.master) for stage in self.stages.values())
         total, = agree(self.ops, self.comms, [seen(total, counts=False)], "check.weights")
         if not is_finite(total):
@@ -231,7 +231,7 @@ class Worker:
         Outputs are sums of token losses, or logits (N, V/tp) for batches without targets.
         Comm: the sends and receives of the forward passes, and the layers' forward barriers.
         """
-        self.recorder.phase = "eval"
+        self.recorder.enter("eval")
         program = lower(
             forward_only(self.schedule, num_microbatches), self.grid.pp_rank)
         return self.engine.run(program, get_batch, training=False)

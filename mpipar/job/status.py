@@ -1,0 +1,161 @@
+"""What each rank is doing, in a small mapped file: what is left of a rank that a signal has killed.
+
+Writing costs a few bytes in memory, and the system brings them to the disk also after the process
+has gone. A rank removes its file at the end. So files that are left belong to a job that was
+killed. The next start in the folder tells what they say, and so does `mpipar ckpt ls`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from mpipar.errors import OutputError
+from mpipar.files.bounded import parse_json, read_bytes
+from mpipar.files.text import harmless
+from mpipar.job import lock
+
+FOLDER, TOKEN = "status", "job"
+HEAD, LIVE, LOST = 128, struct.Struct("<qd16s"), struct.Struct("<qd")
+SIZE = HEAD + LIVE.size + LOST.size
+MOST_TOLD = 8  # ranks whose last signs are told
+SHARED_SECONDS = 5.0  # how long another host may take to see a new file
+
+
+class LastSign(NamedTuple):
+    """What one file says. lost: the rank whose end this rank has seen, and when; or -1."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    time: float
+    phase: str
+    lost: int
+    lost_time: float
+
+
+class Status:
+    """This rank's file, in a folder that `open_folder` has made. Raises OutputError."""
+
+    def __init__(self, run_folder: Path, rank: int, host: str):
+        self.path = run_folder / FOLDER / f"rank-{rank:05d}"
+        head = json.dumps({"rank": rank, "host": host[:64], "pid": os.getpid()}).encode()
+        try:
+            with open(self.path, "w+b") as file:
+                file.write(head.ljust(SIZE, b"\0"))  # without a place on the disk it were SIGBUS
+                file.flush()
+                self._map = mmap.mmap(file.fileno(), SIZE)
+        except OSError as error:
+            raise OutputError(f"{self.path}: can't be written: {error.strerror}") from None
+        self.lost(-1)
+        self.enter(0, "start")
+
+    def enter(self, step: int, phase: str) -> None:
+        """Note that this rank begins something: one write into memory."""
+        LIVE.pack_into(self._map, HEAD, step, time.time(), phase.encode())
+
+    def lost(self, rank: int) -> None:
+        """Note that the process of another rank has ended without a word."""
+        LOST.pack_into(self._map, HEAD + LIVE.size, rank, time.time())
+
+    def close(self) -> None:
+        """Remove the file: this rank ends as it should."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+            self.path.parent.rmdir()  # the last rank succeeds
+
+
+def open_folder(run_folder: Path, token: str) -> list[str]:
+    """Make the folder for this job; return what an earlier job has left in it, in words.
+
+    Only world rank 0 calls it, under the lock of the run folder. Raises OutputError.
+    """
+    folder = run_folder / FOLDER
+    try:
+        words = last_words(signs(run_folder))
+        forget(run_folder)
+        folder.mkdir()
+        (folder / TOKEN).write_text(token)
+    except OSError as error:
+        raise OutputError(f"{folder}: can't be made: {error.strerror}") from None
+    return words
+
+
+def check_shared(run_folder: Path, token: str, host: str) -> None:
+    """Raise OutputError if this host does not see the run folder that world rank 0 has made."""
+    limit = time.monotonic() + SHARED_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if (run_folder / FOLDER / TOKEN).read_text() == token:
+                return
+        if time.monotonic() > limit:
+            raise OutputError(
+                f"{run_folder}: host {host} does not see what world rank 0 writes there; give a"
+                " --out on a disk that all hosts share, by a path that is the same on all")
+        time.sleep(0.1)
+
+
+def close_folder(run_folder: Path) -> None:
+    """Remove what world rank 0 has written; its own file goes after that."""
+    with contextlib.suppress(OSError):
+        (run_folder / FOLDER / TOKEN).unlink(missing_ok=True)
+
+
+def forget(run_folder: Path) -> None:
+    """Remove the files of all ranks: the job ends, and the console has said why."""
+    shutil.rmtree(run_folder / FOLDER, ignore_errors=True)
+
+
+def signs(run_folder: Path) -> list[LastSign]:
+    """The files of all ranks that can be read, by rank."""
+    found = []
+    for path in sorted((run_folder / FOLDER).glob("rank-*")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
+            content = read_bytes(path, most_bytes=SIZE)
+            head = parse_json(content[:HEAD].rstrip(b"\0").decode())
+            step, moment, phase = LIVE.unpack_from(content, HEAD)
+            found.append(LastSign(
+                int(head["rank"]), str(head["host"]), int(head["pid"]), step, moment,
+                phase.rstrip(b"\0").decode("ascii", "replace"),
+                *LOST.unpack_from(content, HEAD + LIVE.size)))
+    return found
+
+
+def killed(run_folder: Path) -> list[str]:
+    """What a job that was killed has left in this run folder; nothing while a job is at work."""
+    found = signs(run_folder)
+    if not found or lock.is_held(run_folder):
+        return []
+    return last_words(found)
+
+
+def last_words(found: list[LastSign]) -> list[str]:
+    """Who was killed first and what that rank did last, or the last signs of several ranks.
+
+    Another rank may have been too late to see it: MPICH's launcher kills the others at once.
+    """
+    if not found:
+        return []
+    text = "an earlier job in this folder was killed (by a signal, out of memory, a lost host)"
+    seen = [(sign.lost_time, sign.lost) for sign in found if sign.lost >= 0]
+    by_rank = {sign.rank: sign for sign in found}
+    first = by_rank.get(min(seen)[1]) if seen else None
+    if first is not None:
+        return [f"{text}: first {_phrase(first)}"]
+    last = sorted(found, key=lambda sign: sign.time)[-MOST_TOLD:]
+    return [f"{text}; nobody has seen which rank was first; their last signs:",
+            *(f"  {_phrase(sign)}" for sign in last)]
+
+
+def _phrase(sign: LastSign) -> str:
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sign.time))
+    return (f"rank {sign.rank} on {harmless(sign.host)} (pid {sign.pid}), in step {sign.step},"
+            f" phase {harmless(sign.phase)}, since {moment}")
