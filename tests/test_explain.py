@@ -15,6 +15,7 @@ from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.commands.memory_limit import num_ranks
 from mpipar.config.grid import GridConfig
+from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
@@ -120,12 +121,33 @@ def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method
             assert size == record.payload_bytes, text
 
 
+@pytest.mark.parametrize("layers", [None, 1])
+@pytest.mark.parametrize(("layout", "cp"), [((1, 1, 4), 1), ((1, 2, 2), 2)], ids=str)
+@pytest.mark.parametrize("settings", [
+    {}, {"ffn_cut": "gather"}, {"ffn_cut": "reduce"}, {"sequence_parallel": True}, RING], ids=str)
+def test_recomputation_follows_the_closed_forms(layout, cp, settings, layers):
+    config = configure(layout, "1f1b", "pair")
+    grid = replace(config.grid, cp=cp, cp_attention="ring" if cp > 1 else None)
+    memory = MemoryConfig("block", layers)
+    assert_closed_forms(replace(config, grid=grid, memory=memory, model=replace(
+        config.model, seq_len=8, **settings)))
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_attention_that_runs_again_follows_the_closed_forms(method):
+    config = configure((1, 1, 1), "1f1b", "pair")
+    assert_closed_forms(replace(
+        config, grid=replace(config.grid, cp=4, cp_attention=method), memory=MemoryConfig("block"),
+        model=replace(config.model, seq_len=8)))
+
+
 @pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 2), (1, 2, 4)], ids=str)
 @pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
-def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut):
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut, recompute):
     config = configure(layout, "1f1b", ffn_cut)
     model = ConvnetConfig(layers=5, channels=7, ffn=11, classes=31, ffn_cut=ffn_cut)
-    assert_closed_forms(replace(config, model=model))
+    assert_closed_forms(replace(config, model=model, memory=MemoryConfig(recompute)))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

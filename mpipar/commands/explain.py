@@ -66,7 +66,8 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
         print(without_times(barriers([counters], 1, 1)))
         print("\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
-              " forms\n(L blocks here, m microbatches, q ranks of the group):")
+              " forms\n(L blocks here, R of them run forward again, m microbatches, q ranks of the"
+              " group):")
         print(closed_forms(prediction, config, schedule, split, grid))
     else:
         print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")

@@ -33,7 +33,7 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
     """
     fact = fact | {
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
-                     if key.phase in ("F", "I", "W", "sync")],
+                     if key.phase in ("F", "I", "recompute", "W", "sync")],
         "buckets_ns": worker.recorder.flight_ns(worker.comms.data.axis, ("all_reduce",)),
         "ring_ns": worker.recorder.flight_ns("tp", POINT_TO_POINT),
         "measured": peak_bytes, "process": process_peak(),

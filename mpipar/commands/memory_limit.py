@@ -30,7 +30,8 @@ RESERVE_BYTES = 16 << 20
 # Freed arrays leave holes, and BLAS and NumPy have temporaries that shapes do not show.
 HEADROOM = 1.05
 MOST_RANKS = 64  # of the layouts that are tried
-PASSES = {"F": "forward pass", "I": "input gradient", "W": "weight gradient", "opt": "update"}
+PASSES = {"F": "forward pass", "I": "input gradient",
+          "recompute": "recomputation", "W": "weight gradient", "opt": "update"}
 
 
 class MemoryLimit:

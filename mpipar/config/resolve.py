@@ -7,6 +7,7 @@ from dataclasses import replace
 from mpipar.config import layout
 from mpipar.config.grid import grid_problems
 from mpipar.config.layout import divisors, listing
+from mpipar.config.memory import memory_problems
 from mpipar.config.presets import PRESETS, preset_problems
 from mpipar.config.run import run_problems
 from mpipar.config.sections import SECTIONS, Config, settings
@@ -35,7 +36,7 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
         config.run.preset, config.model.model)
     return [*config.model.shape_problems(bad),
             *grid_problems(config.grid, config.model.layers, bad), *found,
-            *run_problems(config.run)]
+            *memory_problems(config), *run_problems(config.run)]
 
 
 def config_problems(config: Config) -> list[str]:

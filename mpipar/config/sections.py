@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mpipar.config.grid import GridConfig
+from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import FAMILIES, DecoderConfig, ModelConfig, model_config
 from mpipar.config.presets import OF_MODEL, PRESETS
 from mpipar.config.run import RunConfig
@@ -24,12 +25,13 @@ class Config:
     model: ModelConfig = field(default_factory=DecoderConfig)
     grid: GridConfig = field(default_factory=GridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
 # The classes that a section may have.
 SECTIONS = {"model": tuple(FAMILIES.values()), "grid": (GridConfig,), "train": (TrainConfig,),
-            "run": (RunConfig,)}
+            "memory": (MemoryConfig,), "run": (RunConfig,)}
 FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
           for one in dataclasses.fields(part)}
 FIELDS |= {one.name: one for one in dataclasses.fields(DecoderConfig)}  # the default family
@@ -68,5 +70,6 @@ def build(values: dict) -> Config:
     values = {name: value for name, value in preset.items()
               if name not in ("batch_size", "num_microbatches")} | values
     parts = [part(**{one.name: values[one.name] for one in dataclasses.fields(part)
-                     if one.name in values}) for part in (GridConfig, TrainConfig, RunConfig)]
+                     if one.name in values})
+             for part in (GridConfig, TrainConfig, MemoryConfig, RunConfig)]
     return Config(model_config(values), *parts)

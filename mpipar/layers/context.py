@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 from mpipar.comm.group import Comms
+from mpipar.layers.recompute import Recomputed
 from mpipar.partition import context_whole
 from mpipar.partition.tokens import WholeTokens
 
@@ -31,14 +31,16 @@ class Context:
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
     which tokens this rank holds between two products, by default all of them. attention: how the
-    ranks of cp attend to each other's tokens, see `partition.context`. copies: those of the stage's
-    parameters. tied: those of a table that the first and the last stage share.
+    ranks of cp attend to each other's tokens, see `partition.context`. recomputed: how many of a
+    stage's first blocks keep only their input. copies: those of the stage's parameters. tied: those
+    of a table that the first and the last stage share.
     """
 
     ops: object
     comms: Comms
     held: WholeTokens | None = None
-    attention: ModuleType = context_whole
+    attention: object = context_whole
+    recomputed: int = 0
     copies: Copies = ALONE
     tied: Copies = ALONE
 
@@ -55,9 +57,22 @@ class Context:
         """The group of the ranks that hold the same shard and read different data: dp x cp."""
         return self.comms.data
 
+    def blocks(self, blocks) -> list:
+        """A stage's blocks, the first of them `Recomputed`."""
+        return [Recomputed(self, block) if place < self.recomputed else block
+                for place, block in enumerate(blocks)]
+
     def pair(self, cut: str) -> tuple[str, str]:
         """The cuts of two products, where the second reads the first one's result.
 
         cut: `pair` for the two that fit the tokens held, or the name of one cut for both.
         """
         return self.held.cuts if cut == "pair" else (cut, cut)
+
+
+def recomputed_blocks(config) -> int:
+    """How many of the first blocks of a stage a Config makes run forward again."""
+    memory = config.memory
+    if memory.recompute != "block":
+        return 0
+    return config.model.layers if memory.recompute_layers is None else memory.recompute_layers

@@ -23,10 +23,18 @@ class FeedForward:
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
+        return self.down.forward(self._widen(x, stash), stash)
+
+    def recompute(self, x, stash):
+        """Fill the stash as forward does, without the second product. Comm: forward of one cut."""
+        self.down.keep(self._widen(x, stash), stash)
+
+    def _widen(self, x, stash):
+        """gelu(x @ w_up + b_up). Comm: forward of the first cut."""
         h = self.up.forward_without_bias(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
         y = self.ops.bias_gelu_forward(h, self.up.b.data.reshape(-1))  # adds the bias to h
         stash[self.name, "h"] = h
-        return self.down.forward(y, stash)
+        return y
 
     def backward_input(self, dy, stash):
         """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""

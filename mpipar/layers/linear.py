@@ -52,9 +52,13 @@ class Linear:
 
     def forward_without_bias(self, x, stash):
         """y (.., N) of x (.., K), for a caller that adds the bias. Comm: forward of the cut."""
-        stash[self.name, "x"] = x
+        self.keep(x, stash)
         w, sizes = self._matrix(self.w.data), self._sizes(stash)
         return self.cut.forward(self.product, x, w, self.comm, self.name, sizes)
+
+    def keep(self, x, stash):
+        """Keep x for the weight gradient."""
+        stash[self.name, "x"] = x
 
     def backward_input(self, dy, stash):
         """dx (.., K) of dy (.., N). Comm: backward_input of the cut."""

@@ -105,6 +105,10 @@ class Block:
         """y (B, P, Q, D) of x (B, P, Q, D)."""
         return self.ops.accumulate(self.pair.forward(self.norm.forward(x, stash), stash), x)
 
+    def recompute(self, x, stash):
+        """Fill the stash as forward does, without the last product and its barrier."""
+        self.pair.recompute(self.norm.forward(x, stash), stash)
+
     def backward_input(self, dy, stash):
         """dx (B, P, Q, D) of dy (B, P, Q, D); dy flows around the branch and through it."""
         dx = self.norm.backward_input(self.pair.backward_input(dy, stash), stash)
@@ -140,7 +144,9 @@ class Stage(LayerRun):
     def __init__(self, context, config, stage, stage_layers, tables):
         self.shape = (*stream_size(config), config.channels)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
-        units, loss = [[Block(context, index, config)] for index in blocks], None
+        units = [[block] for block in context.blocks(Block(context, index, config)
+                                                     for index in blocks)]
+        loss = None
         if is_first:
             units.insert(0, [Stem(context, config)])
         if is_last:

@@ -52,10 +52,19 @@ class Block:
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D)."""
-        a = self.attn.forward(self.norm1.forward(x, stash), stash)
-        x = self.ops.accumulate(a, x)
+        x = self._attend(x, stash)
         f = self.ffn.forward(self.norm2.forward(x, stash), stash)
         return self.ops.accumulate(f, x)
+
+    def recompute(self, x, stash):
+        """Fill the stash as forward does, without the last product and its barrier."""
+        x = self._attend(x, stash)
+        self.ffn.recompute(self.norm2.forward(x, stash), stash)
+
+    def _attend(self, x, stash):
+        """x + attention(norm1(x)) (B, T, D)."""
+        a = self.attn.forward(self.norm1.forward(x, stash), stash)
+        return self.ops.accumulate(a, x)
 
     def backward_input(self, dy, stash):
         """dx (B, T, D) of dy (B, T, D); dy flows around each branch and through it."""
@@ -109,7 +118,9 @@ class Stage(LayerRun):
         self.held, self.width = held, config.d_model
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
-        units, loss = [[Block(context, index, config)] for index in blocks], None
+        units = [[block] for block in context.blocks(Block(context, index, config)
+                                                     for index in blocks)]
+        loss = None
         if is_first:
             table = shared_table(context, TOKENS, config, tables)
             units.insert(0, [Embedding(context, table, config.seq_len, std=STD)])

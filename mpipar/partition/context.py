@@ -12,11 +12,12 @@ needs. comm: the group. `grid.token_pieces` says which tokens a rank holds. Ther
 the weight gradient, because attention has no weight. So W crosses no barrier of this group.
 """
 
-from mpipar.partition import context_gather, context_ring, context_ulysses, context_whole
+from mpipar.partition import context_again, context_gather, context_ring, context_whole
+from mpipar.partition.context_ulysses import Ulysses
 
-METHODS = {"ring": context_ring, "gather": context_gather, "ulysses": context_ulysses}
 
-
-def attention_over(grid_config):
-    """The module of a resolved GridConfig's attention."""
-    return METHODS[grid_config.cp_attention] if grid_config.cp > 1 else context_whole
+def attention_over(config):
+    """What has the two functions for a resolved Config: a module or an object."""
+    whole = context_again if config.memory.recompute == "attention" else context_whole
+    methods = {"ring": context_ring, "gather": context_gather, "ulysses": Ulysses(whole)}
+    return methods[config.grid.cp_attention] if config.grid.cp > 1 else whole

@@ -9,22 +9,26 @@ et al., arXiv 2309.14509.
 from mpipar.comm.grid import piece, runs, share
 
 
-def forward(ops, q, k, v, batch, comm, name):
-    """y (B, n, H, d). Comm: two all_to_alls, of q, k and v together, and of y."""
-    places = batch.all_positions
-    whole = _all_tokens(ops, (q, k, v), comm, name)
-    y, probs = ops.attention_forward(*whole, places, places)
-    own = ops.empty(q.shape, q.dtype)
-    _own_tokens(ops, (y,), (own,), comm, name)
-    return own, (*whole, probs)
+class Ulysses:
+    """The two functions, around those of a rank that holds all tokens. whole: their module."""
 
+    def __init__(self, whole):
+        self.whole = whole
 
-def backward_input(ops, dy, saved, batch, comm, name, out):
-    """Write dq, dk, dv. Comm: two all_to_alls, of dy, and of dq, dk and dv together."""
-    places = batch.all_positions
-    (dy,) = _all_tokens(ops, (dy,), comm, name)
-    whole = ops.attention_backward_input(dy, *saved, places, places)
-    _own_tokens(ops, whole, out, comm, name)
+    def forward(self, ops, q, k, v, batch, comm, name):
+        """y (B, n, H, d). Comm: two all_to_alls, of q, k and v together, and of y."""
+        whole = _all_tokens(ops, (q, k, v), comm, name)
+        y, saved = self.whole.forward(ops, *whole, batch, comm, name)
+        own = ops.empty(q.shape, q.dtype)
+        _own_tokens(ops, (y,), (own,), comm, name)
+        return own, saved
+
+    def backward_input(self, ops, dy, saved, batch, comm, name, out):
+        """Write dq, dk, dv. Comm: two all_to_alls, of dy, and of dq, dk and dv together."""
+        (dy,) = _all_tokens(ops, (dy,), comm, name)
+        whole = tuple(ops.empty(x.shape, x.dtype) for x in saved[:3])
+        self.whole.backward_input(ops, dy, saved, batch, comm, name, whole)
+        _own_tokens(ops, whole, out, comm, name)
 
 
 def _all_tokens(ops, arrays, comm, name):

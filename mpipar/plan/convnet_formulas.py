@@ -66,6 +66,21 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
     return 4, "3(q-1)/q * B*S*(D + F)*e", once * (2 * sum(widths) + gathered)
 
 
+def again(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over tp of a block that runs forward again.
+
+    The last product of a block is left out, and so is its barrier.
+    """
+    model = config.model
+    once = ((group_size - 1) / group_size * rows_per_microbatch(config)
+            * math.prod(stream_size(model)) * itemsize)
+    if model.ffn_cut == "pair":
+        return 0, "0", 0
+    if model.ffn_cut == "reduce":
+        return 1, "2(q-1)/q * B*S*F*e", 2 * once * model.ffn
+    return 1, "(q-1)/q * B*S*F*e", once * share(model.ffn, group_size) * group_size
+
+
 def ends(config, first: int, last: int, itemsize: int, sum_itemsize: int, group_size: int):
     """[(calls, formula, bytes that a rank sends)] over tp outside the blocks, for a microbatch.
 

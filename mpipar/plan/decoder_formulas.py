@@ -91,6 +91,34 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
     return 6, "(q-1)/q * B*T*(7D + 3F)*e", once * (6 * letters.D + 2 * letters.F + gathered)
 
 
+def again(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over tp of a block that runs forward again.
+
+    The last product of a block is left out, and so is its barrier.
+    """
+    model, letters = config.model, sizes(config, itemsize)
+    once = (group_size - 1) / group_size * letters.B * _tokens(config, group_size) * itemsize
+    if model.sequence_parallel:
+        calls = 6 * (group_size - 1) if model.tp_matmul == "ring" else 3
+        return calls, "3(q-1)/q * B*T*D*e", 3 * once * letters.D
+    if model.ffn_cut == "pair":
+        return 1, "2(q-1)/q * B*T*D*e", 2 * once * letters.D
+    if model.ffn_cut == "reduce":
+        return 2, "2(q-1)/q * B*T*(D + F)*e", 2 * once * (letters.D + letters.F)
+    gathered = share(letters.F, group_size) * group_size
+    return 2, "(q-1)/q * B*T*(2D + F)*e", once * (2 * letters.D + gathered)
+
+
+def context_again(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
+    """(calls, formula, bytes that a rank sends) over cp of a block that runs forward again."""
+    letters, method, q = sizes(config, itemsize), config.grid.cp_attention, group_size
+    tokens = letters.B * letters.T * letters.D // config.grid.tp
+    if method == "ulysses":
+        return 2, "4(q-1)/q * B*T*D/tp*e", 4 * (q - 1) / q * tokens * itemsize
+    calls = 2 * (q - 1) if method == "ring" else 1
+    return calls, "2(q-1) * B*T*D/tp*e", 2 * (q - 1) * tokens * itemsize
+
+
 def context(config, itemsize: int, sum_itemsize: int, group_size: int) -> tuple[int, str, float]:
     """(calls, formula, bytes that a rank sends) over cp: both passes of a block and microbatch.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 import numpy as np
 
+from mpipar.layers.context import recomputed_blocks
 from mpipar.models.stage import stage_parts
 from mpipar.plan import convnet_formulas, decoder_formulas
 
@@ -43,8 +44,9 @@ class Expected(NamedTuple):
 def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str, Expected]:
     """{axis: Expected} of one rank. num_params: number of its parameters, without padding.
 
-    L is the number of blocks on this rank, m the number of microbatches. A schedule whose ranks
-    hold a second stage for the other direction sends half of the microbatches each way.
+    L is the number of blocks on this rank, R of those that run forward again (--recompute block), m
+    the number of microbatches. A schedule whose ranks hold a second stage for the other direction
+    sends half of the microbatches each way.
     """
     stages, mirror = schedule.stages_of(grid.pp_rank), schedule.placement == "mirror"
     parts = [stage_parts(stage, stage_layers) for stage in stages]
@@ -60,10 +62,13 @@ def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str,
         found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
                                f"{m[1]} * {hops} * {text}", m[0] * hops * size)
     if grid.cp_size > 1:
-        blocks = sum(len(part[0]) for part in parts)
-        calls, text, size = decoder_formulas.context(config, *_itemsizes(config), grid.cp_size)
-        found["cp"] = Expected(f"{m[1]} * {calls}L", m[0] * calls * blocks,
-                               f"{m[1]} * L * ({text})", m[0] * blocks * size)
+        itemsizes = _itemsizes(config)
+        first = decoder_formulas.context(config, *itemsizes, grid.cp_size)
+        again = decoder_formulas.context_again(config, itemsizes[0], grid.cp_size)
+        first = first[0], f"({first[1]})", first[2]
+        calls, calls_text, size, text = _blocks(parts, config, first, again)
+        found["cp"] = Expected(f"{m[1]} * ({calls_text})", m[0] * calls,
+                               f"{m[1]} * ({text})", m[0] * size)
     copies = grid.dp_size * grid.cp_size
     if copies > 1:  # the number of calls depends on buckets and further groups
         gradient_bytes = num_params * _itemsizes(config)[1]
@@ -77,20 +82,35 @@ def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str,
 def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int) -> Expected:
     """The Expected of tp: blocks, ends, and once per stage the sum of replicated gradients."""
     module, sizes = FORMULAS[config.model.model], _itemsizes(config)
-    blocks, first, last = (sum(values) for values in zip(
-        *((len(part[0]), *map(int, part[1:3])) for part in parts), strict=True))
-    calls, _, size = module.layer(config, sizes[0], group_size)
+    first, last = (sum(part[end] for part in parts) for end in (1, 2))
+    count, _, sent_once = module.layer(config, sizes[0], group_size)
+    calls, calls_text, size, text = _blocks(
+        parts, config, (count, "one block", sent_once),
+        module.again(config, sizes[0], group_size))
     ends = module.ends(config, first, last, *sizes, group_size)
     end_calls = sum(end[0] for end in ends)
-    texts = (["L * one block"] if blocks else []) + [end[1] for end in ends]
+    texts = ([text] if text else []) + [end[1] for end in ends]
     numbers = [module.replicated(config, len(part[0]), part[2]) for part in parts]
     sums = sum(count > 0 for count in numbers)
     return Expected(
-        f"{m_text} * ({calls}L + {end_calls})" + (f" + {sums}" if sums else ""),
-        m * (calls * blocks + end_calls) + sums,
+        f"{m_text} * ({calls_text} + {end_calls})" + (f" + {sums}" if sums else ""),
+        m * (calls + end_calls) + sums,
         f"{m_text} * ({' + '.join(texts)})" + (" + 2(q-1)/q * norms" if sums else ""),
-        m * (blocks * size + sum(end[2] for end in ends))
+        m * (size + sum(end[2] for end in ends))
         + 2 * (group_size - 1) / group_size * sum(numbers) * sizes[1])
+
+
+def _blocks(parts, config, first, again) -> tuple[int, str, float, str]:
+    """(calls, their formula, bytes sent, their formula) of a rank's blocks and a microbatch.
+
+    first, again: (calls, formula, bytes) of both passes of a block, and of its recomputation.
+    """
+    counts = [len(part[0]) for part in parts]
+    blocks, twice = sum(counts), sum(min(count, recomputed_blocks(config)) for count in counts)
+    texts = [f"L * {first[1]}"] * (blocks > 0) + [f"R * ({again[1]})"] * (twice > 0)
+    return (blocks * first[0] + twice * again[0],
+            f"{first[0]}L" + (f" + {again[0]}R" if twice else ""),
+            blocks * first[2] + twice * again[2], " + ".join(texts))
 
 
 def _itemsizes(config) -> tuple[int, int]:
@@ -105,8 +125,12 @@ def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
 
 
 def one_block(records) -> list:
-    """Those records that belong to tp, the first block and the first microbatch."""
-    inside = [one for one in records if one.axis == "tp" and one.name.startswith("block")]
+    """Those records that belong to tp, the first block and the first microbatch.
+
+    Recomputation counts apart.
+    """
+    inside = [one for one in records if one.axis == "tp" and one.name.startswith("block")
+              and one.phase != "recompute"]
     first = [(one.name.split(".")[0], one.mb) for one in inside[:1]]
     return [one for one in inside if [(one.name.split(".")[0], one.mb)] == first]
 

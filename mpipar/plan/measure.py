@@ -19,7 +19,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
-from mpipar.layers.context import Context
+from mpipar.layers.context import Context, recomputed_blocks
 from mpipar.layers.stash import Stash
 from mpipar.partition.context import attention_over
 from mpipar.pipeline.costs import Costs
@@ -136,7 +136,8 @@ def unit_memory(config) -> dict:
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
-    context = Context(ops, comms, attention=attention_over(config.grid))
+    context = Context(
+        ops, comms, attention=attention_over(config), recomputed=recomputed_blocks(config))
     stage = models.model_of(config.model).Stage(
         context, config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2

@@ -24,8 +24,8 @@ from mpipar.data import rows as data_rows
 from mpipar.data.rows import Batch, Rows
 from mpipar.inference.generate import generate
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.partition import context_gather, context_ring
-from mpipar.partition.context import METHODS
+from mpipar.partition import context_gather, context_ring, context_whole
+from mpipar.partition.context_ulysses import Ulysses
 from mpipar.plan.predict import predict
 from mpipar.train.verify import serial_config
 from mpipar.train.worker import Worker
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.ranks(2, 4, 8)
 # 8 heads of width 3; 16 tokens are 2 pieces for each of up to 8 ranks.
 MODEL = DecoderConfig(layers=4, d_model=24, heads=8, ffn=31, seq_len=16, vocab_size=29)
 HELD = replace(MODEL, sequence_parallel=True)
+METHODS = {"ring": context_ring, "gather": context_gather, "ulysses": Ulysses(context_whole)}
 METHOD_NAMES = tuple(METHODS)
 # Ranks: [((dp, pp, tp), cp, schedule, model)]. Each method runs all of them.
 CASES = {

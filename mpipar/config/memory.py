@@ -1,0 +1,32 @@
+"""What a rank keeps, and what it makes again instead."""
+
+from dataclasses import dataclass
+
+from mpipar.config.setting import setting
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What a rank keeps, and what it makes again instead."""
+
+    recompute: str = setting(
+        "none", "before its input gradient a block runs forward again, so that it keeps only its"
+        " input; attention: only the scores are made again", choices=("none", "attention", "block"))
+    recompute_layers: int | None = setting(
+        None, "with --recompute: only the first so many blocks of each stage (default: all)", low=1,
+        high=2**16)
+
+
+def memory_problems(config) -> list[str]:
+    """Flags that need another one, and layers that have nothing to make again."""
+    memory, found = config.memory, []
+    if memory.recompute_layers is not None and memory.recompute == "none":
+        found.append(f"--recompute-layers {memory.recompute_layers}: counts the blocks of"
+                     " --recompute, which is none; add --recompute block, or leave it out")
+    if memory.recompute == "attention" and not config.model.whole_heads:
+        found.append(f"--recompute attention: a {config.model.model} has no attention; use"
+                     " --recompute block, or none")
+    if memory.recompute_layers is not None and config.grid.schedule == "auto":
+        found.append(f"--recompute-layers {memory.recompute_layers}: makes blocks of a stage"
+                     " unequal, and --schedule auto measures one for all; name a schedule")
+    return found
