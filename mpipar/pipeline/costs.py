@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from numbers import Real
 
 from mpipar.errors import UsageError
 
-PER_STAGE = ("f", "i", "w", "stash_bytes", "kept_bytes", "weight_bytes")
+PER_STAGE = ("f", "i", "w", "stash_bytes", "kept_bytes", "transient_bytes", "weight_bytes")
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Costs:
     latency: from the end of a pass to the start of the pass on another rank that waits for its
     result. bandwidth: bytes per unit of time of a link, None for unlimited. message_bytes: one
     activation. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I
-    to W. weight_bytes: weights, gradients and optimizer state of one copy of a stage.
+    to W. transient_bytes: what a layer that runs forward again holds besides during I.
+    weight_bytes: weights, gradients and optimizer state of one copy of a stage.
     """
 
     f: Real | tuple[Real, ...] = 1
@@ -31,6 +33,7 @@ class Costs:
     message_bytes: Real = 0
     stash_bytes: Real | tuple[Real, ...] = 0
     kept_bytes: Real | tuple[Real, ...] = 0
+    transient_bytes: Real | tuple[Real, ...] = 0
     weight_bytes: Real | tuple[Real, ...] = 0
 
     def by_stage(self, name: str, num_stages: int) -> tuple[Real, ...]:
@@ -59,13 +62,17 @@ class Costs:
         return replace(self, **scaled)
 
     def merged(self, counts: tuple[int, ...]) -> "Costs":
-        """Costs of stages from costs of layers: stage k sums the next counts[k] values."""
+        """Costs of stages from costs of layers: stage k sums the next counts[k] values.
+
+        Of transient_bytes the largest counts, since layers run again one after the other.
+        """
         layers = sum(counts)
         ends = [sum(counts[: k + 1]) for k in range(len(counts))]
         summed = {}
         for name in PER_STAGE:
             values = self.by_stage(name, layers)
+            join = partial(max, default=0) if name == "transient_bytes" else sum
             summed[name] = tuple(
-                sum(values[end - count : end]) for count, end in zip(counts, ends, strict=True)
+                join(values[end - count : end]) for count, end in zip(counts, ends, strict=True)
             )
         return replace(self, **summed)

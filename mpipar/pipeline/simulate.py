@@ -107,6 +107,7 @@ def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Real]:
     """The most bytes each rank keeps for backward passes at once."""
     stash = costs.by_stage("stash_bytes", schedule.num_stages)
     kept = costs.by_stage("kept_bytes", schedule.num_stages)
+    transient = costs.by_stage("transient_bytes", schedule.num_stages)
     peaks = []
     for program in schedule.programs:
         held = peak = 0
@@ -116,8 +117,11 @@ def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Real]:
                     held += stash[stage]
                     peak = max(peak, held)
                 elif kind == "I":
+                    peak = max(peak, held + transient[stage])
                     held += kept[stage] - stash[stage]
+                    peak = max(peak, held)
                 elif kind in ("B", "W"):
+                    peak = max(peak, held + transient[stage] * (kind == "B"))
                     held -= stash[stage] if kind == "B" else kept[stage]
         peaks.append(peak)
     return peaks

@@ -19,6 +19,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
+from mpipar.config.memory import MemoryConfig
 from mpipar.layers.context import Context, recomputed_blocks
 from mpipar.layers.stash import Stash
 from mpipar.partition.context import attention_over
@@ -131,8 +132,19 @@ def measure_hop(worker) -> float:
 def unit_memory(config) -> dict:
     """{field of Costs: bytes by unit}: a microbatch's stash, and weights, gradients and moments.
 
-    They come from the real layers on shapes, for one rank of the tp group.
+    They come from the real layers on shapes, for one rank of the tp group. A unit that runs forward
+    again holds for a moment what it would keep without that.
     """
+    memory = _unit_memory(config)
+    plain = memory
+    if config.memory.recompute == "block":
+        plain = _unit_memory(replace(config, memory=MemoryConfig()))
+    more = zip(plain["stash_bytes"], memory["stash_bytes"], strict=True)
+    return memory | {"transient_bytes": tuple(full - kept for full, kept in more)}
+
+
+def _unit_memory(config) -> dict:
+    """`unit_memory` without transient_bytes."""
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)

@@ -54,7 +54,10 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     """
     units = measured_units(machine, config)
     factor = microbatch_rows(config) / units.rows
-    parts = [units.embedding, *[units.block] * config.model.layers, units.head]
+    block = units.block
+    if config.memory.recompute == "block":  # the machine's file has blocks that run forward once
+        block = replace(block, i=block.i + block.f)
+    parts = [units.embedding, *[block] * config.model.layers, units.head]
     parts = [passes.scaled(factor) for passes in parts]
     hop = machine.estimate(HOP, message_bytes).seconds if config.grid.pp > 1 else 0
     return Costs(f=tuple(passes.f for passes in parts), i=tuple(passes.i for passes in parts),

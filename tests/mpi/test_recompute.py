@@ -1,0 +1,154 @@
+"""Blocks that run forward again: every layout equals one rank, bit by bit what it was without."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import (
+    MODEL,
+    WORLD,
+    assert_equals_one_rank,
+    computed_once,
+    poison_unwritten,
+    real_step,
+    small_config,
+    with_sync_sends,
+)
+
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.memory import MemoryConfig
+from mpipar.config.model import ConvnetConfig
+from mpipar.console.memory import PeakMemory
+from mpipar.data.images import Batch
+from mpipar.layers import recompute
+from mpipar.layers.recompute import Recomputed
+from mpipar.layers.stash import Stash
+from mpipar.plan.predict import predict
+from mpipar.train.worker import Worker
+
+pytestmark = pytest.mark.ranks(1, 2, 4)
+BLOCK, SOME, SCORES = MemoryConfig("block"), MemoryConfig("block", 1), MemoryConfig("attention")
+HELD = replace(MODEL, sequence_parallel=True, seq_len=8)
+RING = replace(HELD, tp_matmul="ring")
+# Ranks: [((dp, pp, tp), cp, schedule, model, memory)]
+CASES = {
+    1: [((1, 1, 1), 1, "1f1b", MODEL, BLOCK), ((1, 1, 1), 1, "1f1b", MODEL, SCORES)],
+    2: [((1, 2, 1), 1, "zb-h1", MODEL, BLOCK), ((1, 2, 1), 1, "dualpipe", MODEL, SOME),
+        ((1, 1, 2), 1, "gpipe", RING, BLOCK), ((1, 1, 1), 2, "1f1b", HELD, BLOCK)],
+    4: [((1, 2, 2), 1, "zb-v", HELD, BLOCK), ((1, 2, 1), 2, "interleaved", HELD, SOME)],
+}
+HERE = CASES.get(WORLD.size, [])
+every_case = pytest.mark.parametrize("case", HERE, ids=lambda case: str(case[:3]))
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Every newly allocated array, receive buffers included, is full of NaN."""
+    poison_unwritten(monkeypatch)
+
+
+def config_for(case, **changes):
+    layout, cp, schedule, model, memory = case
+    config = small_config(layout, 4, rows_per_mb=2, cp=cp, schedule=schedule, model=model)
+    return replace(config, memory=memory, **changes)
+
+
+@every_case
+def test_layout_equals_one_rank(case, poisoned_memory):
+    assert_equals_one_rank(with_sync_sends(config_for(case)), expected=computed_once)
+
+
+@every_case
+def test_gradients_are_those_without_it_to_the_last_bit(case):
+    """The same functions run on the same inputs. Scores alone are made by other tiles."""
+    found = []
+    for memory in (case[-1], MemoryConfig()):
+        worker, _ = real_step(config_for((*case[:-1], memory)))
+        found.append([stage.flat.grad for stage in worker.stages.values()])
+    for again, once in zip(*found, strict=True):
+        if case[-1] is SCORES:
+            np.testing.assert_allclose(again, once, rtol=1e-12, atol=1e-15)
+        else:
+            assert again.tobytes() == once.tobytes()
+
+
+@every_case
+def test_shapes_only_run_predicts_every_record(case):
+    config = config_for(case)
+    _, recorder = real_step(config)
+    shown = [[(one.operation, one.name, one.axis, one.peer, one.payload_bytes, one.phase, one.mb,
+               one.site, one.cut) for one in records]
+             for records in (recorder.records, predict(config, WORLD.rank).recorder.records)]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.ranks(1, 2)
+def test_measured_peak_is_the_predicted_one():
+    """Without and with recomputation; 5 % or 1 MiB, whichever is larger."""
+    model = replace(MODEL, d_model=192, heads=6, ffn=768, seq_len=192, layers=4)
+    layout, peaks = (1, WORLD.size, 1), []
+    for memory in (MemoryConfig(), SCORES, BLOCK):
+        config = replace(small_config(layout, 4, rows_per_mb=1, model=model), memory=memory)
+        predicted = predict(config, WORLD.rank).peak_total
+        with_peak = PeakMemory(ops_module.make("cpu", "float64"))
+        with_peak.start()
+        real_step(config)
+        with_peak.stop()
+        assert abs(with_peak.peak - predicted) <= max(0.05 * predicted, 1 << 20), (
+            memory, with_peak.peak, predicted)
+        peaks.append(predicted)
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+@pytest.mark.ranks(1, 2)
+def test_convnet_has_the_same_gradients():
+    model = ConvnetConfig(layers=4, channels=6, ffn=10, classes=7)
+    rng, found = np.random.default_rng(3), []
+    images, labels = rng.standard_normal((8, 8, 8, 1)), rng.integers(0, 7, 8)
+    for memory in (BLOCK, MemoryConfig()):
+        config = replace(small_config((1, 1, WORLD.size), 2, model=model), memory=memory)
+        worker = Worker(config, Grid.of(config.grid, WORLD.rank),
+                        ops_module.make("cpu", "float64"), Recorder(), WORLD)
+        worker.initialize(0.02)
+        worker.gradients(1, lambda mb: Batch(images[4 * mb:4 * mb + 4], labels[4 * mb:4 * mb + 4]))
+        found.append([stage.flat.grad.tobytes() for stage in worker.stages.values()])
+        worker.close()
+    assert found[0] == found[1]
+
+
+# --- planted bugs
+
+def assert_caught():
+    with pytest.raises(AssertionError, match=r"tensors differ|in the stash"):
+        assert_equals_one_rank(config_for(HERE[0]), expected=computed_once)
+
+
+@pytest.mark.ranks(2)
+def test_one_inner_stash_for_all_microbatches(monkeypatch):
+    """The schedule puts W off, so the next microbatch writes over what W has yet to read."""
+    plain = Recomputed.backward_input
+
+    def backward_input(self, dy, stash):
+        def shared(batch):
+            kept[self] = kept.get(self) or Stash(batch)
+            return kept[self]
+
+        monkeypatch.setattr(recompute, "Stash", shared)
+        return plain(self, dy, stash)
+
+    kept: dict = {}
+    monkeypatch.setattr(Recomputed, "backward_input", backward_input)
+    assert_caught()
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_result_in_place_of_the_input(monkeypatch):
+    def forward(self, x, stash):
+        y = self.block.forward(x, Stash(stash.batch))
+        stash[self, "x"] = y
+        return y
+
+    monkeypatch.setattr(Recomputed, "forward", forward)
+    assert_caught()
