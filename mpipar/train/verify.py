@@ -16,6 +16,7 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.weights import stream
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.config.memory import MemoryConfig
 from mpipar.train.worker import Worker
 
 SPREAD = 0.02  # of biases and norms: a bias of zero that is counted twice is still zero
@@ -34,11 +35,11 @@ class Difference:
 
 
 def serial_config(config):
-    """The same model and rows on one rank, as one microbatch."""
+    """The same model and rows on one rank, as one microbatch, of which everything is kept."""
     grid = replace(config.grid, dp=1, pp=1, cp=1, tp=1, cp_attention=None, schedule="naive",
                    schedule_csv=None, chunks=None, group_size=None, stage_layers=None,
                    num_microbatches=1)
-    return replace(config, grid=grid)
+    return replace(config, grid=grid, memory=MemoryConfig())
 
 
 def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
