@@ -7,12 +7,13 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from helpers import find_launcher, run_command, run_ranks
-from program import LIMIT, PROGRAM, environment, metrics, mpipar, one_block
+from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, one_block
 
 from mpipar.console import output
 
@@ -189,6 +190,39 @@ def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path):
     assert "report.html: File too large" in done.stdout
     assert "(70, True, None)" in done.stdout
     assert [path.name for path in tmp_path.rglob("*")] == ["errors"]
+
+
+# --- standard output that nobody gets
+
+
+@pytest.mark.parametrize(("streams", "warned"), [
+    (">&-", False), ("<&- >&- 2>&-", False), (">/dev/full", True),
+    pytest.param(">/dev/full 2>/dev/full", False, marks=pytest.mark.slow),
+    pytest.param("2>&-", False, marks=pytest.mark.slow),
+    pytest.param("| head -1", True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_run_goes_on_without_standard_output(streams, warned, text_folder):
+    """A closed stream's number must not go to the next file that is opened, such as log.txt."""
+    words = [*PROGRAM, "train", "--data", "text.txt", *SHORT, "--out", "run"]
+    result = run_command(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"], LIMIT,
+                         environment(), text_folder)
+    assert result.returncode == 0, result.tail()
+    assert ("standard output can't be written" in result.stderr) == warned, result.tail()
+    assert BLOCK not in result.stderr
+    log = (text_folder / "run" / "log.txt").read_text()
+    assert log.startswith("1 rank on 1 host")
+    assert "weights, checkpoints" in log.splitlines()[-1]
+    assert metrics(text_folder / "run")[-1]["step"] == 2
+
+
+def test_a_result_without_standard_output_does_not_blame_the_run_folder(text_folder):
+    assert train(text_folder, *SHORT, "--out", "run").returncode == 0
+    words = shlex.join([*PROGRAM, "generate", "run", "--prompt", "a"])
+    full = run_command(["bash", "-c", f"{words} >/dev/full"], LIMIT, environment(), text_folder)
+    code, block = one_block(full)
+    assert code == 74
+    assert "the output can't be written" in block
+    assert "run:" not in block
 
 
 # --- text that the console can't show

@@ -33,7 +33,7 @@ from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
-from mpipar.console.output import GrowingFile
+from mpipar.console.output import GrowingFile, warn
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -43,6 +43,7 @@ from mpipar.errors import (
 )
 from mpipar.files.text import harmless, printable
 from mpipar.job.environment import host_name
+from mpipar.job.streams import silence_output
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
@@ -75,14 +76,21 @@ def run(session, reading, machine_path: str | None = None) -> int:
 
 
 class Log:
-    """Prints on world rank 0 and keeps a copy in the run folder's log.txt."""
+    """Prints on world rank 0 and keeps a copy in the run folder's log.txt.
+
+    Standard output that takes no more, or has no reader, does not end the run.
+    """
 
     def __init__(self, world_rank: int, file=None):
         self.speaks, self.file = world_rank == 0, file
 
     def __call__(self, text: str = "") -> None:
         if self.speaks:
-            print(printable(text), flush=True)
+            try:
+                print(printable(text), flush=True)
+            except OSError as error:
+                silence_output()
+                warn(f"standard output can't be written: {error.strerror}; the run goes on")
             if self.file is not None:
                 self.file.write(harmless(text) + "\n")
 

@@ -40,6 +40,7 @@ from mpipar.job.environment import (
 )
 from mpipar.job.siblings import watch_ends
 from mpipar.job.signals import Interruptible, later, listen
+from mpipar.job.streams import open_closed
 from mpipar.job.watch import Watch
 
 FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
@@ -385,6 +386,7 @@ def guard(main: Callable, argv: list[str] | None = None):
 
     Call it before NumPy is imported, because it sets the number of BLAS threads.
     """
+    open_closed()
     os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     session = Session(read_launcher(os.environ))
