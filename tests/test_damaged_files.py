@@ -8,27 +8,45 @@ import contextlib
 import io
 import json
 
+import numpy as np
 import pytest
+from config_helpers import changed
 from damage import damaged
 from in_process import StandIn, at_once
 from machine_models import machine
+from one_rank import fresh, loaded
+from state_cases import config_for, saved
+from state_cases import loaded as state
 from trace_cases import pipeline_trace
 
 from mpipar import cli
+from mpipar.checkpoint import manifest
+from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.record import LayerOperation
+from mpipar.data import images
+from mpipar.data.source import load_tokens
 from mpipar.errors import DataError, UsageError
+from mpipar.files.bounded import read_json
 from mpipar.plan import machine_file
 from mpipar.trace import trace_file
 
 FEW, MANY = range(12), range(12, 212)
 
 
-def run(*words):
-    """Run a command; it must end well or with an error that is the file's."""
+def run(command):
+    """Run a command, words or a function. It must end well or with an error that is the file's."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), at_once(), contextlib.suppress(UsageError, DataError):
-        cli.main([str(word) for word in words], StandIn())
+        call(command)
     assert "\x1b" not in text.getvalue()
+
+
+def call(command):
+    """The exit code of a command."""
+    if callable(command):
+        command()
+        return 0
+    return cli.main([str(word) for word in command], StandIn())
 
 
 def write_trace(folder):
@@ -81,10 +99,52 @@ def of_csv(folder):
     return path, [("schedule", "--from-csv", path)]
 
 
+def of_weights(name):
+    """Without the command: what `generate` and --init-from do with a folder of weights."""
+    def make(folder):
+        checkpoint.save(fresh(), folder)
+        return folder / name, [lambda: loaded(folder, "float32")]
+    return make
+
+
+def of_tokens(folder):
+    path = folder / "tokens.bin"
+    path.write_bytes(np.array([20240520, 1, 999, *[0] * 253], "<i4").tobytes()
+                     + np.arange(999, dtype="<u2").tobytes())
+    return path, [lambda: np.asarray(load_tokens((str(path),), 1000)[0])]
+
+
+def of_images(folder):
+    path = folder / "images.npz"
+    np.savez_compressed(path, x=np.zeros((60, 8, 8), np.uint8), y=np.zeros(60, np.int64))
+    config = changed(model="convnet", preset="digits", data=(str(path),), batch_size=4,
+                     num_microbatches=1)
+    return path, [lambda: images.load(config)]
+
+
+def of_manifest(folder):
+    config = config_for(layers=1, d_model=4, heads=2, ffn=3, seq_len=2, vocab_size=5)
+    path = saved(config, 1, folder)
+    return path / "manifest.json", [lambda: state(config, 1, path), lambda: resigned(path)]
+
+
+def resigned(path):
+    """Read a manifest whose digest fits its content, whatever that is."""
+    name = path / "manifest.json"
+    content = read_json(name)
+    if isinstance(content, dict):
+        content.pop("sha256", None)
+        digest = manifest._digest(content)
+        name.write_text(json.dumps(content | {"sha256": digest}))
+    manifest.read_manifest(path)
+
+
 KINDS = {
     "meta.json": of_trace("trace/meta.json"), "rank": of_trace("trace/rank-00001.jsonl"),
     "metrics.jsonl": of_trace("metrics.jsonl"), "machine.json": of_machine, "TOML": of_toml,
-    "CSV": of_csv,
+    "CSV": of_csv, "config.json": of_weights("config.json"),
+    "model.safetensors": of_weights("model.safetensors"), ".bin": of_tokens, ".npz": of_images,
+    "manifest.json": of_manifest,
 }
 
 
@@ -95,8 +155,8 @@ def whole(tmp_path_factory):
     for kind, make in KINDS.items():
         path, commands = make(tmp_path_factory.mktemp("whole"))
         with contextlib.redirect_stdout(io.StringIO()):
-            for words in commands:
-                assert not cli.main([str(word) for word in words], StandIn()), kind
+            for command in commands:
+                assert not call(command), kind
         made[kind] = path, commands
     return made
 
@@ -106,11 +166,11 @@ def check(path, commands, seeds):
     try:
         for seed in seeds:
             path.write_bytes(damaged(content, seed))
-            for words in commands:
+            for command in commands:
                 try:
-                    run(*words)
+                    run(command)
                 except BaseException as error:
-                    error.add_note(f"seed {seed}, {words}")
+                    error.add_note(f"seed {seed}, {command}")
                     raise
     finally:
         path.write_bytes(content)

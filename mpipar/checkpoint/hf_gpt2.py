@@ -19,7 +19,6 @@ COMPUTED = {
     "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
 }
-FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def short_name(name: str) -> str:

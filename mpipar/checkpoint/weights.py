@@ -15,18 +15,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from mpipar import models
 from mpipar import ops as ops_module
 from mpipar.checkpoint import boxes, formats
 from mpipar.checkpoint.disk import BLOCK_BYTES, safetensors_head
-from mpipar.checkpoint.hf_gpt2 import FLOATS
+from mpipar.checkpoint.tensor_file import NUMBERS, TensorFile
 from mpipar.comm.group import Comms
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
-from mpipar.files.bounded import open_regular
+from mpipar.files.bounded import problems_as
+from mpipar.files.text import brief
 from mpipar.layers.context import Context
+
+WEIGHTS = "model.safetensors"
 
 
 def all_params(config, stage_layers) -> list[tuple[int, object]]:
@@ -139,7 +141,7 @@ def write(folder: Path, config, dtype, blocks) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "config.json", [text.encode()])
-        _replace(folder / "model.safetensors", itertools.chain([head], blocks))
+        _replace(folder / WEIGHTS, itertools.chain([head], blocks))
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 
@@ -178,7 +180,7 @@ def weight_problems(config) -> list[str]:
     except DataError:
         return []
     try:
-        with _open(folder) as file:
+        with _told(folder), _open(folder) as file:
             return _find(file, model, folder)[1]
     except DataError as error:
         return error.problems
@@ -190,14 +192,13 @@ def load(worker, folder: str) -> None:
     Raises DataError that names all tensors that are missing, have another shape, or hold numbers
     that are not finite.
     """
-    with _open(folder) as file:
+    with _told(folder), _open(folder) as file:
         found, wrong = _find(file, worker.config.model, folder)
         if wrong:
             raise DataError(wrong)
         for stage in worker.stages.values():
             for param in stage.flat.params:
-                tensor = file.get_slice(found[param.name])
-                if not _load_param(worker.ops, param, tensor):
+                if not _load_param(worker.ops, param, file, found[param.name]):
                     wrong.append(found[param.name])
             stage.flat.publish()
     if wrong:
@@ -206,50 +207,49 @@ def load(worker, folder: str) -> None:
                         f" in {worker.ops.statistics.name}; give other weights")
 
 
-def _open(folder: str):
-    path = Path(folder) / "model.safetensors"
-    try:
-        open_regular(path).close()  # opening a pipe by its name would wait for a writer
-        return safe_open(path, framework="numpy")
-    except (OSError, SafetensorError) as error:
-        text = getattr(error, "strerror", None) or error
-        raise DataError(f"--init-from {folder}: {path.name}: {text}") from None
+def _open(folder: str) -> TensorFile:
+    return TensorFile(Path(folder) / WEIGHTS)
 
 
-def _find(file, model, folder: str) -> tuple[dict[str, str], list[str]]:
+def _told(folder: str):
+    return problems_as(DataError, f"--init-from {folder}: {WEIGHTS}")
+
+
+def _find(file: TensorFile, model, folder: str) -> tuple[dict[str, str], list[str]]:
     """({parameter name: tensor name in the file}, what is missing or does not fit)."""
-    names, found, wrong, form = set(file.keys()), {}, [], formats.format_of(model)
+    found, wrong, form = {}, [], formats.format_of(model)
     for _, param in all_params(model, (model.layers,)):
         options = [form.file_name(param.name), form.short_name(param.name)]
-        name = next((option for option in options if option in names), None)
+        name = next((option for option in options if option in file.tensors), None)
         if name is None:
             wrong.append(f"--init-from {folder}: tensor {options[1]} is missing")
             continue
-        found[param.name], tensor = name, file.get_slice(name)
-        dtype, shape, needed = tensor.get_dtype(), tensor.get_shape(), [*form.disk_shape(param)]
+        found[param.name], tensor, needed = name, file.tensors[name], form.disk_shape(param)
         where = f"--init-from {folder}: tensor {name} is"
-        if dtype not in FLOATS:
-            wrong.append(f"{where} {dtype}, not one of {', '.join(FLOATS)}")
-        elif shape != needed:
-            wrong.append(f"{where} {shape} in the file, {needed} in the model")
+        if tensor.dtype not in NUMBERS:
+            wrong.append(f"{where} {brief(tensor.dtype)}, not one of {', '.join(NUMBERS)}")
+        elif tensor.shape != tuple(needed):
+            wrong.append(f"{where} {[*tensor.shape]} in the file, {[*needed]} in the model")
     return found, wrong
 
 
-def _load_param(ops, param, tensor) -> bool:
-    """Fill one shard from a tensor of the file; return whether all its numbers are finite.
+def _load_param(ops, param, file: TensorFile, name: str) -> bool:
+    """Fill one shard from a tensor of a file; return whether all its numbers are finite.
 
     Padding stays zero.
     """
     finite = True
-    per_row = tensor.get_shape()[0] // param.shape[0]  # rows of the file in a logical row
+    per_row = file.tensors[name].shape[0] // param.shape[0]  # rows of the file in a logical row
     start, stop = param.bounds()
     for first, last in _blocks(param.shape, 4):
         part = _shard_part(param, param.cut_index, param.cut_count, first, last)
         if part is None:
             continue
         local, place = part
-        block = tensor[first * per_row:last * per_row].reshape(last - first, *param.shape[1:])
-        with np.errstate(over="ignore"):  # a float64 that float32 cannot hold is not finite
+        block = file.rows(name, first * per_row, last * per_row)
+        block = block.reshape(last - first, *param.shape[1:])
+        # A float64 that float32 cannot hold is not finite.
+        with np.errstate(over="ignore", invalid="ignore"):
             values = np.ascontiguousarray(block[place], dtype=ops.statistics)
         finite = finite and bool(np.isfinite(values).all())
         inside = [slice(None)] * len(param.shape)

@@ -1,0 +1,83 @@
+"""Safetensors files that somebody hands in: as the library reads them, and hostile ones refused."""
+
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from mpipar.checkpoint.tensor_file import NUMBERS, TensorFile
+
+
+def written(path, header, numbers=b"\0" * 16, length=None):
+    """Write a file with this header, a value or a text."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    length = len(text) if length is None else length
+    path.write_bytes(length.to_bytes(8, "little") + text + numbers)
+    return path
+
+
+def entry(first=0, last=16, shape=(4,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [first, last]}
+
+
+def test_a_file_is_read_as_the_library_reads_it(rng, tmp_path):
+    tensors = {"a": rng.random((5, 3, 2)).astype(np.float32), "b": rng.random(7),
+               "c": rng.random((4, 2)).astype(np.float16), "empty": np.zeros((0, 3)),
+               "d": rng.random((6, 1)).astype(ml_dtypes.bfloat16)}
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt"})
+    with TensorFile(tmp_path / "a.safetensors") as own, safe_open(
+            tmp_path / "a.safetensors", "numpy") as other:
+        assert own.tensors.keys() == set(other.keys())
+        for name, expected in tensors.items():
+            assert own.tensors[name].shape == expected.shape
+            assert NUMBERS[own.tensors[name].dtype] == expected.dtype
+            found = own.rows(name, 1, len(expected)) if len(expected) else own.rows(name, 0, 0)
+            np.testing.assert_array_equal(found, expected[1:])
+
+
+TWICE = f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'
+HOSTILE = {  # a header, what else is to be written, a part of what is said
+    "a header that is too long": ({}, {"length": 1 << 40}, "1,099,511,627,776 bytes is too long"),
+    "a header longer than the file": ({}, {"length": 1 << 20}, "ends at byte"),
+    "a header that is a list": ([], {}, "no object"),
+    "a header that is none": ("{", {}, "is not JSON"),
+    "depth": ("[" * 99_999, {}, "more than 32 deep"),
+    "a key twice": (TWICE, {}, "the key 'a' 2 times"),
+    "numbers missing": ({"a": entry()}, {"numbers": b""}, "its header says"),
+    "numbers left over": ({"a": entry()}, {"numbers": b"\0" * 17}, "its header says"),
+    "an overlap": ({"a": entry(), "b": entry()}, {}, "overlap"),
+    "a gap": ({"a": entry(8, 16, (2,))}, {}, "overlap, or leave a gap"),
+    "a wrong size": ({"a": entry(shape=(5,))}, {}, "tensor 'a': its header is"),
+    "an enormous shape": ({"a": entry(shape=(2**62, 2**62))}, {}, "tensor 'a'"),
+    "a shape below 0": ({"a": entry(shape=(-2, -2))}, {}, "tensor 'a'"),
+    "a shape of text": ({"a": entry() | {"shape": "4444"}}, {}, "tensor 'a'"),
+    "no type": ({"a": {"shape": [4], "data_offsets": [0, 16]}}, {}, "tensor 'a'"),
+    "an end before the start": ({"a": entry(16, 0)}, {}, "tensor 'a'"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_refused(case, tmp_path):
+    header, more, message = HOSTILE[case]
+    with pytest.raises(ValueError, match=message):
+        TensorFile(written(tmp_path / "a.safetensors", header, **more))
+
+
+def test_a_type_that_cannot_be_read_does_not_hide_the_others(tmp_path):
+    path = written(tmp_path / "a.safetensors",
+                   {"a": entry(0, 8, (8,), "F8_E4M3"), "b": entry(8, 16, (2,))})
+    with TensorFile(path) as file:
+        assert file.tensors["a"].dtype == "F8_E4M3"
+        np.testing.assert_array_equal(file.rows("b", 0, 2), [0, 0])
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    path = written(tmp_path / "a.safetensors", {"a": entry()})
+    with TensorFile(path) as file:
+        os.truncate(path, path.stat().st_size - 6)
+        with pytest.raises(ValueError, match="ends at byte"):
+            file.rows("a", 0, 4)
