@@ -263,7 +263,7 @@ class Run:
             try:
                 with self.tracer.step(step):
                     result = worker.train_step(
-                        step, lambda mb, step=step: self.rows.train(step, mb), self.asks())
+                        step, lambda mb, step=step: self.rows.train(step, mb), self.asks)
                 self.last = step
                 self.show_step(result)
                 self.check_replicas(step)
@@ -287,7 +287,7 @@ class Run:
                                self.last - self.first + 1, self.log)
 
     def asks(self) -> Asks:
-        """What this rank tells the others in the next step."""
+        """What this rank tells the others in a step."""
         session = self.session
         return Asks(session.stop_requested, session.save_requested, self.saving.saver.written())
 

@@ -145,12 +145,13 @@ class Worker:
         for stage in self.stages.values():
             stage.flat.initialize(self.config.run.seed, spread)
 
-    def gradients(self, step: int, get_batch, asks=Asks()) -> tuple[float, float, Asks]:
+    def gradients(self, step: int, get_batch, asks=Asks) -> tuple[float, float, Asks]:
         """Run forward and backward of one step; return (mean loss, gradient norm, agreed asks).
 
         get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
         mean loss over the global batch, on every rank that holds the parameter. If a gradient is
-        not finite on any rank, the norm is not finite on all of them.
+        not finite on any rank, the norm is not finite on all of them. asks() -> Asks of this rank;
+        it is called as late as can be, because a step may take minutes.
         Comm: the schedule's sends and receives, the layers' barriers, data (and tie, mirror) sums,
         and one all_reduce of five numbers over world.
         """
@@ -168,11 +169,11 @@ class Worker:
         loss = seen(sum(self.losses.values()), self.comms.tp.index == 0)
         squares = self.gradsync.square_sum()
         loss, squares, stop, save, written = agree(
-            self.ops, self.comms, [loss, squares, *map(float, astuple(asks))], "step.norm")
+            self.ops, self.comms, [loss, squares, *map(float, astuple(asks()))], "step.norm")
         agreed = Asks(stop > 0, save > 0, written == self.grid.world_size)
         return loss / self.num_tokens, math.sqrt(squares), agreed
 
-    def train_step(self, step: int, get_batch, asks=Asks()) -> StepResult:
+    def train_step(self, step: int, get_batch, asks=Asks) -> StepResult:
         """Run one training step; update the weights unless float16 gradients overflowed.
 
         `step` counts from 1.
