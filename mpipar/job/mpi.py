@@ -1,4 +1,4 @@
-"""The first and the last MPI call of a process, and what MPI leaves behind.
+"""MPI for the session: the first and the last call, facts of all ranks, and what MPI leaves behind.
 
 mpi4py's own functions for both keep Python's lock, so that no other thread runs until they return.
 MPI_Init waits for all ranks, and so may MPI_Finalize. The watchdog has to run meanwhile. So this
@@ -7,8 +7,10 @@ file calls the library's functions through ctypes, which gives the lock away.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +54,30 @@ def initialize(MPI) -> None:
 def finalize(MPI) -> None:
     """MPI_Finalize, while other threads run. Comm: with all ranks of the job."""
     ctypes.CDLL(MPI.__file__).MPI_Finalize()
+
+
+def host_processes(communicator, own: list[int]) -> dict[int, list[int]]:
+    """{world rank: facts} of the ranks on this host; own: this rank's number, then its facts.
+
+    Comm: a split, and an all-gather over the ranks of the host.
+    """
+    from mpi4py import MPI
+
+    host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
+    numbers = array.array("q", [0] * len(own) * host.Get_size())
+    host.Allgather(array.array("q", own), numbers)
+    host.Free()
+    return {rank: facts for rank, *facts in zip(*[iter(numbers)] * len(own), strict=True)}
+
+
+def gather_bytes(communicator, own: bytes) -> list[bytes]:
+    """Everybody's bytes, by rank. Comm: an all-gather of a length, and one of the bytes."""
+    lengths = array.array("i", [0] * communicator.Get_size())
+    communicator.Allgather(array.array("i", [len(own)]), lengths)
+    received = bytearray(sum(lengths))
+    communicator.Allgatherv(own, [received, lengths])
+    ends = itertools.accumulate(lengths)
+    return [bytes(received[end - length:end]) for end, length in zip(ends, lengths, strict=True)]
 
 
 def forget_shared_memory() -> None:

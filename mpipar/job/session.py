@@ -10,7 +10,6 @@ block and one exit code:
 All state is in the Session object, which the command gets as an argument.
 """
 
-import array
 import contextlib
 import hashlib
 import json
@@ -112,15 +111,11 @@ class Session(Interruptible):
         self._private.Bcast(token, root=0)
         self._token = token.hex()
         self._scratch = scratch(self._token)
-        host = self._private.Split_type(MPI.COMM_TYPE_SHARED)
-        own = self.world.Get_rank(), os.getpid(), started(os.getpid())
-        everybody = array.array("q", [0] * len(own) * host.Get_size())
-        host.Allgather(array.array("q", own), everybody)
-        host.Free()
-        others = {rank: process for rank, *process in zip(*[iter(everybody)] * 3, strict=True)}
+        own = self.world.Get_rank()
+        others = mpi.host_processes(self._private, [own, os.getpid(), started(os.getpid())])
         self.host_ranks = tuple(sorted(others))
-        self.host_rank = self.host_ranks.index(own[0])
-        del others[own[0]]
+        self.host_rank = self.host_ranks.index(own)
+        del others[own]
         watch_ends(others, self.sibling_ended)
         if self.host_rank == 0:
             mpi.forget_shared_memory()
@@ -169,22 +164,13 @@ class Session(Interruptible):
         """Return if all ranks have the same facts; else world rank 0 shows the table, and they
         leave together.
 
-        Comm: an all-gather of 32 bytes per rank, and one of all facts if they differ.
+        Comm: two small all-gathers, and those of all facts if they differ.
         """
-        size, text = self.world.Get_size(), json.dumps(facts).encode()
-        own = hashlib.sha256(text).digest()
-        digests = bytearray(len(own) * size)
-        self._private.Allgather(own, digests)
-        if bytes(digests) == own * size:
+        text = json.dumps(facts).encode()
+        if len(set(mpi.gather_bytes(self._private, hashlib.sha256(text).digest()))) == 1:
             return
-        lengths = array.array("i", [0] * size)
-        self._private.Allgather(array.array("i", [len(text)]), lengths)
-        texts = bytearray(sum(lengths))
-        self._private.Allgatherv(text, [texts, lengths])
+        everybody = [json.loads(one) for one in mpi.gather_bytes(self._private, text)]
         if self.world.Get_rank() == 0:
-            ends = [sum(lengths[:rank + 1]) for rank in range(size)]
-            everybody = [json.loads(texts[end - length:end])
-                         for end, length in zip(ends, lengths, strict=True)]
             problem = EnvironmentProblem(["the ranks of this job differ, and must not:",
                                           *alike.differences(everybody)])
             failure.show(failure.error_report(problem, ""))
