@@ -129,7 +129,7 @@ def test_weights_of_a_run_start_the_next_one(run_of, one_rank, tmp_path, text_fi
 
 def test_state_is_saved_on_the_way(tmp_path, text_file):
     """No loss survives this rate: the run fails in its second step; the first is on the disk."""
-    flags = [*SMALL, "--lr", "1e200", "--clip", "0", "--sample-tokens", "0", "--data", text_file]
+    flags = [*SMALL, "--lr", "1e140", "--clip", "0", "--sample-tokens", "0", "--data", text_file]
     broken, first = tmp_path / "broken", tmp_path / "first"
     result = mpipar(*flags, "--out", broken, "--save-interval", "1", ranks=2)
     assert result.returncode == 79, result.tail()
@@ -139,6 +139,6 @@ def test_state_is_saved_on_the_way(tmp_path, text_file):
     assert "held-out loss nan" in result.stderr
     assert mpipar("ckpt", "export", broken).returncode == 0
     saved, expected = weights(broken), weights(first)
-    assert max(np.abs(x).max() for x in expected.values()) > 1e190
+    assert max(np.abs(x).max() for x in expected.values()) > 1e130
     for name, x in expected.items():
         np.testing.assert_array_equal(saved[name], x, err_msg=name)

@@ -38,8 +38,9 @@ def model_settings(folder: str) -> dict:
             form, kind = own_format, shown(found["model_type"])
         settings = form.settings(found)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{where}: {path.name} is not a {kind} configuration:"
-                        f" {brief(str(error))}") from None
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(
+            f"{where}: {path.name} is not a {kind} configuration: {brief(what)}") from None
     wrong = [f"{where}: {path.name}: {text}" for text in (
         *form.differences(found), *_out_of_bounds(settings))]
     if wrong:
