@@ -13,6 +13,8 @@ from safetensors.numpy import load_file
 PROGRAM = (sys.executable, "-m", "mpipar")
 LIMIT = 100.0  # seconds for one command: much more than it takes, for a machine under load
 BLOCK = "mpipar: stopped, exit code "
+# A short text. A run reads all of its held-out part; of the default text that takes seconds.
+TEXT = ("--data", str(REPOSITORY / "LICENSE"))
 LAYOUTS = (  # (dp, pp, tp)
     (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3),
     (1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2),

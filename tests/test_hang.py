@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
-from program import mpipar
+from program import TEXT, mpipar
 
 from mpipar.comm.record import Recorder
 from mpipar.job import hang
@@ -24,8 +24,9 @@ QUICK = ["--hang-warn", "1", "--hang-stop", "3"]
 
 
 def faulty(fault, *arguments, tmp_path, ranks=2):
-    command = [*FAULTY, fault, "train", *SMALL]
-    return run_ranks(ranks, [*command, "--out", str(tmp_path / "run"), *arguments], timeout=60,
+    text = TEXT if fault != "none" else ()  # a healthy run has a long evaluation
+    command = [*FAULTY, fault, "train", *SMALL, *text, "--out", str(tmp_path / "run"), *arguments]
+    return run_ranks(ranks, command, timeout=60,
                      env={"PYTHONPATH": str(REPOSITORY)})
 
 

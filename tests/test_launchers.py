@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers import find_launcher, run_command, run_ranks
-from program import LIMIT, PROGRAM, environment, metrics
+from program import LIMIT, PROGRAM, TEXT, environment, metrics
 
 SHORT = """train --layers 1 --d-model 8 --heads 1 --seq-len 4 --batch-size 64 --num-microbatches 1
     --steps 2 --sample-tokens 2""".split()
@@ -30,14 +30,14 @@ def test_one_rank_needs_no_launcher(tmp_path):
 
 @needs_script
 def test_console_script(tmp_path):
-    result = run_command([SCRIPT, *SHORT], LIMIT, environment(), tmp_path)
+    result = run_command([SCRIPT, *SHORT, *TEXT], LIMIT, environment(), tmp_path)
     assert_trained(result, tmp_path / "runs" / "0001")
 
 
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_any_number_of_ranks_gets_a_layout(ranks, tmp_path):
-    words = [*SHORT, "--layers", "2", "--batch-size", "60"]
+    words = [*SHORT, *TEXT, "--layers", "2", "--batch-size", "60"]
     result = run_ranks(ranks, [*PROGRAM, *words], LIMIT, environment(), tmp_path)
     assert_trained(result, tmp_path / "runs" / "0001")
     assert f"{ranks} rank{'s' * (ranks > 1)} on 1 host" in result.stdout

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from in_process import assert_refused, printed
 from machine_models import LARGE_US, LATENCY_US, US_PER_BYTE, config_of, machine
-from program import mpipar
+from program import TEXT, mpipar
 
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.simulate import simulate
@@ -237,7 +237,7 @@ def test_schedule_auto_chooses_by_the_cost_model(path):
 
 def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path):
     known = re.search(r"auto: (\S+) has", printed("explain", *CHOOSE, path))[1]
-    done = mpipar("train", *CHOOSE, path, "--steps", 1, "--sample-tokens", 0,
+    done = mpipar("train", *CHOOSE, path, *TEXT, "--steps", 1, "--sample-tokens", 0,
                   "--out", tmp_path / "run", ranks=2)
     assert done.returncode == 0, done.tail()
     assert f'schedule = "{known}"' in (tmp_path / "run" / "config.toml").read_text()

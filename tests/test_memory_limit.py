@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from program import mpipar, one_block
+from program import TEXT, mpipar, one_block
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpipar import ops as ops_module
@@ -133,7 +133,7 @@ def test_the_smallest_layout_that_fits_is_found():
 
 def test_a_limit_below_the_prediction_is_named_even_where_the_run_passes(tmp_path):
     small = "--layers 1 --d-model 32 --heads 2 --seq-len 16 --steps 1 --sample-tokens 0".split()
-    done = mpipar("train", *small, "--memory-limit", 100000, cwd=tmp_path)
+    done = mpipar("train", *small, *TEXT, "--memory-limit", 100000, cwd=tmp_path)
     assert done.returncode == 0, done.tail()
     assert "--memory-limit 100000 (97.7 KiB) is below the" in done.stdout
     assert tight(None, [1]) == tight(2, [1, 2]) == ""

@@ -59,9 +59,9 @@ def test_session(num_ranks, record_property):
 @needs_launcher
 @pytest.mark.slow
 @pytest.mark.timeout(SESSION_LIMIT + 30)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_slow_session(num_ranks, record_property):
-    """What wants the cores for itself, and further numbers of microbatches of every schedule."""
+    """What wants the cores for itself, and the rest of each product of layouts and schedules."""
     record_session(record_property, *check_session(num_ranks, MPI_FOLDER, marked="slow"))
 
 

@@ -10,7 +10,7 @@ import pytest
 from config_helpers import reading_of
 from helpers import find_launcher
 from one_rank import fresh, fresh_convnet, loaded
-from program import layout_flags, mpipar
+from program import TEXT, layout_flags, mpipar
 from safetensors.numpy import load_file
 
 from mpipar.checkpoint import weights as checkpoint
@@ -93,16 +93,17 @@ def test_the_other_norm_than_that_of_the_weights_is_refused(saved, tmp_path, rng
 @needs_launcher
 def test_trains_on_any_layout_and_goes_on_on_another(tmp_path):
     run = tmp_path / "run"
-    result = mpipar("train", *SMALL, "--steps", 3, "--sample-tokens", 3, "--sequence-parallel",
-                    "--memory", "--out", run, *layout_flags((1, 1, 2)), ranks=2)
+    result = mpipar("train", *SMALL, *TEXT, "--steps", 3, "--sample-tokens", 3,
+                    "--sequence-parallel", "--memory", "--out", run, *layout_flags((1, 1, 2)),
+                    ranks=2)
     assert result.returncode == 0, result.tail()
     assert "tied head, RMSNorm" in result.stdout
     assert json.loads((run / "weights" / "config.json").read_text())["norm"] == "rms"
     result = mpipar("generate", run, "--prompt", "a", "--sample-tokens", 2)
     assert result.returncode == 0, result.tail()
     result = mpipar("train", "--init-from", run / "weights", "--steps", 1, "--schedule", "auto",
-                    "--sample-tokens", 0, "--out", tmp_path / "more", *layout_flags((1, 2, 1)),
-                    ranks=2)
+                    *TEXT, "--sample-tokens", 0, "--out", tmp_path / "more",
+                    *layout_flags((1, 2, 1)), ranks=2)
     assert result.returncode == 0, result.tail()
     assert "tied head, RMSNorm" in result.stdout
 

@@ -6,7 +6,7 @@ import pytest
 from config_helpers import changed
 from hypothesis import given
 from hypothesis import strategies as st
-from program import mpipar, one_block, section
+from program import TEXT, mpipar, one_block, section
 
 from bench.cut_product import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
@@ -19,8 +19,8 @@ from mpipar.ops.timed_ops import TimedOps
 from mpipar.partition import CUTS
 from mpipar.trace import pop, waits
 
-SMALL = """train --layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4 --num-microbatches 2
-    --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split()
+SMALL = ["train", *TEXT, *"""--layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4
+    --num-microbatches 2 --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split()]
 
 
 @given(st.integers(0, 50), st.integers(1, 12))

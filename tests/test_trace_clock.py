@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from helpers import REPOSITORY, find_launcher, run_command
 from hypothesis import strategies as st
-from program import LIMIT, environment
+from program import LIMIT, TEXT, environment
 
 from mpipar.comm.clock import CommonClock, Sample, best_sample, clock_identity
 from mpipar.trace import trace_file, waits
@@ -114,7 +114,7 @@ def test_ranks_in_their_own_time_namespaces_share_one_time(tmp_path):
     train = [*(sys.executable, "-m", "mpipar", "train", "--layout", "pp=2", "--steps", "4"),
              *("--layers", "2", "--d-model", "16", "--heads", "2", "--seq-len", "8"),
              *("--batch-size", "8", "--trace", "2:4", "--sample-tokens", "0"),
-             *("--out", str(tmp_path / "run"))]  # fmt: skip
+             *TEXT, *("--out", str(tmp_path / "run"))]  # fmt: skip
     apart = ["unshare", "-r", "--time", "--monotonic", "5000"]
     command = [find_launcher(), "-n", "1", *train, ":", "-n", "1", *apart, *train]
     # MPICH copies big messages between processes directly, which user namespaces forbid.

@@ -5,15 +5,15 @@ import sys
 import numpy as np
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
-from program import environment
+from program import TEXT, environment
 from trace_cases import span, trace
 
 from mpipar.trace import trace_file, waits
 from mpipar.trace.analysis import analyse
 
 # Large enough that products, not Python, take a stage's time.
-SIZE = ("--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4 --layout pp=2"
-        " --schedule gpipe --steps 5 --trace 3:5 --sample-tokens 0").split()
+SIZE = [*TEXT, *"""--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4
+    --layout pp=2 --schedule gpipe --steps 5 --trace 3:5 --sample-tokens 0""".split()]
 
 
 def traced(folder, *flags, fault="none"):

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 from mpipar import ops as ops_module
@@ -87,12 +88,16 @@ def _step_on_one_rank(config):
 
 
 def computed_once(config, part):
-    """One rank's tensors, kept for every layout and schedule of a model.
+    """One rank's tensors, kept for every layout, schedule and cut of a model.
 
     A test that changes a function must not use it: other tests would get its results.
     """
     assert part is tokens()
-    return _step_on_one_rank(serial_config(config))
+    serial = serial_config(config)
+    grid = replace(serial.grid, rank_order=GridConfig().rank_order)
+    model = replace(serial.model, sequence_parallel=False, tp_matmul="plain", ffn_cut="pair")
+    run = replace(serial.run, sync_sends=False)
+    return _step_on_one_rank(replace(serial, grid=grid, model=model, run=run))
 
 
 def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors) -> None:
@@ -106,6 +111,11 @@ def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors)
     count = np.array([len(bad)])
     WORLD.Bcast(count)
     assert not count[0], f"{config.grid}: {count[0]} tensors differ, e.g. {bad[:5]}"
+
+
+def slow_unless(chosen, cases):
+    """The cases as parameters; those that chosen(*case) does not name are for the slow sessions."""
+    return [pytest.param(*case, marks=() if chosen(*case) else pytest.mark.slow) for case in cases]
 
 
 def cut_model(tp_matmul="plain", **changes) -> DecoderConfig:

@@ -12,6 +12,7 @@ import fake_nccl
 import numpy as np
 import pytest
 from mpi4py import MPI
+from small_model import slow_unless
 
 from bench import overlap, plans, session
 from bench.buffers import POLICIES, Arena
@@ -51,7 +52,8 @@ def outcomes(section, transport, ops, policy):
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_unless(
+    lambda policy: WORLD.size == 2 or policy == "rotated", [(policy,) for policy in POLICIES]))
 def test_payload_of_every_case_through_host_memory(policy):
     ops = ops_module.make("cpu", "float32")
     for section in sections():
@@ -160,7 +162,8 @@ def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
     assert bench.arena.footprint == WORLD.size << 16
 
 
-@pytest.mark.parametrize("num_tests", [0, 3])
+@pytest.mark.parametrize("num_tests", slow_unless(
+    lambda num_tests: WORLD.size == 2 or num_tests, [(0,), (3,)]))
 def test_what_is_overlapped_is_checked_too(num_tests, monkeypatch):
     ops = ops_module.make("cpu", "float32")
     beside = {COMM + overlap.BESIDE, "mpi4py" + overlap.BESIDE}

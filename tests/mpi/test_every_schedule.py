@@ -14,6 +14,7 @@ from small_model import (
     assert_equals_one_rank,
     computed_once,
     real_step,
+    slow_unless,
     small_config,
     with_sync_sends,
 )
@@ -28,49 +29,64 @@ from mpipar.train.worker import Worker, holders
 LAYOUTS = {1: [(1, 1, 1)], 2: [(1, 2, 1)], 4: [(1, 4, 1), (1, 2, 2), (2, 2, 1)], 8: [(2, 2, 2)]}
 pytestmark = pytest.mark.ranks(*LAYOUTS)
 HERE = LAYOUTS.get(WORLD.size, [])
-DEEP = replace(MODEL, layers=8)
+ONE_OF_EACH_PLACEMENT = ("1f1b", "interleaved", "zb-v", "dualpipe")
 
 
 def config_for(name, layout, num_microbatches, tied=True):
-    return small_config(layout, num_microbatches, rows_per_mb=4, schedule=name,
-                        model=replace(DEEP, tied=tied))
+    """Every stage has a block, of four stages on two ranks one has two."""
+    model = replace(MODEL, layers=max(MODEL.layers, 2 * layout[1]), tied=tied)
+    return small_config(layout, num_microbatches, rows_per_mb=4, schedule=name, model=model)
 
 
 def counts(name, layout):
     """Microbatch counts that are accepted below, at and above the pipeline's depth."""
-    pp = layout[1]
-    every = [m for m in (1, 2, 5, 8) if not schedule_problems(name, pp, m)]
-    return every if WORLD.size < 8 else every[-1:]
+    return [m for m in (1, 2, 5, 8) if not schedule_problems(name, layout[1], m)]
 
 
-CASES = [(name, layout, m) for name in SCHEDULES for layout in HERE
-         for m in counts(name, layout)]
+def enough(name, layout):
+    """The least of these counts that fills the pipeline."""
+    return min(m for m in counts(name, layout) if m > layout[1])
 
 
-LARGEST = [case for case in CASES if case[2] == max(m for n, _, m in CASES if n == case[0])]
+PIPELINE_ALONE = (1, WORLD.size, 1)
+FULL = [(name, layout, enough(name, layout)) for name in SCHEDULES for layout in HERE
+        if counts(name, layout)]
+CASES = FULL if WORLD.size == 8 else [
+    (name, layout, m) for name, layout, _ in FULL for m in counts(name, layout)]
+of_each_placement = pytest.mark.parametrize(("name", "layout", "num_microbatches"), slow_unless(
+    lambda name, *_: name in ONE_OF_EACH_PLACEMENT, FULL), ids=str)
+of_every_schedule = pytest.mark.parametrize(("name", "layout", "num_microbatches"), slow_unless(
+    lambda name, layout, _: name in ONE_OF_EACH_PLACEMENT or layout == PIPELINE_ALONE, FULL),
+    ids=str)
 
 
-@pytest.mark.parametrize("case", [
-    case if case in LARGEST or case[1] == HERE[0] else pytest.param(case, marks=pytest.mark.slow)
-    for case in CASES], ids=str)
-def test_schedule_equals_one_rank(case):
-    """By default with every number of microbatches on the first layout, the largest on others."""
-    assert_equals_one_rank(with_sync_sends(config_for(*case)), expected=computed_once)
+@pytest.mark.parametrize(("name", "layout", "num_microbatches"), slow_unless(
+    lambda name, layout, m: m == enough(name, layout) or (m == 1 and layout == PIPELINE_ALONE),
+    CASES), ids=str)
+def test_schedule_equals_one_rank(name, layout, num_microbatches):
+    """By default with a full pipeline, and with one microbatch where there is nothing else."""
+    config = with_sync_sends(config_for(name, layout, num_microbatches))
+    assert_equals_one_rank(config, expected=computed_once)
 
 
-@pytest.mark.parametrize("case", LARGEST, ids=str)
-def test_schedule_equals_one_rank_untied(case):
-    assert_equals_one_rank(config_for(*case, tied=False), expected=computed_once)
+@of_each_placement
+def test_schedule_equals_one_rank_untied(name, layout, num_microbatches):
+    config = config_for(name, layout, num_microbatches, tied=False)
+    assert_equals_one_rank(config, expected=computed_once)
 
 
 one_step = functools.cache(real_step)  # the same for every test that looks at it
 
 
-@pytest.mark.parametrize("case", LARGEST, ids=str)
-def test_tie_and_mirror_sums(case):
+@functools.cache
+def predicted(config):
+    return predict(config, WORLD.rank)
+
+
+@of_every_schedule
+def test_tie_and_mirror_sums(name, layout, num_microbatches):
     """V placements tie by a local sum without messages, others by one all-reduce of the ends."""
-    _, layout, _ = case
-    config = config_for(*case)
+    config = config_for(name, layout, num_microbatches)
     worker, recorder = one_step(config)
     schedule, pp = worker.schedule, layout[1]
     ends = holders(schedule, (0, schedule.num_stages - 1))
@@ -101,20 +117,20 @@ def one_rank_worker(config):
     return sum(stage.flat.size for stage in worker.stages.values()), worker
 
 
-@pytest.mark.parametrize("case", LARGEST, ids=str)
-def test_predicted_records(case):
+@of_every_schedule
+def test_predicted_records(name, layout, num_microbatches):
     """The shapes-only run of every schedule makes the real run's records, in the same order."""
-    config = config_for(*case)
+    config = config_for(name, layout, num_microbatches)
     _, recorder = one_step(config)
     real = [record[3:] for record in recorder.records]
-    assert real == [record[3:] for record in predict(config, WORLD.rank).recorder.records]
+    assert real == [record[3:] for record in predicted(config).recorder.records]
 
 
-@pytest.mark.parametrize("case", LARGEST, ids=str)
-def test_weight_gradients_are_really_postponed(case):
+@of_every_schedule
+def test_weight_gradients_are_really_postponed(name, layout, num_microbatches):
     """If a schedule has W, its I spans do no weight gradient: FLOPs per phase prove it."""
-    config = config_for(*case)
-    prediction = predict(config, WORLD.rank)
+    config = config_for(name, layout, num_microbatches)
+    prediction = predicted(config)
     worker, recorder = one_step(config)
     kinds = Counter(span[0] for span in recorder.spans)
     program = Counter(instr.kind for instr in worker.program)
@@ -126,7 +142,7 @@ def test_weight_gradients_are_really_postponed(case):
     blocks = sum(
         hasattr(layer, "ffn") for stage in worker.stages.values() for layer in stage.layers)
     mirrored = 2 if worker.schedule.placement == "mirror" else 1
-    dp, _, tp = case[1]
+    dp, _, tp = layout
     tokens_done = config.train.batch_size * MODEL.seq_len // dp // mirrored
     D, T = MODEL.d_model, MODEL.seq_len
     F, V = (share(width, tp) * tp for width in (MODEL.ffn, MODEL.vocab_size))

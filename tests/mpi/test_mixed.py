@@ -1,12 +1,23 @@
 """16-bit training over ranks: equal to one rank within the rounding, skipped by all or none."""
 
 import hashlib
+import itertools
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, cut_model, poison_unwritten, small_config, tokens
+from small_model import (
+    LAYOUTS,
+    MODEL,
+    WORLD,
+    computed_once,
+    cut_model,
+    poison_unwritten,
+    slow_unless,
+    small_config,
+    tokens,
+)
 from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
 from test_records import WHAT
 
@@ -23,7 +34,7 @@ from mpipar.plan.predict import predict
 from mpipar.train import gradsync
 from mpipar.train import worker as train
 from mpipar.train.gradsync import GradSync
-from mpipar.train.verify import compare_with_one_rank
+from mpipar.train.verify import compare_with_one_rank, one_rank_tensors
 from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
@@ -62,12 +73,13 @@ def on_all_ranks(problem: str) -> None:
     assert not found, found[0]
 
 
-def assert_equals_one_rank(config):
+def assert_equals_one_rank(config, expected=computed_once):
     """Assert that gradients and weights equal those of the one-rank run of the same dtype."""
     roundings = ROUNDINGS["tp" if config.grid.tp > 1 else "rows"]
     limit = roundings * HALF_UNIT[config.run.dtype]
-    bad = [f"tensors differ: {d.kind} of {d.name}: {d.error:.1e}"
-           for d in compare_with_one_rank(config, tokens(), WORLD) if not d.error <= limit]
+    found = compare_with_one_rank(config, tokens(), WORLD, expected)
+    bad = [f"tensors differ: {d.kind} of {d.name}: {d.error:.1e}" for d in found
+           if not d.error <= limit]
     on_all_ranks(", ".join(bad[:5]))
 
 
@@ -101,7 +113,7 @@ def test_reduce_dropped_in_a_layer_is_caught(dtype, monkeypatch):
         Comm, "all_reduce", lambda self, x, name, op="sum":
         x if name == "block1.ffn.up" else plain(self, x, name, op))
     with pytest.raises(AssertionError, match="tensors differ"):
-        assert_equals_one_rank(mixed(dtype, TP))
+        assert_equals_one_rank(mixed(dtype, TP), one_rank_tensors)
 
 
 @pytest.mark.ranks(2)
@@ -114,13 +126,13 @@ def test_gradients_summed_in_16_bits_are_caught(dtype, monkeypatch):
 
     monkeypatch.setattr(Comm, "iall_reduce", iall_reduce)
     with pytest.raises(AssertionError, match="tensors differ"):
-        assert_equals_one_rank(mixed(dtype, DP))
+        assert_equals_one_rank(mixed(dtype, DP), one_rank_tensors)
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
-    worker, step = worker_of(mixed(dtype, layout, optimizer="adamw"))
-    for number in (1, 2, 3):
+    worker, step = worker_of(mixed(dtype, layout, optimizer="adamw", rows_per_mb=1))
+    for number in (1, 2):
         step(number)
     worker.close()
     mine = {}
@@ -134,8 +146,9 @@ def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
             assert seen.setdefault(key, digest) == digest, key
 
 
-@pytest.mark.parametrize("tp_matmul", [None, "plain", "ring"])
-@pytest.mark.parametrize("layout", HERE, ids=str)
+@pytest.mark.parametrize(("layout", "tp_matmul"), slow_unless(
+    lambda layout, tp_matmul: tp_matmul is None or layout[2] > 1,
+    itertools.product(HERE, [None, "plain", "ring"])), ids=str)
 def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
     model = cut_model(tp_matmul) if tp_matmul else MODEL
     config = mixed(dtype, layout, model=model)
@@ -198,14 +211,16 @@ def overflow_on_rank_1(monkeypatch, at_step):
     def finish(self):
         plain(self)
         if WORLD.rank == 1 and self.recorder.step in at_step:
-            next(iter(self.stages.values())).flat.grad[-1:] = math.inf
+            flat = next(iter(self.stages.values())).flat
+            flat.grad[flat.size - 1] = math.inf  # zeros for the data group may follow
 
     monkeypatch.setattr(GradSync, "finish", finish)
 
 
 def skip_together(layout):
     """Steps 2 and 3 overflow on one rank: nobody may change a weight; then the scale recovers."""
-    config = mixed("float16", layout, optimizer="adamw", scale=1024.0, interval=2)
+    config = mixed(
+        "float16", layout, optimizer="adamw", scale=1024.0, interval=2, rows_per_mb=1)
     worker, step = worker_of(config)
     problem, skipped, scales = "", [], []
     for number in range(1, 8):

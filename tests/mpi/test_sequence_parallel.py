@@ -9,6 +9,7 @@ from small_model import (
     MODEL,
     WORLD,
     assert_equals_one_rank,
+    computed_once,
     cut_model,
     poison_unwritten,
     small_config,
@@ -48,7 +49,7 @@ def poisoned_memory(monkeypatch):
 @all_layouts
 def test_layout_equals_one_rank(layout, schedule, num_microbatches, tp_matmul):
     config = small_config(layout, num_microbatches, model=cut_model(tp_matmul), schedule=schedule)
-    assert_equals_one_rank(with_sync_sends(config))
+    assert_equals_one_rank(with_sync_sends(config), expected=computed_once)
 
 
 @both_matmuls
@@ -56,7 +57,8 @@ def test_layout_equals_one_rank(layout, schedule, num_microbatches, tp_matmul):
 @all_layouts
 def test_any_number_of_tokens_equals_one_rank(layout, seq_len, tp_matmul):
     """Cases: fewer tokens than ranks, one each, equally many each; other tests have 7 tokens."""
-    assert_equals_one_rank(small_config(layout, model=cut_model(tp_matmul, seq_len=seq_len)))
+    config = small_config(layout, model=cut_model(tp_matmul, seq_len=seq_len))
+    assert_equals_one_rank(config, expected=computed_once)
 
 
 @both_matmuls
@@ -64,22 +66,22 @@ def test_any_number_of_tokens_equals_one_rank(layout, seq_len, tp_matmul):
 @pytest.mark.parametrize("seq_len", [3, 5, 8])
 def test_four_ranks_a_pair_equal_one_rank(seq_len, tp_matmul):
     model = cut_model(tp_matmul, seq_len=seq_len, heads=4, d_model=12, ffn=32, layers=2)
-    assert_equals_one_rank(small_config(LAYOUT_TP4, model=model))
+    assert_equals_one_rank(small_config(LAYOUT_TP4, model=model), expected=computed_once)
 
 
 @pytest.mark.parametrize(("tp_matmul", "norm"), [("plain", "rms"), ("ring", "layer")])
 @all_layouts
 def test_untied_head_equals_one_rank(layout, tp_matmul, norm):
-    assert_equals_one_rank(small_config(layout, model=cut_model(tp_matmul, tied=False, norm=norm)))
+    config = small_config(layout, model=cut_model(tp_matmul, tied=False, norm=norm))
+    assert_equals_one_rank(config, expected=computed_once)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipe"])
 def test_stages_in_pieces_and_in_copies_equal_one_rank(schedule):
     """A rank has several stages; gradients are summed over tp and over the copies of a stage."""
-    model = cut_model("ring", layers=8)
-    assert_equals_one_rank(
-        small_config((1, 2, 2), 4, rows_per_mb=1, model=model, schedule=schedule))
+    config = small_config((1, 2, 2), 4, rows_per_mb=1, model=cut_model("ring"), schedule=schedule)
+    assert_equals_one_rank(config, expected=computed_once)
 
 
 # --- planted bugs

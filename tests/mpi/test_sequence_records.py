@@ -3,11 +3,21 @@
 They equal the prediction on shapes and the formulas.
 """
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, small_config, tokens
+from small_model import (
+    LAYOUTS,
+    MODEL,
+    WORLD,
+    cut_model,
+    real_step,
+    slow_unless,
+    small_config,
+    tokens,
+)
 from test_records import WHAT, blocks_of
 
 from mpipar import ops as ops_module
@@ -120,8 +130,9 @@ def test_pipeline_messages_carry_a_share(layout):
     assert sends == (5 * above, 5 * above * size)
 
 
-@both_matmuls
-@all_layouts
+@pytest.mark.parametrize(("layout", "tp_matmul"), slow_unless(
+    lambda layout, tp_matmul: MATMULS[layout[0] - 1] == tp_matmul,
+    itertools.product(HERE, MATMULS)), ids=str)
 def test_memory_is_predicted_and_smaller(layout, tp_matmul):
     """It holds within 5 % and 2 MiB for tile buffers and Python objects; the stash shrinks."""
     sizes = {"d_model": 96, "ffn": 384, "seq_len": 64 + layout[2] * 2}
