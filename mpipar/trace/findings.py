@@ -66,6 +66,7 @@ class Passes:
         # More ranks than cores also wait for cores, some for longer than others.
         self.patience = 2 if trace.crowded() else 1
         self.steps = [_by_step(own) for own in segments]
+        self.segments = segments
         self.model, self.split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
         self.units = models.model_of(self.model).unit_flops(self.model)
 
@@ -79,6 +80,19 @@ class Passes:
                  for span in rank.spans if span.kind == "F" and span.stage in rank.stages]
         blocks, head = (sum(values) for values in zip(*costs, strict=True)) if costs else (0, 0)
         return blocks, head
+
+    def usual(self, rank: RankTrace) -> float:
+        """Milliseconds of the usual step; where ranks share cores, of a step of usual passes."""
+        steps = [self.steps[rank.world_rank][step] for step, *_ in rank.steps]
+        if self.patience == 1:
+            return median(steps) * 1e-6
+        passes: dict = {}
+        for one in self.segments[rank.world_rank]:
+            if one.kind in PASSES:
+                lengths = passes.setdefault((one.kind, one.span.stage), Counter())
+                lengths[one.span] += one.length
+        return sum(median(lengths.values()) * len(lengths)
+                   for lengths in passes.values()) * 1e-6 / len(steps)
 
     def limit(self, times: float) -> float:
         """A threshold, higher where ranks share cores."""
@@ -121,10 +135,8 @@ def stages(work: Passes) -> list[Finding]:
         places.setdefault(rank.place["pp"], []).append(rank)
     if len(places) == 1:
         return []
-    # Of a step the fastest replica counts, since a slow one is another finding; of steps the usual.
-    spent = {place: median(min(work.steps[one.world_rank][step] for one in members)
-                           for step, *_ in trace.ranks[0].steps) * 1e-6
-             for place, members in places.items()}
+    # The fastest replica counts, since a slow one is another finding.
+    spent = {place: min(map(work.usual, members)) for place, members in places.items()}
     blocks = {place: work.flops(members[0])[0] for place, members in places.items()}
     flops = {place: max(sum(work.flops(members[0])), 1) for place, members in places.items()}
     slowest = max(places, key=spent.get)

@@ -15,7 +15,7 @@ SLOW_LINK = 2.0  # times as long per byte as the axis's other links
 LARGE_SHARE = 0.05  # of the traced time, for a link to matter
 CABLE_NS_PER_BYTE = 10  # a gigabit cable, with what a protocol costs
 CABLE_NS = 0.5e6  # a message's own delay on a bad network
-CROWDED = 50  # times as patient where a rank may not have a core when data comes
+CROWDED = 30  # times as patient where a rank may not have a core when data comes
 AFTER_NS = 1e6  # what has started to move when the sender was free again ends within this time
 
 
@@ -58,10 +58,12 @@ def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> lis
         others = [one.time / one.payload for one in links
                   if one is not link and (one.axis, one.message) == (link.axis, link.message)]
         pace, usual = link.time / link.payload, median(others) if others else 0.0
-        if others and pace > SLOW_LINK * (2 if crowded else 1) * usual:
+        # Where a rank may have to wait for a core, even quick transfers must be slow.
+        typical = sorted(link.times)[len(link.times) // (8 if crowded else 2)]
+        least = CABLE_NS * (CROWDED if crowded else 1)
+        if others and pace > SLOW_LINK * usual and typical > least:
             told = f"{pace / max(usual, 1e-9):.1f}x as long per byte as the axis's others"
-        elif median(link.times) > CABLE_NS * (CROWDED if crowded else 1) + (
-                CABLE_NS_PER_BYTE * link.size):
+        elif typical > least + CABLE_NS_PER_BYTE * link.size:
             told = "longer than over a gigabit cable"
         else:
             continue

@@ -1,0 +1,66 @@
+"""Real runs of two ranks, one of them late by half a step or more: rank and cause are named."""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+from program import environment
+
+from mpipar.trace import trace_file
+from mpipar.trace.analysis import analyse
+
+pytestmark = pytest.mark.slow
+
+SIZE = ("--d-model 64 --heads 4 --seq-len 32 --batch-size 8 --num-microbatches 2 --layers 2"
+        " --steps 6 --trace 3:6 --sample-tokens 0 --schedule 1f1b").split()
+LAYOUTS = ("dp=2", "pp=2", "tp=2")
+# By fault: the kind of its finding, and the words of its cause on rank 1.
+FAULTS = {
+    "data": ("data loading", "data loading"), "opt": ("optimizer", "optimizer"),
+    "save": ("checkpoint save", "checkpoint save"),
+    "between": ("time between spans", "between spans (Python, posting, logging)"),
+    "gc": ("garbage collection", "garbage collection"),
+    "F": ("slow rank", "forward of stage {stage}, block1.norm1"),
+    "B": ("slow rank", "backward of stage {stage}, block1.norm1"),
+}  # fmt: skip
+
+
+def analysed(folder, fault, layout):
+    if find_launcher() is None:
+        pytest.skip("no mpiexec: install .[mpich]")
+    flags = ["--trace-ops"] * (fault in "FB") + ["--save-interval", "1"] * (fault == "save")
+    tokens = folder.with_name("tokens.bin")
+    (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate
+    command = [sys.executable, str(REPOSITORY / "tests" / "late_run.py"), fault, "train", *SIZE,
+               *flags, "--data", str(tokens), "--layout", layout, "--out", str(folder)]
+    result = run_ranks(2, command, 100, environment())
+    assert result.returncode == 0, result.tail()
+    return analyse(trace_file.read(folder))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_late_rank_is_named(tmp_path, layout, fault):
+    analysis = analysed(tmp_path / "run", fault, layout)
+    kind, words = FAULTS[fault]
+    words = words.format(stage=int(layout == "pp=2"))
+    assert next(iter(analysis.costs)).text() == f"rank 1: {words}"
+    assert analysis.findings, analysis.trace.remarks()
+    finding = analysis.findings[0]
+    assert finding.kind == kind
+    assert "rank 1 on " in finding.text
+    assert words in finding.text
+
+
+@pytest.mark.parametrize(("layout", "link"), [
+    ("dp=2", "dp group 0, 1"), ("pp=2", "pp link 0 -> 1"), ("tp=2", "tp group 0, 1")])
+def test_a_slow_link_is_named(tmp_path, layout, link):
+    finding = analysed(tmp_path / "run", "link", layout).findings[0]
+    assert finding.kind == "slow link"
+    assert finding.text.startswith(link)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_healthy_run_has_no_finding(tmp_path, layout):
+    assert analysed(tmp_path / "run", "none", layout).findings == []
