@@ -34,7 +34,7 @@ def count(summary: str, word: str) -> int:
 
 
 def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT,
-                  marked: str = "not slow"):
+                  marked: str = "not slow and not alone"):
     """Run one session; return (number passed, ["test - reason" of skips]); all else fails."""
     env = {"MPIPAR_TEST_LIMIT": str(test_limit)}
     result = run_ranks(num_ranks, session_command(folder, marked), SESSION_LIMIT, env=env)
@@ -61,8 +61,16 @@ def test_session(num_ranks, record_property):
 @pytest.mark.timeout(SESSION_LIMIT + 30)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_slow_session(num_ranks, record_property):
-    """What wants the cores for itself, and the rest of each product of layouts and schedules."""
+    """The rest of each product of layouts and schedules."""
     record_session(record_property, *check_session(num_ranks, MPI_FOLDER, marked="slow"))
+
+
+@needs_launcher
+@pytest.mark.alone
+@pytest.mark.timeout(SESSION_LIMIT + 30)
+def test_timed_session(record_property):
+    """What wants the cores for itself."""
+    record_session(record_property, *check_session(2, MPI_FOLDER, marked="alone"))
 
 
 def record_session(record_property, passed: int, skipped: list[str]) -> None:

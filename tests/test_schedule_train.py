@@ -114,7 +114,7 @@ def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):
     assert sum(float(row[2]) for row in rows) == pytest.approx(100, abs=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(280)
 def test_measured_makespan_is_the_simulated_one_for_every_schedule(tmp_path):
     """Four workers run passes that sleep; the exit code says whether all are within 5 %."""

@@ -166,7 +166,7 @@ def test_a_step_can_be_chosen(opened):
     assert page.run("return timeline.view") == page.run("return timeline.data.steps[1].slice(1)")
 
 
-@pytest.mark.slow  # it is timed: nothing else may run beside it
+@pytest.mark.alone
 def test_five_thousand_slices_answer_within_a_tenth_of_a_second(opened, record_property):
     """From the event to the frame after it: zoom and hover, each twenty times at another place."""
     page = opened(with_operations(busy_trace(ranks=8, barriers=320)))

@@ -63,14 +63,14 @@ def some_attempt(accepted, *arguments):
     return any(accepted(skews(*arguments)) for _ in range(ATTEMPTS))
 
 
-@pytest.mark.slow  # two ranks on two cores: nothing else may run beside them
+@pytest.mark.alone
 def test_slow_exit_from_a_barrier_is_skew_and_a_deadline_takes_it_out():
     # A little less than planted: the other rank's own way out of the barrier takes time too.
     assert skews("barrier", SlowBarrier()) >= 0.9 * PLANTED_NS
     assert some_attempt(lambda skew: skew < PLANTED_NS / 10, "deadline", SlowBarrier())
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.alone
 def test_deadline_is_an_instant_of_the_common_clock():
     ahead_ns = PLANTED_NS if WORLD.rank == 1 else 0  # a clock that is ahead: it starts too late
     assert some_attempt(lambda skew: abs(skew - PLANTED_NS) < PLANTED_NS / 10,
