@@ -3,10 +3,11 @@
     mpiexec -n 2 python -m bench.checkpoint
 
 A save is compared with its two parts: a plain write with fsync, and a SHA-256. Each is measured
-alone, on the same bytes in the same run, and all take turns. A time is that of the slowest rank,
-from a barrier on. A load begins with files that the kernel has been asked to drop from memory. Its
-bytes are those that the ranks hold afterwards: all of the state on each data-parallel rank. Before
-anything is timed, the state must come back bit by bit.
+alone, on the same bytes in the same run, and all take turns in random order. A time is that of the
+slowest rank, from a barrier on. A load begins with files that the kernel has been asked to drop
+from memory. Its bytes are those that the ranks hold afterwards: all of the state on each
+data-parallel rank. Old checkpoints are deleted beside a run, and not timed. Before anything is
+timed, the state must come back bit by bit.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from mpipar.train.worker import Worker
 LIMIT = 1.2  # a save over the sum of its parts
 LAYERS, WIDTH_STEP = 4, 16
 BYTES_PER_PARAMETER = 12  # master and two moments in float32
+ORDER = ("write + fsync", "SHA-256", "save", "save, blocked (--save-async)",
+         "save, beside (--save-async)", "load dp=1", "load dp=2", "load tp=2", "load pp=2")  # of rows
 FACTS = {"config": "", "data": {}}
 
 
@@ -157,24 +160,40 @@ def timed(world, function, *arguments) -> float:
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, list[float]]:
-    """{what: seconds of each repeat}; what is done takes turns."""
+    """{what: seconds of each repeat}. All take turns, each time in another order.
+
+    A disk is slower behind a large write, so nothing must always come second.
+    """
     world, found = bench.world, {}
 
     def note(what, function, *arguments):
         found.setdefault(what, []).append(timed(world, function, *arguments))
 
-    for _ in range(repeats):
-        bench.plain.unlink(missing_ok=True)
+    def write():
         note("write + fsync", bench.write)
-        note("SHA-256", bench.hash)
+        bench.plain.unlink()
+
+    def save():
         note("save", bench.save, "plain")
+        bench.savers["plain"].finish()
+
+    def save_beside():
         note("save, blocked (--save-async)", bench.save, "beside")
         note("save, beside (--save-async)", bench.savers["beside"].finish)
-        for layout in bench.workers:
+
+    def load(layout):
+        bench.forget()
+        note(f"load {layout}", bench.load, layout)
+
+    turns = [write, lambda: note("SHA-256", bench.hash), save, save_beside,
+             *(lambda layout=layout: load(layout) for layout in bench.workers)]
+    for repeat in range(repeats):
+        for number in np.random.default_rng(repeat).permutation(len(turns)):
+            if world.rank == 0:
+                os.sync()  # what others have left to write
             world.Barrier()
-            bench.forget()
-            note(f"load {layout}", bench.load, layout)
-    return found
+            turns[number]()
+    return {what: found[what] for what in ORDER if what in found} | found
 
 
 def bytes_of(bench: Bench, found) -> dict[str, int] | None:

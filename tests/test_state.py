@@ -108,7 +108,7 @@ def test_blocks_of_full_tensors(tmp_path, monkeypatch):
 def test_the_newest_stay(keep, left, tmp_path):
     saver, = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints", keep)
     for step in (1, 2, 3, 4):
-        saver.save(step)
+        save_and_finish(saver, step)
     folder = tmp_path / "checkpoints"
     assert [step for step, _ in committed_steps(folder)] == left
     assert len(list(folder.iterdir())) == len(left)
@@ -123,7 +123,7 @@ def test_a_commit_removes_what_others_have_left_and_later_steps(tmp_path):
     (tmp_path / "notes").mkdir()
     fill(worker, seed=1)
     again, = savers_of([worker], tmp_path)
-    again.save(5)  # a run that was resumed from a step before 7
+    save_and_finish(again, 5)  # a run that was resumed from a step before 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000005"]
 
 
@@ -132,7 +132,7 @@ def test_a_step_is_saved_again_only_if_it_differs(tmp_path):
     for seed in (0, 0, 1):
         fill(worker, seed)
         saver, = savers_of([worker], tmp_path)
-        saver.save(7)
+        save_and_finish(saver, 7)
         found = tmp_path / "step-00000007"
         assert_filled(loaded(config_for(), 1, found)[0], seed)
         assert list(tmp_path.iterdir()) == [found]
@@ -291,3 +291,22 @@ def test_the_copy_for_the_background_is_predicted(values, tmp_path):
     assert sum(peak["snapshot"] for peak in predicted) == 3 * sum(
         4 * math.prod(tensor.shape) for tensor in tensors)
     assert "snapshot" not in predict(config_for(**values), 0).peak_bytes
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_state_on_a_gpu(dtype, background, cupy, tmp_path):
+    """Saved from a device, loaded on the CPU, saved there and loaded on a device: the same bits."""
+    on_device, on_host = (
+        config_for(tp=2, dtype=dtype, device=device) for device in ("cuda", "cpu"))
+    written = saved(on_host, 2, tmp_path / "host")
+    workers = loaded(on_device, 2, written)
+    savers = savers_of(workers, tmp_path / "device", background=background)
+    on_all(lambda saver: save_and_finish(saver, 3), savers)
+    (_, again), = committed_steps(tmp_path / "device")
+    assert contents(again) == contents(written)
+    for worker, expected in zip(workers, loaded(on_host, 2, again), strict=True):
+        assert_filled(expected)
+        for number, stage in worker.stages.items():
+            assert worker.ops.to_host(stage.flat.data).tobytes() == (
+                expected.stages[number].flat.data.tobytes())

@@ -92,7 +92,7 @@ def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, m
         saver.save(2)
         (base / "step-00000002" / "pieces-00000.safetensors").write_bytes(b"x")
     fill(worker, seed=0)
-    savers_of([worker], base, keep=0)[0].save(1)
+    savers_of([worker], base, keep=0)[0].save(1)  # deletes nothing
     fill(worker, seed=1)
     saver, = savers_of([worker], folder, keep=1, background=background)
     seen = []
@@ -104,6 +104,7 @@ def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, m
         seen.append((name, step))
         again, = savers_of([worker], folder, keep=1)
         again.save(3)  # what a killed run has left is no obstacle, and goes
+        again.finish()
         assert [path.name for path in folder.iterdir()] == ["step-00000003"]
         shutil.rmtree(folder)
         if not name:

@@ -46,21 +46,29 @@ def put_in_place(partial: Path, step: int) -> None:
     sync_folder(folder)
 
 
-def remove_old(folder: Path, step: int, keep: int) -> None:
-    """Remove what is not needed after the commit of `step`; a failure is left for the next time.
+def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
+    """Rename what is not needed after the commit of `step`; the new paths, for `delete`.
 
     Of the checkpoints before it the newest keep - 1 stay (keep 0: all). Those of later steps belong
-    to a run that this one has replaced. Folders that killed runs have left go too.
+    to a run that this one has replaced. Folders that killed runs have left go too. A failure is
+    left for the next time.
     """
     with contextlib.suppress(OSError):
         committed = committed_steps(folder)
         earlier = [path for number, path in committed if number < step]
         later = [path for number, path in committed if number > step]
-        for path in later + (earlier[:max(0, len(earlier) - keep + 1)] if keep else []):
+        left = [path for path in folder.iterdir() if PARTIAL in path.name
+                and not path.name.startswith(TRASH)]
+        for path in left + later + (earlier[:max(0, len(earlier) - keep + 1)] if keep else []):
             _to_trash(path)
-        for path in folder.iterdir():
-            if path.name.startswith(TRASH) or PARTIAL in path.name:
-                shutil.rmtree(path, ignore_errors=True)
+        return [path for path in folder.iterdir() if path.name.startswith(TRASH)]
+    return []
+
+
+def delete(paths: list[Path]) -> None:
+    """Delete folders that have been set aside. It takes long, so a thread does it."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _to_trash(path: Path) -> None:
