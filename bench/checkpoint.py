@@ -46,7 +46,7 @@ LIMIT = 1.2  # a save over the sum of its parts
 LAYERS, WIDTH_STEP = 4, 16
 BYTES_PER_PARAMETER = 12  # master and two moments in float32
 ORDER = ("write + fsync", "SHA-256", "save", "save, blocked (--save-async)",
-         "save, beside (--save-async)", "load dp=1", "load dp=2", "load tp=2", "load pp=2")  # of rows
+         "save, beside (--save-async)")  # of the rows; then come the loads
 FACTS = {"config": "", "data": {}}
 
 
@@ -193,7 +193,7 @@ def measure(bench: Bench, repeats: int) -> dict[str, list[float]]:
                 os.sync()  # what others have left to write
             world.Barrier()
             turns[number]()
-    return {what: found[what] for what in ORDER if what in found} | found
+    return {what: found[what] for what in ORDER} | dict(sorted(found.items()))
 
 
 def bytes_of(bench: Bench, found) -> dict[str, int] | None:

@@ -29,7 +29,7 @@ def run(ranks, folder, *start):
 
 def test_everything_is_measured_and_written(tmp_path):
     done, result = run(2, tmp_path, "-m", "bench.checkpoint")
-    layouts = ["load dp=2, as saved", "load tp=2", "load pp=2"]
+    layouts = ["load dp=2, as saved", "load pp=2", "load tp=2"]
     assert [row["what"] for row in result["rows"]] == DONE + layouts
     state = result["machine"]["state_MiB"]
     assert 3 < state < 5
