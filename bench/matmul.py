@@ -14,7 +14,6 @@ time from posting a message to its arrival in which the rank computed instead of
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, DataError
+from mpipar.files.bounded import read_json
 from mpipar.job.session import guard
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}  # of the largest entry
@@ -123,10 +123,10 @@ def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
     if not Path(path).is_file():
         return []
     try:
-        found = json.loads(Path(path).read_text())
+        found = read_json(path, most_bytes=64 << 20)
         same = all(found["machine"].get(name) == value for name, value in sizes._asdict().items())
         return [one for one in found["rows"] if one["ranks"] != num_ranks] if same else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (DataError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"--json {path}: exists and is not a file of bench.matmul --json; "
                         "name another") from error
 

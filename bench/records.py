@@ -7,12 +7,15 @@ end. Readers refuse versions that they do not know.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
+from mpipar.files.bounded import open_regular, parse_json
+from mpipar.files.text import shown
 
 SCHEMA = 2
 COMPLETE, INTERRUPTED, CUT_OFF = "complete", "interrupted", "cut off"
@@ -24,6 +27,7 @@ COLUMNS = {  # every row has these
     "low_us", "high_us", "algbw_GBps", "busbw_GBps", "skew_us", "slowest_rank", "slowest_share",
     "checked", "sync", "late", *SAMPLES}
 
+TEXTS = {"case", "via", "transport", "axis", "mode", "link", "dtype", "buffers", "checked", "sync"}
 NUMBERS = {name for name in COLUMNS if name.endswith(("_us", "_GBps", "_bytes", "_share"))}
 
 
@@ -79,17 +83,17 @@ def parse(lines, name: str) -> list[Run]:
     lines = list(lines)
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # killed while writing: what came before stands
-            raise DataError(f"{name}:{number}: not a line of JSON") from error
+            raise DataError(f"{name}:{number}: not a line of JSON: {error}") from error
         if not isinstance(value, dict):
             raise DataError(f"{name}:{number}: no object")
         kind = value.pop("kind", None)
         if kind == "head":
-            if value.get("schema") != SCHEMA:
-                raise DataError(f"{name}:{number}: schema {value.get('schema')}, this program reads"
+            if (found := value.get("schema")) != SCHEMA:
+                raise DataError(f"{name}:{number}: schema {shown(found)}, this program reads"
                                 f" {SCHEMA}")
             runs.append(Run(value))
         elif not runs:
@@ -100,21 +104,36 @@ def parse(lines, name: str) -> list[Run]:
                 raise DataError(f"{name}:{number}: lacks {', '.join(missing)}")
             if wrong := sorted(one for one in NUMBERS if type(value[one]) not in (int, float)):
                 raise DataError(f"{name}:{number}: {', '.join(wrong)} must be a number")
+            if wrong := sorted(one for one in COLUMNS - NUMBERS if not _fits(one, value[one])):
+                raise DataError(f"{name}:{number}: {', '.join(wrong)} must be of another type")
             runs[-1].rows.append(value)
         elif kind == "end":
             runs[-1].status, runs[-1].refused = value.get("status"), value.get("refused", [])
         else:
-            raise DataError(f"{name}:{number}: unknown kind {kind!r}")
+            raise DataError(f"{name}:{number}: unknown kind {shown(kind)}")
     if not runs:
         raise DataError(f"{name}: empty")
     return runs
 
 
+def _fits(column: str, value) -> bool:
+    """Whether a value has the type of its column; None stands for what a row does not have."""
+    if column in SAMPLES or column == "ranks":
+        rows = value if isinstance(value, list) else [None]
+        if rows and all(isinstance(one, list) for one in rows):
+            return len(set(map(len, rows))) == 1 and all(
+                type(part) is int for one in rows for part in one)
+        return all(type(one) is int for one in rows)
+    if column in TEXTS:
+        return value is None or (isinstance(value, str) and value.isprintable())
+    return value is None or type(value) in (int, float, bool)
+
+
 def read(path: str) -> list[Run]:
     """The launches in a file. Raises DataError when it cannot be read or understood."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return parse(file.readlines(), path)
+        with open_regular(path) as file:
+            return parse(io.TextIOWrapper(file, encoding="utf-8"), path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

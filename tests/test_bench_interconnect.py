@@ -297,3 +297,13 @@ def test_probe_for_device_memory_has_three_answers(program, answer, monkeypatch)
 
 def test_probe_without_a_launcher_is_unknown():
     assert cuda_probe.probe([]) == cuda_probe.probe(["/none/mpiexec"]) == "unknown"
+
+
+@pytest.mark.parametrize("changes", [
+    {"size_bytes": "8"}, {"ranks": [[0, 1], 1]}, {"case": "a\x1b[2J"}, {"left_ns": [[1], [1, 2]]},
+    {"median_us": float("nan")}, {"count": 10**30}, {"mode": "a\0"},
+], ids=str)  # fmt: skip
+def test_a_file_with_values_of_other_types_is_refused(changes, tmp_path):
+    path = write_file(tmp_path / "a.jsonl", [row() | changes])
+    with pytest.raises(DataError, match=r"a\.jsonl:2: "):
+        records.read(path)
