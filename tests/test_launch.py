@@ -363,3 +363,25 @@ def test_ranks_that_differ_end_before_the_first_step(first, second, rows, tmp_pa
     for row in rows:
         assert any(line.startswith(row) for line in text), result.tail()
     assert not (tmp_path / "runs").exists()
+
+
+# --- what a job leaves behind
+
+NAMES_LEFT = """
+import os, re, sys
+from mpipar.job.session import guard
+def main(argv, session):
+    session.start().Barrier()
+    with open("/proc/self/maps") as maps:
+        mapped = set(re.findall("/dev/shm/mpich_shm_.*", maps.read()))
+    print("mapped", len(mapped), "named", len([path for path in mapped if os.path.exists(path)]))
+    return 0
+guard(main, [])
+"""
+
+
+@needs_hydra
+def test_mpich_s_shared_memory_has_no_name_that_a_killed_job_could_leave():
+    result = run_command([find_launcher(), "-n", "2", sys.executable, "-c", NAMES_LEFT], LIMIT)
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.count("mapped 1 named 0") == 2, result.tail()

@@ -145,9 +145,9 @@ def started(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
-def scratch(name: str) -> Path:
-    """The temporary folder of a job on this host, made when something is written into it."""
-    return Path(tempfile.gettempdir()) / f"mpipar-{name}"
+def scratch(name: str, kind: str) -> Path:
+    """A temporary folder of a job on this host, made when something is written into it."""
+    return Path(tempfile.gettempdir()) / f"mpipar-{kind}-{name}"
 
 
 def birthplace(launcher: Launcher) -> str:

@@ -89,9 +89,9 @@ class Session(Interruptible):
         self._keeps = False  # whether the console has named a record in the temporary folder
         self._failing = threading.Lock()
         # Where ranks of this host find each other until they have a run folder.
-        self._scratch = scratch(f"{os.getuid()}-{birthplace(launcher)}")
+        self._name = f"{os.getuid()}-{birthplace(launcher)}"
         size = launcher.size if launcher.size == launcher.local_size else 0
-        self.watch = Watch(self._scratch / "hang", range(size), self.doing, self.fail)
+        self.watch = Watch(scratch(self._name, "hang"), range(size), self.doing, self.fail)
 
     def start(self):
         """Start MPI, compare the facts of all ranks, and return COMM_WORLD.
@@ -110,7 +110,7 @@ class Session(Interruptible):
         token = bytearray(os.urandom(8))
         self._private.Bcast(token, root=0)
         self._token = token.hex()
-        self._scratch = scratch(self._token)
+        self._name = self._token
         own = self.world.Get_rank()
         others = mpi.host_processes(self._private, [own, os.getpid(), started(os.getpid())])
         self.host_ranks = tuple(sorted(others))
@@ -119,7 +119,7 @@ class Session(Interruptible):
         watch_ends(others, self.sibling_ended)
         if self.host_rank == 0:
             mpi.forget_shared_memory()
-        self.watch.folder, self.watch.ranks = self._scratch / "hang", self.host_ranks
+        self.watch.folder, self.watch.ranks = scratch(self._name, "hang"), self.host_ranks
         if self.facts:
             self.compare(self.facts | alike.versions())
         return self.world
@@ -311,16 +311,18 @@ class Session(Interruptible):
 
     def _error_folders(self) -> list[Path]:
         own = [self.run_folder / "errors"] if self.run_folder else []
-        return [*own, self._scratch / "errors"]
+        return [*own, scratch(self._name, "errors")]
 
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""
-        with contextlib.suppress(OSError):
-            self.ending.close()
+        if not self._killed:  # what each rank did tells the next start who was killed
+            with contextlib.suppress(OSError):
+                self.ending.close()
         leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(FORWARD_SECONDS)
-        shutil.rmtree(self._scratch / "hang" if self._keeps else self._scratch, ignore_errors=True)
+        for kind in ("hang",) if self._keeps else ("hang", "errors"):
+            shutil.rmtree(scratch(self._name, kind), ignore_errors=True)
         if self.world is None:
             if self.launcher.size > 1:
                 mpi.abort_before_start(self.launcher, os.environ, code)
