@@ -108,6 +108,7 @@ class Causes:
         # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
         self.parts: dict[int, Counter] = {}
         self.before: dict[int, Call | None] = {}
+        self.latest: tuple = (), Work()
         waiting = [call for own in waits.calls for call in own if call.wait_ns]
         # A wait is explained by waits that ended before it.
         for call in sorted(waiting, key=lambda call: call.record.waited_ns + call.wait_ns):
@@ -144,7 +145,9 @@ class Causes:
         end = start + call.wait_ns
         begin = min(start, self.meetings.last(
             call.rank, late, end, max(self.ranks[call.rank].start, self.ranks[late].start)))
-        theirs, own = self.work(late, begin, end), self.work(call.rank, begin, start)
+        if self.latest[0] != (late, begin, end):  # the same for all who wait in one collective
+            self.latest = (late, begin, end), self.work(late, begin, end)
+        theirs, own = self.latest[1], self.work(call.rank, begin, start)
         self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
         more = theirs.totals()
         more.subtract(own.totals())
