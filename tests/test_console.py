@@ -88,10 +88,12 @@ def test_console_says_how_much_of_the_gradient_sum_was_hidden(layout, run_of):
 def test_measured_memory_stands_beside_the_predicted(layout, run_of):
     _, text = run_of(layout)
     rows = [cells(line) for line in section(text, "memory per rank")]
-    assert rows[0] == ["rank", "predicted peak", "measured peak", "ratio", "whole process"]
+    assert rows[0] == ["rank", "predicted peak", "measured peak", "ratio", "objects",
+                       "whole process"]
     assert [row[0] for row in rows[1:]] == [str(i) for i in range(np.prod(layout))]
     for row in rows[1:]:
         assert float(row[3]) > 0.9, "an array that the prediction has was never made"
+        assert not row[4].startswith("0 B"), "Python has made no object"
     predicted = [cells(line)[-1] for line in section(text, "rank host")]
     assert [row[1] for row in rows[1:]] == predicted
 

@@ -24,10 +24,10 @@ from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
 
-def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
+def report_step(world, worker, fact, memory, steps, log) -> None:
     """Print the measured barriers of a step, overlap and memory.
 
-    fact: what this rank reported before the run. peak_bytes: measured in the first step. steps:
+    fact: what this rank reported before the run. memory: `PeakMemory` of the first step. steps:
     number of steps.
     Comm: one gather over the world.
     """
@@ -36,7 +36,7 @@ def report_step(world, worker, fact, peak_bytes, steps, log) -> None:
                      if key.phase in ("F", "I", "recompute", "W", "sync")],
         "buckets_ns": worker.recorder.flight_ns(worker.comms.data.axis, ("all_reduce",)),
         "ring_ns": worker.recorder.flight_ns("tp", POINT_TO_POINT),
-        "measured": peak_bytes, "process": process_peak(),
+        "measured": memory.peak, "objects": memory.objects, "process": process_peak(),
         "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
         "shares": share_facts(worker.recorder), "cores": len(os.sched_getaffinity(0)),
     }

@@ -283,7 +283,7 @@ class Run:
         if self.replicas.count:
             self.log(self.replicas.summary())
         if not self.stopped and self.last >= self.first:
-            finish.report_step(self.world, worker, self.fact, self.memory.peak,
+            finish.report_step(self.world, worker, self.fact, self.memory,
                                self.last - self.first + 1, self.log)
 
     def asks(self) -> Asks:

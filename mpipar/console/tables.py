@@ -90,12 +90,13 @@ def memory_breakdown(facts: list[dict]) -> str:
 
 
 def measured_memory(facts: list[dict]) -> str:
-    """Predicted and measured bytes of each rank."""
-    rows = [("rank", "predicted peak", "measured peak", "ratio", "whole process")]
+    """Predicted and measured bytes of each rank, in arrays, in Python's objects, and in all."""
+    rows = [("rank", "predicted peak", "measured peak", "ratio", "objects", "whole process")]
     for fact in facts:
         predicted = sum(fact["memory"].values())
         rows.append((fact["rank"], nbytes(predicted), nbytes(fact["measured"]),
-                     f"{fact['measured'] / predicted:.2f}", nbytes(fact["process"])))
+                     f"{fact['measured'] / predicted:.2f}", nbytes(fact["objects"]),
+                     nbytes(fact["process"])))
     return table(rows)
 
 
