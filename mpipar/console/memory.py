@@ -7,7 +7,6 @@ import tracemalloc
 
 import numpy as np
 
-
 ARRAYS = np.lib.tracemalloc_domain  # by which NumPy marks the data of arrays
 
 
