@@ -10,6 +10,7 @@ import importlib
 from mpipar import __version__, errors
 from mpipar.config import flags
 from mpipar.config.reading import Reading, read, to_toml
+from mpipar.config.run import RunConfig
 from mpipar.config.sections import FIELDS, settings
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, suggestion
@@ -156,6 +157,10 @@ def facts_of(reading: Reading, args: argparse.Namespace) -> dict[str, str]:
 def _print_config(reading: Reading, session: Session) -> int:
     """The complete configuration for the ranks that the launcher has started; MPI stays off."""
     resolve = importlib.import_module("mpipar.commands.resolve").resolve
+    if reading.config.run.resume != RunConfig.resume:
+        resume = importlib.import_module("mpipar.commands.resume")
+        start = resume.find_start(reading.config.run)
+        reading = resume.with_saved_settings(reading, start, session.launcher.size)
     config, notes = resolve(reading, session.launcher.size)
     _print_once(session, "".join(f"# {note}\n" for note in notes) + to_toml(config).rstrip())
     return errors.EXIT_OK

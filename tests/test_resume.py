@@ -127,6 +127,13 @@ def test_a_layout_that_is_given_or_does_not_fit_is_chosen_anew(words, ranks, lay
     assert (grid.stage_layers, grid.chunks) == (None, None)
 
 
+def test_print_config_shows_the_settings_of_the_run(here):
+    text = printed("train", "--resume", here / "run", "--log-interval", "3", "--print-config")
+    assert "layers = 2\n" in text
+    assert 'dtype = "float64"\n' in text
+    assert "log-interval = 3\n" in text
+
+
 def test_settings_of_a_convnet_are_read_without_its_name():
     saved = saved_settings("--model", "convnet", "--stem-stride", "2", ranks=1)
     config = settled(saved, "--stem-stride", "2", "--steps", "7", ranks=1)
