@@ -21,6 +21,8 @@ LIBRARIES = {"HYDRA": "MPICH", "Open MPI": "Open MPI"}
 ELSEWHERE = (
     (5, "ranks with other flags", 69,
      "test_launch.py::test_ranks_that_differ_end_before_the_first_step*"),
+    (7, "a run folder that a rank does not see", 74,
+     "test_status.py::test_a_run_folder_that_a_rank_does_not_see_is_74"),
     (12, "data of more than 4 GiB", None, "test_data.py::test_data_of_more_than_4_gib"),
     (15, "kill -9 at each call of a save", None,
      "test_state_kill.py::test_the_newest_committed_checkpoint_is_found*"),
@@ -36,6 +38,8 @@ ELSEWHERE = (
     (22, "no space at the last save", 74,
      "test_resume_runs.py::test_no_space_at_the_end_keeps_the_former_checkpoint"),
     (23, "hostile manifests", 65, "test_state_damage.py::test_a_hostile_manifest_is_refused*"),
+    (25, "kill -9 of a rank: the next start and ckpt ls name it", None,
+     "test_status.py::test_a_killed_rank_is_named_by_ls_and_by_the_next_start"),
     (26, "an exception in a helper thread", 70,
      "test_launch.py::test_failure_on_one_rank_ends_the_job[[]thread*"),
     (27, "SIGUSR1 to the launcher", 75,

@@ -104,9 +104,10 @@ def check_shared(run_folder: Path, token: str, host: str) -> None:
 
 
 def close_folder(run_folder: Path) -> None:
-    """Remove what world rank 0 has written; its own file goes after that."""
+    """Remove what world rank 0 has written, and the folder if the files of all ranks are gone."""
     with contextlib.suppress(OSError):
         (run_folder / FOLDER / TOKEN).unlink(missing_ok=True)
+        (run_folder / FOLDER).rmdir()
 
 
 def forget(run_folder: Path) -> None:
