@@ -4,9 +4,21 @@
 """
 
 import os
+import stat
 
 import pytest
-from in_process import assert_refused, at_once
+from in_process import StandIn, assert_refused, at_once
+from machine_models import machine
+from one_rank import fresh
+
+from mpipar import cli
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.console import output
+from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.pipeline.csv_format import write_csv
+from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.plan import machine_file
+from mpipar.trace import trace_file
 
 NINES = "9" * 5000
 WIDE = "--num-microbatches 8 on"
@@ -75,3 +87,31 @@ def test_a_pipe_is_no_file(words, tmp_path):
     code = 2 if "--config" in words or "csv" in words else 65
     with at_once():
         assert_refused(code, ["PIPE: is a named pipe"], *words.split(), folder=tmp_path)
+
+
+@pytest.mark.parametrize("words", [
+    "generate RUN", "trace RUN", "compare RUN RUN", "ckpt ls RUN", "train --data RUN",
+    "train --config RUN", "train --init-from RUN", "train --resume RUN", "train --out RUN",
+    "train --run-name RUN", "train --schedule-csv RUN", "explain --machine RUN",
+    "schedule --from-csv RUN",
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["x" * 5000, "/dev/null/x"], ids=["long", "odd"])
+def test_names_that_no_file_has(words, name, tmp_path):
+    with at_once(), pytest.raises((UsageError, DataError, OutputError)):
+        cli.main(words.replace("RUN", name).split(" "), StandIn())
+
+
+def test_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        output.write_text(tmp_path / "page.html", "")
+        machine_file.save(machine(), str(tmp_path / "machine.json"))
+        checkpoint.save(fresh(), tmp_path / "weights")
+        write_csv(make_schedule("1f1b", 2, 2), tmp_path / "a.csv")
+        trace_file.write_meta(tmp_path, {})
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.filemode(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert len(modes) == 8
+    for name, mode in modes.items():
+        assert mode == ("drwxr-x---" if name in ("weights", "trace") else "-rw-r-----"), name

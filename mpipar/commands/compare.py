@@ -5,8 +5,8 @@ Each side may be several launches of one run, separated by commas.
 
 from __future__ import annotations
 
+import os
 import textwrap
-from pathlib import Path
 
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
@@ -46,7 +46,7 @@ def run(args) -> int:
 
 def launches(text: str) -> list[str]:
     """The run folders that one argument names. A folder's own name may have a comma."""
-    several = [] if Path(text).is_dir() else [folder for folder in text.split(",") if folder]
+    several = [] if os.path.isdir(text) else [folder for folder in text.split(",") if folder]
     return several or [text]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def prepare(reading, run_folder: str, world_size: int, host_rank: int):
     """
     folder = Path(run_folder)
     options = [folder / "weights", folder]
-    weights = next((path for path in options if (path / "config.json").exists()), None)
+    weights = next((path for path in options if os.path.exists(path / "config.json")), None)
     steps = committed_steps(folder / CHECKPOINTS)
     if weights is None and steps:
         raise DataError(f"{run_folder}: the run has not ended, so it has no weights yet, but it has"

@@ -7,6 +7,7 @@ the same step with the same settings.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -104,7 +105,8 @@ def find_start(run) -> Start:
 def _named_steps(text: str) -> tuple[Path, list[Path]]:
     """(run folder, the one step) of a path to a run or to one of its steps."""
     path = Path(text)
-    if path.parent.name == CHECKPOINTS and ((path / NAME).exists() or not path.is_dir()):
+    if path.parent.name == CHECKPOINTS and (
+            os.path.exists(path / NAME) or not os.path.isdir(path)):
         return path.parent.parent, [path]
     steps = committed_steps(path / CHECKPOINTS)
     if not steps:

@@ -30,7 +30,7 @@ def named_folder(run) -> Path | None:
 
 def is_run(folder: Path) -> bool:
     """Whether a run has begun in this folder."""
-    return (folder / "config.toml").is_file() or (folder / CHECKPOINTS).is_dir()
+    return os.path.isfile(folder / "config.toml") or os.path.isdir(folder / CHECKPOINTS)
 
 
 def folder_problems(config) -> list[str]:
