@@ -321,8 +321,9 @@ class Session(Interruptible):
         leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(FORWARD_SECONDS)
-        for kind in ("hang",) if self._keeps else ("hang", "errors"):
-            shutil.rmtree(scratch(self._name, kind), ignore_errors=True)
+        shutil.rmtree(self.watch.folder, ignore_errors=True)  # the block has said what is in it
+        if not self._keeps:
+            shutil.rmtree(scratch(self._name, "errors"), ignore_errors=True)
         if self.world is None:
             if self.launcher.size > 1:
                 mpi.abort_before_start(self.launcher, os.environ, code)
