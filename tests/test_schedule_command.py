@@ -57,7 +57,8 @@ def test_symbols_in_time_order():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 40), (12, 24), (16, 200)])
+@pytest.mark.parametrize(("p", "m"), [
+    (2, 4), (4, 8), (8, 40), (12, 24), pytest.param(16, 200, marks=pytest.mark.slow)])
 def test_a_grid_fits_in_100_columns(name, p, m):
     """Every pass is named while there is room in a few panels, and the lines never get longer."""
     timeline = simulate(make_schedule(name, p, m), Costs())

@@ -20,7 +20,8 @@ from mpipar.pipeline.schedules.catalog import (
 from mpipar.pipeline.simulate import simulate
 
 
-@pytest.mark.parametrize("p", [*range(1, 13), 17, 24, 31, 32])
+@pytest.mark.parametrize("p", [
+    *range(1, 13), 17, *(pytest.param(p, marks=pytest.mark.slow) for p in (24, 31)), 32])
 @pytest.mark.parametrize(("name", "cap"), [("v-min", lambda p: 2 * ((p + 4) // 3)),
                                            ("v-half", lambda p: 2 * ((p + 2) // 2))])
 def test_v_min_and_v_half_are_accepted(name, cap, p):
