@@ -123,7 +123,8 @@ class Rows:
     def _batch(self, starts) -> Batch:
         rows = np.stack([self.part[start:start + self.distance + 1] for start in starts])
         rows = rows.astype(np.int64)
-        tokens, targets = rows[:, self.places], rows[:, self.places + 1]
+        tokens, targets = (np.ascontiguousarray(rows[:, places])
+                           for places in (self.places, self.places + 1))
         return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), *self.positions)
 
     def train(self, step: int, mb: int) -> Batch:
