@@ -86,18 +86,18 @@ def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, m
     monkeypatch.setattr(os, "fsync", lambda file: None)  # counts, but a kill needs none
     config, folder, base = config_for(**SMALL), tmp_path / "checkpoints", tmp_path / "base"
     worker, = workers_of(config, 1)
-    fill(worker, seed=1)
     saver, = savers_of([worker], base)
+    fill(worker, seed=0)
+    saver.save(1)
+    fill(worker, seed=1)
     if start == "a damaged step 2":
         saver.save(2)
         (base / "step-00000002" / "pieces-00000.safetensors").write_bytes(b"x")
-    fill(worker, seed=0)
-    savers_of([worker], base, keep=0)[0].save(1)  # deletes nothing
-    fill(worker, seed=1)
     saver, = savers_of([worker], folder, keep=1, background=background)
     seen = []
     for point in range(LIMIT):
         shutil.copytree(base, folder)
+        assert newest(folder)[0] == 1
         name = save_and_die(saver, point)
         step, path = newest(folder)
         assert_filled(loaded(config, 1, path)[0], seed=step - 1)
