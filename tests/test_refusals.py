@@ -121,7 +121,7 @@ def test_value_that_cannot_be_meant(words, parts, text_folder):
 @pytest.mark.parametrize(("words", "parts"), [
     ("--learning-rate 1", ["--learning-rate: is called --lr here"]),
     ("--seq-length 4", ["--seq-length: is called --seq-len here"]),
-    ("--cp 2", ["--cp 2", "not built"]),
+    ("--cp 2", ["cp 2: needs a multiple of 2 ranks", "mpiexec -n 2"]),
 ])
 def test_flag_that_is_not_there(words, parts, text_folder):
     check(text_folder, 2, parts, *words.split())
