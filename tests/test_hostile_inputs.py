@@ -32,15 +32,15 @@ SIZES = {
     "--num-microbatches 2147483647": "must be at most 65,536",
     "--num-microbatches 65536": "use at most --num-microbatches 8192",
     "--schedule interleaved --chunks 2147483647": "must be at most 1,024",
-    "--schedule interleaved --chunks 1024 --num-microbatches 128": "--num-microbatches 64",
+    "--schedule interleaved --chunks 1024 --num-microbatches 512": "--num-microbatches 256",
     f"--layout dp={NINES}": "is not understood",
     "--layout dp=999999999,pp=4096,tp=65536": "at most 131,072 are explained",
     f"--memory-limit {NINES}": "must be bytes",
     f"--rank {NINES}": "invalid int value",
 }
 COUNTS = {
-    "1f1b --num-microbatches 2147483647": "use at most --num-microbatches 16384",
-    "interleaved --chunks 2147483647": "at most 65,536 forward passes",
+    "1f1b --num-microbatches 2147483647": "use at most --num-microbatches 65536",
+    "interleaved --chunks 2147483647": "at most 262,144 forward passes",
     "1f1b --pp 2147483647 --num-microbatches 1": "--pp 2147483647 must be at most 4,096",
     "--compare --num-microbatches 2147483647": "must be at most 8,192",
     "1f1b --costs 1e999999999,1,1": "'1e999999999' is not a number of at most 9 digits",

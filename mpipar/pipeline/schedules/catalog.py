@@ -99,7 +99,7 @@ FAMILIES = {
 }
 SCHEDULES = tuple(FAMILIES)
 MOST_RANKS = 1 << 12  # of a pipeline: the proof looks at every pair of neighbours
-MOST_PASSES = 1 << 16  # forward passes of a step: to prove and simulate more would take minutes
+MOST_PASSES = 1 << 18  # forward passes of a step, which take some seconds to prove
 
 
 def num_stages(name: str, pp_size: int, chunks: int | None = None) -> int:
