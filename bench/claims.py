@@ -3,6 +3,7 @@
     python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
     python -m bench.claims convolution [--json FILE]      # barriers of one layer: convnet, decoder
+    python -m bench.claims context [--json FILE]          # pairs that ranks of a long row multiply
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
 
@@ -17,18 +18,18 @@ import statistics
 import tempfile
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from bench import results, too_large
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
-from mpipar.comm.grid import Grid
+from mpipar.comm.grid import PIECES_PER_RANK, Grid, token_pieces
 from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
 from mpipar.config import flags
-from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig
 from mpipar.config.resolve import resolve
-from mpipar.config.sections import OF_EVERY_FAMILY, Config
+from mpipar.config.sections import OF_EVERY_FAMILY, build
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_tokens
 from mpipar.job.session import guard
@@ -47,16 +48,11 @@ LAYOUTS = [
 STEPS = 6  # of each hybrid; the first is not counted
 
 
-def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", **model):
-    """The claims' model in a layout, 16 rows per step; `model` changes some of its settings."""
-    axes = {"dp": 1, "pp": 1, "tp": 1} | layout
-    config = Config()
-    config = replace(
-        config, model=replace(config.model, **MODEL, **model),
-        grid=GridConfig(**axes, num_microbatches=num_microbatches // axes["dp"],
-                        schedule=schedule),
-        train=replace(config.train, batch_size=16))
-    return resolve(config, axes["dp"] * axes["pp"] * axes["tp"])[0]
+def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", **settings):
+    """The claims' model in a layout, 16 rows per step, with some other settings."""
+    values = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16} | MODEL | layout | settings
+    values |= {"num_microbatches": num_microbatches // values["dp"], "schedule": schedule}
+    return resolve(build(values), prod(layout.values()))[0]
 
 
 def layout_name(layout: dict) -> str:
@@ -64,22 +60,25 @@ def layout_name(layout: dict) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
-def with_sequence_parallel() -> list[tuple]:
-    """(layout, suffix of its name, settings of the model) of each row of a table."""
+def table_cases() -> list[tuple]:
+    """(layout, suffix of its name, other settings) of each row of a table."""
+    again = [({axis: size}, f" (recompute {what})", {"recompute": what})
+             for axis, size in (("tp", 1), ("tp", 4), ("pp", 4)) for what in ("attention", "block")]
     return [(layout, "", {}) for layout in LAYOUTS] + [
-        ({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True}) for size in (2, 4, 8)]
+        ({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True}) for size in (2, 4, 8)
+    ] + [({"cp": size}, f" ({method})", {"cp_attention": method})
+         for size in (2, 4) for method in PIECES_PER_RANK] + again
 
 
 def barriers() -> list[dict]:
     """Barriers (collectives) and messages per step and rank, and bytes sent, by layout."""
     rows = []
-    cases = with_sequence_parallel()
+    cases = table_cases()
     cases += [({"tp": size}, " (ffn-cut gather)", {"ffn_cut": "gather"}) for size in (2, 4, 8)]
-    for layout, variant, model in cases:
-        config = configure(layout, **model)
-        world_size = config.grid.dp * config.grid.pp * config.grid.tp
+    for layout, variant, settings in cases:
+        config = configure(layout, **settings)
         busiest = {"collectives": 0, "messages": 0, "sent": 0, "payload": 0}
-        for rank in range(world_size):
+        for rank in range(prod(layout.values())):
             totals = predict(config, rank).recorder.totals("operation")
             own = {
                 "collectives": sum(counter.calls for (operation,), counter in totals.items()
@@ -102,14 +101,33 @@ def barriers() -> list[dict]:
 def memory() -> list[dict]:
     """Predicted peak bytes of the fullest rank, by what they are for."""
     rows = []
-    for layout, variant, model in with_sequence_parallel():
-        config = configure(layout, **model)
-        world_size = config.grid.dp * config.grid.pp * config.grid.tp
-        fullest = max((predict(config, rank) for rank in range(world_size)),
+    for layout, variant, settings in table_cases():
+        config = configure(layout, **settings)
+        fullest = max((predict(config, rank) for rank in range(prod(layout.values()))),
                       key=lambda prediction: prediction.peak_total)
         rows.append({"layout": layout_name(layout) + variant} | {
             f"{label}_MiB": fullest.peak_bytes.get(label, 0) / 2**20 for label in MEMORY_LABELS
         } | {"peak_MiB": fullest.peak_total / 2**20})
+    return rows
+
+
+def context() -> list[dict]:
+    """Pairs of a query and a key that it sees, by rank of cp: with the zig-zag, and with one run.
+
+    The rank with most pairs keeps the others waiting. Of one run of tokens the last rank has
+    2 - 1/cp times the mean.
+    """
+    rows, tokens = [], 4096
+    for size, (method, pieces) in itertools.product((2, 4, 8), PIECES_PER_RANK.items()):
+        if method == "gather":  # holds the same tokens as the ring
+            continue
+        held = [token_pieces(tokens, method, size, index) for index in range(size)]
+        pairs = [sum(place + 1 for piece in pieces for place in range(piece.start, piece.stop))
+                 for pieces in held]
+        rows.append({
+            "cp": size, "tokens_of_a_rank": "zig-zag" if pieces == 2 else "one run",
+            "largest_pairs": max(pairs), "mean_pairs": sum(pairs) / size,
+            "largest_over_mean": max(pairs) * size / sum(pairs)})
     return rows
 
 
@@ -213,7 +231,7 @@ def main(argv, session) -> int:
     """Measure or compute the table that the first word names, and print it."""
     parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
     parser.add_argument("table", choices=(
-        "barriers", "memory", "convolution", "hybrids", "limit"))
+        "barriers", "memory", "convolution", "context", "hybrids", "limit"))
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     measured = {"hybrids": hybrids, "limit": too_large.too_large}
@@ -223,7 +241,8 @@ def main(argv, session) -> int:
         rows = measured[args.table](world)
     else:
         results.check_writable(args.json)
-        rows = {"barriers": barriers, "memory": memory, "convolution": convolution}[args.table]()
+        rows = {"barriers": barriers, "memory": memory, "convolution": convolution,
+                "context": context}[args.table]()
     if rows is None:
         return 0
     print(results.markdown_table(rows))

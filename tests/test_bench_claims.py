@@ -14,6 +14,11 @@ def barriers():
     return {row["layout"]: row for row in claims.barriers()}
 
 
+@pytest.fixture(scope="module")
+def memory():
+    return {row["layout"]: row for row in claims.memory()}
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_parallel_barriers_do_not_depend_on_its_size(barriers, tp):
     """A microbatch has 4 all-reduces a layer, embedding, head and loss; a step adds the norm."""
@@ -37,9 +42,34 @@ def test_tensor_parallelism_sends_more_than_the_others(barriers):
     assert barriers["dp 4"]["sent_MiB"] > 5 * barriers["pp 4"]["sent_MiB"]
 
 
-def test_memory_is_pooled_by_tp_and_pp_and_not_by_dp():
-    rows = {row["layout"]: row for row in claims.memory()}
-    whole = rows["tp 1"]
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel_messages_and_collectives_follow_the_formulas(barriers, cp):
+    """Of a block and microbatch: 3(cp-1)+1 sends in a ring; besides, gradients and the norm."""
+    sums = barriers[f"dp {cp}"]["collectives_per_step"]
+    ring = barriers[f"cp {cp} (ring)"]
+    assert ring["messages_sent_per_step"] == M * L * (2 * (cp - 1) + cp)
+    assert ring["collectives_per_step"] == sums
+    assert barriers[f"cp {cp} (gather)"]["collectives_per_step"] == sums + M * L * 3
+    assert barriers[f"cp {cp} (ulysses)"]["collectives_per_step"] == sums + M * L * 4
+
+
+def test_a_zigzag_evens_out_what_one_run_of_tokens_does_not():
+    for row in claims.context():
+        even = row["tokens_of_a_rank"] == "zig-zag"
+        assert row["largest_over_mean"] == pytest.approx(
+            1 if even else 2 - 1 / row["cp"], rel=1e-3), row
+
+
+def test_what_is_made_again_is_not_kept(memory):
+    rows = {layout: row["stash_MiB"] for layout, row in memory.items()}
+    for layout in ("tp 1", "tp 4", "pp 4"):
+        some, block = (rows[f"{layout} (recompute {what})"] for what in ("attention", "block"))
+        assert block < some < rows[layout]
+    assert rows["cp 4 (ring)"] < 0.3 * rows["tp 1"]
+
+
+def test_memory_is_pooled_by_tp_and_pp_and_not_by_dp(memory):
+    rows, whole = memory, memory["tp 1"]
     assert rows["tp 4"]["weights_MiB"] < 0.27 * whole["weights_MiB"]
     assert rows["pp 4"]["weights_MiB"] < 0.27 * whole["weights_MiB"]
     assert rows["dp 4"]["weights_MiB"] == whole["weights_MiB"]
@@ -61,8 +91,8 @@ def test_two_layers_cut_as_a_pair_meet_half_as_often_for_a_fifth_of_the_bytes():
                 assert alone["payload_MiB"] == 5 * pair["payload_MiB"]  # F = 4 D, twice D + F
 
 
-def test_result_files_without_times_are_what_the_code_says(barriers):
-    for name, rows in (("barriers", list(barriers.values())), ("memory", claims.memory()),
-                       ("convolution", claims.convolution())):
+def test_result_files_without_times_are_what_the_code_says(barriers, memory):
+    for name, rows in (("barriers", list(barriers.values())), ("memory", list(memory.values())),
+                       ("convolution", claims.convolution()), ("context", claims.context())):
         path = results.ROOT / "bench" / "results" / f"claims_{name}.json"
         assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"
