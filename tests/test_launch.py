@@ -374,7 +374,9 @@ def main(argv, session):
     session.start().Barrier()
     with open("/proc/self/maps") as maps:
         mapped = set(re.findall("/dev/shm/mpich_shm_.*", maps.read()))
-    print("mapped", len(mapped), "named", len([path for path in mapped if os.path.exists(path)]))
+    named = [path for path in mapped if os.path.exists(path)]
+    # In one piece, because another rank writes beside it.
+    sys.stdout.write(f"mapped {len(mapped)} named {len(named)}\\n")
     return 0
 guard(main, [])
 """

@@ -25,13 +25,13 @@ class Config:
     model: ModelConfig = field(default_factory=DecoderConfig)
     grid: GridConfig = field(default_factory=GridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
 # The classes that a section may have.
 SECTIONS = {"model": tuple(FAMILIES.values()), "grid": (GridConfig,), "train": (TrainConfig,),
-            "memory": (MemoryConfig,), "run": (RunConfig,)}
+            "run": (RunConfig,), "memory": (MemoryConfig,)}
 FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
           for one in dataclasses.fields(part)}
 FIELDS |= {one.name: one for one in dataclasses.fields(DecoderConfig)}  # the default family
@@ -71,5 +71,5 @@ def build(values: dict) -> Config:
               if name not in ("batch_size", "num_microbatches")} | values
     parts = [part(**{one.name: values[one.name] for one in dataclasses.fields(part)
                      if one.name in values})
-             for part in (GridConfig, TrainConfig, MemoryConfig, RunConfig)]
+             for part in (GridConfig, TrainConfig, RunConfig, MemoryConfig)]
     return Config(model_config(values), *parts)

@@ -100,7 +100,7 @@ def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
 def test_memory_is_predicted(layout):
     """The arrays of a step, weights to messages, are predicted within 5 % by the shapes-only run.
 
-    Beside them the ops keep tile buffers of a fixed size, and Python its objects: 2 MiB.
+    Beside them the ops keep tile buffers of a fixed size: up to 2 MiB.
     """
     model = replace(MODEL, d_model=96, ffn=384, seq_len=64)
     config = small_config(layout, model=model, rows_per_mb=1)
@@ -114,4 +114,4 @@ def test_memory_is_predicted(layout):
     worker.close()
     memory.stop()
     predicted = predict(config, WORLD.rank).peak_total
-    assert abs(memory.peak - predicted) <= max(0.05 * predicted, 1 << 20), (memory.peak, predicted)
+    assert 0.95 * predicted <= memory.peak <= 1.05 * predicted + 2**21, (memory.peak, predicted)
