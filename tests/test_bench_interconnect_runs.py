@@ -116,6 +116,7 @@ def test_pictures_of_every_kind(quick, tmp_path):
     assert all(path.stat().st_size > 2000 for path in (tmp_path / "plots").iterdir())
 
 
+@pytest.mark.slow
 def test_layout_on_four_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = bench(4, "all-reduce", "two-level-all-reduce", "stage-chain", "--layout", "pp=2,tp=2",
@@ -168,6 +169,7 @@ def test_straggler_is_named(tmp_path):
     assert slow["median_us"] > 300
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_valid_file(tmp_path):
     path, mark = tmp_path / "rows.jsonl", uuid.uuid4().hex
     command = [find_launcher(), "-n", "2", *BENCH, "all", "--seconds", "0.1", "--json", str(path)]

@@ -28,6 +28,7 @@ def npz(folder, **changes):
     return str(path)
 
 
+@pytest.mark.slow
 @needs_launcher
 def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     pytest.importorskip("sklearn", reason="digits: scikit-learn is not installed")

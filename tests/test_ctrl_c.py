@@ -129,6 +129,7 @@ def test_sigusr2_to_one_rank_saves_and_the_run_goes_on(tmp_path):
         assert job.interrupt() == 75, job.output()
 
 
+@pytest.mark.slow
 @needs_mpiexec
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_a_save_that_takes_long_is_not_cut(sign, tmp_path):

@@ -255,6 +255,7 @@ def test_missing_barrier_gives_wrong_results(file, kernel, edit):
     assert any(not np.array_equal(twin, right) for twin in twins)
 
 
+@pytest.mark.slow
 @pytest.mark.shim
 @pytest.mark.parametrize(("sanitizer", "message", "file", "kernel", "edit"), [
     ("thread", "data race", *TWINS[0]),

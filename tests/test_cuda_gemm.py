@@ -161,6 +161,7 @@ def test_missing_barrier_gives_wrong_results(rng, rung, number):
 SLOW = [pytest.param(rung, marks=pytest.mark.slow) for rung in ("register", "vector", "warp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["shared", "mma", *SLOW])
 def test_thread_sanitizer(rng, rung):
     kernel, product = tiny(rng, rung)
@@ -171,6 +172,7 @@ def test_thread_sanitizer(rng, rung):
     assert kernel.file in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["shared", "mma", *SLOW])
 def test_address_sanitizer(rng, rung):
     kernel, product = tiny(rng, rung)

@@ -162,6 +162,7 @@ def test_a_mismatched_collective_is_the_same_error_everywhere(tmp_path):
     assert result.stderr.count("mpipar: stopped") == 1
 
 
+@pytest.mark.slow
 def test_a_healthy_run_reports_nothing(tmp_path):
     result = faulty("none", *QUICK, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path)
     assert result.returncode == 0, result.tail()

@@ -35,6 +35,7 @@ def test_every_function_rounds_once_and_adds_up_in_float32(dtype, sizes):
     check_every_function(make("cpu", dtype), dtype, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.shim
 def test_every_function_rounds_once_on_the_gpu(cupy, dtype):
     """Attention's probabilities and their gradients are operands of products: rounded too."""

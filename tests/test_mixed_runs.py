@@ -44,7 +44,8 @@ def curve(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_loss_curve_is_float32_s_within_the_band(curve, dtype):
     losses, reference = curve(dtype)[0], curve("float32")[0]
     apart = np.abs(losses - reference)

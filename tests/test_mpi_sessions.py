@@ -51,7 +51,8 @@ def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT,
 
 @needs_launcher
 @pytest.mark.timeout(SESSION_LIMIT + 30)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", [
+    1, 2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8))])
 def test_session(num_ranks, record_property):
     record_session(record_property, *check_session(num_ranks, MPI_FOLDER))
 

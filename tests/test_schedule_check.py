@@ -218,6 +218,7 @@ def test_every_schedule_can_be_acted_out(case):
     emulate(schedule, [lower(schedule, pp_rank) for pp_rank in range(p)])
 
 
+@pytest.mark.slow
 def test_a_step_of_64_ranks_is_checked_in_a_few_seconds():
     """Half a million instructions take 3 s of processor time; ten times that is not an accident."""
     schedule = make_schedule("interleaved", 64, 1024, 4)

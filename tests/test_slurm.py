@@ -129,6 +129,7 @@ def test_submitted_from_elsewhere(cluster, tmp_path):
     assert "from the top of the repository" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OPENMPI_VENV, reason="MPIPAR_OPENMPI_VENV names no Open MPI environment")
 def test_open_mpi_under_pmi2_is_caught(cluster, tmp_path):
     """Open MPI does not speak PMI-2: each of the four processes believes that it is alone."""
