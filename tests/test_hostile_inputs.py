@@ -3,6 +3,7 @@
 `test_files.py` tests the reader of JSON and TOML alone. Here the commands read.
 """
 
+import json
 import os
 import stat
 
@@ -56,6 +57,16 @@ def test_sizes_are_bounded_before_anything_is_made(words):
         if (command, words[:14]) != ("verify", "--memory-limit"):
             with at_once():
                 assert_refused(2, [SIZES[words]], command, *words.split())
+
+
+@pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
+def test_the_shape_in_a_config_json_is_bounded(name, tmp_path):
+    shape = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 8,
+             "vocab_size": 256} | {name: 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with at_once():
+        assert_refused(65, [str(10**9)], "train", "--init-from", tmp_path)
+        assert_refused(65, [str(10**9)], "generate", tmp_path)
 
 
 @pytest.mark.parametrize("words", COUNTS, ids=lambda words: words[:40])
