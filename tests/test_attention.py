@@ -198,6 +198,7 @@ def test_parts_of_16_bits_are_rounded_once(rng, dtype):
     check_parts_of_16_bits(make("cpu", dtype), rng, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.shim
 @pytest.mark.parametrize("dtype", HALF_UNIT)
 def test_parts_of_16_bits_on_the_gpu(cupy, rng, dtype):

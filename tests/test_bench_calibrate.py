@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_model_holds_every_operation_and_where_it_comes_from(folder):
     machine = machine_file.load(folder / "machine.json")
     curves = {curve.operation: curve for curve in machine.curves}
@@ -56,6 +57,7 @@ def test_the_model_holds_every_operation_and_where_it_comes_from(folder):
     assert {"machine", "launches", "library", "places", "files", "dtype"} <= set(machine.provenance)
 
 
+@pytest.mark.slow
 def test_the_kept_rows_give_the_same_fit_without_measuring(folder):
     again = folder / "again.json"
     done = bench("calibrate", folder / "rows.jsonl", "--no-compute", "--out", again, ranks=None)
@@ -67,6 +69,7 @@ def test_the_kept_rows_give_the_same_fit_without_measuring(folder):
     assert (second.products, second.units) == ((), ())
 
 
+@pytest.mark.slow
 def test_the_rows_stand_beside_their_own_model(folder):
     done = bench("table", folder / "rows.jsonl", "--machine", folder / "machine.json",
                  "--format", "csv", ranks=None)
@@ -75,6 +78,7 @@ def test_the_rows_stand_beside_their_own_model(folder):
     assert found >= OPERATIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["latency", "step"])
 def test_verify_finds_a_wrong_model_out(folder, part):
     value = json.loads((folder / "machine.json").read_text())
@@ -123,6 +127,7 @@ def test_mistakes_are_named(words, code, message):
     assert message in block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda text: text.replace('"link":', '"lnk":'), "lacks link"),
     (lambda text: text.replace('"via":"mpipar.comm"', '"via":"mpi4py"'), "no operation through"),
@@ -138,6 +143,7 @@ def test_rows_that_cannot_be_fitted_are_refused(folder, edit, message):
     assert not (folder / "none.json").exists()
 
 
+@pytest.mark.slow
 def test_rows_of_two_kinds_and_rows_that_are_too_few_are_refused(folder):
     text, path = (folder / "rows.jsonl").read_text(), folder / "others.jsonl"
     path.write_text(text.replace('"buffers":"rotated"', '"buffers":"reused"'))
@@ -148,6 +154,7 @@ def test_rows_of_two_kinds_and_rows_that_are_too_few_are_refused(folder):
         calibrate.read_rows([str(path)])
 
 
+@pytest.mark.slow
 def test_launches_that_end_early_are_told(folder):
     found, block = one_block(bench("verify", folder / "machine.json", "--launches", "2",
                                    "--start", "false", ranks=None))

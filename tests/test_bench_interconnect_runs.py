@@ -50,6 +50,7 @@ def quick(tmp_path_factory):
     return done, run, path
 
 
+@pytest.mark.slow
 def test_quick_runs_every_case_both_ways_and_checks_it(quick):
     done, run, _ = quick
     assert done.seconds < 30, done.tail(5)
@@ -69,6 +70,7 @@ def test_quick_runs_every_case_both_ways_and_checks_it(quick):
         COMM, BARE, "mpi4py Alltoallv"}
 
 
+@pytest.mark.slow
 def test_quick_prints_tables_and_head(quick):
     done, run, _ = quick
     assert "# all-reduce: ranks 0,1" in done.stdout
@@ -81,6 +83,7 @@ def test_quick_prints_tables_and_head(quick):
     assert {"machine", "library", "places", "environment", "revision"} <= run.head.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "markdown", "text"])
 def test_tables_are_made_again_from_the_file(quick, kind):
     path = quick[2]
@@ -89,6 +92,7 @@ def test_tables_are_made_again_from_the_file(quick, kind):
     assert done.stdout.count("all-reduce") >= 1
 
 
+@pytest.mark.slow
 def test_pictures_of_every_kind(quick, tmp_path):
     some = [row for row in quick[1].rows if row["case"] in ("ring", "pairs latency")]
     writer = records.Writer(str(tmp_path / "some.jsonl"))
@@ -223,7 +227,8 @@ def test_overlap_is_measured_and_printed(tmp_path):
         assert 0 <= row["overlap_percent"] <= 100
         # calibrated: to one product, some microseconds, and to what else the machine was doing
         assert row["computing_us"] < 20 * row["alone_us"]
-        assert f"{row['overlap_percent']:.0f}" in done.stdout
+        percent = row["overlap_percent"]  # the table has more digits: 93.6 is neither 93 nor 94
+        assert f" {percent:.0f}" in done.stdout or f" {int(percent)}." in done.stdout
 
 
 def test_launches_are_fresh_jobs_in_one_file(tmp_path):

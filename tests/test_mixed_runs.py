@@ -55,8 +55,8 @@ def test_loss_curve_is_float32_s_within_the_band(curve, dtype):
     assert apart.max() > 0
 
 
-@pytest.mark.parametrize("dtype", [
-    "float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_barrier_table_names_the_type_that_travels(curve, dtype):
     rows = [cells(line) for line in section(curve(dtype)[1], "barriers of a step")]
     types = {(row[0], row[1]): row[4] for row in rows[1:]}

@@ -83,6 +83,7 @@ def test_interconnect_script(cluster, tmp_path):
     assert {row["link"] for row in run.rows} == {"between nodes"}
 
 
+@pytest.mark.slow
 def test_train_script(cluster, tmp_path):
     flags = ["--layout", "pp=2,tp=2", "--out", f"{tmp_path}/run"]
     result = submit(cluster, tmp_path, sys.prefix, *flags)
