@@ -200,7 +200,7 @@ def test_ctrl_c_leaves_a_valid_file(tmp_path):
 
 
 @pytest.mark.parametrize(("sync", "title"), [
-    ("deadline", "deadline start"), ("none", "back to back")])
+    pytest.param("deadline", "deadline start", marks=pytest.mark.alone), ("none", "back to back")])
 def test_start_of_iterations_is_said_in_table_and_file(sync, title, tmp_path):
     path = tmp_path / "rows.jsonl"
     done = bench(2, "broadcast", *SHORT, "--sync", sync, "--json", str(path))

@@ -22,7 +22,6 @@ from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ConvnetConfig
 from mpipar.console.memory import PeakMemory
 from mpipar.data.images import Batch
-from mpipar.layers import recompute
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
 from mpipar.plan.predict import predict
@@ -126,25 +125,7 @@ def assert_caught():
         assert_equals_one_rank(config_for(HERE[0]), expected=computed_once)
 
 
-@pytest.mark.ranks(2)
-def test_one_inner_stash_for_all_microbatches(monkeypatch):
-    """The schedule puts W off, so the next microbatch writes over what W has yet to read."""
-    plain = Recomputed.backward_input
-
-    def backward_input(self, dy, stash):
-        def shared(batch):
-            kept[self] = kept.get(self) or Stash(batch)
-            return kept[self]
-
-        monkeypatch.setattr(recompute, "Stash", shared)
-        return plain(self, dy, stash)
-
-    kept: dict = {}
-    monkeypatch.setattr(Recomputed, "backward_input", backward_input)
-    assert_caught()
-
-
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1)  # a step that ends in the middle leaves no message
 def test_the_result_in_place_of_the_input(monkeypatch):
     def forward(self, x, stash):
         y = self.block.forward(x, Stash(stash.batch))
