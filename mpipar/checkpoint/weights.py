@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from mpipar.comm.group import Comms
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.files.bounded import problems_as
+from mpipar.files.replace import replace_file
 from mpipar.files.text import brief
 from mpipar.layers.context import Context
 
@@ -140,8 +140,9 @@ def write(folder: Path, config, dtype, blocks) -> None:
     text = json.dumps(form.to_json(config, dtype.name), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "config.json", [text.encode()])
-        _replace(folder / WEIGHTS, itertools.chain([head], blocks))
+        replace_file(folder / "config.json", [text.encode()])
+        replace_file(folder / WEIGHTS, itertools.chain(
+            [head], map(np.ascontiguousarray, blocks)))
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 
@@ -149,22 +150,6 @@ def write(folder: Path, config, dtype, blocks) -> None:
 def names_in_file(model) -> list[str]:
     """Names of the parameters of a ModelConfig, in the order of its file of weights."""
     return [param.name for _, param in all_params(model, (model.layers,))]
-
-
-def _replace(path: Path, pieces) -> None:
-    """Write a file under another name and rename it: readers see the whole new file or the old."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as file:
-            file.writelines(
-                np.ascontiguousarray(piece) if isinstance(piece, np.ndarray) else piece
-                for piece in pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def weight_problems(config) -> list[str]:

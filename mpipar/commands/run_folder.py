@@ -13,6 +13,7 @@ from mpipar.checkpoint.manifest import committed_steps
 from mpipar.config.reading import to_toml
 from mpipar.errors import OutputError, UsageError
 from mpipar.files.bounded import parse_json, read_text
+from mpipar.files.replace import replace_file
 from mpipar.job import lock
 from mpipar.job.failure import DISK_ERRORS
 
@@ -86,7 +87,7 @@ def go_on_in(start, config, session) -> Path:
         set_aside(folder / "errors")
         if config.run.trace:
             set_aside(folder / "trace")
-        replace_text(folder / "config.toml", to_toml(config))
+        replace_file(folder / "config.toml", [to_toml(config).encode()])
     return folder
 
 
@@ -105,7 +106,7 @@ def cut_behind(folder: Path, step: int) -> list[Path]:
     with said(folder, "the run can't go on here"):
         if metrics.exists():
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            replace_text(metrics, "".join(itertools.takewhile(
+            replace_file(metrics, (line.encode() for line in itertools.takewhile(
                 lambda line: 0 < _step_of(line) <= step, lines)))
         return [set_aside(path) for number, path in committed_steps(folder / CHECKPOINTS)
                 if number > step]
@@ -131,7 +132,7 @@ def finished_step(folder: Path) -> int:
 def write_result(folder: Path, found: dict) -> None:
     """Write result.json, which says that the run has ended, and how. Raises OutputError."""
     with said(folder, "the result can't be written"):
-        replace_text(folder / RESULT, json.dumps(found, indent=1) + "\n")
+        replace_file(folder / RESULT, [(json.dumps(found, indent=1) + "\n").encode()])
 
 
 def set_aside(path: Path) -> Path | None:
@@ -143,20 +144,6 @@ def set_aside(path: Path) -> Path | None:
         if not other.exists():
             return path.rename(other)
     raise AssertionError("some number is free")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file under another name and rename it: readers see the new text or the old one."""
-    other = path.with_name(f".{path.name}.new")
-    try:
-        with open(other, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(other, path)
-    except BaseException:
-        other.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from mpipar.files.replace import replace_file
 
 SETTLE = 1.0  # seconds that the other ranks get to write their states too
 LONGEST_PAUSE = 1.0  # seconds between two looks
@@ -89,15 +90,10 @@ class Watchdog:
         """Write this rank's state; a reader sees either the whole of it or the previous one."""
         state = {**self.followed.describe(), "stuck_seconds": round(stuck, 1)}
         path = self.followed.folder / f"rank-{self.world_rank:05d}.json"
-        partial = path.with_suffix(".partial")
         with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_text(json.dumps(state))
-                os.replace(partial, path)
-                self._written = path
-            finally:
-                partial.unlink(missing_ok=True)
+            replace_file(path, [json.dumps(state).encode()], sync=False)
+            self._written = path
 
     def _report(self, report: Callable) -> None:
         """Call report with everybody's state, on the lowest rank that has written one."""

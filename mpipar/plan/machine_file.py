@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
 from mpipar.files.bounded import read_json
+from mpipar.files.replace import replace_file
 from mpipar.files.text import shown
 from mpipar.files.typed import built
 from mpipar.plan.machine import Machine
@@ -23,13 +23,9 @@ CURE = "write it with python -m bench.calibrate"
 def save(machine: Machine, path: str) -> None:
     """Write the file, whole or not at all. Raises OutputError if it cannot be written."""
     text = json.dumps({"schema": SCHEMA, **asdict(machine)}, indent=1) + "\n"
-    partial = Path(f"{path}.partial")
     try:
-        partial.write_text(text)
-        os.replace(partial, path)
+        replace_file(Path(path), [text.encode()])
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise OutputError(f"{path}: {error.strerror}") from error
 
 

@@ -125,3 +125,14 @@ def cut_model(tp_matmul="plain", **changes) -> DecoderConfig:
 
 def with_sync_sends(config: Config) -> Config:
     return replace(config, run=replace(config.run, sync_sends=True))
+
+
+def two_workers(config):
+    """This rank's part of the layout, and the whole model in this process."""
+    made = []
+    for one, grid, world in ((config, Grid.of(config.grid, WORLD.rank), WORLD),
+                             (serial_config(config), Grid(0), None)):
+        worker = Worker(one, grid, ops_module.make("cpu", "float64"), Recorder(), world)
+        worker.initialize()
+        made.append(worker)
+    return made

@@ -12,6 +12,7 @@ from small_model import (
     real_step,
     small_config,
     tokens,
+    two_workers,
     with_sync_sends,
 )
 
@@ -27,7 +28,6 @@ from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition import context_gather, context_ring, context_whole
 from mpipar.partition.context_ulysses import Ulysses
 from mpipar.plan.predict import predict
-from mpipar.train.verify import serial_config
 from mpipar.train.worker import Worker
 
 pytestmark = pytest.mark.ranks(2, 4, 8)
@@ -125,17 +125,6 @@ def test_sixteen_bits_stay_near_float32(method):
         losses.append(worker.gradients(1, lambda mb, part=part: part.train(1, mb))[:2])
         worker.close()
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
-
-
-def two_workers(config):
-    """This rank's part of the layout, and the whole model in this process."""
-    made = []
-    for one, grid, world in ((config, Grid.of(config.grid, WORLD.rank), WORLD),
-                             (serial_config(config), Grid(0), None)):
-        worker = Worker(one, grid, ops_module.make("cpu", "float64"), Recorder(), world)
-        worker.initialize()
-        made.append(worker)
-    return made
 
 
 @every_method

@@ -14,20 +14,18 @@ from small_model import (
     poison_unwritten,
     small_config,
     tokens,
+    two_workers,
     with_sync_sends,
 )
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
-from mpipar.comm.record import Recorder
 from mpipar.data.rows import Rows
 from mpipar.inference.generate import generate
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition.tokens import CutTokens
 from mpipar.plan.measure import measure_costs
-from mpipar.train.verify import serial_config
-from mpipar.train.worker import Worker
 
 LAYOUT_TP4 = (1, 1, 4)
 HERE = [layout for layout in LAYOUTS[WORLD.size] if layout[2] > 1]
@@ -138,17 +136,6 @@ def test_padding_that_is_not_zero(monkeypatch, tp_matmul):
 
 
 # --- the other commands
-
-def two_workers(config):
-    """This rank's part of the layout, and the whole model in this process."""
-    made = []
-    for one, grid, world in ((config, Grid.of(config.grid, WORLD.rank), WORLD),
-                             (serial_config(config), Grid(0), None)):
-        worker = Worker(one, grid, ops_module.make("cpu", "float64"), Recorder(), world)
-        worker.initialize()
-        made.append(worker)
-    return made
-
 
 @both_matmuls
 @all_layouts
