@@ -5,9 +5,9 @@ import sys
 
 import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command
-from two_hosts import MTU, OVER_TCP, PAYLOAD, missing, two_hosts
 
 from bench import records
+from bench.two_hosts import MTU, OVER_TCP, PAYLOAD, missing, two_hosts
 
 pytestmark = [
     pytest.mark.netns,

@@ -36,7 +36,8 @@ def missing() -> str | None:
     return f"not installed: {', '.join(lacking)}" if lacking else None
 
 
-def ip(*words):
+def ip(*words) -> str:
+    """What `ip` with these words prints. Raises CalledProcessError."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
