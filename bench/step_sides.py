@@ -20,7 +20,7 @@ from mpipar.config.train import TrainConfig
 from mpipar.data.rows import Batch
 from mpipar.ops import make
 from mpipar.plan.predict import predict
-from mpipar.train.optim import learning_rate
+from mpipar.train.learning_rate import learning_rate
 from mpipar.train.worker import Worker
 
 

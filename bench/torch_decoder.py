@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.train.optim import learning_rate
+from mpipar.train.learning_rate import learning_rate
 
 
 class TorchDecoder:

@@ -13,7 +13,7 @@ from mpipar.config.model import FAMILIES
 from mpipar.config.reading import to_toml
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import CHOICES, FIELDS, settings
-from mpipar.config.setting import kind
+from mpipar.config.setting import flag, kind
 from mpipar.config.words import COUNTERPARTS, NOT_BUILT, OTHERWISE, SYNONYMS
 
 
@@ -44,8 +44,8 @@ def sample(field):
 
 def chosen(name):
     """The words for the choice that a field belongs to; the choice's field and value."""
-    choice, value = CHOICES.get(name, ("model", "decoder"))
-    return [] if name == "model" else ["--" + choice, value], choice, value
+    choice, value, *_ = CHOICES.get(name, ("model", "decoder"))
+    return [] if name == "model" else [flag(choice), value], choice, value
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -67,8 +67,9 @@ def test_every_field_is_read_from_flag_and_file(tmp_path, name):
 
 def others(name):
     """The words for another value of the choice that a field belongs to."""
-    choice, value = CHOICES[name]
-    return ["--" + choice, next(one for one in FIELDS[choice].metadata["choices"] if one != value)]
+    choice, *values = CHOICES[name]
+    return [flag(choice), next(one for one in FIELDS[choice].metadata["choices"]
+                               if one not in values)]
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -76,12 +77,13 @@ def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
     words = sample(FIELDS[name])[1]
     _, choice, value = chosen(name)
     (problem,) = reading_of(*others(name), *words).problems
-    shown = "--" + name.replace("_", "-")
-    assert problem.startswith(f"{shown}: belongs to --{choice} {value}, but --{choice} is ")
+    shown, choice = flag(name), flag(choice)
+    values = " or ".join(CHOICES[name][1:])
+    assert problem.startswith(f"{shown}: belongs to {choice} {values}, but {choice} is ")
     cure = {"d_model": "type --channels 3", "channels": "type --d-model 3",
             "vocab_size": "type --classes 3", "classes": "type --vocab-size 3"}.get(
         name, "leave it out")
-    assert problem.endswith(f"; {cure}, or type --{choice} {value}")
+    assert problem.endswith(f"; {cure}, or type {choice} {value}")
     file = tmp_path / "other.toml"
     file.write_text("".join(line for line in to_toml(reading_of(*chosen(name)[0], *words).config)
                             .splitlines(keepends=True) if line.startswith(shown[2:] + " =")))
@@ -103,7 +105,8 @@ def test_no_field_is_blamed_on_a_model_that_is_misspelt():
 def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
     written = tomllib.loads(to_toml(resolve(reading_of("--model", model).config, 1)[0]))
     names = {key.replace("-", "_") for key in written}
-    taken = {("model", model), ("optimizer", "adamw")}
+    taken = {("model", model), ("optimizer", "adamw"),
+             ("lr_schedule", "cosine", "linear", "wsd")}
     assert {CHOICES[name] for name in names & CHOICES.keys()} == taken
     assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])}
     assert ("prompt" in names) == (model == "decoder")
@@ -151,6 +154,8 @@ def test_layout_is_short_for_the_axes(tmp_path):
         (["--learning-rate", "3"], ["--learning-rate: is called --lr here; type that"]),
         (["--tensor-model-parallel-size=2"], ["size: is called --tp here; type that"]),
         (["--micro-batch-size", "4"], ["--micro-batch-size: unknown", "type --num-microbatches"]),
+        (["--grad-accumulation", "4"], ["type --num-microbatches, with the same number",
+                                        "--batch-size is that of the whole step, dp *"]),
         (["--dropout", "0.1"], ["--dropout: is not built; leave it out"]),
         (["--seqlen=3"], ["--seqlen: unknown flag", "did you mean --seq-len?"]),
         (["--zzzzzzzz"], ["--zzzzzzzz: unknown flag"]),

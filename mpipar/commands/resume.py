@@ -29,6 +29,7 @@ from mpipar.config.resumed import resumed
 from mpipar.errors import DataError, UsageError
 from mpipar.files.text import brief
 from mpipar.trace.tracer import trace_steps
+from mpipar.train.learning_rate import of_new_length
 
 NEVER, AUTO = "never", "auto"
 
@@ -148,8 +149,7 @@ def behind(start: Start, inputs):
                      " nothing is traced")
         config = replace(config, run=replace(config.run, trace=None, trace_ops=False))
     if start.candidates and config.train.steps != was:
-        notes.append(f"--steps {config.train.steps}, {was} before: the learning rate of each"
-                     " further step is that of the new length")
+        notes.append(f"--steps {config.train.steps}, {was} before: {of_new_length(config.train)}")
     return replace(inputs, config=config, notes=[*notes, *inputs.notes])
 
 

@@ -78,14 +78,15 @@ def choice_problems(config: Config, given: dict) -> list[str]:
     """
     values, found = {one.name: value for _, one, value in settings(config)}, []
     for name, value in given.items():
-        choice, wanted = CHOICES.get(name, (None, None))
+        choice, *wanted = CHOICES.get(name, (None,))
         known = choice and all(values[one] in FIELDS[one].metadata["choices"]
                                for one in (choice, "preset"))
-        if known and values[choice] != wanted:
+        if known and values[choice] not in wanted:
             other = COUNTERPARTS.get(name)
             cure = f"type {flag(other)} {value}" if other else "leave it out"
-            found.append(f"{flag(name)}: belongs to {flag(choice)} {wanted}, but {flag(choice)} is"
-                         f" {values[choice]}; {cure}, or type {flag(choice)} {wanted}")
+            found.append(f"{flag(name)}: belongs to {flag(choice)} {' or '.join(wanted)}, but"
+                         f" {flag(choice)} is {values[choice]}; {cure}, or type {flag(choice)}"
+                         f" {wanted[0]}")
     return found
 
 

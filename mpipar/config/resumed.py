@@ -11,7 +11,8 @@ from mpipar.config.setting import flag
 
 # What decides the numbers of a run. With another value it would be another run.
 FIXED = ("preset", "dtype", "seed", "loss_scale", "loss_scale_interval", "batch_size", "optimizer",
-         "lr", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "eps", "clip")
+         "lr", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps", "weight_decay",
+         "beta1", "beta2", "eps", "clip")
 # How a layer is cut, which any run may choose anew.
 CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}
 # What belongs to one start of the program, not to the run.

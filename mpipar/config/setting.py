@@ -13,8 +13,8 @@ def setting(default, what, *, low=None, above=None, below=None, high=None, choic
             in_bytes=False, only=None):
     """A field: help, low <= value <= high, above < value < below; in_bytes: 64K is a value too.
 
-    only: (field, value) of the choice that the field belongs to. With another value of the choice,
-    the field means nothing, is not written, and is refused if given.
+    only: (field, value, ...) of the choice that the field belongs to. With another value of the
+    choice than these, the field means nothing, is not written, and is refused if given.
     """
     legal = {"low": low, "above": above, "below": below, "high": high, "choices": choices,
              "in_bytes": in_bytes, "only": only}

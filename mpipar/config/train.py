@@ -17,8 +17,17 @@ class TrainConfig:
         high=2**24)
     optimizer: str = setting("adamw", "update rule", choices=("adamw", "sgd"))
     lr: float = setting(3e-3, "peak learning rate", above=0.0)
-    min_lr_ratio: float = setting(0.1, "last learning rate / peak, end of the cosine", low=0.0)
     warmup_steps: int = setting(20, "steps of linear warm-up, for Adam's first steps", low=0)
+    lr_schedule: str = setting(
+        "cosine", "learning rate after the warm-up: cosine or linear = falls to the last step; wsd"
+        " = constant, and falls at the end; constant", choices=("cosine", "linear", "constant",
+                                                                "wsd"))
+    min_lr_ratio: float = setting(
+        0.1, "last learning rate / peak, where it falls", low=0.0,
+        only=("lr_schedule", "cosine", "linear", "wsd"))
+    decay_ratio: float = setting(
+        0.2, "wsd: share of the steps, at the end, in which the learning rate falls", above=0.0,
+        high=1.0, only=("lr_schedule", "wsd"))
     weight_decay: float = setting(0.1, "decoupled, per unit of lr; matrices only", low=0.0)
     beta1: float = setting(
         0.9, "AdamW: decay of the gradient's mean", low=0.0, below=1.0, only=OF_ADAMW)

@@ -18,11 +18,18 @@ SYNONYMS = {  # other programs' names -> field
     "num_layers_per_virtual_pipeline_stage": "chunks", "save_steps": "save_interval",
     "checkpoint_interval": "save_interval", "resume_from_checkpoint": "resume",
     "save_total_limit": "keep_checkpoints", "async_save": "save_async",
+    "lr_decay_style": "lr_schedule", "lr_scheduler": "lr_schedule",
+    "lr_scheduler_type": "lr_schedule",
 }
+ACCUMULATION = ("--num-microbatches, with the same number: a step adds the gradients of so many"
+                " microbatches; --batch-size is that of the whole step, dp * num-microbatches *"
+                " rows of a microbatch")
 OTHERWISE = {  # other programs' names for what has another form here -> what to type
     "micro_batch_size": "--num-microbatches: a microbatch has batch-size / (dp *"
                         " num-microbatches) rows",
-    "gradient_accumulation_steps": "--num-microbatches: each adds to the gradients of one step",
+    **dict.fromkeys(("grad_accumulation", "grad_accumulation_steps", "gradient_accumulation",
+                     "gradient_accumulation_steps", "accumulate_grad_batches"), ACCUMULATION),
+    "lr_decay_iters": "--lr-schedule wsd and --decay-ratio, a share of the steps",
     "min_lr": "--min-lr-ratio, a share of --lr", "bf16": "--dtype bfloat16",
     "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
     "untie_embeddings_and_output_weights": "--no-tied",

@@ -42,6 +42,11 @@ def layout_text(grid) -> str:
     return sizes_text(vars(grid)) + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
 
 
+def microbatches_text(count: int) -> str:
+    """The microbatches of a step, also in the words of other programs."""
+    return f"{count} microbatches (gradient accumulation)" if count > 1 else "1 microbatch"
+
+
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
     """Layout, schedule and model in two lines."""
     grid, model, run = config.grid, config.model, config.run
@@ -50,7 +55,7 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
         f"{world_size} rank{'s' * (world_size > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}:"
         f" {layout_text(grid)},"
         f" schedule {grid.schedule_csv or grid.schedule}, {num_stages} stages,"
-        f" {grid.num_microbatches} microbatches, {run.dtype} on {run.device}"
+        f" {microbatches_text(grid.num_microbatches)}, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"
         f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
         f"model {run.preset}: {models.model_of(model).describe_model(model)};"

@@ -1,11 +1,9 @@
-"""Optimizers over flat buffers of master weights, and the learning rate of a step.
+"""Optimizers over flat buffers of master weights.
 
 Weight decay is decoupled. It applies to matrices and embedding tables, not to biases and norms.
 """
 
 from __future__ import annotations
-
-import math
 
 TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of what `state` gives
 
@@ -63,16 +61,3 @@ class AdamW(Sgd):
 
 
 OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}
-
-
-def learning_rate(config, step: int) -> float:
-    """Learning rate of `step`: a linear warm-up, then a cosine down to min_lr_ratio * lr.
-
-    `step` counts from 1.
-    """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    span = max(1, config.steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    low = config.min_lr_ratio * config.lr
-    return low + (config.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -23,9 +23,10 @@ from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train import non_finite
 from mpipar.train.gradsync import GradSync, agree
+from mpipar.train.learning_rate import learning_rate
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.non_finite import is_finite, seen
-from mpipar.train.optim import OPTIMIZERS, learning_rate
+from mpipar.train.optim import OPTIMIZERS
 
 
 @dataclass(frozen=True)
