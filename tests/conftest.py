@@ -68,6 +68,12 @@ def missing_peers() -> str | None:
 
 
 @functools.cache
+def missing_text() -> str | None:
+    """Return why the tests marked text cannot run here, or None."""
+    return None if importlib.util.find_spec("tokenizers") else "tokenizers is not installed"
+
+
+@functools.cache
 def missing_slurm() -> str | None:
     """Return why the tests marked slurm cannot run here, or None."""
     names = slurm_cluster.missing_programs()
@@ -99,7 +105,7 @@ def missing_compiler() -> str | None:
 
 NEEDS = {
     "gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm, "browser": missing_browser,
-    "numba": missing_numba, "cupy": missing_cupy,
+    "numba": missing_numba, "cupy": missing_cupy, "text": missing_text,
     "shim": missing_compiler, "nvrtc": nvrtc.missing,
 }
 

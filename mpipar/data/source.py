@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.data.token_file import BLOCK, TokenFile, outside
+from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
 
 LLMC_MAGIC, LLMC_HEADER = 20240520, 256 * 4
 OTHER_MAGICS = {20240801: "llm.c's Llama 3 format (uint32)", 20240522: "llm.c's HellaSwag format"}
 MOST_TEXT = 4 << 30  # bytes
-BYTE_VOCABULARY = 512  # a vocabulary above this, padding included, is not one of bytes
 
 
 def load_tokens(paths: tuple[str, ...], vocab_size: int):

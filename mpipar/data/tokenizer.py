@@ -1,0 +1,282 @@
+"""Text to token ids and back: bytes, ids written as words, or the files of a tokenizer.
+
+A tokenizer is a set of files beside the weights, as Hugging Face's libraries write them:
+tokenizer.json, or GPT-2's vocab.json and merges.txt. Bytes have such a file too, so that other
+programs can talk to a model of bytes. The library `tokenizers` reads all files but that one. It is
+the extra `text`, imported when it is needed. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.errors import DataError, EnvironmentProblem, UsageError
+from mpipar.files.bounded import parse_json, problems_as, read_bytes
+from mpipar.files.replace import replace_file
+
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+# The files of a tokenizer, as transformers looks for them; those that are there are copied.
+FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+         "merges.txt", "tokenizer.model", "chat_template.jinja")
+MOST_BYTES = 128 << 20  # of one file; the largest known one has some 35 MB
+MOST_IDS = 1 << 24  # the largest known vocabulary has some 260,000 ids
+END = "<|endoftext|>"
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for where no file says which it is
+BYTES = 256
+BYTE_VOCABULARY = 512  # a model with more ids, padding included, is not one of bytes
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Bytes, if no subclass says otherwise: the ids 0 to 255.
+
+    size: ids in the vocabulary. end: the id that ends a document, or None. files: what `copy`
+    writes. what: a name for the user.
+    """
+
+    size: int = BYTES
+    end: int | None = None
+    files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    what: str = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text. What looks like a special token in it is text like any other."""
+        return list(text.encode("utf-8", "surrogateescape"))  # the bytes that were typed
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt as transformers makes them: with special tokens, and a first one."""
+        return self.encode(text)
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of many texts, on all threads that the library takes."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, special tokens included; what is not UTF-8 becomes replacement marks."""
+        special = {self.end: END.encode()}
+        return b"".join(bytes([one]) if one < BYTES else special.get(one, b"")
+                        for one in map(int, ids)).decode(errors="replace")
+
+    def copy(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder that exists. Raises OSError."""
+        for name, content in self.files.items():
+            replace_file(Path(folder) / name, [content])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the files' names, sizes and contents."""
+        found = hashlib.sha256()
+        for name, content in sorted(self.files.items()):
+            found.update(f"{name}\0{len(content)}\0".encode() + content)
+        return found.hexdigest()
+
+
+class Ids(Tokenizer):
+    """Ids written as words: a model whose tokenizer is not known takes and gives `464 318`."""
+
+    def encode(self, text: str) -> list[int]:
+        words = text.split()
+        return [int(word) for word in words] if all(map(str.isdecimal, words)) else []
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True)
+class HuggingFace(Tokenizer):
+    """A tokenizer that the library `tokenizers` has read. library: its object."""
+
+    library: object = field(default=None, repr=False)
+
+    def encode(self, text: str) -> list[int]:
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        self.library.encode_special_tokens = False
+        try:
+            return self.library.encode(text).ids
+        finally:
+            self.library.encode_special_tokens = True
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.library.decode(list(map(int, ids)), skip_special_tokens=False)
+
+
+def byte_tokenizer(end: bool = False) -> Tokenizer:
+    """Bytes, and one id more that ends a document if `end`."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast",
+                "clean_up_tokenization_spaces": False} | ({"eos_token": END} if end else {})
+    files = {TOKENIZER: _byte_file(end), SETTINGS: json.dumps(settings, indent=1).encode()}
+    return Tokenizer(BYTES + end, BYTES if end else None, files)
+
+
+def default_tokenizer(vocab_size: int) -> Tokenizer:
+    """What a model without a tokenizer's files takes: bytes if they fit, else ids as words."""
+    if vocab_size > BYTE_VOCABULARY:
+        return Ids(vocab_size, what="ids")
+    return byte_tokenizer() if vocab_size >= BYTES else Tokenizer(vocab_size)
+
+
+def load_tokenizer(path) -> Tokenizer:
+    """The tokenizer of a folder with Hugging Face's files, or of a single tokenizer.json.
+
+    Raises DataError for files that cannot be used, and EnvironmentProblem without the library.
+    """
+    path = Path(path)
+    files = _read_files(path)
+    for end in (False, True):
+        if files.get(TOKENIZER) == _byte_file(end):
+            return byte_tokenizer(end)
+    if TOKENIZER in files:
+        text = files[TOKENIZER].decode(errors="replace")
+    else:
+        text = _of_gpt2(path, files)
+    library = _library(path, text)
+    vocabulary = library.get_vocab()
+    size = max(vocabulary.values(), default=-1) + 1
+    if not 1 < size <= MOST_IDS:
+        raise DataError(f"{path}: the tokenizer has {size:,} ids; 2 to {MOST_IDS:,} are read")
+    end = _end(path, files, vocabulary, library.get_added_tokens_decoder())
+    return HuggingFace(size, end, files, f"tokenizer of {path}", library)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer that can be read."""
+    return os.path.exists(folder / TOKENIZER) or all(
+        os.path.exists(folder / name) for name in ("vocab.json", "merges.txt"))
+
+
+def tokenizer_of(folder: Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer of the model in a folder, or what a model with so many ids takes.
+
+    Raises like `load_tokenizer`, and DataError if it has more ids than the model.
+    """
+    if folder is None or not has_tokenizer(Path(folder)):
+        return default_tokenizer(vocab_size)
+    found = load_tokenizer(folder)
+    if found.size > vocab_size:
+        raise DataError(f"{folder}: its tokenizer has {found.size:,} ids, more than the model's"
+                        f" vocabulary of {vocab_size:,}; give the tokenizer of this model")
+    return found
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
+    """The ids of a prompt, at least one and all in the model's vocabulary; raises UsageError."""
+    ids = tokenizer.encode_prompt(prompt)
+    if ids and max(ids) < vocab_size:
+        return ids
+    takes = {"bytes": "a model of bytes takes text", "ids": "a model without the files of a"
+             " tokenizer takes ids, as in --prompt '464 318'"}
+    raise UsageError(f"--prompt {prompt!r}: needs at least one token, all below the model's"
+                     f" vocabulary of {vocab_size:,}; {takes.get(tokenizer.what, 'give text')}")
+
+
+def _read_files(path: Path) -> dict[str, bytes]:
+    """The content of each file of the tokenizer by its name."""
+    folder = os.path.isdir(path)
+    names = [name for name in FILES if os.path.exists(path / name)] if folder else [TOKENIZER]
+    if folder and not has_tokenizer(path):
+        cure = ("; tokenizer.model alone is not read: let transformers save it as tokenizer.json"
+                if "tokenizer.model" in names else "")
+        raise DataError(f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
+                        f" with merges.txt){cure}")
+    found = {}
+    for name in names:
+        file = path / name if folder else path
+        with problems_as(DataError, str(file)):
+            found[name] = read_bytes(file, most_bytes=MOST_BYTES)
+    return found
+
+
+def _library(path: Path, text: str):
+    """The object of the library `tokenizers` for the text of a tokenizer.json."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise EnvironmentProblem(
+            f"{path}: reading a tokenizer needs the library tokenizers, which is not installed:"
+            " pip install '.[text]'") from None
+    try:
+        library = tokenizers.Tokenizer.from_str(text)
+        library.no_truncation()
+        library.no_padding()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library's own errors, and a panic below it
+        raise DataError(f"{path}: is no tokenizer that the library tokenizers"
+                        f" {tokenizers.__version__} reads: {error}") from None
+    library.encode_special_tokens = True  # of a text; prompts ask for special tokens
+    return library
+
+
+def _of_gpt2(path: Path, files: dict[str, bytes]) -> str:
+    """The text of tokenizer.json for GPT-2's vocab.json and merges.txt, as transformers reads them.
+    """
+    with problems_as(DataError, str(path / "vocab.json")):
+        vocabulary = parse_json(files["vocab.json"].decode())
+        if not isinstance(vocabulary, dict):
+            raise ValueError("must hold an object of tokens with their ids")
+    with problems_as(DataError, str(path / "merges.txt")):
+        lines = files["merges.txt"].decode().split("\n")
+        merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+        if bad := next((pair for pair in merges if len(pair) != 2), None):
+            raise ValueError(f"a line must hold two tokens, not {' '.join(bad)[:80]!r}")
+    added = [_special(vocabulary[END])] if type(vocabulary.get(END)) is int else []
+    return _bpe_file(vocabulary, merges, added, regex=True)
+
+
+def _bpe_file(vocabulary: dict, merges: list, added: list, regex: bool) -> str:
+    """The text of a tokenizer.json: pairs of bytes and tokens that merge. regex: within words."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+             "use_regex": regex}
+    return json.dumps({
+        "version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
+        "post_processor": None, "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges}})
+
+
+def _special(number: int) -> dict:
+    """The end of text as a special token with this id."""
+    return {"id": number, "content": END, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": True}
+
+
+def _byte_file(end: bool) -> bytes:
+    """A tokenizer.json of bytes: each has the letter that GPT-2's files write for it.
+
+    A byte that is a visible letter of Latin-1 stands for itself. The others take the letters from
+    U+0100 on, in order.
+    """
+    visible = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
+    others = [byte for byte in range(BYTES) if byte not in visible]
+    letters = {byte: chr(byte) for byte in visible}
+    letters |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
+    vocabulary = {letters[byte]: byte for byte in range(BYTES)}
+    added = [_special(BYTES)] if end else []
+    return _bpe_file(vocabulary, [], added, regex=False).encode()
+
+
+def _end(path: Path, files: dict, vocabulary: dict, added: dict) -> int | None:
+    """The id that ends a text: what the files name, else a well-known special token, or None."""
+    for name in (SETTINGS, "special_tokens_map.json"):
+        if name not in files:
+            continue
+        with problems_as(DataError, str(path / name)):
+            found = parse_json(files[name].decode())
+            named = found.get("eos_token") if isinstance(found, dict) else None
+            named = named.get("content") if isinstance(named, dict) else named
+            if isinstance(named, str) and named in vocabulary:
+                return vocabulary[named]
+    known = {token.content: number for number, token in added.items()}
+    return next((known[name] for name in ENDS if name in known), None)

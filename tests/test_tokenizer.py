@@ -1,0 +1,153 @@
+"""Text to ids and back: the files of a tokenizer, bytes, and what transformers makes of them."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers_made import TEXTS, save_like_gpt2, save_tokenizer
+
+from mpipar.data.tokenizer import (
+    END,
+    MOST_IDS,
+    byte_tokenizer,
+    default_tokenizer,
+    load_tokenizer,
+    prompt_ids,
+    tokenizer_of,
+)
+from mpipar.errors import DataError, EnvironmentProblem, UsageError
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    for tokenizer in (byte_tokenizer(), byte_tokenizer(end=True)):
+        ids = tokenizer.encode(text)
+        assert bytes(ids) == text.encode()
+        assert tokenizer.decode(ids) == text
+        np.testing.assert_array_equal(tokenizer.encode_all([text, ""])[0], ids)
+
+
+def test_bytes_have_a_file_that_is_known_again(tmp_path):
+    for end, size in ((False, 256), (True, 257)):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        byte_tokenizer(end).copy(folder)
+        found = load_tokenizer(folder)
+        assert (found.size, found.end, found.what) == (size, 256 if end else None, "bytes")
+        assert found.digest == byte_tokenizer(end).digest
+    assert byte_tokenizer(True).decode([104, 256, 105, 300]) == f"h{END}i"
+    assert byte_tokenizer().decode([104, 0xe4, 256]) == "h\ufffd"
+
+
+def test_a_model_without_files_takes_bytes_or_ids():
+    assert default_tokenizer(512).encode("a\n") == [97, 10]
+    ids = default_tokenizer(50257)
+    assert ids.encode("464 318") == [464, 318]
+    assert ids.decode([464, 318]) == "464 318"
+    assert prompt_ids(ids, "464 318", 50257) == [464, 318]
+    for prompt, words in (("Hello", "takes ids"), ("50257", "takes ids"), ("", "takes ids")):
+        with pytest.raises(UsageError, match=words):
+            prompt_ids(ids, prompt, 50257)
+    for prompt in ("", "\xff"):
+        with pytest.raises(UsageError, match="of 128; a model of bytes takes text"):
+            prompt_ids(default_tokenizer(128), prompt, 128)
+
+
+def test_without_the_library(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install '\.\[text\]'"):
+        load_tokenizer(tmp_path)
+    byte_tokenizer().copy(tmp_path)
+    assert load_tokenizer(tmp_path).what == "bytes"  # needs no library
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"looked for tokenizer.json.*tokenizer.model alone"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match="No such file"):
+        load_tokenizer(tmp_path / "missing")
+    assert tokenizer_of(tmp_path, 256).what == "bytes"
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("save", [save_tokenizer, save_like_gpt2])
+def test_ids_are_those_of_transformers(save, tmp_path):
+    save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
+    kind = transformers.GPT2TokenizerFast if save is save_like_gpt2 else \
+        transformers.PreTrainedTokenizerFast
+    theirs = kind.from_pretrained(tmp_path)
+    assert len(theirs) == tokenizer.size == 400
+    assert theirs.convert_tokens_to_ids(END) == tokenizer.end == (399 * (save is save_like_gpt2))
+    for text in TEXTS:
+        assert tokenizer.encode_prompt(text) == theirs(text)["input_ids"], text
+        plain = theirs(text, split_special_tokens=True)["input_ids"]
+        assert tokenizer.encode(text) == tokenizer.encode_all([text])[0].tolist(), text
+        if END not in text:
+            assert tokenizer.encode(text) == plain, text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.decode(plain) == theirs.decode(plain)
+    assert tokenizer.end not in tokenizer.encode(f"a{END}b")
+    assert tokenizer.end in tokenizer.encode_prompt(f"a{END}b")
+
+
+@pytest.mark.text
+def test_transformers_reads_the_file_of_bytes(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
+    byte_tokenizer(end=True).copy(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(theirs), theirs.eos_token_id) == (257, 256)
+    for text in TEXTS:
+        if END not in text:
+            assert theirs(text)["input_ids"] == list(text.encode())
+            assert theirs.decode(list(text.encode())) == text
+
+
+@pytest.mark.text
+def test_a_copy_is_the_same_tokenizer(tmp_path):
+    save_tokenizer(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": {"content": "e"}}')
+    (tmp_path / "a" / "notes.txt").write_text("not copied")
+    found = load_tokenizer(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    found.copy(tmp_path / "b")
+    again = load_tokenizer(tmp_path / "b")
+    assert again.digest == found.digest
+    assert again.end == found.end == found.encode("e")[0]  # the file's word comes first
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "tokenizer.json", "tokenizer_config.json"]
+    with pytest.raises(DataError, match="400 ids, more than the model's vocabulary of 300"):
+        tokenizer_of(tmp_path / "b", 300)
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("content", [
+    b"", b"\0", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe", b"[" * 100_000,
+    json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": MOST_IDS}, "merges": []}}).encode(),
+    json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(),
+])  # fmt: skip
+def test_a_tokenizer_that_is_none(content, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    for given in (path, tmp_path):
+        with pytest.raises(DataError, match=str(given)):
+            load_tokenizer(given)
+
+
+@pytest.mark.text
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("vocab.json", "[]", "object of tokens"), ("vocab.json", "{", "is not JSON"),
+    ("vocab.json", '{"a": "b"}', "no tokenizer that"), ("merges.txt", "a b c\n", "two tokens"),
+    ("merges.txt", "a zzzz\n", "no tokenizer that"),
+])  # fmt: skip
+def test_files_of_gpt2_that_are_none(name, content, message, tmp_path):
+    save_like_gpt2(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path)
