@@ -135,9 +135,9 @@ def test_a_copy_is_the_same_tokenizer(tmp_path):
 def test_a_tokenizer_that_is_none(content, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    for given in (path, tmp_path):
-        with pytest.raises(DataError, match=str(given)):
-            load_tokenizer(given)
+    for name in (path, tmp_path):
+        with pytest.raises(DataError, match=str(name)):
+            load_tokenizer(name)
 
 
 @pytest.mark.text

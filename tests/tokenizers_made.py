@@ -8,9 +8,10 @@ import pytest
 
 from mpipar.data.tokenizer import END
 
-TEXTS = ["The cat sat on the mat. It's 12,345 o'clock!\n\n  \tAnd \u00e4\u00f6\u00fc, \u4e2d\u6587,"
-         " \U0001f600 are letters.", "for i in range(10):\n    print(i)\n", " ", "a", "\n\n\n",
-         f"a {END} b", "x" * 300, "\u0000\u007f\u00a0\u2028\ufeff"]
+TEXTS = [
+    "The cat sat on the mat.\n\n  \tIt's 12,345 o'clock! \u00e4\u00f6 \u4e2d\u6587 \U0001f600",
+    "for i in range(10):\n    print(i)\n", " ", "a", "\n\n\n", f"a {END} b", "x" * 300,
+    "\u0000\u007f\u00a0\u2028\ufeff"]
 
 
 def trained(vocab_size: int = 400):

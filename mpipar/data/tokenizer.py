@@ -211,9 +211,7 @@ def _library(path: Path, text: str):
         library = tokenizers.Tokenizer.from_str(text)
         library.no_truncation()
         library.no_padding()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library's own errors, and a panic below it
+    except Exception as error:  # noqa: BLE001 (the library raises nothing more special)
         raise DataError(f"{path}: is no tokenizer that the library tokenizers"
                         f" {tokenizers.__version__} reads: {error}") from None
     library.encode_special_tokens = True  # of a text; prompts ask for special tokens
@@ -221,8 +219,7 @@ def _library(path: Path, text: str):
 
 
 def _of_gpt2(path: Path, files: dict[str, bytes]) -> str:
-    """The text of tokenizer.json for GPT-2's vocab.json and merges.txt, as transformers reads them.
-    """
+    """The text of a tokenizer.json for GPT-2's two files, as transformers reads them."""
     with problems_as(DataError, str(path / "vocab.json")):
         vocabulary = parse_json(files["vocab.json"].decode())
         if not isinstance(vocabulary, dict):
