@@ -1,5 +1,6 @@
 """The simulator: every span against a second computation, latency terms, bytes; and the choice."""
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -14,32 +15,40 @@ from mpipar.models.stage import UnitFlops, balanced_layers
 from mpipar.pipeline.choose import FITS, choose_schedule
 from mpipar.pipeline.closed_form import closed_form
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.instructions import ScheduleError, is_compute, lower, parts
+from mpipar.pipeline.instructions import (
+    ScheduleError,
+    is_compute,
+    lower,
+    neighbours,
+    on_wire,
+    parts,
+)
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from mpipar.pipeline.simulate import simulate
 
 
 def longest_paths(schedule, costs):
-    """End of every pass: repeated relaxation over all dependencies, until nothing changes."""
+    """End of every pass: repeated relaxation over all dependencies, until nothing changes.
+
+    A message leaves when its pass has ended and the one before it has left the link.
+    """
     f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
     duration = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
-    ends, previous = {}, None
+    ends, arrivals, previous = {}, {}, None
     while ends != previous:
         previous = dict(ends)
         for pp_rank in range(schedule.pp_size):
-            clock = 0
+            clock, free = 0, {}
             for instr in compute(schedule, pp_rank):
-                start = clock
-                for kind, stage, mb in parts(instr):
-                    for each, source in (("F", stage - 1), ("B", stage + 1), ("I", stage + 1)):
-                        if (kind == "F") == (each == "F") and kind != "W":
-                            arrived = ends.get((each, source, mb), 0)
-                            if arrived and schedule.rank_of(source, mb) != pp_rank:
-                                arrived += costs.hop()
-                            start = max(start, arrived)
+                received, sent = neighbours(schedule, instr)
+                start = max([clock, *(arrivals.get(message, 0) for message in received)])
                 total = sum(duration[kind][stage] for kind, stage, _ in parts(instr))
                 clock = start + total * (costs.overlap if len(parts(instr)) == 2 else 1)
                 ends |= dict.fromkeys(parts(instr), clock)
+                for message in (message for message in sent if message.is_remote):
+                    leaves = max(clock, free.get(message.target, 0))
+                    free[message.target] = leaves + costs.time_on_link()
+                    arrivals[message] = leaves + costs.hop()
     return ends
 
 
@@ -105,10 +114,69 @@ def test_1f1b_against_gpipe_is_a_latency_probe():
     assert one.makespan - all_forward.makespan == (2 * (p - 1) * m // p - 2) * c
 
 
-def test_bandwidth_is_a_latency_of_the_message():
+def test_a_message_shorter_than_a_pass_meets_no_queue():
     schedule = make_schedule("1f1b", 4, 8)
     slow = simulate(schedule, Costs(latency=1, bandwidth=4, message_bytes=Fraction(2)))
     assert slow.makespan == simulate(schedule, Costs(latency=Fraction(3, 2))).makespan
+
+
+def test_messages_longer_than_a_pass_queue_for_the_link():
+    """The second rank of gpipe gets a microbatch every 4, not every 1, and sends back as slowly."""
+    schedule, size = make_schedule("gpipe", 2, 5), 4
+    queued = simulate(schedule, Costs(bandwidth=1, message_bytes=size))
+    assert queued.makespan == 1 + 5 * size + 1 + 5 * 2 - 2 * 4 + 4 * size + size + 2
+    assert simulate(schedule, Costs(latency=size)).makespan == 1 + size + 5 * 3 + size + 2
+
+
+@given(counts(max_p=4, max_m=6), st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_step_is_shorter_than_its_links_or_its_passes(case, data):
+    """Whatever the size of a rendezvous, and however many cores the ranks share."""
+    name, p, m, chunks = case
+    schedule = make_schedule(name, p, m, chunks)
+    cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
+    costs = Costs(
+        *(data.draw(st.tuples(*[cost] * schedule.num_stages)) for _ in "fiw"),
+        latency=data.draw(st.fractions(0, 2, max_denominator=8)), message_bytes=Fraction(5),
+        eager_bytes=data.draw(st.sampled_from((None, 4, 5))))
+    free = simulate(schedule, replace(costs, eager_bytes=None))
+    on_links = Counter((message.source, message.target) for program in schedule.programs
+                       for instr in program for message in on_wire(schedule, instr)[1])
+    before = None
+    for bandwidth in (Fraction(1, 4), 1, 16, 10**9):
+        timeline = simulate(schedule, replace(costs, bandwidth=bandwidth))
+        wire = max(on_links.values(), default=0) * costs.message_bytes / bandwidth
+        assert timeline.makespan >= max(wire, *timeline.busy)
+        assert timeline.makespan >= free.makespan
+        assert timeline.busy == free.busy
+        if not costs.is_rendezvous():
+            assert before is None or timeline.makespan <= before
+            before = timeline.makespan
+    if before is not None:
+        assert before == pytest.approx(free.makespan)
+    for cores in (1, 2, p):
+        shared = simulate(schedule, replace(costs, bandwidth=2, cores=cores))
+        assert shared.makespan >= max(sum(free.busy) / cores, *free.busy) - Fraction(1, 10**6)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4])
+def test_ranks_that_share_cores_get_equal_shares(cores):
+    """Four equal replicas take 4 / cores times as long as alone; four ranks in turn no longer."""
+    own, shared = (simulate(make_schedule("gpipe", 1, 6), Costs(2, 3, 1, cores=share)).makespan
+                   for share in (1, Fraction(cores, 4)))
+    assert shared == own * Fraction(4, cores)
+    one_at_a_time = simulate(make_schedule("naive", 4, 3), Costs(2, 3, 1, cores=cores))
+    assert one_at_a_time.makespan == simulate(make_schedule("naive", 4, 3), Costs(2, 3, 1)).makespan
+
+
+def test_a_rendezvous_waits_until_both_ranks_are_in_mpi():
+    """The second message asks at 8, the receiver looks at 10, and the sender leaves MPI till 12."""
+    schedule = make_schedule("gpipe", 2, 3)
+    costs = Costs(f=4, bandwidth=1, message_bytes=2)
+    eager, asked = (simulate(schedule, replace(costs, eager_bytes=most)) for most in (2, 1))
+    starts = [[span.start for span in timeline.spans[1]][:3] for timeline in (eager, asked)]
+    assert starts == [[6, 10, 14], [6, 14, 18]]
+    assert [span.instr for span in asked.spans[1]] == list(schedule.programs[1])
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])

@@ -18,9 +18,12 @@ class Costs:
     f, i, w: forward, input gradient, weight gradient of one microbatch; a full backward is i + w.
     overlap: cost of OVERLAP_F_B divided by that of its forward and backward one after the other.
     latency: from the end of a pass to the start of the pass on another rank that waits for its
-    result. bandwidth: bytes per unit of time of a link, None for unlimited. message_bytes: one
-    activation. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I
-    to W. transient_bytes: what a layer that runs forward again holds besides during I.
+    result. bandwidth: bytes per unit of time of a link, one way; None for unlimited. On a link one
+    message follows the other. message_bytes: one activation. eager_bytes: the largest message that
+    goes while its ranks compute, None for any size (see `events`). cores: how many the pipeline's
+    ranks share, None for one core each. stash_bytes: kept from F to B or I. kept_bytes: the part of
+    these that stays from I to W. transient_bytes: what a layer that runs forward again holds
+    besides during I.
     weight_bytes: weights, gradients and optimizer state of one copy of a stage.
     """
 
@@ -31,6 +34,8 @@ class Costs:
     latency: Real = 0
     bandwidth: Real | None = None
     message_bytes: Real = 0
+    eager_bytes: Real | None = None
+    cores: Real | None = None
     stash_bytes: Real | tuple[Real, ...] = 0
     kept_bytes: Real | tuple[Real, ...] = 0
     transient_bytes: Real | tuple[Real, ...] = 0
@@ -45,11 +50,17 @@ class Costs:
             raise UsageError(f"costs have {len(value)} values of {name} for {num_stages} stages")
         return value
 
+    def time_on_link(self) -> Real:
+        """How long a message keeps its link from sending the next one."""
+        return 0 if self.bandwidth is None else self.message_bytes / self.bandwidth
+
     def hop(self) -> Real:
-        """Time from the end of a pass until its result has arrived on another rank."""
-        if self.bandwidth is None:
-            return self.latency
-        return self.latency + self.message_bytes / self.bandwidth
+        """Time from the end of a pass until its result has arrived by a free link."""
+        return self.latency + self.time_on_link()
+
+    def is_rendezvous(self) -> bool:
+        """Whether messages are too large to go while their ranks compute."""
+        return self.eager_bytes is not None and self.message_bytes > self.eager_bytes
 
     def divided(self, parts: int) -> "Costs":
         """The costs of stages that are each 1/parts of these; messages keep their size."""

@@ -1,26 +1,19 @@
 """How long a schedule takes: start and end of each instruction, given the costs of passes and hops.
 
 A rank runs its instructions one after the other, each as soon as its data has arrived. Sending
-costs the sender nothing, and links do not queue. Times have the type of the costs, so they are
-exact for ints and Fractions.
+costs the sender nothing. Each ordered pair of ranks has a link of its own. By default links have no
+bandwidth and ranks share no core: then a message takes one hop, and times are exact for ints and
+Fractions. `Costs` says what else can be given.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import NamedTuple
 
-from mpipar.pipeline.check import check_programs, peak_stash, runnable_order
+from mpipar.pipeline.check import check_programs, peak_stash
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.instructions import Instr, Message, Schedule, is_compute, parts
-
-
-class Span(NamedTuple):
-    """When one instruction ran; REDUCE_GRAD and wire instructions take no time."""
-
-    instr: Instr
-    start: Real
-    end: Real
+from mpipar.pipeline.events import Events, Span
+from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
 
 
 @dataclass(frozen=True)
@@ -74,20 +67,17 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of a schedule; ScheduleError if it cannot run, UsageError on wrong costs."""
     check_programs(schedule)
-    duration, hop = durations(schedule, costs), costs.hop()
-    spans = [[] for _ in range(schedule.pp_size)]
-    clock, messages = [0] * schedule.pp_size, [0] * schedule.pp_size
-    arrival: dict[Message, Real] = {}
-    for pp_rank, instr, received, sent in runnable_order(schedule):
-        start = end = max([clock[pp_rank], *map(arrival.pop, received)])
-        if is_compute(instr):
-            end += duration(instr)
-        arrival |= dict.fromkeys(sent, end + hop)
-        spans[pp_rank].append(Span(instr, start, end))
-        clock[pp_rank] = end
-        messages[pp_rank] += len(sent)
-    return Timeline(schedule, tuple(map(tuple, spans)), tuple(map(peak_stash, schedule.programs)),
-                    tuple(peak_stash_bytes(schedule, costs)), tuple(messages))
+    wired = schedule
+    if costs.is_rendezvous() and not schedule.wired:  # then it counts when receives are posted
+        wired = replace(schedule, wired=True, programs=tuple(
+            tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size)))
+    events = Events(wired, costs, durations(schedule, costs))
+    events.run()
+    spans = tuple(tuple(span for span in spans
+                        if schedule.wired or span.instr.kind not in WIRE_KINDS)
+                  for spans in events.spans)
+    return Timeline(schedule, spans, tuple(map(peak_stash, schedule.programs)),
+                    tuple(peak_stash_bytes(schedule, costs)), tuple(events.messages))
 
 
 def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Real]:

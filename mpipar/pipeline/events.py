@@ -1,0 +1,165 @@
+"""The simulator's clock: ranks that may share cores, and messages on links, event by event.
+
+Times are exact for ints and Fractions as long as no core is shared. A rank is *in MPI* between its
+passes, while it waits, and after its program. A *rendezvous* is a message that is too large to be
+sent ahead. It first asks its receiver, which answers when it is in MPI and has posted the receive.
+The message then leaves as soon as its sender is in MPI.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from math import inf
+from numbers import Real
+from typing import NamedTuple
+
+from mpipar.pipeline.check import circle
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.instructions import (
+    WIRE_KINDS,
+    Instr,
+    Message,
+    Schedule,
+    ScheduleError,
+    is_compute,
+    neighbours,
+    on_wire,
+)
+
+
+class Span(NamedTuple):
+    """When one instruction ran; REDUCE_GRAD and wire instructions take no time."""
+
+    instr: Instr
+    start: Real
+    end: Real
+
+
+class Events:
+    """One run of a schedule's programs.
+
+    duration: the time of a pass on a core of its own. spans, messages: by pipeline rank, what ran
+    when, and the number of messages sent. Where messages are a rendezvous, programs must be wired.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, duration: Callable[[Instr], Real]):
+        self.schedule, self.costs, self.duration = schedule, costs, duration
+        ranks = range(schedule.pp_size)
+        self.position, self.messages = [0 for _ in ranks], [0 for _ in ranks]
+        self.spans: list[list[Span]] = [[] for _ in ranks]
+        self.now = self.work = 0  # work: what every computing rank has been given up to now
+        self.computing: dict[int, Real] = {}  # rank: the start of its pass
+        self.ends: list[tuple[Real, int]] = []  # a heap: the work at which a rank's pass ends
+        self.arrivals: list[tuple[Real, int, Message]] = []  # a heap, in order of departure
+        self.arrived: set[Message] = set()  # and not yet taken
+        self.waiting: dict[Message, int] = {}  # the rank that waits for it
+        self.free: dict[tuple[int, int], Real] = {}  # when a link has sent what it was given
+        self.departures = 0
+        self.rendezvous = costs.is_rendezvous()
+        self.open: set[Message] = set()  # posted receives
+        self.asking: dict[int, list[Message]] = {pp_rank: [] for pp_rank in ranks}  # by receiver
+        self.answered: dict[int, list[Message]] = {pp_rank: [] for pp_rank in ranks}  # by sender
+
+    def run(self) -> None:
+        """Run all programs to their ends, or raise ScheduleError with the ranks that hang."""
+        for pp_rank in range(self.schedule.pp_size):
+            self._go_on(pp_rank)
+        while self.ends or self.arrivals:
+            end = self._next_end() if self.ends else inf
+            if self.arrivals and self.arrivals[0][0] <= end:
+                self._pass_time(self.arrivals[0][0])
+                self._arrive(heappop(self.arrivals)[2])
+            else:
+                self._pass_time(end)
+                _, pp_rank = heappop(self.ends)
+                start = self.computing.pop(pp_rank)
+                self._done(pp_rank, start)
+                self._go_on(pp_rank)
+        if self.waiting:
+            raise ScheduleError(circle(self.schedule, self.waiting))
+
+    # Ranks that compute at the same time get equal shares of the cores.
+
+    def _slowdown(self) -> Real:
+        """How much longer a pass takes now than on a core of its own."""
+        return max(1, len(self.computing) / self.costs.cores)
+
+    def _next_end(self) -> Real:
+        """When the next pass ends if no other begins."""
+        work = self.ends[0][0]
+        if self.costs.cores is None:
+            return work
+        return self.now + max(0, work - self.work) * self._slowdown()
+
+    def _pass_time(self, until: Real) -> None:
+        if self.costs.cores is None:
+            self.work = until
+        else:
+            self.work += (until - self.now) / self._slowdown()
+        self.now = until
+
+    # Instructions.
+
+    def _go_on(self, pp_rank: int) -> None:
+        """Run a rank's instructions until one takes time, waits, or is the last."""
+        self._enter_mpi(pp_rank)
+        program = self.schedule.programs[pp_rank]
+        while self.position[pp_rank] < len(program):
+            instr = program[self.position[pp_rank]]
+            received, _ = on_wire(self.schedule, instr)
+            for message in received:
+                if message not in self.arrived:
+                    self.waiting[message] = pp_rank
+                    return
+            self.arrived.difference_update(received)
+            if is_compute(instr):
+                self.computing[pp_rank] = self.now
+                heappush(self.ends, (self.work + self.duration(instr), pp_rank))
+                return
+            if self.rendezvous and instr.kind in WIRE_KINDS:
+                self._post_receives(instr)
+            self._done(pp_rank, self.now)
+
+    def _done(self, pp_rank: int, start: Real) -> None:
+        """Note the end of the rank's instruction, and hand over what it sends."""
+        instr = self.schedule.programs[pp_rank][self.position[pp_rank]]
+        self.spans[pp_rank].append(Span(instr, start, self.now))
+        self.position[pp_rank] += 1
+        for message in on_wire(self.schedule, instr)[1]:
+            self.messages[pp_rank] += 1
+            if not self.rendezvous or (
+                    message in self.open and message.target not in self.computing):
+                self._depart(message)
+            else:
+                self.asking[message.target].append(message)
+
+    # Messages.
+
+    def _depart(self, message: Message) -> None:
+        """Queue for the link, which sends one message after the other."""
+        link = message.source, message.target
+        start = max(self.now, self.free.get(link, 0))
+        self.free[link] = start + self.costs.time_on_link()
+        self.departures += 1
+        heappush(self.arrivals, (start + self.costs.hop(), self.departures, message))
+
+    def _arrive(self, message: Message) -> None:
+        self.arrived.add(message)
+        if message in self.waiting:
+            self._go_on(self.waiting.pop(message))
+
+    def _post_receives(self, instr: Instr) -> None:
+        for message in neighbours(self.schedule, instr)[0]:
+            self.open.add(message)
+            self._enter_mpi(message.target)
+
+    def _enter_mpi(self, pp_rank: int) -> None:
+        """Answer those who ask this rank, and send what others have answered."""
+        for message in [one for one in self.asking[pp_rank] if one in self.open]:
+            self.asking[pp_rank].remove(message)
+            if message.source in self.computing:
+                self.answered[message.source].append(message)
+            else:
+                self._depart(message)
+        for message in self.answered[pp_rank]:
+            self._depart(message)
+        self.answered[pp_rank] = []
