@@ -47,17 +47,17 @@ class Sleeper:
         time.sleep(seconds)
         return self.ops.zeros(SHAPE)
 
-    def forward(self, x, stash):
+    def forward(self, x, stash, engine):
         y = self._pass(self.seconds)
         return 0.0 if self.is_last else y
 
-    def backward(self, dy, stash, recorder):
+    def backward(self, dy, stash, engine):
         return self._pass(2 * self.seconds)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy, stash, engine):
         return self._pass(self.seconds)
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash, engine):
         self._pass(self.seconds)
 
 

@@ -55,13 +55,13 @@ def test_runs_and_units_cover_each_parameter_once(layout):
         flat = stage.flat
         groups = {run.start: value for value, run in flat.by_groups}
         for runs in ([run for _, run in flat.by_groups], [run for _, run in flat.by_decay],
-                     sorted((run for unit in flat.units.values() for run in unit),
+                     sorted((run for unit in flat.units.values() for run in unit.values()),
                             key=lambda run: run.start)):
             assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
             assert runs[-1].stop == flat.size == sum(param.size for param in flat.params)
         for param, place in places(flat):
             assert any(run.start <= place.start and place.stop <= run.stop
-                       for run in flat.units[param.unit])
+                       for run in flat.units[param.unit].values())
             assert groups[max(start for start in groups if start <= place.start)] == (
                 param.grad_groups)
             assert param.owner == any(

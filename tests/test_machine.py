@@ -148,9 +148,9 @@ def test_a_step_of_replicas_is_passes_sums_and_update():
     assert found.pipeline == pytest.approx(4 * (4 * block + ends))
     params = 256 * 128 + 64 * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128
     assert found.update == pytest.approx(params * 2e-9)
-    gradients = 4 * params  # one bucket is 4 MiB: more than all of them
+    gradients = 4 * params  # a bucket is 4 MiB: more than any of the six units
     assert found.barriers == pytest.approx(
-        (LARGE_US + gradients * US_PER_BYTE + LATENCY_US) * 1e-6, rel=1e-3)
+        (5 * LARGE_US + gradients * US_PER_BYTE + 2 * LATENCY_US) * 1e-6, rel=1e-3)
     assert found.extrapolated == ()
     assert found.total == found.pipeline + found.barriers + found.update
 

@@ -110,8 +110,8 @@ class FlatParams:
     pieces: number of ranks of the data group, each of which can own an equal share of the buffers.
     size: elements of all parameters, without those zeros. by_groups: (grad_groups, slice) of each
     run of parameters. by_decay: (decay, slice) of each run. owned: slices of the parameters that
-    this rank owns; copies: those of all others. units: {unit: its slices}, one slice for each
-    grad_groups.
+    this rank owns; copies: those of all others. units: {unit: {grad_groups: slice}}, in the
+    order of the buffers.
     """
 
     def __init__(self, ops, params, pieces=1):
@@ -135,9 +135,9 @@ class FlatParams:
         self.owned, self.copies = (
             [run for owner, run in self._runs(lambda param: param.owner) if owner == wanted]
             for wanted in (True, False))
-        self.units: dict[int, list[slice]] = {}
-        for (_, unit), run in self._runs(lambda param: (param.grad_groups, param.unit)):
-            self.units.setdefault(unit, []).append(run)
+        self.units: dict[int, dict[tuple[str, ...], slice]] = {}
+        for (groups, unit), run in self._runs(lambda param: (param.grad_groups, param.unit)):
+            self.units.setdefault(unit, {})[groups] = run
 
     def views(self, buffer):
         """Yield (Param, its view of its local shape) of a flat buffer with this order."""

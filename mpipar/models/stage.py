@@ -15,11 +15,14 @@ class LayerRun:
     last stage, else None. elsewhere: names of parameters that another stage's buffers hold. The
     model gives in_shape(batch) and out_shape(batch), the shapes of the activations that enter and
     leave.
+
+    Every pass takes the object that runs it, `engine`. It calls engine.enter(unit) before it
+    touches a unit, and engine.leave(unit) when it is done with it. Units count from the first.
     """
 
     def __init__(self, context, stage, units, *, loss=None, elsewhere=()):
         self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss
-        self.layers = [layer for layers in units for layer in layers]
+        self.recorder = context.comms.recorder
         # There is one Param per name: a tied table may be in two layers here, or belong to another
         # stage's buffers. Its gradient is complete with that of the first unit that has it.
         own = {}
@@ -35,33 +38,49 @@ class LayerRun:
         if self.loss is not None:
             self.loss.scale = scale
 
-    def forward(self, x, stash):
+    def forward(self, x, stash, engine):
         """Activations for the next stage; on the last stage the sum of the losses."""
-        for layer in self.layers:
-            x = layer.forward(x, stash)
+        for unit, layers in enumerate(self.units):
+            engine.enter(unit)
+            for layer in layers:
+                x = layer.forward(x, stash)
+            engine.leave(unit)
         return x
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy, stash, engine):
         """dx for the stage before; dy is None on the last stage."""
-        for layer in reversed(self.layers):
-            dy = layer.backward_input(dy, stash)
+        for unit, layers in self._last_first():
+            engine.enter(unit)
+            for layer in reversed(layers):
+                dy = layer.backward_input(dy, stash)
+            engine.leave(unit)
         return dy
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash, engine):
         """Accumulate all gradients of the stage; afterwards the stash is empty."""
-        for layer in reversed(self.layers):
-            layer.backward_weight(stash)
+        for unit, layers in self._last_first():
+            engine.enter(unit)
+            for layer in reversed(layers):
+                layer.backward_weight(stash)
+            engine.leave(unit)
         assert not stash, f"stage {self.stage} left {list(stash)} in the stash"
 
-    def backward(self, dy, stash, recorder):
+    def backward(self, dy, stash, engine):
         """Run both halves layer by layer, so that each layer's stash is freed early."""
-        for layer in reversed(self.layers):
-            recorder.phase = "I"
-            dy = layer.backward_input(dy, stash)
-            recorder.phase = "W"
-            layer.backward_weight(stash)
+        for unit, layers in self._last_first():
+            engine.enter(unit)
+            for layer in reversed(layers):
+                self.recorder.phase = "I"
+                dy = layer.backward_input(dy, stash)
+                self.recorder.phase = "W"
+                layer.backward_weight(stash)
+            engine.leave(unit)
         assert not stash, f"stage {self.stage} left {list(stash)} in the stash"
         return dy
+
+    def _last_first(self):
+        """(unit, its layers) from the last unit to the first."""
+        return reversed(list(enumerate(self.units)))
 
 
 def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool, bool]:

@@ -4,6 +4,9 @@ The program (see `lower`) is a list of instructions; the engine has one method p
 instructions never block. RECV posts a receive into a new buffer. SEND posts a send and keeps the
 array alive until the send is done. A compute instruction waits for its own receive and for nothing
 else. The checker proves this rule free of deadlock, even when every send is synchronous.
+
+A stage tells the engine when it enters and leaves one of its units (see `LayerRun`). There messages
+progress, and there the sum of a unit's gradients starts as soon as they are complete.
 """
 
 from __future__ import annotations
@@ -31,11 +34,21 @@ def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
     return replace(schedule, programs=programs, wired=False)
 
 
+def last_backwards(program) -> set[Instr]:
+    """The last B or W of each stage of a program, which completes the stage's gradients."""
+    last = {}
+    for instr in program:
+        for kind, stage, mb in parts(instr):
+            if kind in ("B", "W"):
+                last[stage] = Instr(kind, stage, mb)
+    return set(last.values())
+
+
 class Engine:
     """Executes programs over the stages that this rank holds.
 
     stages: {stage: Stage}. schedule: gives rank_of(stage, mb). comm: the pipeline group. gradsync:
-    REDUCE_GRAD tells it that a stage's gradients are complete on this rank.
+    it is told when the gradients of a unit, or of a stage, are complete on this rank.
     """
 
     def __init__(self, ops, stages, schedule, comm, recorder, gradsync):
@@ -56,18 +69,39 @@ class Engine:
         self.get_batch, self.training = get_batch, training
         self.stashes, self.inbox, self.outbox = {}, {}, {}
         self.sending, self.outputs, self.batches = [], {}, {}
+        self.passing, self.last_passes = None, last_backwards(program)
         for instr in program:
             self.recorder.stage, self.recorder.mb = instr.stage, instr.mb
             getattr(self, f"_{instr.kind.lower()}")(instr)
-            # MPI may move messages only while it is called; finished sends free their arrays.
-            self.sending = [send for send in self.sending if not send.test()]
-            self.gradsync.test()
+            self._progress()
         for send in self.sending:
             send.wait()
         self.sending = []
         left = [*self.stashes, *self.inbox, *self.outbox]
         assert not left, f"the program ended with {left} unused"
         return self.outputs
+
+    def enter(self, unit):
+        """Called by a stage before a pass of one of its units, between two layers."""
+        self._progress()
+
+    def leave(self, unit):
+        """Called by a stage after a pass of one of its units.
+
+        After a stage's last backward (B or W), the gradients of the unit are complete.
+        """
+        if self.passing in self.last_passes:
+            self.gradsync.start_unit(self.passing.stage, unit)
+
+    def _progress(self):
+        """Let messages move: MPI may do that only while it is called.
+
+        Finished sends free their arrays.
+        """
+        self.sending = [send for send in self.sending if not send.test()]
+        for receive in self.inbox.values():
+            receive.test()
+        self.gradsync.test()
 
     def _batch(self, mb):
         """The rows of a microbatch; reading them is a span of its own."""
@@ -133,8 +167,8 @@ class Engine:
         x = self._take(instr)
         stash = Stash(self._batch(mb))
         self.recorder.enter("F")
-        start = perf_counter_ns()
-        y = self.stages[stage].forward(x, stash)
+        start = self._begin(instr)
+        y = self.stages[stage].forward(x, stash, self)
         self._span("F", start, stage, mb)
         if self.training:
             self.stashes[stage, mb] = stash
@@ -145,8 +179,8 @@ class Engine:
     def _b(self, instr):
         stage, mb = instr.stage, instr.mb
         dy = self._take(instr)
-        start = perf_counter_ns()
-        dx = self.stages[stage].backward(dy, self.stashes.pop((stage, mb)), self.recorder)
+        start = self._begin(instr)
+        dx = self.stages[stage].backward(dy, self.stashes.pop((stage, mb)), self)
         self._span("B", start, stage, mb)
         self._give(instr, dx)
 
@@ -154,15 +188,15 @@ class Engine:
         stage, mb = instr.stage, instr.mb
         dy = self._take(instr)
         self.recorder.enter("I")
-        start = perf_counter_ns()
-        dx = self.stages[stage].backward_input(dy, self.stashes[stage, mb])
+        start = self._begin(instr)
+        dx = self.stages[stage].backward_input(dy, self.stashes[stage, mb], self)
         self._span("I", start, stage, mb)
         self._give(instr, dx)
 
     def _w(self, instr):
         self.recorder.enter("W")
-        start = perf_counter_ns()
-        self.stages[instr.stage].backward_weight(self.stashes.pop((instr.stage, instr.mb)))
+        start = self._begin(instr)
+        self.stages[instr.stage].backward_weight(self.stashes.pop((instr.stage, instr.mb)), self)
         self._span("W", start, instr.stage, instr.mb)
 
     def _overlap_f_b(self, instr):
@@ -175,6 +209,11 @@ class Engine:
     def _reduce_grad(self, instr):
         self.recorder.enter("sync")
         self.gradsync.start(instr.stage)
+
+    def _begin(self, instr):
+        """Note which pass runs now; return the instant."""
+        self.passing = instr
+        return perf_counter_ns()
 
     def _span(self, kind, start, stage, mb):
         self.ops.synchronize()  # a span ends when the device is done, not when the work is queued

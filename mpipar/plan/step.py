@@ -2,8 +2,8 @@
 
 A simulation times the passes and their messages in the schedule's order. After the pipeline come
 gradient sums, norm and update. The real code on shapes says which barriers these cross. The
-update's time is proportional to the number of parameters. Overlap of gradient sums with other
-stages' passes is not modelled, so the estimate errs on the high side.
+update's time is proportional to the number of parameters. Overlap of gradient sums with passes is
+not modelled, so the estimate errs on the high side.
 """
 
 from __future__ import annotations

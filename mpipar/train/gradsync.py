@@ -2,10 +2,11 @@
 clipping.
 
 Gradients lie in one flat buffer per stage. Most are partial over the data group only: the ranks
-that read different tokens, dp x cp. These are cut into buckets. Their all-reduces start as soon as
-the stage has finished its last backward, while other stages still compute. A tied table can lie on
-two pipeline ranks. It is first summed over those two (group "tie"), then over the data group, after
-everything else. An earlier sum would make one end wait for the other's backward.
+that read different tokens, dp x cp. These are cut into buckets, each of one unit. A unit's
+all-reduces start as soon as its last weight gradient is done, while the units below it and other
+stages still compute. A tied table can lie on two pipeline ranks. It is first summed over those two
+(group "tie"), then over the data group, after everything else. An earlier sum would make one end
+wait for the other's backward.
 """
 
 from __future__ import annotations
@@ -23,20 +24,35 @@ class GradSync:
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending = []
+        self.started: set[tuple[int, int]] = set()  # (stage, unit)
 
     def start(self, stage: int) -> None:
-        """Post the buckets of a stage's finished gradients.
+        """Post what is left of a stage's finished gradients.
 
+        Comm: that of `start_unit`, for each unit that has not been started.
+        """
+        for unit in self.stages[stage].flat.units:
+            if (stage, unit) not in self.started:
+                self.start_unit(stage, unit)
+
+    def start_unit(self, stage: int, unit: int) -> None:
+        """Post the buckets of a unit's finished gradients.
+
+        All ranks of the data group run the same passes, so they post the same buckets in the same
+        order.
         Comm: one all_reduce per bucket over the data group.
         """
-        flat = self.stages[stage].flat
-        for groups, run in flat.by_groups:
+        self.started.add((stage, unit))
+        flat, phase = self.stages[stage].flat, self.recorder.phase
+        self.recorder.phase = "sync"
+        for groups, run in flat.units.get(unit, {}).items():
             data = self.comms.by_axis[groups[-1]]
             if len(groups) > 1 or data.size == 1:
                 continue
             for first in range(run.start, run.stop, self.bucket):
                 piece = flat.grad[first:min(first + self.bucket, run.stop)]
                 self.pending.append(data.iall_reduce(piece, "grads.bucket"))
+        self.recorder.phase = phase
 
     def finish(self) -> None:
         """Return when every gradient is the sum over all its groups.
@@ -47,6 +63,7 @@ class GradSync:
         for pending in self.pending:
             pending.wait()
         self.pending = []
+        self.started.clear()
         for stage in sorted(self.stages):
             flat = self.stages[stage].flat
             for groups, run in flat.by_groups:
@@ -58,8 +75,7 @@ class GradSync:
 
     def test(self) -> None:
         """Let pending all-reduces progress: MPI may do nothing until it is called."""
-        for pending in self.pending:
-            pending.test()
+        self.pending = [pending for pending in self.pending if not pending.test()]
 
     def zero(self) -> None:
         """Set all gradients to zero, before the first backward of a step."""

@@ -57,6 +57,16 @@ def test_reduce_doubled(monkeypatch):
     assert_caught(DP)
 
 
+def test_unit_summed_before_its_last_weight_gradient(monkeypatch):
+    def enter(self, unit):
+        if self.passing in self.last_passes:
+            self.gradsync.start_unit(self.passing.stage, unit)
+
+    monkeypatch.setattr(Engine, "enter", enter)
+    monkeypatch.setattr(Engine, "leave", lambda self, unit: None)
+    assert_caught(DP)
+
+
 def test_row_bias_added_on_every_rank(monkeypatch):
     def forward(self, x, stash):
         stash[self.name, "x"] = x

@@ -140,7 +140,8 @@ def test_weight_gradients_are_really_postponed(name, layout, num_microbatches):
     assert kinds["F"] == program["F"] + overlaps
     assert kinds["B"] == program["B"] + overlaps
     blocks = sum(
-        hasattr(layer, "ffn") for stage in worker.stages.values() for layer in stage.layers)
+        hasattr(layer, "ffn") for stage in worker.stages.values() for unit in stage.units
+        for layer in unit)
     mirrored = 2 if worker.schedule.placement == "mirror" else 1
     dp, _, tp = layout
     tokens_done = config.train.batch_size * MODEL.seq_len // dp // mirrored

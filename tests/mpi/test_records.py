@@ -71,7 +71,7 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
 
 
 def blocks_of(worker):
-    return [[layer for layer in stage.layers if hasattr(layer, "ffn")]
+    return [[layer for unit in stage.units for layer in unit if hasattr(layer, "ffn")]
             for stage in worker.stages.values()]
 
 
@@ -94,6 +94,19 @@ def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
     assert reduced == (grads if dp > 1 else 0)
     world = [counter.calls for key, counter in totals.items() if key[0] == "world"]
     assert world == ([1] if WORLD.size > 1 else [])
+
+
+@pytest.mark.parametrize("layout", HERE, ids=str)
+def test_sums_of_units_start_inside_the_last_backward(layout):
+    worker, recorder = real_step(small_config(layout, schedule="1f1b"))
+    for stage, one in worker.stages.items():
+        end = max(span.end_ns for span in recorder.spans if (span.kind, span.stage) == ("B", stage))
+        sums = [record for record in recorder.records
+                if (record.name, record.stage) == ("grads.bucket", stage)]
+        assert (len(sums) > len(one.units)) == (layout[0] > 1)
+        assert all(record.posted_ns < end for record in sums)
+    flight, hidden = recorder.flight_ns("dp", ("all_reduce",))
+    assert 0 < hidden < flight or flight == 0 == layout[0] - 1
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
