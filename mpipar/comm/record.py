@@ -25,7 +25,8 @@ CUTS = ("mpipar.partition", "mpipar.layers.linear")  # modules that cross barrie
 POINT_TO_POINT = ("send", "recv")
 PASSES = ("F", "B", "I", "W")  # kinds of spans that a schedule orders
 COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; none contains another
-BUSY = (*COMPUTE, "save", "gc")  # all that keeps a rank busy; garbage collection lies in others
+# All that keeps a rank busy; garbage collection lies in others.
+BUSY = (*COMPUTE, "eval", "save", "gc")
 
 
 class Record(NamedTuple):

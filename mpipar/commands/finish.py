@@ -14,7 +14,7 @@ from mpipar.console import tables as console
 from mpipar.console.bubble import bubble_rows, bubble_table, span_facts
 from mpipar.console.memory import process_peak
 from mpipar.console.shares import crowded, share_facts, share_table
-from mpipar.data import images, rows
+from mpipar.data import images
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import UserError
@@ -77,14 +77,14 @@ def draw_trace(folder, log) -> None:
             " a browser")
 
 
-def show_decoder(worker, inputs, log, took) -> dict:
+def show_decoder(worker, inputs, evaluate, log, took) -> dict:
     """Print the held-out loss beside a bigram model's, and a text; return what was measured.
 
-    took: how long the training took, in words.
-    Comm: forward passes, generation.
+    evaluate() -> (loss, tokens). took: how long the training took, in words.
+    Comm: that of evaluate(), generation.
     """
     config, held_out = worker.config, inputs.held_out
-    loss, count = worker.evaluate(rows.Rows(worker.ops, held_out, config, worker.grid))
+    loss, count = evaluate()
     trained = worker.num_tokens * config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
         f" (trained on {trained:,} tokens{took})")
@@ -97,24 +97,24 @@ def show_decoder(worker, inputs, log, took) -> dict:
     return {"held_out_loss": loss}
 
 
-def show_text(worker, inputs, log) -> None:
+def show_text(worker, inputs, log, title="\ntext") -> None:
     """Print text that continues the prompt. Comm: generation."""
     run, vocab_size = worker.config.run, worker.config.model.vocab_size
     if run.sample_tokens:
         prompt = inputs.prompt or [int(token) for token in inputs.held_out[:1]]
         text = list(generate(worker, prompt, run.sample_tokens, run.temperature, run.seed))
-        log(f"\ntext generated from {decode(prompt, vocab_size)!r}:")
+        log(f"{title} generated from {decode(prompt, vocab_size)!r}:")
         log(decode([*prompt, *text], vocab_size))
 
 
-def show_convnet(worker, inputs, log, took) -> dict:
+def show_convnet(worker, inputs, evaluate, log, took) -> dict:
     """Print held-out loss and accuracy, and return them.
 
-    took: how long the training took, in words.
-    Comm: two sweeps of forward passes over the held-out part.
+    evaluate() -> (loss, images). took: how long the training took, in words.
+    Comm: that of evaluate(), one sweep of forward passes over the held-out part.
     """
+    loss, count = evaluate()
     held_out = images.Rows(worker.ops, inputs.held_out, worker.config, worker.grid)
-    loss, count = worker.evaluate(held_out)
     share, _ = accuracy(worker, held_out)
     trained = worker.config.train.batch_size * worker.config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per image, accuracy {share:.2%} of {count:,} images"

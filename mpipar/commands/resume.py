@@ -157,7 +157,7 @@ def check_data(start: Start, found: Mapping[str, object]) -> None:
     """Raise DataError if the data is not what the checkpoint was trained on."""
     if start.candidates and start.data != found:
         raise DataError(f"--data: has changed since the checkpoint: {describe_data(found)} now,"
-                        f" {describe_data(start.data)} then; give the same --data")
+                        f" {describe_data(start.data)} then; give the same --data and --val-data")
 
 
 def describe_data(found: Mapping[str, object]) -> str:

@@ -19,6 +19,7 @@ from mpipar.job.failure import DISK_ERRORS
 
 RUNS = Path("runs")  # parent of the folders that --out does not name
 CHECKPOINTS = "checkpoints"
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line for each step they tell of
 RESULT = "result.json"  # exists once a run has done all that it had to do
 
 
@@ -99,21 +100,20 @@ def newest_step(folder: Path) -> int:
 def cut_behind(folder: Path, step: int) -> list[Path]:
     """Let the run folder end with `step`; return where later checkpoints are now.
 
-    metrics.jsonl loses the lines of later steps, and a line that is not whole. Raises OutputError.
-    Only world rank 0 calls it.
+    The lines of later steps go, and a line that is not whole. Raises OutputError. Only world rank 0
+    calls it.
     """
-    metrics = folder / "metrics.jsonl"
     with said(folder, "the run can't go on here"):
-        if metrics.exists():
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            replace_file(metrics, (line.encode() for line in itertools.takewhile(
+        for path in filter(os.path.exists, (folder / METRICS, folder / EVALUATIONS)):
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            replace_file(path, (line.encode() for line in itertools.takewhile(
                 lambda line: 0 < _step_of(line) <= step, lines)))
         return [set_aside(path) for number, path in committed_steps(folder / CHECKPOINTS)
                 if number > step]
 
 
 def _step_of(line: str) -> int:
-    """The step of a line of metrics.jsonl; 0 if it is not whole."""
+    """The step of a line of either file; 0 if it is not whole."""
     try:
         return json.loads(line)["step"] if line.endswith("\n") else 0
     except (ValueError, KeyError, TypeError):

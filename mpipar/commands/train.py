@@ -16,11 +16,14 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands import finish, resume
 from mpipar.commands.auto import machine_problems, with_schedule
+from mpipar.commands.evaluation import Evaluation
 from mpipar.commands.inputs import prepare, weight_facts
 from mpipar.commands.memory_limit import MemoryLimit, tight
 from mpipar.commands.resolve import AUTO
 from mpipar.commands.run_folder import (
     CHECKPOINTS,
+    EVALUATIONS,
+    METRICS,
     cut_behind,
     folder_problems,
     full_disk_is_an_output_error,
@@ -220,8 +223,9 @@ class Run:
         self.first = self.restore() + 1
         # Every rank has the same axes, even where it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.by_axis, "world"]
-        self.metrics_file = self.open_file("metrics.jsonl")
-        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, self.metrics_file)
+        self.growing = [self.open_file(name) for name in (METRICS, EVALUATIONS)]
+        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, self.growing[0])
+        self.evaluation = Evaluation(self.worker, self.inputs, self.log, self.growing[1])
         saver = Saver(
             self.worker, self.folder / CHECKPOINTS, keep=config.run.keep_checkpoints,
             background=config.run.save_async,
@@ -273,6 +277,10 @@ class Run:
             if result.asks.stop:
                 self.stopped = True
                 break
+            session.where = lambda step=step: f"evaluation after step {step}"
+            if self.evaluation.after_step(step):
+                self.metrics.skip()
+            session.where = lambda step=step: f"step {step}"
             if step < steps and self.saving.after_step(step, result.asks):
                 session.save_requested = session.save_requested and not result.asks.save
                 self.metrics.skip()
@@ -329,8 +337,8 @@ class Run:
         Comm: that of `flush` and of `Worker.check_weights`.
         """
         self.flush()
-        if self.metrics_file is not None:
-            self.metrics_file.sync()
+        for file in filter(None, self.growing):
+            file.sync()
         self.worker.check_weights(self.last)
         self.recorder.enter("save")
 
@@ -367,7 +375,8 @@ class Run:
         took = f" in {self.seconds:.1f} s"
         if self.first > 1:
             took = f", behind step {self.first - 1}{took}"
-        found = finish.SHOW[self.config.model.model](self.worker, self.inputs, self.log, took)
+        found = finish.SHOW[self.config.model.model](
+            self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took)
         if self.tracer.written and self.log.speaks:
             finish.draw_trace(self.folder, self.log)
         if self.log.speaks:

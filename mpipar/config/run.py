@@ -14,6 +14,9 @@ class RunConfig:
 
     preset: str = setting("tiny", "start from these values", choices=tuple(PRESETS))
     data: tuple[str, ...] = setting((), "text or token files or folders (default: Python's docs)")
+    val_data: tuple[str, ...] = setting(
+        (), "held-out data: like --data, which is then trained on whole (default: the last tenth of"
+        " --data, or what a prepared folder holds out)")
     out: str | None = setting(None, "run folder; must be new (default: runs/NUMBER, the next one)")
     run_name: str | None = setting(None, "name of the run folder in runs/, in place of --out")
     device: str = setting("cpu", "where arrays live", choices=("cpu", "cuda"))
@@ -36,6 +39,11 @@ class RunConfig:
     save_async: bool = setting(False, "write checkpoints while the next steps run")
     keep_checkpoints: int = setting(2, "newest checkpoints to keep; 0 = all", low=0)
     log_interval: int = setting(20, "steps per line on the console", low=1)
+    eval_interval: int = setting(
+        0, "steps between two held-out losses; 0 = only one, after the last step", low=0)
+    eval_tokens: int | None = setting(
+        None, "tokens of the held-out data that each of them reads, from its start, in whole rows"
+        " (default: all)", low=1, below=2**63, only=OF_TEXT)
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call")
@@ -56,6 +64,8 @@ class RunConfig:
     prompt: str = setting("The ", "start of the text generated at the end", only=OF_TEXT)
     sample_tokens: int = setting(
         200, "tokens generated at the end; 0 = none", low=0, high=2**20, only=OF_TEXT)
+    sample_interval: int = setting(
+        0, "steps between two generated texts; 0 = only one, at the end", low=0, only=OF_TEXT)
     temperature: float = setting(
         0.8, "of the generated text; 0 = always the likeliest token", low=0.0, only=OF_TEXT)
 
@@ -70,6 +80,9 @@ def run_problems(run: RunConfig) -> list[str]:
         found.append(f"--run-name {run.run_name} and --out {run.out}: give one of them")
     if run.resume == "auto" and run.run_name is None and run.out is None:
         found.append("--resume auto: goes on in a folder that has a name; add --out or --run-name")
+    if run.sample_interval and not run.sample_tokens:
+        found.append(f"--sample-interval {run.sample_interval}: --sample-tokens 0 generates"
+                     " nothing; give one of them")
     if run.resume != "never" and run.init_from is not None:
         found.append(f"--init-from {run.init_from}: --resume {run.resume} brings the weights and"
                      " more; give one of them")

@@ -19,7 +19,9 @@ SYNONYMS = {  # other programs' names -> field
     "checkpoint_interval": "save_interval", "resume_from_checkpoint": "resume",
     "save_total_limit": "keep_checkpoints", "async_save": "save_async",
     "lr_decay_style": "lr_schedule", "lr_scheduler": "lr_schedule",
-    "lr_scheduler_type": "lr_schedule",
+    "lr_scheduler_type": "lr_schedule", "eval_steps": "eval_interval",
+    "validation_data": "val_data", "valid_data": "val_data", "valid_data_path": "val_data",
+    "logging_steps": "log_interval", "sample_every": "sample_interval",
 }
 ACCUMULATION = ("--num-microbatches, with the same number: a step adds the gradients of so many"
                 " microbatches; --batch-size is that of the whole step, dp * num-microbatches *"
@@ -29,6 +31,7 @@ OTHERWISE = {  # other programs' names for what has another form here -> what to
                         " num-microbatches) rows",
     **dict.fromkeys(("grad_accumulation", "grad_accumulation_steps", "gradient_accumulation",
                      "gradient_accumulation_steps", "accumulate_grad_batches"), ACCUMULATION),
+    "eval_iters": "--eval-tokens, the tokens that an evaluation reads",
     "lr_decay_iters": "--lr-schedule wsd and --decay-ratio, a share of the steps",
     "min_lr": "--min-lr-ratio, a share of --lr", "bf16": "--dtype bfloat16",
     "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
@@ -46,13 +49,13 @@ NOT_BUILT = {  # known names for what these programs do not do -> what to do ins
     "num_query_groups": "leave it out", "rotary_base": "leave it out", "swiglu": "leave it out",
     "tokenizer_type": "--data takes text as bytes, or files of token ids",
     "tokenizer_model": "--data takes text as bytes, or files of token ids",
-    "eval_interval": "leave it out: the held-out loss comes at the end", "wandb_project":
-    "leave it out: a run folder has metrics.jsonl",
+    "wandb_project": "leave it out: a run folder has metrics.jsonl",
 }
 COUNTERPARTS = {  # a field -> its name in the other family of models
     "d_model": "channels", "channels": "d_model", "vocab_size": "classes", "classes": "vocab_size",
 }
-EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt"}
+EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt",
+            "val_data": "held-out.txt"}
 
 
 def unknown_word(word: str, names, what: str) -> str:

@@ -34,8 +34,9 @@ def share_facts(recorder) -> dict:
     sums: Counter = Counter()
     for step in whole:
         sums["rest"] += ends[step] - starts[step]
+        spans[step] = sorted(one for one in spans[step]  # an evaluation after the step reads too
+                             if starts[step] <= one[0] <= ends[step])
         sums["useful"] += sum(end - start for start, end in spans[step])
-        spans[step].sort()
     for record in records:
         if record.step in whole and record.waited_ns and record.done_ns > record.waited_ns:
             if not starts[record.step] <= record.waited_ns <= ends[record.step]:

@@ -1,7 +1,7 @@
 """Rows of text and images: their sources, the rows of each step, and a bigram model to compare
 with.
 
-The data of a model is a module with `load`, `Rows`, `arrays` and `blank_batch`.
+The data of a model is a module with `load`, `evaluated`, `Rows`, `arrays` and `blank_batch`.
 """
 
 from mpipar.data import images, rows

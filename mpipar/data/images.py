@@ -81,11 +81,16 @@ def load(config):
 
     Raises DataError when they cannot be read, do not fit the model, or are fewer than a batch each.
     """
-    paths = config.run.data
-    if len(paths) > 1:
-        raise DataError(f"--data: a convnet reads one .npz file, not {len(paths)}")
-    images, labels, what = _read_npz(paths[0]) if paths else _digits()
-    _check(images, labels, config.model, f"--data {paths[0]}" if paths else "the digits")
+    images, labels, what = _read(config.run.data, "--data", config.model)
+    if config.run.val_data:
+        held_images, held_labels, held_what = _read(
+            config.run.val_data, "--val-data", config.model)
+        if not (len(images) and len(held_images)):
+            raise DataError("--data and --val-data: must hold at least one image each")
+        images, labels = (np.concatenate(both) for both in (
+            (held_images, images), (held_labels, labels)))
+        return _parts(images, labels, np.arange(len(images)), len(held_images)), (
+            f"{what}; held out: {held_what}")
     batch_size = config.train.batch_size
     held_out = max(len(images) // HELD_OUT, batch_size)
     if len(images) - held_out < batch_size:
@@ -94,12 +99,33 @@ def load(config):
             f" out (2 x {batch_size}): give more images, or a smaller --batch-size")
     # The same order for every --seed: what is held out stays held out.
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(images))
+    return _parts(images, labels, order, held_out), what
+
+
+def evaluated(part: ImageSet, config) -> ImageSet:
+    """What evaluations read of the held-out part: all of it."""
+    return part
+
+
+def _read(paths, flag: str, model):
+    """Images, classes and a line that says what they are, of one file or of the digits."""
+    if len(paths) > 1:
+        raise DataError(f"{flag}: a convnet reads one .npz file, not {len(paths)}")
+    images, labels, what = _read_npz(paths[0], flag) if paths else _digits()
+    _check(images, labels, model, f"{flag} {paths[0]}" if paths else "the digits")
+    return images, labels, what
+
+
+def _parts(images, labels, order, held_out: int) -> list[ImageSet]:
+    """The training part and the held-out part, which are the first images in this order.
+
+    Both are shifted and scaled by mean and spread of the training part.
+    """
     images, labels = images[order].astype(np.float64), labels[order].astype(np.int64)
     images -= images[held_out:].mean()
     images /= images[held_out:].std() or 1.0
-    parts = [ImageSet(images[part], labels[part])
-             for part in (slice(held_out, None), slice(held_out))]
-    return parts, what
+    return [ImageSet(images[part], labels[part])
+            for part in (slice(held_out, None), slice(held_out))]
 
 
 def _digits():
@@ -115,25 +141,25 @@ def _digits():
             f"{len(digits.target):,} handwritten digits of scikit-learn")
 
 
-def _read_npz(path: str):
+def _read_npz(path: str, flag: str):
     """x as (N, H, W, C), y, and a line that says what they are."""
     try:
         with open_regular(path) as raw, np.load(raw, allow_pickle=False) as file:
             missing = [name for name in ("x", "y") if name not in file]
             if missing:
                 raise DataError(
-                    f"--data {path}: has no array {' and no array '.join(missing)} (it has"
+                    f"{flag} {path}: has no array {' and no array '.join(missing)} (it has"
                     f" {', '.join(file) or 'none'}); x holds images (N, H, W) or (N, H, W, C), y"
                     " their classes (N,)")
             nbytes = sum(one.file_size for one in file.zip.infolist())
             if nbytes > MOST_BYTES:
-                raise DataError(f"--data {path}: its arrays take {nbytes:,} bytes; images are held"
+                raise DataError(f"{flag} {path}: its arrays take {nbytes:,} bytes; images are held"
                                 f" in memory, at most {MOST_BYTES:,}")
             x, y = file["x"], file["y"]
     except OSError as error:
-        raise DataError(f"--data {path}: {error.strerror or error}") from None
+        raise DataError(f"{flag} {path}: {error.strerror or error}") from None
     except DAMAGED:
-        raise DataError(f"--data {path}: is not an .npz file of arrays of numbers, x and y, as"
+        raise DataError(f"{flag} {path}: is not an .npz file of arrays of numbers, x and y, as"
                         " numpy.savez(FILE, x=images, y=classes) writes it") from None
     return x[..., None] if x.ndim == 3 else x, y, f"{len(y) if y.ndim else 0:,} images of {path}"
 

@@ -56,8 +56,31 @@ def load(config):
 
     Raises DataError when the text cannot be used.
     """
-    tokens, what = load_tokens(config.run.data, config.model.vocab_size)
-    return split(tokens, config.train.batch_size, config.model.seq_len), what
+    run, model = config.run, config.model
+    tokens, what = load_tokens(run.data, model.vocab_size)
+    if not run.val_data:
+        return split(tokens, config.train.batch_size, model.seq_len), what
+    try:
+        held_out, held_what = load_tokens(run.val_data, model.vocab_size)
+    except DataError as error:
+        raise DataError([text.replace("--data", "--val-data", 1)
+                         for text in error.problems]) from None
+    found = [f"{flag}: has {len(part):,} tokens, and a row needs {model.seq_len} + 1: give more"
+             " data, or a smaller --seq-len"
+             for flag, part in (("--data", tokens), ("--val-data", held_out))
+             if len(part) <= model.seq_len]
+    if (tokens.dtype == np.uint8) != (held_out.dtype == np.uint8):
+        found.append("--val-data: one of it and --data is text, the other token files (.bin): give"
+                     " one kind")
+    if found:
+        raise DataError(found)
+    return (tokens, held_out), f"{what}; held out: {held_what}"
+
+
+def evaluated(part, config):
+    """What evaluations read of the held-out part: as many rows as --eval-tokens begins."""
+    tokens, seq_len = config.run.eval_tokens, config.model.seq_len
+    return part if tokens is None else part[:-(-tokens // seq_len) * seq_len + 1]
 
 
 def arrays(part) -> list:

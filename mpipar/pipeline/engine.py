@@ -19,6 +19,7 @@ from mpipar.pipeline.instructions import Instr, Schedule, neighbours, parts
 
 # Messages that travel up belong to forward, those that travel down to input gradients.
 PHASE_OF = {"F": "F", "B": "I"}
+FORWARD_ONLY = "eval"  # the phase, and the kind of the spans, of passes without a backward
 NAME_OF = {"F": "activations", "B": "gradients"}
 
 
@@ -63,10 +64,11 @@ class Engine:
         """Run one program; return the last stage's outputs by microbatch, {} where it is elsewhere.
 
         get_batch(mb) gives the rows of a microbatch. With training=False nothing is kept for a
-        backward.
+        backward, and all is recorded as phase "eval".
         Comm: the program's sends and receives over pp, and the layers' barriers over tp.
         """
         self.get_batch, self.training = get_batch, training
+        self.forward = "F" if training else FORWARD_ONLY
         self.stashes, self.inbox, self.outbox = {}, {}, {}
         self.sending, self.outputs, self.batches = [], {}, {}
         self.passing, self.last_passes = None, last_backwards(program)
@@ -133,7 +135,7 @@ class Engine:
     def _receive(self, instr):
         """Post the receive of a stage's input, into a buffer that then belongs to the stage."""
         (message,), _ = neighbours(self.schedule, instr)
-        self.recorder.enter(PHASE_OF[message.direction])
+        self.recorder.enter(PHASE_OF[message.direction] if self.training else FORWARD_ONLY)
         shape = self.stages[message.stage].in_shape(self._batch(message.mb))
         buffer = self.ops.empty(shape, label="buffers")
         self.inbox[message] = self.comm.irecv(
@@ -142,7 +144,7 @@ class Engine:
     def _send(self, instr):
         """Post the send of a stage's result."""
         _, (message,) = neighbours(self.schedule, instr)
-        self.recorder.enter(PHASE_OF[message.direction])
+        self.recorder.enter(PHASE_OF[message.direction] if self.training else FORWARD_ONLY)
         self.sending.append(self.comm.isend(
             self.outbox.pop(message), message.target, self._tag(*message[:3]),
             NAME_OF[message.direction]))
@@ -166,10 +168,10 @@ class Engine:
         stage, mb = instr.stage, instr.mb
         x = self._take(instr)
         stash = Stash(self._batch(mb))
-        self.recorder.enter("F")
+        self.recorder.enter(self.forward)
         start = self._begin(instr)
         y = self.stages[stage].forward(x, stash, self)
-        self._span("F", start, stage, mb)
+        self._span(self.forward, start, stage, mb)
         if self.training:
             self.stashes[stage, mb] = stash
         if stage == self.last_stage:

@@ -13,8 +13,8 @@ from mpipar.trace.trace_file import Trace
 # The categories of a rank's time, in the order in which views show them.
 CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
 CATEGORY_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward",
-               "opt": "optimizer", "data": "data", "transfer": "transfer", "save": "other",
-               "gc": "other", "other": "other"}
+               "opt": "optimizer", "data": "data", "transfer": "transfer", "eval": "other",
+               "save": "other", "gc": "other", "other": "other"}
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,15 @@ from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Waits
 
 WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient",
-         "opt": "optimizer", "data": "data loading", "save": "checkpoint save",
-         "gc": "garbage collection", "other": "between spans (Python, posting, logging)"}
+         "opt": "optimizer", "data": "data loading", "eval": "evaluation",
+         "save": "checkpoint save", "gc": "garbage collection",
+         "other": "between spans (Python, posting, logging)"}
 
 
 class Cause(NamedTuple):
     """What made others wait: ranks (one, or the ends of a link), what they did, and details.
 
-    kind: compute, opt, data, save, gc, other, transfer or outside.
+    kind: compute, opt, data, eval, save, gc, other, transfer or outside.
     """
 
     kind: str

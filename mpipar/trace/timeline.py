@@ -5,11 +5,10 @@ from __future__ import annotations
 from mpipar.trace.segments import Segment, by_kind
 from mpipar.trace.trace_file import Trace
 
-LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W", "opt": "o", "data": "d", "save": "s",
-           "gc": "g", "wait": ".",
-           "transfer": "-", "other": " "}
-LEGEND = ("F B I W passes, o optimizer, d data, s saves, g garbage collection, . waits,"
-          " - transfer, blank: rest")
+LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W", "opt": "o", "data": "d", "eval": "e",
+           "save": "s", "gc": "g", "wait": ".", "transfer": "-", "other": " "}
+LEGEND = ("F B I W passes, o optimizer, d data, e evaluates, s saves, g collects garbage, . waits,"
+          " - transfer")
 
 
 def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,

@@ -242,6 +242,9 @@ class Worker:
     def evaluate(self, rows) -> tuple[float, int]:
         """Mean loss in nats per token over one sweep of held-out rows, and the number of tokens.
 
+        It changes nothing that a step reads. The sum is that of one rank on every layout, but for
+        the order of its terms.
+
         Raises NonFiniteError on every rank when the loss is not finite. After the last update no
         later step would find it.
         Comm: one sweep of forward passes and one all_reduce over world.
@@ -251,6 +254,7 @@ class Worker:
             batches = rows.sweep(number)
             losses = self.forward(len(batches), batches.__getitem__)
             total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+        self.recorder.stage, self.recorder.mb = -1, -1
         total, = agree(self.ops, self.comms, [total], "eval.loss")
         if not is_finite(total):
             raise self._not_finite(f"held-out loss {total / count}: the weights are useless")

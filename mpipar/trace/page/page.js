@@ -1,7 +1,7 @@
 // Everything around the timeline: figures, tables, loss curve, pipeline, layout.
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
                 sync: "gradient sums and norm", opt: "optimizer", data: "data loading",
-                save: "checkpoint save", gc: "garbage collection",
+                eval: "evaluation", save: "checkpoint save", gc: "garbage collection",
                 wait: "waits for a late rank", transfer: "transfer" };
 const CATEGORY_COLOURS = { forward: "F", backward: "B", optimizer: "opt", data: "data",
                            bubble: "bubble", waiting: "wait", transfer: "transfer",

@@ -1,0 +1,116 @@
+"""The held-out loss: that of one rank on every layout, and nothing that a step reads changes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import LAYOUTS, MODEL, WORLD, poison_unwritten, small_config, tokens, two_workers
+
+from mpipar.data.rows import Rows, evaluated
+from mpipar.pipeline.engine import Engine
+from mpipar.train import worker as worker_module
+
+CONTEXT = replace(MODEL, d_model=24, heads=8, seq_len=16)
+# (ranks, layout, what else): every axis and kind of schedule.
+CASES = [
+    *((size, layout, {}) for size, layouts in LAYOUTS.items() for layout in layouts),
+    (2, (1, 2, 1), {"schedule": "zb-v"}),
+    (2, (1, 2, 1), {"schedule": "dualpipe", "num_microbatches": 4}),
+    (2, (1, 1, 1), {"cp": 2, "model": CONTEXT}),
+    (4, (1, 2, 1), {"cp": 2, "model": CONTEXT}), (4, (2, 1, 1), {"cp": 2, "model": CONTEXT}),
+    (4, (1, 1, 2), {"cp": 2, "cp_attention": "gather", "model": CONTEXT}),
+    (8, (1, 2, 2), {"cp": 2, "schedule": "interleaved", "model": replace(CONTEXT, layers=4)}),
+]
+HERE = [case[1:] for case in CASES if case[0] == WORLD.size]
+everywhere = pytest.mark.parametrize(("layout", "options"), HERE, ids=str)
+
+
+def losses(layout, options, part):
+    """(loss, tokens) of the layout and of one rank."""
+    workers = two_workers(small_config(layout, **options))
+    found = [one.evaluate(Rows(one.ops, part, one.config, one.grid)) for one in workers]
+    for one in workers:
+        one.close()
+    return found
+
+
+@everywhere
+def test_every_layout_has_the_loss_of_one_rank(layout, options, monkeypatch):
+    """Whole batches and a last one in which some replicas have no row, and no batch that is full.
+
+    Every new array is full of NaN.
+    """
+    poison_unwritten(monkeypatch)
+    for length in (700, 50):
+        (found, count), (expected, alone) = losses(layout, options, tokens()[:length])
+        seq_len = options.get("model", MODEL).seq_len
+        assert count == alone == (length - 1) // seq_len * seq_len
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        assert len(set(WORLD.allgather(found))) == 1, "ranks must know the same number"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS[2], ids=str)
+def test_twins_that_count_wrongly_are_found(layout, monkeypatch):
+    """A rank that counts a loss that others count too, or one that leaves out what it has."""
+    plain = worker_module.agree
+
+    def agree(ops, comms, numbers, name):
+        wrong = numbers[0] * 2 if comms.world.index == 0 else numbers[0] / 2
+        return plain(ops, comms, [wrong] if comms.world.size > 1 else numbers, name)
+
+    monkeypatch.setattr(worker_module, "agree", agree)
+    (found, _), (expected, _) = losses(layout, {}, tokens()[:700])
+    assert abs(found / expected - 1) > 1e-3
+
+
+@everywhere
+def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
+    """All it sends and computes is phase eval; weights, gradients and moments keep their bits."""
+    worker, alone = two_workers(small_config(layout, **options))
+    rows = Rows(worker.ops, tokens(), worker.config, worker.grid)
+    worker.train_step(1, lambda mb: rows.train(1, mb))
+
+    def state():
+        return {(kind, stage): np.asarray(buffer).tobytes()
+                for kind, buffers in worker.optimizer.state().items()
+                for stage, buffer in buffers.items()} | {
+                    stage: part.flat.grad.tobytes() for stage, part in worker.stages.items()}
+
+    before, recorder = state(), worker.recorder
+    losses_before, counters = dict(worker.losses), recorder.counters
+    first = worker.evaluate(Rows(worker.ops, tokens()[:300], worker.config, worker.grid))
+    assert worker.evaluate(Rows(worker.ops, tokens()[:300], worker.config, worker.grid)) == first
+    assert state() == before
+    assert worker.losses == losses_before
+    new = {key for key, sums in recorder.counters.items() if counters.get(key) != sums}
+    assert {key.phase for key in new} == ({"eval"} if WORLD.size > 1 else set())
+    assert recorder.busy_ns["eval"] > 0
+    worker.close()
+    alone.close()
+
+
+@pytest.mark.ranks(1)
+def test_an_engine_that_keeps_the_phase_of_training_is_found(monkeypatch):
+    plain = Engine.run
+
+    def run(self, program, get_batch, training=True):
+        return plain(self, program, get_batch)
+
+    monkeypatch.setattr(Engine, "run", run)
+    with pytest.raises(AssertionError, match="unused"):
+        losses((1, 1, 1), {}, tokens()[:50])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("asked", "rows"), [(None, 285), (1, 1), (7, 1), (8, 2), (10**9, 285)])
+def test_eval_tokens_is_rounded_up_to_rows(asked, rows):
+    config = small_config((1, 1, 1))
+    config = replace(config, run=replace(config.run, eval_tokens=asked))
+    part = evaluated(tokens(), config)
+    worker, alone = two_workers(config)
+    found = Rows(worker.ops, part, config, worker.grid)
+    assert found.rows_of_sweep() == rows
+    assert part[:20].tolist() == tokens()[:len(part)][:20].tolist()
+    worker.close()
+    alone.close()

@@ -1,0 +1,115 @@
+"""Evaluation and texts during a run: the run is the same without them; its data; refusals."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+from config_helpers import changed
+from in_process import assert_refused
+from test_resume_runs import TINY, assert_same_run, ended, here, needs_mpiexec, train
+
+from mpipar.data.images import load as load_images
+from mpipar.data.rows import load
+
+__all__ = ["here"]  # the fixture
+OFTEN = "--eval-interval 3 --sample-interval 4 --eval-tokens 40".split()
+
+
+def evaluations(folder):
+    """The lines of evaluations.jsonl, without times."""
+    lines = map(json.loads, (folder / "evaluations.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def test_evaluation_and_texts_change_nothing(here):
+    train(here, *TINY, "--eval-tokens", 40, "--out", "plain")
+    text = train(here, *TINY, *OFTEN, "--out", "often")
+    assert_same_run(here / "plain", here / "often")
+    found = evaluations(here / "often")
+    assert [line["step"] for line in found] == [3, 6, 9, 10]
+    assert {line["tokens"] for line in found} == {40}
+    assert found[-1:] == evaluations(here / "plain")
+    result = json.loads((here / "often" / "result.json").read_text())
+    assert result["held_out_loss"] == found[-1]["held_out_loss"]
+    for line in found[:-1]:
+        assert (f"step {line['step']}: held-out loss {line['held_out_loss']:.4f} nats per token"
+                " over 40 tokens, ") in text
+    assert [f"step {step}: text generated from 'The ':" in text for step in (3, 4, 8, 10)] == [
+        False, True, True, False]
+    assert (here / "often" / "log.txt").read_text().count("text generated from 'The '") == 3
+
+
+@pytest.mark.slow
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_killed_run_goes_on_with_the_same_evaluations(ranks, here):
+    words = [*TINY, *OFTEN, *(["--pp", "2"] if ranks else [])]
+    train(here, *words, "--out", "whole", ranks=ranks)
+    result = ended(here, "kill", 10, *words, "--out", "killed", "--save-interval", "5", ranks=ranks)
+    assert result.returncode in (-signal.SIGKILL, 137, 9, 70), result.tail()
+    assert [line["step"] for line in evaluations(here / "killed")] == [3, 6, 9]
+    train(here, *words, "--resume", "auto", "--out", "killed", ranks=ranks)
+    assert_same_run(here / "whole", here / "killed")
+    assert evaluations(here / "killed") == evaluations(here / "whole")
+
+
+def test_a_layout_has_the_evaluations_of_one_rank(here):
+    words = [*TINY, *OFTEN, "--dtype", "float64"]
+    train(here, *words, "--out", "one")
+    if needs_mpiexec.args[0]:
+        pytest.skip("no mpiexec: install .[mpich]")
+    train(here, *words, "--out", "two", "--pp", "2", ranks=2)
+    one, two = (evaluations(here / name) for name in ("one", "two"))
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    np.testing.assert_allclose(*([line["held_out_loss"] for line in lines] for lines in (one, two)),
+                               rtol=1e-9)
+
+
+# --- held-out data of its own
+
+
+def test_with_val_data_all_of_data_is_trained_on(tmp_path):
+    (tmp_path / "a.txt").write_text("abc" * 100)
+    (tmp_path / "b.txt").write_text("xyz" * 10)
+    (train_part, held_out), what = load(changed(
+        data=(str(tmp_path / "a.txt"),), val_data=(str(tmp_path / "b.txt"),), seq_len=5,
+        batch_size=4))
+    assert (len(train_part), bytes(held_out)) == (300, b"xyz" * 10)
+    assert what == "300 bytes from 1 file; held out: 30 bytes from 1 file"
+
+
+def test_images_of_both_files_are_scaled_alike(tmp_path):
+    rng = np.random.default_rng(0)
+    images, labels = rng.normal(3, 2, size=(30, 4, 4)), rng.integers(3, size=30)
+    np.savez(tmp_path / "a.npz", x=images[:20], y=labels[:20])
+    np.savez(tmp_path / "b.npz", x=images[20:], y=labels[20:])
+    (train_part, held_out), what = load_images(changed(
+        model="convnet", data=(str(tmp_path / "a.npz"),), val_data=(str(tmp_path / "b.npz"),),
+        image_shape=(4, 4, 1), classes=3, batch_size=4))
+    np.testing.assert_array_equal(train_part.labels, labels[:20])
+    np.testing.assert_array_equal(held_out.labels, labels[20:])
+    expected = (images[..., None] - images[:20].mean()) / images[:20].std()
+    np.testing.assert_allclose(train_part.images, expected[:20], atol=1e-12)
+    np.testing.assert_allclose(held_out.images, expected[20:], atol=1e-12)
+    assert "20 images of" in what
+    assert "held out: 10 images of" in what
+
+
+@pytest.mark.parametrize(("words", "code", "parts"), [
+    ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
+    ("--val-data short.txt", 65, ["--val-data: has 3 tokens, and a row needs 64 + 1"]),
+    ("--data text.txt --val-data ids.bin", 65, ["--val-data: one of it and --data is text"]),
+    ("--eval-tokens 0", 2, ["--eval-tokens 0: must be at least 1"]),
+    ("--eval-interval -1", 2, ["--eval-interval -1: must be at least 0"]),
+    ("--sample-interval 5 --sample-tokens 0", 2, ["--sample-interval 5: --sample-tokens 0"]),
+    ("--model convnet --eval-tokens 5", 2, ["--eval-tokens: belongs to --model decoder"]),
+    ("--model convnet --val-data a.npz b.npz", 65, ["--val-data: a convnet reads one .npz file"]),
+    ("--eval-iters 5", 2, ["type --eval-tokens"]),
+    ("--valid-data-path x", 2, ["is called --val-data here"]),
+])
+def test_refusals(words, code, parts, tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    (tmp_path / "text.txt").write_text("some text " * 500)
+    np.zeros(500, np.uint16).tofile(tmp_path / "ids.bin")
+    assert_refused(code, parts, "train", *words.split(), folder=tmp_path)
