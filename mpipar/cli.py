@@ -33,7 +33,7 @@ usage: mpipar COMMAND [flags]
        mpiexec -n RANKS mpipar COMMAND [flags]
 """
 OWN_ARGUMENTS = {  # commands without the flags of a configuration
-    "ckpt": "mpipar ckpt ls|verify|export RUN [--step N] [--out FOLDER]",
+    "ckpt": "mpipar ckpt ls|verify|export RUN [--step N] [--out FOLDER] [flags]",
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
     "compare": "mpipar compare RUN_A RUN_B [--check]",
 }
@@ -45,7 +45,7 @@ MACHINE = {  # what a command does with --machine
 WHOLE_RUN = {  # what matters only to many steps, their update and their run folder
     "steps", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "eps", "out",
     "run_name", "resume", "save_interval", "save_async", "keep_checkpoints", "log_interval",
-    "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature"}
+    "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature", "max_shard_size"}
 FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
     "train": set(FIELDS),
     "generate": {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",

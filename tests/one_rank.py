@@ -24,7 +24,7 @@ def worker_for(folder, dtype="float64"):
 
 def loaded(folder, dtype="float64"):
     worker = worker_for(folder, dtype)
-    checkpoint.load(worker, str(folder))
+    checkpoint.load(worker, worker.config.run.init_from)
     return worker
 
 

@@ -259,11 +259,6 @@ def test_a_damaged_checkpoint_is_not_exported(here):
     assert not (here / "x").exists()
 
 
-def test_generate_names_the_export(here):
-    shutil.rmtree(here / "run" / "weights")
-    assert_refused(65, ["mpipar ckpt export run", "step 6"], "generate", "run", folder=here)
-
-
 def test_going_back_to_an_earlier_step_keeps_the_later_ones_aside(here):
     (here / "run" / "result.json").unlink()
     before = (here / "run" / "metrics.jsonl").read_text()

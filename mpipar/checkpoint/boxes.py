@@ -25,6 +25,19 @@ def shard_box(param) -> Box:
                  for axis, length in enumerate(param.shape))
 
 
+def cut_box(param, index: int, count: int) -> Box:
+    """What shard `index` of `count` holds of a whole Param, perhaps nothing."""
+    cut, shape = param.cut_axis or 0, param.shape
+    width = -(-shape[cut] // count)
+    bounds = min(index * width, shape[cut]), min((index + 1) * width, shape[cut])
+    return tuple(bounds if axis == cut else (0, length) for axis, length in enumerate(shape))
+
+
+def whole_box(shape) -> Box:
+    """The box that holds all of a tensor."""
+    return tuple((0, length) for length in shape)
+
+
 def share_of_rows(box: Box, index: int, count: int) -> Box:
     """The rows of a box that replica `index` of `count` writes, perhaps none."""
     (first, stop), *others = box

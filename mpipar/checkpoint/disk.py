@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 BLOCK_BYTES = 16 * 2**20  # a block of rows: the most that one message or one write carries
-DTYPES = {"float32": "F32", "float64": "F64"}  # safetensors' names
+# safetensors' names of the types that are written
+DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}
 
 
 def safetensors_head(tensors) -> bytes:

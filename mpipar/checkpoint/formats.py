@@ -1,56 +1,117 @@
-"""Which form on disk a model has.
+"""Which form on disk a model has, and what a config.json or a checkpoint says of a model.
 
-A form is a module with `short_name`, `file_name`, `disk_shape`, `to_json`, `settings` and
-`differences`.
+A form is a module. PREFIX begins the names of tensors, and may be missing in a file. COMPUTED is
+{field of config.json: values that mpipar computes, the first one if the field is missing}. READ are
+all fields that are read. Its functions are `file_name`, `disk_shape`, `describes`, `to_json`,
+`settings`, and `differences`, which names what else is not computed.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
-from mpipar.checkpoint import hf_gpt2 as hf_format
-from mpipar.checkpoint import own as own_format
-from mpipar.config.sections import FIELDS
+from mpipar.checkpoint import hf_gpt2, own
+from mpipar.checkpoint.manifest import NAME, read_manifest
+from mpipar.config.reading import values_of
+from mpipar.config.resumed import CUTS
+from mpipar.config.sections import FIELDS, build
 from mpipar.config.setting import value_problem
 from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import brief, shown
 
+FORMS = {"gpt2": hf_gpt2}  # by model_type
+# Fields that tell how a model is kept, made or run elsewhere, and not what it computes.
+OUTSIDE = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version",
+           "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
+MOST_NAMED = 12  # ignored fields in a line
+
 
 def format_of(model):
     """The form of a ModelConfig's model: Hugging Face's if that can describe it, or mpipar's."""
-    return hf_format if (model.model, model.norm) == ("decoder", "layer") else own_format
+    return next((form for form in FORMS.values() if form.describes(model)), own)
 
 
-def model_settings(folder: str) -> dict:
-    """The ModelConfig fields that folder/config.json fixes.
+def is_step(folder) -> bool:
+    """Whether a folder is a checkpoint; any other one holds files of weights."""
+    return os.path.exists(Path(folder) / NAME)
 
-    Raises DataError if it cannot be used.
+
+def model_settings(folder: str, seq_len: int | None = None) -> dict:
+    """The ModelConfig fields that a folder of weights or a checkpoint fixes.
+
+    seq_len: the tokens per row that the user wants, if that is free. Raises DataError, with all
+    that is wrong, if the model cannot be used.
     """
-    path, inside = Path(folder) / "config.json", Path(folder) / "weights"
     where = f"--init-from {folder}"
-    cure = f"give {inside}" if os.path.exists(inside / path.name) else ""
-    found = read_json(path, where=f"{where}: {path.name}", cure=cure)
-    form, kind = hf_format, "GPT-2"
+    if is_step(folder):
+        return _saved_settings(folder)
+    found, form, kind = _read(folder)
     try:
-        if str(found.get("model_type")).startswith(own_format.PREFIX):
-            form, kind = own_format, shown(found["model_type"])
         settings = form.settings(found)
+        seq_len = seq_len or settings.get("seq_len")
+        different = [*_other_values(form, found), *form.differences(found, seq_len)]
     except (KeyError, TypeError, AttributeError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
-            f"{where}: {path.name} is not a {kind} configuration: {brief(what)}") from None
-    wrong = [f"{where}: {path.name}: {text}" for text in (
-        *form.differences(found), *_out_of_bounds(settings))]
+            f"{where}: config.json is not a {kind} configuration: {brief(what)}") from None
+    wrong = [f"{where}: config.json: {text}" for text in (*different, *_out_of_bounds(settings))]
     if wrong:
         raise DataError(wrong)
     return settings
+
+
+def _read(folder: str):
+    """(content, form, name of the form) of folder/config.json."""
+    where = f"--init-from {folder}: config.json"
+    found = read_json(Path(folder) / "config.json", where=where)
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    if not isinstance(kind, str):
+        raise DataError(f"{where}: is not an object with a 'model_type'")
+    if kind.startswith(own.KIND):
+        return found, own, shown(kind)
+    if kind not in FORMS:
+        raise DataError(f"{where}: model_type is {shown(kind)}; mpipar computes"
+                        f" {', '.join(FORMS)}")
+    return found, FORMS[kind], kind
+
+
+def _saved_settings(folder: str) -> dict:
+    """The ModelConfig fields of a checkpoint, without those that say how it was cut."""
+    manifest = read_manifest(Path(folder))
+    try:
+        model = build(values_of(manifest.config)).model
+    except ValueError as error:
+        raise DataError(f"--init-from {folder}: {NAME}: config: {error}") from None
+    values = {one.name: getattr(model, one.name) for one in fields(model) if one.name not in CUTS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _other_values(form, found: dict) -> list[str]:
+    """Fields whose value means that another model than mpipar's is computed."""
+    return [f"{key} is {shown(found[key])}; mpipar computes"
+            f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
+            for key, legal in form.COMPUTED.items() if found.get(key, legal[0]) not in legal]
 
 
 def _out_of_bounds(settings: dict) -> list[str]:
     """What is wrong with sizes that are too large, before anything is made of them."""
     found = [value_problem(name, FIELDS[name].metadata, one) for name, value in settings.items()
              for one in (value if isinstance(value, tuple) else (value,))
-             if type(one) is int]
+             if type(one) in (int, float)]
     return [text.removeprefix("--") for text in found if text]
+
+
+def start_notes(folder: str) -> list[str]:
+    """What a user should know of the weights that a run starts from, in lines."""
+    if is_step(folder):
+        return [f"weights: those of the checkpoint {folder}"]
+    found, form, _ = _read(folder)
+    ignored = sorted(found.keys() - form.READ - OUTSIDE)
+    if not ignored:
+        return []
+    more = f" and {len(ignored) - MOST_NAMED} more" if len(ignored) > MOST_NAMED else ""
+    names = ", ".join(brief(name) for name in ignored[:MOST_NAMED])
+    return [f"{folder}/config.json: fields that are ignored: {names}{more}"]

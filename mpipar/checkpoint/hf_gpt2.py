@@ -6,29 +6,35 @@ import math
 
 from mpipar.files.text import shown
 
+PREFIX = "transformer."  # which the names in a file may lack
 HF_LAYER = {
     "norm1": "ln_1", "norm2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
     "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj",
 }
 HF_OTHER = {
-    "embedding.tokens": "wte.weight", "embedding.positions": "wpe.weight",
-    "final_norm.w": "ln_f.weight", "final_norm.b": "ln_f.bias", "head.table": "lm_head.weight",
+    "embedding.tokens": f"{PREFIX}wte.weight", "embedding.positions": f"{PREFIX}wpe.weight",
+    "final_norm.w": f"{PREFIX}ln_f.weight", "final_norm.b": f"{PREFIX}ln_f.bias",
+    "head.table": "lm_head.weight",
 }
-# What mpipar's layers compute; a configuration with other values is another model.
+# What mpipar's layers compute, and what stands for it where the field is missing. A configuration
+# with another value is another model.
 COMPUTED = {
-    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "activation_function": ("gelu_new",), "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    "pruned_heads": ({},), "quantization_config": (None,),
 }
+READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size",
+        "tie_word_embeddings", "layer_norm_epsilon"}
 
 
-def short_name(name: str) -> str:
-    """Hugging Face's GPT-2 name of a parameter, without the prefix `transformer.`."""
+def file_name(name: str) -> str:
+    """The name in a file, as Hugging Face itself saves a GPT2LMHeadModel."""
     if name in HF_OTHER:
         return HF_OTHER[name]
     block, layer = name.split(".", 1)
     layer, kind = layer.rsplit(".", 1)
     suffix = {"w": "weight", "b": "bias"}[kind]
-    return f"h.{block.removeprefix('block')}.{HF_LAYER[layer]}.{suffix}"
+    return f"{PREFIX}h.{block.removeprefix('block')}.{HF_LAYER[layer]}.{suffix}"
 
 
 def disk_shape(param) -> tuple[int, ...]:
@@ -43,20 +49,20 @@ def disk_shape(param) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def file_name(name: str) -> str:
-    """The name in mpipar's files, as Hugging Face itself saves a GPT2LMHeadModel."""
-    return short_name(name) if name == "head.table" else f"transformer.{short_name(name)}"
+def describes(model) -> bool:
+    """Whether config.json can say what a ModelConfig computes."""
+    return (model.model, model.norm) == ("decoder", "layer")
 
 
-def to_json(config, dtype: str) -> dict:
-    """The config.json of a resolved Config whose weights are written as `dtype`."""
-    model = config.model
+def to_json(model, dtype: str) -> dict:
+    """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": model.layers,
         "n_embd": model.d_model, "n_head": model.heads, "n_inner": model.ffn,
         "n_positions": model.seq_len, "n_ctx": model.seq_len, "vocab_size": model.vocab_size,
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": model.tied, "torch_dtype": dtype,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "tie_word_embeddings": model.tied, "torch_dtype": dtype, "dtype": dtype,
     }
 
 
@@ -73,7 +79,8 @@ def settings(found: dict) -> dict:
     return values | {"model": "decoder", "norm": "layer"}
 
 
-def differences(found: dict) -> list[str]:
-    """The values of a config.json that mpipar's layers do not compute."""
-    return [f"{key} is {shown(found[key])}; {value!r} is what mpipar computes"
-            for key, value in COMPUTED.items() if found.get(key, value) != value]
+def differences(found: dict, seq_len: int) -> list[str]:
+    """The values of a config.json that mpipar's layers do not compute, beside COMPUTED."""
+    eps = found.get("layer_norm_epsilon", 1e-5)
+    return [] if eps == 1e-5 else [
+        f"layer_norm_epsilon is {shown(eps)}; 1e-05 is what mpipar computes"]

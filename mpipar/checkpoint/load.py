@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from mpipar.checkpoint import boxes
 from mpipar.checkpoint.disk import BLOCK_BYTES
 from mpipar.checkpoint.manifest import Manifest, Tensor, digest_problem, tensor_problems
-from mpipar.checkpoint.weights import all_params
+from mpipar.checkpoint.params import all_params
 from mpipar.errors import DataError
 
 MOST_LINES = 20  # of a table of tensors

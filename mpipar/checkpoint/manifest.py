@@ -30,6 +30,7 @@ FORMAT = 1  # a reader refuses a newer one
 NAME = "manifest.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
+MASTERS = ("float32", "float64")  # types of master weights and moments
 MOST_BYTES = 128 << 20  # of a manifest; a piece takes some 170
 MOST_TENSORS = 100_000
 MOST_ELEMENTS = 1 << 56  # of a tensor: its bytes still fit 64 bits
@@ -203,9 +204,9 @@ def _tensor(name, shape, dtype) -> Tensor:
     lengths = tuple(_whole(length) for length in shape)
     if not 0 < len(lengths) <= MOST_AXES or not 0 < math.prod(lengths) <= MOST_ELEMENTS:
         raise ValueError(f"tensor {shown(name)} has the shape {shown(shape)}")
-    if dtype not in DTYPES:
+    if dtype not in MASTERS:
         raise ValueError(f"tensor {shown(name)} has the type {shown(dtype)}, none of"
-                         f" {', '.join(DTYPES)}")
+                         f" {', '.join(MASTERS)}")
     return Tensor(lengths, dtype)
 
 

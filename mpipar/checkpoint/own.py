@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from mpipar.files.text import shown
 
-PREFIX = "mpipar-"  # of model_type
+PREFIX = ""  # of the names
+KIND = "mpipar-"  # begins a model_type
 NUMBERS = {  # fields of ModelConfig that config.json gives, each at least 1
     "convnet": ("layers", "channels", "ffn", "classes", "stem_stride"),
     "decoder": ("layers", "d_model", "ffn", "vocab_size", "heads", "seq_len"),
 }
+COMPUTED: dict[str, tuple] = {}  # nothing that this form can state is left out
+READ = {"norm", "tied", "image_shape", *(name for names in NUMBERS.values() for name in names)}
 NORMS = {"convnet": ("layer", "rms"), "decoder": ("rms",)}
-
-
-def short_name(name: str) -> str:
-    """The name of a parameter in messages and in the order of the file."""
-    return name
 
 
 def file_name(name: str) -> str:
@@ -30,18 +28,17 @@ def disk_shape(param) -> tuple[int, ...]:
     return tuple(param.shape)
 
 
-def to_json(config, dtype: str) -> dict:
-    """The config.json of a resolved Config whose weights are written as `dtype`."""
-    model = config.model
+def to_json(model, dtype: str) -> dict:
+    """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
     more = {"image_shape": list(model.image_shape)} if model.model == "convnet" else {
         "tied": model.tied}
-    return {"model_type": PREFIX + model.model, "norm": model.norm, **more, "torch_dtype": dtype,
+    return {"model_type": KIND + model.model, "norm": model.norm, **more, "torch_dtype": dtype,
             **{name: getattr(model, name) for name in NUMBERS[model.model]}}
 
 
 def settings(found: dict) -> dict:
     """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
-    model = found["model_type"].removeprefix(PREFIX)
+    model = found["model_type"].removeprefix(KIND)
     values = {name: found[name] for name in NUMBERS[model]}
     shape = tuple(found["image_shape"]) if model == "convnet" else ()
     for name, value in [*values.items(), *(("image_shape", side) for side in shape)]:
@@ -57,6 +54,6 @@ def settings(found: dict) -> dict:
     return values | {"model": model, "tied": found["tied"]}
 
 
-def differences(found: dict) -> list[str]:
+def differences(found: dict, seq_len: int) -> list[str]:
     """Nothing: this form cannot state what mpipar's layers do not compute."""
     return []

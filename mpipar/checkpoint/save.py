@@ -37,7 +37,7 @@ from mpipar.checkpoint.manifest import (
     pieces_file,
     step_folder_name,
 )
-from mpipar.checkpoint.weights import all_params
+from mpipar.checkpoint.params import all_params
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
 from mpipar.errors import OutputError

@@ -5,23 +5,30 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
-from mpipar.checkpoint import weights
+from mpipar.checkpoint import companions, weights
 from mpipar.checkpoint.load import blocks
 from mpipar.checkpoint.manifest import NAME, Manifest, committed_steps, damage, read_manifest
+from mpipar.checkpoint.params import all_params
 from mpipar.commands.resume import layout_words
-from mpipar.commands.run_folder import CHECKPOINTS, finished_step, is_run
+from mpipar.commands.run_folder import CHECKPOINTS, finished_step, is_run, said
+from mpipar.commands.source import WEIGHTS
 from mpipar.config.reading import values_of
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import Config, build
 from mpipar.config.setting import flag
+from mpipar.config.sizes import read_bytes
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
-from mpipar.files.text import printable
+from mpipar.files.text import brief, printable
 from mpipar.job.status import killed
 
-ONLY = {"step": ("verify", "export"), "out": ("export",)}  # flags that not every action takes
+# Flags that not every action takes.
+ONLY = {"step": ("verify", "export"), "out": ("export",), "dtype": ("export",),
+        "max_shard_size": ("export",)}
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def add_arguments(parser) -> None:
@@ -34,6 +41,10 @@ def add_arguments(parser) -> None:
                         " (default: verify takes all, export the newest)")
     parser.add_argument("--out", metavar="FOLDER",
                         help="export: a new folder for the weights (default: RUN/weights)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="export: type of the numbers, to"
+                        " which they are rounded (default: as they were saved)")
+    parser.add_argument("--max-shard-size", metavar="BYTES", help="export: bytes of a file, as in"
+                        " 200M; more goes to several files and an index (default: the run's)")
 
 
 def run(args) -> int:
@@ -125,8 +136,10 @@ def verify(folder: Path, steps, args) -> int:
 def export(folder: Path, steps, args) -> int:
     """Write the weights of the newest of these checkpoints into a new folder."""
     _, path = steps[-1]
-    out = Path(args.out) if args.out is not None else folder / "weights"
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out = Path(args.out) if args.out is not None else folder / WEIGHTS
+    most = None if args.max_shard_size is None else size_of(args.max_shard_size)
+    if out.exists() and (not out.is_dir() or any(
+            path.name not in companions.FILES for path in out.iterdir())):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
     wrong = damage(path)
     if wrong:
@@ -134,10 +147,23 @@ def export(folder: Path, steps, args) -> int:
     manifest = read_manifest(path)
     config = config_of(path, manifest)
     names = weights.names_in_file(config.model)
-    dtype = np.dtype(manifest.tensors[names[0]].dtype)
-    weights.write(out, config, dtype, (array for *_, array in blocks(path, manifest, names)))
+    dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
+    with said(out, "can't be written"):
+        companions.copy_companions(folder / WEIGHTS, out)
+    weights.write(out, config, dtype, blocks(path, manifest, names), most)
     say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK
+
+
+def size_of(text: str) -> int:
+    """The value of --max-shard-size in bytes."""
+    try:
+        found = read_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size {brief(text)}: {error}") from None
+    if not found:
+        raise UsageError(f"--max-shard-size {text}: must be at least 1")
+    return found
 
 
 def config_of(path: Path, manifest: Manifest) -> Config:
@@ -151,7 +177,7 @@ def config_of(path: Path, manifest: Manifest) -> Config:
     if wrong:
         raise DataError(wrong)
     shapes = {param.name: tuple(param.shape)
-              for _, param in weights.all_params(config.model, (config.model.layers,))}
+              for _, param in all_params(config.model, (config.model.layers,))}
     if shapes != {name: tensor.shape for name, tensor in manifest.tensors.items()}:
         raise DataError(f"{where}: is of another model than the tensors")
     return config

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from mpipar import ops as ops_module
 from mpipar.checkpoint import formats
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.manifest import committed_steps
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands.inputs import weight_facts
 from mpipar.commands.resolve import resolve
-from mpipar.commands.run_folder import CHECKPOINTS
+from mpipar.commands.source import find_source, source_facts
 from mpipar.errors import EXIT_OK, DataError, UsageError
 from mpipar.files.text import printable
 from mpipar.inference.generate import decode, encode, generate
@@ -26,13 +22,13 @@ from mpipar.train.worker import Worker
 def run(session, reading, run_folder: str) -> int:
     """Print the prompt and its continuation, piece by piece; return the exit code.
 
-    run_folder: a run of `mpipar train`, or a folder with model.safetensors and config.json.
+    run_folder: see `find_source`.
     Comm: see `mpipar.inference.generate.generate`.
     """
     world = session.start()
     config, ops, prompt = session.agree(
         lambda: prepare(reading, run_folder, world.size, session.host_rank))
-    session.compare(weight_facts(config.run.init_from))
+    session.compare(source_facts(config.run.init_from))
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     worker.recorder.enter("eval")
@@ -67,24 +63,14 @@ def prepare(reading, run_folder: str, world_size: int, host_rank: int):
 
     host_rank: place of this process on its host.
     """
-    folder = Path(run_folder)
-    options = [folder / "weights", folder]
-    weights = next((path for path in options if os.path.exists(path / "config.json")), None)
-    steps = committed_steps(folder / CHECKPOINTS)
-    if weights is None and steps:
-        raise DataError(f"{run_folder}: the run has not ended, so it has no weights yet, but it has"
-                        f" a checkpoint of step {steps[-1][0]}; write its weights with: mpipar ckpt"
-                        f" export {run_folder}")
-    if weights is None:
-        raise DataError(f"{run_folder}: no weights here (looked for config.json in"
-                        f" {options[0]} and {options[1]}); give the run folder of mpipar train")
-    model = formats.model_settings(str(weights))["model"]
+    weights = find_source(run_folder, run_folder)
+    model = formats.model_settings(weights)["model"]
     if model != "decoder":
         raise UsageError(f"{run_folder}: holds a {model}, which makes no text; give a decoder's"
                          " run folder")
     one_row = replace(
         reading.config,
-        run=replace(reading.config.run, init_from=str(weights)),
+        run=replace(reading.config.run, init_from=weights),
         train=replace(reading.config.train, batch_size=None, optimizer="sgd"))
     found = {}
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from mpipar import data
 from mpipar import ops as ops_module
@@ -13,10 +10,8 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, is_in_force
-from mpipar.data.fingerprint import EDGE
 from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
-from mpipar.files.bounded import open_regular, problems_as
 from mpipar.inference.generate import encode
 
 
@@ -81,16 +76,3 @@ def prompt_tokens(config) -> list[int]:
     run, vocab_size = config.run, config.model.vocab_size
     default = run.prompt == RunConfig().prompt and vocab_size > BYTE_VOCABULARY
     return [] if default or not run.sample_tokens else encode(run.prompt, vocab_size)
-
-
-def weight_facts(folder: str | None) -> dict[str, str]:
-    """What ranks compare of the file of weights that they start from: its size and its two ends."""
-    if folder is None:
-        return {}
-    path = Path(folder) / "model.safetensors"
-    with problems_as(DataError, str(path)), open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        digest = hashlib.sha256(file.read(EDGE))
-        file.seek(max(0, size - EDGE))
-        digest.update(file.read(EDGE))
-    return {"weights": f"{size} bytes, {digest.hexdigest()}"}

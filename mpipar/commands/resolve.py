@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mpipar.checkpoint import formats
+from mpipar.commands.source import find_source
 from mpipar.config.grid import GridConfig
 from mpipar.config.reading import Reading
 from mpipar.config.resolve import Check, complete
@@ -32,9 +33,12 @@ def resolve(reading: Reading, world_size: int,
     config = reading.config
     found = [*reading.problems, *silent_hang(reading)]
     errors: list[UserError] = [UsageError(found)] if found else []
+    weights_notes = []
     if config.run.init_from is not None:
         try:
-            config = with_weights_shape(reading, formats.model_settings(config.run.init_from))
+            source = find_source(config.run.init_from, f"--init-from {config.run.init_from}")
+            config = with_weights_shape(reading, formats.model_settings(source), source)
+            weights_notes = formats.start_notes(source)
         except UserError as error:
             errors.append(error)
     own = (stage_problems, work_problems, trace_problems, loss_scale_problems, kernel_problems)
@@ -43,11 +47,14 @@ def resolve(reading: Reading, world_size: int,
     errors += found
     if errors:
         raise combine(errors)
-    return config, notes
+    return config, [*notes, *weights_notes]
 
 
-def with_weights_shape(reading: Reading, shape: dict) -> Config:
-    """The Config with the shape of its first weights; UsageError if flags contradict it."""
+def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
+    """The Config with the shape of its first weights; UsageError if flags contradict it.
+
+    source: the folder of these weights, which the Config names from now on.
+    """
     typed = {field.name: value for _, field, value in settings(reading.config)}
     if shape["model"] != typed["model"]:
         raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
@@ -59,7 +66,7 @@ def with_weights_shape(reading: Reading, shape: dict) -> Config:
     if found:
         raise UsageError(found)
     named = {name: value for name, value in typed.items() if value is not None}
-    return build(named | shape)
+    return build(named | shape | {"init_from": source})
 
 
 def silent_hang(reading: Reading) -> list[str]:

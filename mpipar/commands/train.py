@@ -10,6 +10,7 @@ from time import perf_counter
 
 from mpipar import data, models
 from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.companions import copy_companions
 from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
@@ -17,7 +18,7 @@ from mpipar.comm.record import Recorder
 from mpipar.commands import finish, resume
 from mpipar.commands.auto import machine_problems, with_schedule
 from mpipar.commands.evaluation import Evaluation
-from mpipar.commands.inputs import prepare, weight_facts
+from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit, tight
 from mpipar.commands.resolve import AUTO
 from mpipar.commands.run_folder import (
@@ -32,6 +33,7 @@ from mpipar.commands.run_folder import (
     write_result,
 )
 from mpipar.commands.saving import Saving
+from mpipar.commands.source import WEIGHTS, companions_of, source_facts
 from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
@@ -131,7 +133,7 @@ class Run:
             return False
         self.fingerprint = session.agree(lambda: self.find_data(inputs))
         session.compare({"data": " ".join(map(str, self.fingerprint.values()))}
-                        | weight_facts(inputs.config.run.init_from))
+                        | source_facts(inputs.config.run.init_from))
         inputs = resume.behind(start, inputs)
         self.inputs = with_schedule(session, inputs, machine_path)
         self.config = self.inputs.config
@@ -155,7 +157,11 @@ class Run:
             return None
         if self.start.folder is not None:
             return go_on_in(self.start, self.config, self.session)
-        return make_run_folder(self.config, self.session)
+        folder = make_run_folder(self.config, self.session)
+        source = next(iter(self.start.candidates), self.config.run.init_from)
+        if source is not None:
+            copy_companions(companions_of(source), folder / WEIGHTS)
+        return folder
 
     @contextmanager
     def open_files(self):
@@ -349,7 +355,7 @@ class Run:
         """
         self.recorder.enter("save")
         self.session.agree(lambda: self.saving.save_last(self.last))
-        checkpoint.save(self.worker, self.folder / "weights")
+        checkpoint.save(self.worker, self.folder / WEIGHTS)
         self.worker.comms.world.barrier("save.written")
 
     def written_bytes(self) -> int:
@@ -359,12 +365,12 @@ class Run:
         """
         written = self.saving.saver.moved()
         with suppress(OSError):  # a file may get its last name at this moment
-            written += sum(file.stat().st_size for file in os.scandir(self.folder / "weights"))
+            written += sum(file.stat().st_size for file in os.scandir(self.folder / WEIGHTS))
         return written
 
     def finish(self) -> int:
         """Show what the model has learned; return the exit code. Comm: forward passes."""
-        weights = self.folder / "weights"
+        weights = self.folder / WEIGHTS
         if self.stopped:
             self.log(f"stopped on request after step {self.last}; checkpoint and weights are in"
                      f" {self.folder}; go on with --resume auto --out {self.folder}")

@@ -31,7 +31,11 @@ class RunConfig:
     gemm: str = setting("blas", "GPU: what multiplies", choices=("blas", "tile", "cuda-tile"))
     tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
-    init_from: str | None = setting(None, "folder with weights to start from; fixes the shape")
+    init_from: str | None = setting(
+        None, "weights to start from, which fix the shape: of a run, a folder, or a checkpoint")
+    max_shard_size: int = setting(
+        5 << 30, "bytes of a file of weights; more goes to several files and an index", low=1,
+        below=2**63, in_bytes=True)
     resume: str = setting("never", "go on behind a checkpoint: never, auto (the newest of --out),"
                           " or the folder of a run or of a step")
     save_interval: int = setting(

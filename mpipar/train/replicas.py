@@ -14,8 +14,8 @@ from time import perf_counter
 
 import numpy as np
 
+from mpipar.checkpoint.params import all_params
 from mpipar.checkpoint.save import place_among_copies
-from mpipar.checkpoint.weights import all_params
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.errors import DriftError
 from mpipar.train.optim import TITLES

@@ -48,7 +48,7 @@ def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
     Comm: see `checkpoint.stream`.
     """
     blocks: dict[str, list] = {}
-    for name, _, _, block in stream(worker, array_of):
+    for name, _, block in stream(worker, array_of):
         blocks.setdefault(name, []).append(block)
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 

@@ -1,0 +1,73 @@
+"""What lies beside weights: the tokenizer's files, and which token ids begin and end a text.
+
+A run copies these files from the weights that it starts from, as they are. So the weights that it
+writes are a model that other programs load with its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mpipar.data import tokenizer
+from mpipar.errors import DataError
+from mpipar.files.bounded import problems_as, read_bytes, read_json
+from mpipar.files.replace import replace_file
+
+GENERATION = "generation_config.json"
+FILES = (*tokenizer.FILES, GENERATION)
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def copy_companions(source: Path, folder: Path) -> list[str]:
+    """Copy the files that `source` has into a folder, which is made if need be; return their names.
+
+    If only its config.json says which ids begin and end a text, a generation_config.json is made
+    of it. Raises DataError for a file that cannot be read, and OSError for one that cannot be
+    written.
+    """
+    found = {}
+    for name in FILES:
+        if (source / name).exists():
+            with problems_as(DataError, str(source / name)):
+                found[name] = read_bytes(source / name, most_bytes=tokenizer.MOST_BYTES)
+    ids = token_ids(source / "config.json") if GENERATION not in found else {}
+    if any(value is not None for value in ids.values()):
+        found[GENERATION] = json_bytes(ids)
+    if found:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, content in found.items():
+        replace_file(folder / name, [content])
+    return list(found)
+
+
+def token_ids(path: Path, vocab_size: int | None = None) -> dict:
+    """{key: id, list of ids, or None} of IDS, as a JSON file says; None without the file.
+
+    An id that is none of the vocabulary counts as None.
+    """
+    content = read_json(path) if path.exists() else {}
+    found = content if isinstance(content, dict) else {}
+    return {key: found[key] if _is_id(found.get(key), vocab_size) else None for key in IDS}
+
+
+def _is_id(value, vocab_size: int | None) -> bool:
+    ids = value if isinstance(value, list) and value else [value]
+    return all(type(one) is int and 0 <= one < (vocab_size or one + 1) for one in ids)
+
+
+def config_texts(folder: Path, config: dict) -> dict[str, str]:
+    """{name: text} of config.json and generation_config.json to write into a folder.
+
+    config: all fields but the ids of tokens, which are those of the folder's own
+    generation_config.json. That file stays as it is.
+    """
+    path = folder / GENERATION
+    ids = token_ids(path, config.get("vocab_size"))
+    texts = {"config.json": json_bytes(config | ids).decode()}
+    return texts if path.exists() else texts | {GENERATION: json_bytes(ids).decode()}
+
+
+def json_bytes(value) -> bytes:
+    """A value as the text of a JSON file."""
+    return (json.dumps(value, indent=2) + "\n").encode()

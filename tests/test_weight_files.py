@@ -1,0 +1,232 @@
+"""Weights in several files with an index, in and out; and all that a run may start from."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from in_process import assert_refused, printed
+from one_rank import fresh, loaded, worker_for
+from program import mpipar
+from safetensors.numpy import load_file, save_file
+
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.manifest import committed_steps
+from mpipar.checkpoint.weight_files import INDEX, WEIGHTS, WeightFiles, split
+from mpipar.commands.source import find_source, source_facts
+from mpipar.errors import DataError
+
+F32 = np.dtype(np.float32)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A folder of weights in several files, and what the same weights are in one file."""
+    for name, size in (("one", 1 << 30), ("many", 2000)):
+        worker = fresh(max_shard_size=size, dtype="float32")
+        checkpoint.save(worker, tmp_path / name)
+    return tmp_path / "many", load_file(tmp_path / "one" / WEIGHTS)
+
+
+def index_of(folder):
+    return json.loads((folder / INDEX).read_text())
+
+
+def test_what_is_larger_than_a_file_may_be_goes_to_several(sharded):
+    folder, tensors = sharded
+    index = index_of(folder)
+    names = sorted({path.name for path in folder.glob("*.safetensors")})
+    assert len(names) > 2
+    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
+    assert not (folder / WEIGHTS).exists()
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"] == {"total_size": sum(x.nbytes for x in tensors.values()),
+                                 "total_parameters": sum(x.size for x in tensors.values())}
+    for name in names:
+        for key, x in load_file(folder / name).items():
+            assert index["weight_map"][key] == name
+            np.testing.assert_array_equal(x, tensors[key], err_msg=key)
+    again = loaded(folder, "float32")
+    np.testing.assert_array_equal(again.stages[0].flat.data, fresh(dtype="float32").stages[0].flat
+                                  .data)
+
+
+def test_split_fills_files_in_order():
+    def sizes(most):
+        tensors = [(str(size), F32, (size,)) for size in (1, 2, 3, 9, 1, 1)]
+        return [[int(name) for name, *_ in part] for part in split(tensors, 4 * most).values()]
+
+    assert sizes(17) == [[1, 2, 3, 9, 1, 1]]
+    assert sizes(16) == [[1, 2, 3, 9, 1], [1]]
+    assert sizes(4) == [[1, 2], [3], [9], [1, 1]]
+    assert sizes(1) == [[1], [2], [3], [9], [1], [1]]
+
+
+def test_one_set_of_files_replaces_the_other(sharded):
+    folder, _ = sharded
+    for size in (3000, 1 << 30, 2000):
+        checkpoint.save(fresh(max_shard_size=size, dtype="float32", seed=size), folder)
+        found = {path.name for path in folder.iterdir()}
+        weights = set(index_of(folder)["weight_map"].values()) if INDEX in found else {WEIGHTS}
+        others = {INDEX} if INDEX in found else set()
+        assert found == weights | others | {"config.json", "generation_config.json"}
+        np.testing.assert_array_equal(
+            loaded(folder, "float32").stages[0].flat.data,
+            fresh(dtype="float32", seed=size).stages[0].flat.data)
+
+
+# --- hostile and broken sets of files
+
+
+def refused(folder):
+    with pytest.raises(DataError) as caught:
+        loaded(folder)
+    assert checkpoint.weight_problems(worker_for(folder).config) == caught.value.problems
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", ["../one/model.safetensors", "/etc/passwd", ".safetensors",
+                                  "model.bin", "a\\b.safetensors", 7, ["a"], None])
+def test_an_index_names_files_of_its_own_folder_only(name, sharded):
+    folder, _ = sharded
+    index = index_of(folder)
+    index["weight_map"]["transformer.wpe.weight"] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    problem, = refused(folder)
+    assert "is no name of a file in this folder" in problem
+
+
+def test_a_tensor_in_two_files_is_refused(sharded):
+    folder, _ = sharded
+    index = index_of(folder)["weight_map"]
+    first, last = min(index.values()), max(index.values())
+    twice = next(name for name, file in index.items() if file == first)
+    save_file(load_file(folder / last) | {twice: np.zeros(3, F32)}, folder / last)
+    problem, = refused(folder)
+    assert f"tensor '{twice}' is in {first} and in {last}" in problem
+
+
+def test_a_tensor_that_is_not_where_the_index_says(sharded):
+    folder, _ = sharded
+    index = index_of(folder)
+    name = "transformer.wpe.weight"
+    file = index["weight_map"][name]
+    index["weight_map"][name] = next(one for one in index["weight_map"].values() if one != file)
+    (folder / INDEX).write_text(json.dumps(index))
+    assert any(f"says that tensor '{name}' is in" in problem for problem in refused(folder))
+
+
+def test_a_missing_file_of_several(sharded):
+    folder, _ = sharded
+    file = min(index_of(folder)["weight_map"].values())
+    (folder / file).unlink()
+    problem, = refused(folder)
+    assert f"{file}: No such file" in problem
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{"])
+def test_a_broken_index(text, sharded):
+    folder, _ = sharded
+    (folder / INDEX).write_text(text)
+    problem, = refused(folder)
+    assert f"{INDEX}:" in problem
+
+
+def test_what_the_index_does_not_name_is_not_read(sharded):
+    folder, _ = sharded
+    file = min(index_of(folder)["weight_map"].values())
+    save_file(load_file(folder / file) | {"other": np.zeros(3, F32)}, folder / file)
+    with WeightFiles(folder, "here") as files:
+        assert "other" not in files.tensors
+    loaded(folder)
+
+
+# --- runs, folders and checkpoints to start from
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a run that has ended; its checkpoints are of steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "text.txt").write_text("a short text, again and again. " * 30)
+    result = mpipar(
+        "train", "--data", "text.txt", *"--layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5"
+        " --batch-size 4 --num-microbatches 2 --sample-tokens 0 --steps 3 --save-interval 2"
+        " --out run".split(), cwd=folder)
+    assert result.returncode == 0, result.tail()
+    return folder
+
+
+def flat(source, dtype="float64"):
+    return loaded(source, dtype).stages[0].flat.master
+
+
+def test_a_run_stands_for_its_weights_or_its_newest_checkpoint(made, tmp_path):
+    shutil.copytree(made / "run", tmp_path / "run")
+    run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    for path in (run, run / "weights", steps / "step-00000003"):
+        np.testing.assert_array_equal(flat(path), flat(run), err_msg=str(path))
+    assert find_source(str(run), "it") == str(run / "weights")
+    assert np.abs(flat(steps / "step-00000002") - flat(run)).max() > 1e-6
+    before = flat(run)
+    shutil.rmtree(run / "weights")
+    assert find_source(str(run), "it") == str(steps / "step-00000003")
+    np.testing.assert_array_equal(flat(run), before)
+    shutil.rmtree(steps)
+    with pytest.raises(DataError, match="it: no weights here"):
+        find_source(str(run), "it")
+
+
+def test_checkpoints_to_start_from_are_checked(made, tmp_path):
+    step = tmp_path / "step"
+    shutil.copytree(made / "run" / "checkpoints" / "step-00000003", step)
+    facts = source_facts(str(step))
+    words = ["train", "--init-from", step, "--data", made / "text.txt", "--out", tmp_path / "x"]
+    assert_refused(2, ["--layers 3: contradicts --init-from"], *words, "--layers", "3")
+    manifest = json.loads((step / "manifest.json").read_text())
+    (step / "manifest.json").write_text(json.dumps(manifest | {"step": 7}))
+    assert source_facts(str(step)) != facts
+    assert_refused(65, ["manifest.json"], *words)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_export_rounds_and_splits(dtype, made, tmp_path):
+    words = () if dtype is None else ("--dtype", dtype)
+    printed("ckpt", "export", made / "run", "--out", tmp_path / "out", *words,
+            "--max-shard-size", "1K")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == config["dtype"] == (dtype or "float32")
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    expected, found = load_file(made / "run" / "weights" / WEIGHTS), {}
+    for path in (tmp_path / "out").glob("model-*.safetensors"):
+        with WeightFiles(tmp_path / "out", "here") as files:
+            found |= {name: files.rows(name, 0, files.tensors[name].shape[0])
+                      for name in files.tensors if files.file_of[name] == path.name}
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].tobytes() == x.astype(kind).tobytes(), name
+
+
+@pytest.mark.parametrize(("size", "part"), [("0", "must be at least 1"), ("x", "must be bytes")])
+def test_export_refuses_sizes(size, part, made, tmp_path):
+    assert_refused(2, ["--max-shard-size", part], "ckpt", "export", made / "run", "--out",
+                   tmp_path / "out", "--max-shard-size", size)
+
+
+def test_export_beside_tokenizer_files(made, tmp_path):
+    """A run that has not ended has its tokenizer in weights/ already, and nothing else."""
+    shutil.copytree(made / "run", tmp_path / "run")
+    weights = tmp_path / "run" / "weights"
+    for path in weights.iterdir():
+        path.unlink()
+    (weights / "generation_config.json").write_text('{"eos_token_id": [5, 300], "x": 1}')
+    (weights / "tokenizer_config.json").write_text("{}")
+    (_, step), = committed_steps(tmp_path / "run" / "checkpoints")[-1:]
+    printed("ckpt", "export", tmp_path / "run")
+    found = json.loads((weights / "config.json").read_text())
+    assert found["eos_token_id"] is None  # 300 is none of the 256 ids
+    printed("ckpt", "export", tmp_path / "run", "--out", tmp_path / "out")
+    for name in ("generation_config.json", "tokenizer_config.json", WEIGHTS):
+        assert (tmp_path / "out" / name).read_bytes() == (weights / name).read_bytes()
+    np.testing.assert_array_equal(flat(step), flat(weights))
