@@ -31,7 +31,7 @@ from mpipar.config.model import ConvnetConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import OF_EVERY_FAMILY, build
 from mpipar.data.rows import Rows
-from mpipar.data.source import load_tokens
+from mpipar.data.source import load_source
 from mpipar.job.session import guard
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan.predict import predict
@@ -183,7 +183,7 @@ def hybrids(world) -> list[dict] | None:
     Comm: everything of a few training steps per layout.
     """
     rows = []
-    tokens, _ = load_tokens((), 256)
+    tokens = load_source((), 256).tokens
     for layout, num_microbatches, schedule in HYBRIDS:
         config = configure(layout, num_microbatches, schedule)
         config = replace(config, run=replace(config.run, trace=f"2:{STEPS}"))

@@ -21,7 +21,7 @@ from mpipar.config import flags
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
-from mpipar.data.source import load_tokens
+from mpipar.data.source import load_source
 from mpipar.job.session import guard
 from mpipar.train.worker import Worker
 
@@ -68,7 +68,7 @@ def ran_lines(world) -> dict[str, set]:
 
     config, _ = resolve(Config(), world.size)
     ops = ops_module.make("cpu", "float32")
-    tokens, _ = load_tokens((), config.model.vocab_size)
+    tokens = load_source((), config.model.vocab_size).tokens
     sys.setprofile(hook)
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     worker.initialize()

@@ -17,7 +17,7 @@ from mpipar.config.grid import GridConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
-from mpipar.data.source import load_tokens
+from mpipar.data.source import load_source
 from mpipar.errors import OutOfMemory
 from mpipar.train.worker import Worker
 
@@ -45,7 +45,7 @@ def attempt(config, world) -> str:
     Comm: everything of those steps.
     """
     ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
-    tokens, _ = load_tokens((), config.model.vocab_size)
+    tokens = load_source((), config.model.vocab_size).tokens
     try:
         with MemoryLimit(config, ops, recorder):
             grid = Grid.of(config.grid, world.rank)

@@ -23,7 +23,7 @@ ELSEWHERE = (
      "test_launch.py::test_ranks_that_differ_end_before_the_first_step*"),
     (7, "a run folder that a rank does not see", 74,
      "test_status.py::test_a_run_folder_that_a_rank_does_not_see_is_74"),
-    (12, "data of more than 4 GiB", None, "test_data.py::test_data_of_more_than_4_gib"),
+    (12, "data of more than 4 GiB", None, "test_source.py::test_data_of_more_than_4_gib"),
     (15, "kill -9 at each call of a save", None,
      "test_state_kill.py::test_the_newest_committed_checkpoint_is_found*"),
     (18, "a stray file of another layout", 0,

@@ -24,7 +24,7 @@ from mpipar.checkpoint import manifest
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.record import LayerOperation
 from mpipar.data import images
-from mpipar.data.source import load_tokens
+from mpipar.data.source import load_source
 from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import read_json
 from mpipar.plan import machine_file
@@ -111,7 +111,7 @@ def of_tokens(folder):
     path = folder / "tokens.bin"
     path.write_bytes(np.array([20240520, 1, 999, *[0] * 253], "<i4").tobytes()
                      + np.arange(999, dtype="<u2").tobytes())
-    return path, [lambda: np.asarray(load_tokens((str(path),), 1000)[0])]
+    return path, [lambda: np.asarray(load_source((str(path),), 1000).tokens)]
 
 
 def of_images(folder):

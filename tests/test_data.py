@@ -1,10 +1,7 @@
-"""Tokens and their sources, the rows that a step trains on, and the bigram model."""
+"""The rows that a step trains on, and the bigram model."""
 
 import itertools
 import math
-import os
-import sys
-import types
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -17,8 +14,6 @@ from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve
 from mpipar.data.bigram import PSEUDO_COUNTS, bigram_loss
 from mpipar.data.rows import Rows, split
-from mpipar.data.source import LLMC_HEADER, load_tokens
-from mpipar.data.token_file import TokenFile
 from mpipar.errors import DataError
 from mpipar.ops import make
 
@@ -128,159 +123,6 @@ def test_split_keeps_order_and_holds_out_the_end(length, batch_size, seq_len):
     np.testing.assert_array_equal(np.concatenate([train, held_out]), tokens)
     assert len(held_out) == max(length // 10, one_batch)
     assert len(train) >= one_batch
-
-
-# --- bytes and files of tokens
-
-
-def header(num_tokens, magic=20240520, version=1):
-    ints = np.zeros(256, "<i4")
-    ints[:3] = magic, version, num_tokens
-    return ints.tobytes()
-
-
-def test_text_is_read_as_bytes(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\u00e4b\n".encode())
-    (tmp_path / "b.md").write_bytes(bytes(range(256)))
-    tokens, what = load_tokens((str(tmp_path / "a.txt"), str(tmp_path / "b.md")), 256)
-    assert tokens.dtype == np.uint8
-    assert bytes(tokens) == "\u00e4b\n".encode() + bytes(range(256))
-    assert what == "260 bytes from 2 files"
-
-
-def test_a_folder_stands_for_its_files(tmp_path):
-    for name, text in {"b.txt": "2", "sub/a.txt": "3", "a.txt": "1", ".secret": "x",
-                       ".git/config": "x", "sub/.cache/c": "x"}.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    tokens, what = load_tokens((str(tmp_path),), 256)
-    assert bytes(tokens) == b"123"
-    assert "3 files" in what
-
-
-@pytest.mark.parametrize("with_header", [True, False])
-def test_token_files(with_header, tmp_path, rng):
-    ids = rng.integers(0, 50257, 1000).astype("<u2")
-    path = tmp_path / "tokens.bin"
-    path.write_bytes((header(1000) if with_header else b"") + ids.tobytes())
-    tokens, what = load_tokens((str(path),), 50257)
-    np.testing.assert_array_equal(tokens, ids)
-    assert tokens.dtype == np.uint16
-    assert what == "1,000 tokens from 1 file"
-    tokens, _ = load_tokens((str(path), str(path)), 50257)
-    np.testing.assert_array_equal(tokens, np.concatenate([ids, ids]))
-
-
-def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(np.array([3, 299, 7], "<u2").tobytes())
-    assert max(load_tokens((str(path),), 300)[0]) == 299
-    with pytest.raises(DataError, match=r"token 299 at position 1 .* 299; type --vocab-size 300"):
-        load_tokens((str(path),), 299)
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    (header(2) + b"\0" * 6, r"2 tokens \(1,028 bytes\), the file has 1,030"),
-    (header(9, version=2) + b"\0" * 18, "version 2"),
-    (header(-4), "-4 tokens"),
-    (header(0), "no token"),
-    (header(4)[:700], "4 tokens"),
-    (header(4, magic=20240801) + b"\0" * 16, "Llama 3"),
-    (b"abc", "3 bytes are not a whole number"),
-    (b"a", "1 bytes are not a whole number"),
-    (b"", "empty"),
-])  # fmt: skip
-def test_token_file_that_is_none(content, message, tmp_path):
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        load_tokens((str(path),), 50257)
-    assert len(caught.value.problems) == 1
-    assert str(path) in str(caught.value)
-
-
-def test_all_problems_of_the_data_at_once(tmp_path):
-    (tmp_path / "empty.txt").write_bytes(b"")
-    (tmp_path / "nothing").mkdir()
-    (tmp_path / "high.txt").write_bytes(b"ab\xff")
-    names = ["empty.txt", "nothing", "high.txt", "missing"]
-    with pytest.raises(DataError) as caught:
-        load_tokens(tuple(str(tmp_path / name) for name in names), 200)
-    text = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 4
-    for part in (*names, "is empty", "holds no file", "token 255 at position 2", "no such file"):
-        assert part in text
-
-
-def test_bytes_are_refused_for_a_vocabulary_of_tokens(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="50,257 is not one of bytes; give token files"):
-        load_tokens((str(tmp_path / "a.txt"),), 50257)
-
-
-def test_built_in_text():
-    tokens, what = load_tokens((), 256)
-    assert len(tokens) > 300_000
-    assert f"{len(tokens):,} bytes of Python's language reference" in what
-    assert b"generator" in bytes(tokens)
-    for vocab_size, message in ((128, "outside the vocabulary of 128"), (50257, "50,257")):
-        with pytest.raises(DataError, match=message):
-            load_tokens((), vocab_size)
-
-
-def test_python_without_the_built_in_text(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(DataError, match=r"pydoc_data.topics.* --data FILE_OR_FOLDER"):
-        load_tokens((), 256)
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics",
-                        types.SimpleNamespace(topics={"b": "2", "a": "1"}))
-    assert bytes(load_tokens((), 256)[0]) == b"1\n2"
-
-
-def test_a_large_token_file_is_not_read_into_memory(tmp_path):
-    path = tmp_path / "tokens.bin"
-    with open(path, "wb") as file:
-        file.write(header(2**25))
-        file.truncate(LLMC_HEADER + 2**26)
-    assert isinstance(load_tokens((str(path),), 50257)[0], TokenFile)
-
-
-def rows_of_file(path):
-    """The training rows of a .bin file of 600 tokens below 50."""
-    path.write_bytes(np.arange(600, dtype="<u2").__mod__(50).tobytes())
-    tokens, _ = load_tokens((str(path),), 50)
-    train, held_out = split(tokens, BATCH_SIZE, SEQ_LEN)
-    assert bigram_loss(train, held_out, 50) < 0.1  # a cycle
-    return rows_of(train)
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda path: os.truncate(path, 10), "ends at token 5, but tokens up to .* cut while it was"),
-    (lambda path: path.write_bytes(np.full(600, 50, "<u2").tobytes()),
-     r"tokens.bin: token 50 at position \d+ is outside the vocabulary of 50"),
-], ids=["truncated", "larger ids"])  # fmt: skip
-def test_a_token_file_that_changes_while_it_is_read(change, message, tmp_path):
-    path = tmp_path / "tokens.bin"
-    rows = rows_of_file(path)
-    assert rows.train(1, 0).shape == (BATCH_SIZE, SEQ_LEN)
-    change(path)
-    with pytest.raises(DataError, match=message):
-        rows.train(2, 0)
-
-
-def test_data_of_more_than_4_gib(tmp_path, monkeypatch):
-    """No signed 32-bit number counts its tokens, and none its bytes. Reading them takes long."""
-    monkeypatch.setattr(TokenFile, "check", lambda tokens: None)
-    path, count = tmp_path / "tokens.bin", 2**31 + 1000
-    with open(path, "wb") as file:
-        file.truncate(2 * count)
-        file.seek(2 * count - 2)
-        file.write(b"\7\0")
-    tokens, what = load_tokens((str(path),), 256)
-    assert f"{count:,} tokens" in what
-    assert len(tokens) == count
-    assert list(tokens[count - 2:count]) == [0, 7]
 
 
 # --- bigrams

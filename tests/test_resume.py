@@ -17,7 +17,7 @@ from mpipar.commands.run_folder import cut_behind, finished_step, set_aside
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.resumed import resumed
 from mpipar.data.fingerprint import EDGE, fingerprint
-from mpipar.data.source import load_tokens
+from mpipar.data.source import load_source
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 0 --steps 6 --save-interval 2 --keep-checkpoints 0
@@ -185,11 +185,11 @@ def test_the_fingerprint_of_a_large_token_file_is_that_of_its_ends(tmp_path):
     tokens = np.zeros(2 * EDGE, np.uint16)
     tokens.tofile(path)
     mapped = np.memmap(path, np.uint16, mode="r+")
-    found = [fingerprint([load_tokens((str(path),), 256)[0]])]
+    found = [fingerprint([load_source((str(path),), 256).tokens])]
     assert found[0]["length"] == 2 * EDGE
     for place in (EDGE, 0, -1):  # the first of them would take long to find in a larger file
         mapped[place] = 1
-        found.append(fingerprint([load_tokens((str(path),), 256)[0]]))
+        found.append(fingerprint([load_source((str(path),), 256).tokens]))
     assert found[0] == found[1]
     assert len({one["sha256"] for one in found}) == 3
 

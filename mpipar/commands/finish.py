@@ -16,10 +16,9 @@ from mpipar.console.memory import process_peak
 from mpipar.console.shares import crowded, share_facts, share_table
 from mpipar.data import images
 from mpipar.data.bigram import bigram_loss
-from mpipar.data.source import BYTE_VOCABULARY
 from mpipar.errors import UserError
 from mpipar.inference.classify import accuracy
-from mpipar.inference.generate import decode, generate
+from mpipar.inference.generate import generate
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
@@ -88,9 +87,8 @@ def show_decoder(worker, inputs, evaluate, log, took) -> dict:
     trained = worker.num_tokens * config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
         f" (trained on {trained:,} tokens{took})")
-    vocab_size = config.model.vocab_size
-    if log.speaks and vocab_size <= BYTE_VOCABULARY:
-        bar = bigram_loss(inputs.train_part, held_out[:count + 1], vocab_size)
+    if log.speaks and inputs.tokenizer.is_bytes:
+        bar = bigram_loss(inputs.train_part, held_out[:count + 1], config.model.vocab_size)
         log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is"
             f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
     show_text(worker, inputs, log)
@@ -99,12 +97,12 @@ def show_decoder(worker, inputs, evaluate, log, took) -> dict:
 
 def show_text(worker, inputs, log, title="\ntext") -> None:
     """Print text that continues the prompt. Comm: generation."""
-    run, vocab_size = worker.config.run, worker.config.model.vocab_size
+    run, decode = worker.config.run, inputs.tokenizer.decode
     if run.sample_tokens:
         prompt = inputs.prompt or [int(token) for token in inputs.held_out[:1]]
         text = list(generate(worker, prompt, run.sample_tokens, run.temperature, run.seed))
-        log(f"{title} generated from {decode(prompt, vocab_size)!r}:")
-        log(decode([*prompt, *text], vocab_size))
+        log(f"{title} generated from {decode(prompt)!r}:")
+        log(decode([*prompt, *text]))
 
 
 def show_convnet(worker, inputs, evaluate, log, took) -> dict:

@@ -8,71 +8,82 @@ from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
+from mpipar.commands.source import companions_of
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, is_in_force
-from mpipar.data.source import BYTE_VOCABULARY
+from mpipar.data.dataset import is_dataset
+from mpipar.data.tokenizer import Ids, Tokenizer, prompt_ids, tokenizer_of
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
-from mpipar.inference.generate import encode
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A complete configuration, and its ops, data and prompt. notes: lines for the user."""
+    """A complete configuration, and its ops, data, tokenizer and prompt. notes: for the user.
+
+    tokenizer: of the model's text; None for a model without text.
+    """
 
     config: Config
     notes: list[str]
     ops: object
     train_part: object
     held_out: object
+    tokenizer: Tokenizer | None
     prompt: list[int]
 
 
-def prepare(reading, world_size: int, host_rank: int, checks=()) -> Inputs:
+def prepare(reading, world_size: int, host_rank: int, checks=(), started=None) -> Inputs:
     """Check everything that can be checked before allocating anything.
 
-    host_rank: place of this process on its host. checks: the command's own pairs (function that
-    lists a config's problems, error class). Raises one UserError with all problems of flags,
+    host_rank: place of this process on its host; the first one alone reads all token files once.
+    checks: the command's own pairs (function that lists a config's problems, error class). started:
+    the checkpoint behind which the run goes on. Raises one UserError with all problems of flags,
     layout, schedule, prompt, data and device.
     """
     found = {}
 
-    def data_problems(config):
-        try:
-            found["parts"], found["what"] = data.data_of(config.model).load(config)
-        except DataError as error:
-            return error.problems
-        return []
+    def read_data(config):
+        found["parts"], found["what"] = data.data_of(config.model).load(
+            config, thorough=host_rank == 0)
 
-    def device_problems(config):
-        try:
-            found["ops"] = ops_module.make_for(config.run, host_rank)
-        except EnvironmentProblem as error:
-            return error.problems
-        return []
+    def make_ops(config):
+        found["ops"] = ops_module.make_for(config.run, host_rank)
 
-    def prompt_problems(config):
-        try:
-            found["prompt"] = prompt_tokens(config)
-        except UsageError as error:
-            return error.problems
-        return []
+    def read_text(config):
+        found["tokenizer"] = tokenizer = tokenizer_of_run(config, started)
+        found["prompt"] = prompt_tokens(config, tokenizer)
 
-    checks = [*checks, (prompt_problems, UsageError), (data_problems, DataError),
-              (checkpoint.weight_problems, DataError), (device_problems, EnvironmentProblem)]
+    checks = [*checks, (read_text, UsageError), (read_data, DataError),
+              (checkpoint.weight_problems, DataError), (make_ops, EnvironmentProblem)]
     config, notes = resolve(reading, world_size, checks)
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
                  f" {len(held_out):,} held out")
-    return Inputs(config, notes, found["ops"], train_part, held_out, found["prompt"])
+    return Inputs(config, notes, found["ops"], train_part, held_out, found["tokenizer"],
+                  found["prompt"])
 
 
-def prompt_tokens(config) -> list[int]:
+def tokenizer_of_run(config, started=None) -> Tokenizer | None:
+    """What makes tokens of a prompt, and text of tokens; None for a model without text.
+
+    It is that of prepared data, else of the weights that the run started from, else the default.
+    Raises DataError and EnvironmentProblem.
+    """
+    if not is_in_force(config, "prompt"):
+        return None
+    prepared = next(filter(is_dataset, config.run.data), None)
+    source = started or config.run.init_from
+    folder = prepared or (companions_of(source) if source else None)
+    return tokenizer_of(folder, config.model.vocab_size)
+
+
+def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:
     """The prompt's tokens; none for a model without text, or if the default prompt does not fit.
 
     The default prompt is text. A model of token ids starts from the held-out part instead.
     """
-    if not is_in_force(config, "prompt"):
+    run = config.run
+    default = run.prompt == RunConfig().prompt and isinstance(tokenizer, Ids)
+    if tokenizer is None or default or not run.sample_tokens:
         return []
-    run, vocab_size = config.run, config.model.vocab_size
-    default = run.prompt == RunConfig().prompt and vocab_size > BYTE_VOCABULARY
-    return [] if default or not run.sample_tokens else encode(run.prompt, vocab_size)
+    return prompt_ids(tokenizer, run.prompt, config.model.vocab_size)

@@ -14,7 +14,7 @@ from mpipar.config.sections import SECTIONS, Config, settings
 from mpipar.config.setting import value_problem
 from mpipar.errors import UsageError, UserError, combine
 
-Check = tuple[Callable[[Config], list[str]], type[UserError]]
+Check = tuple[Callable[[Config], list[str] | None], type[UserError]]
 
 
 def _value_problems(config: Config) -> dict[str, str]:
@@ -76,7 +76,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
     """Fill in every None; return the config, notes for the user, and all problems as errors.
 
     checks: problems(config) of other folders, each with the error it stands for. They get the
-    completed config.
+    completed config, and may raise a UserError of their own.
     bad: names fields whose text could not even be read. They hold defaults, so nothing is concluded
     from them.
     """
@@ -96,8 +96,12 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])
         for check, error in checks:
-            texts = check(config)
-            errors += [error(texts)] if texts else []
+            try:
+                texts = check(config)
+            except UserError as raised:
+                errors.append(raised)
+            else:
+                errors += [error(texts)] if texts else []
     if usage:
         errors.insert(0, UsageError(usage))
     return config, notes, errors

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipar.data.token_file import BLOCK
+
 PSEUDO_COUNTS = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
@@ -14,14 +16,20 @@ def bigram_loss(train, held_out, vocab_size: int) -> float:
     unigram`. Of a few pseudo counts, the best *on the held-out part* is taken. So the bar is as
     high as this kind of model can put it.
     """
-    train, held_out = np.asarray(train), np.asarray(held_out)
-    pairs = np.bincount(
-        train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2)
-    pairs = pairs.reshape(vocab_size, vocab_size).astype(np.float64)
+    pairs, wanted = (_pairs(part, vocab_size) for part in (train, held_out))
     unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)
     losses = []
     for pseudo in PSEUDO_COUNTS:
         smooth = pairs + pseudo * vocab_size * unigram
         probability = smooth / smooth.sum(1, keepdims=True)
-        losses.append(-np.log(probability[held_out[:-1], held_out[1:]]).mean())
+        losses.append(-(wanted * np.log(probability)).sum() / wanted.sum())
     return float(min(losses))
+
+
+def _pairs(tokens, vocab_size: int) -> np.ndarray:
+    """How often each token (V, V) follows each: the text is read in blocks, whatever its size."""
+    counts = np.zeros(vocab_size**2)
+    for first in range(0, len(tokens) - 1, BLOCK):
+        block = np.asarray(tokens[first:first + BLOCK + 1]).astype(np.int64)
+        counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=vocab_size**2)
+    return counts.reshape(vocab_size, vocab_size)

@@ -76,10 +76,11 @@ def blank_batch(ops, config) -> Batch:
     return Batch(images, ops.zeros((num_rows,), "int64", label="buffers"))
 
 
-def load(config):
+def load(config, thorough: bool = True):
     """((training part, held-out part), a text that says what they are).
 
-    Raises DataError when they cannot be read, do not fit the model, or are fewer than a batch each.
+    thorough: all images are always looked at. Raises DataError when they cannot be read, do not fit
+    the model, or are fewer than a batch each.
     """
     images, labels, what = _read(config.run.data, "--data", config.model)
     if config.run.val_data:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpipar.comm.grid import token_pieces
-from mpipar.data.source import load_tokens
+from mpipar.data.source import load_source
 from mpipar.errors import DataError
 
 HELD_OUT = 10  # one part in ten is held out
@@ -51,30 +51,44 @@ def split(tokens, batch_size: int, seq_len: int):
     return tokens[:-held_out], tokens[-held_out:]
 
 
-def load(config):
+def load(config, thorough: bool = True):
     """((training part, held-out part), a text that says what they are).
 
-    Raises DataError when the text cannot be used.
+    The held-out part is --val-data, else what the data itself holds out, else its last tenth.
+    thorough: see `load_source`. Raises DataError when the text cannot be used.
     """
     run, model = config.run, config.model
-    tokens, what = load_tokens(run.data, model.vocab_size)
-    if not run.val_data:
+    source = load_source(run.data, model.vocab_size, thorough)
+    tokens, what, held_out = source.tokens, source.what, source.validation()
+    if tokens is None:
+        raise DataError(f"--data {run.data[0]}: is held out, as its name says, and there is nothing"
+                        " to train on; give training files too, or another name")
+    if run.val_data:
+        held_out = _val_data(config, thorough)
+        what = f"{what}; held out: {held_out.what}"
+    if held_out is None:
         return split(tokens, config.train.batch_size, model.seq_len), what
-    try:
-        held_out, held_what = load_tokens(run.val_data, model.vocab_size)
-    except DataError as error:
-        raise DataError([text.replace("--data", "--val-data", 1)
-                         for text in error.problems]) from None
+    flag = "--val-data" if run.val_data else "--data, what it holds out"
     found = [f"{flag}: has {len(part):,} tokens, and a row needs {model.seq_len} + 1: give more"
              " data, or a smaller --seq-len"
-             for flag, part in (("--data", tokens), ("--val-data", held_out))
+             for flag, part in (("--data", tokens), (flag, held_out.tokens))
              if len(part) <= model.seq_len]
-    if (tokens.dtype == np.uint8) != (held_out.dtype == np.uint8):
+    if (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8):
         found.append("--val-data: one of it and --data is text, the other token files (.bin): give"
                      " one kind")
     if found:
         raise DataError(found)
-    return (tokens, held_out), f"{what}; held out: {held_what}"
+    return (tokens, held_out.tokens), what
+
+
+def _val_data(config, thorough: bool):
+    """The source of --val-data: what it holds out if it says so, else all of it."""
+    try:
+        source = load_source(config.run.val_data, config.model.vocab_size, thorough)
+    except DataError as error:
+        raise DataError([text.replace("--data", "--val-data", 1)
+                         for text in error.problems]) from None
+    return source.validation() or source
 
 
 def evaluated(part, config):

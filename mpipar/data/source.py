@@ -1,46 +1,94 @@
 """Tokens from the user's files, or from the English text that every CPython carries.
 
-Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, bare or with
-llm.c's header of 256 int32 (magic 20240520, version 1, number of tokens). A folder stands for all
-files in it.
+Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, or with one of
+llm.c's headers of 256 int32 (magic, version, number of tokens). One with `val` among the words of
+its name is held out: nanoGPT's val.bin, llm.c's NAME_val_000000.bin. A folder stands for all files
+in it, or only for those that end in .bin where it has some. A folder that `mpipar data prepare`
+has written is described by its dataset.json.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mpipar.data.token_file import BLOCK, TokenFile, outside
+from mpipar.data import dataset
+from mpipar.data.token_file import BLOCK, Piece, TokenFiles, outside
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
+from mpipar.files.utf8 import BLOCK as TEXT_BLOCK
+from mpipar.files.utf8 import text_pieces
 
-LLMC_MAGIC, LLMC_HEADER = 20240520, 256 * 4
-OTHER_MAGICS = {20240801: "llm.c's Llama 3 format (uint32)", 20240522: "llm.c's HellaSwag format"}
+LLMC_HEADER = 256 * 4  # bytes
+LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, dtype (GPT-2's, Llama 3's)
+OTHER_MAGICS = {20240522: "llm.c's HellaSwag format"}
 MOST_TEXT = 4 << 30  # bytes
 
 
-def load_tokens(paths: tuple[str, ...], vocab_size: int):
-    """All tokens of `paths`, and a line that says what they are.
+@dataclass(frozen=True)
+class Source:
+    """Tokens to train on, those to hold out if the data says which, and a line that names them.
 
-    They are an array (uint8 or uint16), or a TokenFile if there is one file of tokens.
-    Raises DataError with every problem found: missing, empty, wrong size, ids outside the
+    Both are an array (uint8) or TokenFiles, or None if there are none of them.
+    """
+
+    tokens: object
+    held_out: object
+    what: str
+
+    def validation(self) -> Source | None:
+        """The tokens that the data itself holds out, as a source; None if it names none."""
+        return None if self.held_out is None else Source(self.held_out, None, self.what)
+
+
+def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) -> Source:
+    """All tokens of `paths`.
+
+    thorough: whether token files are read once from end to end; else every read checks its part.
+    Raises DataError with every problem found: missing, empty, no text, wrong size, ids outside the
     vocabulary.
     """
     if not paths:
         return _language_reference(vocab_size)
-    files, problems = _files(paths)
-    kinds = {path.suffix == ".bin" for path in files}
-    if len(kinds) > 1:
+    if prepared := [path for path in paths if dataset.is_dataset(path)]:
+        if len(paths) > 1:
+            raise DataError(f"--data {prepared[0]}: a prepared folder stands alone; leave out"
+                            f" {' '.join(path for path in paths if path != prepared[0])}")
+        train, held_out, found = dataset.open_dataset(Path(paths[0]), vocab_size, thorough)
+        return Source(train, held_out, f"{len(train) + len(held_out):,} tokens of"
+                      f" {sum(file.documents for file in found.files):,} documents from {paths[0]}")
+    files, problems = text_files(paths, "--data ", only=".bin")
+    if len({path.suffix == ".bin" for path in files}) > 1:
         problems.append("--data mixes token files (.bin) and text: give one kind")
-    pieces = [_read(path, vocab_size, problems) for path in files]
+    pieces = [_read(path, vocab_size, thorough, problems) for path in files]
+    held_out = [one for path, one in zip(files, pieces, strict=True) if is_held_out(path)]
+    train = [one for path, one in zip(files, pieces, strict=True) if not is_held_out(path)]
     if problems:
         raise DataError(problems)
-    tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    unit = "tokens" if tokens.dtype == np.uint16 else "bytes"
-    return tokens, f"{len(tokens):,} {unit} from {len(files)} file{'s' * (len(files) > 1)}"
+    found = [_joined(part, vocab_size) for part in (train, held_out)]
+    unit = "tokens" if files[0].suffix == ".bin" else "bytes"
+    return Source(*found, f"{sum(map(len, pieces)):,} {unit} from {len(files)}"
+                  f" file{'s' * (len(files) > 1)}")
+
+
+def is_held_out(path: Path) -> bool:
+    """Whether a file of tokens has `val` among the words of its name."""
+    return path.suffix == ".bin" and "val" in re.split("[-_.]", path.stem)
+
+
+def _joined(parts: list, vocab_size: int):
+    """The tokens of several files of one kind, one behind the other; None if there are none."""
+    if not parts:
+        return None
+    if isinstance(parts[0], np.ndarray):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return TokenFiles([piece for one in parts for piece in one.pieces], vocab_size)
 
 
 def _language_reference(vocab_size):
@@ -58,12 +106,15 @@ def _language_reference(vocab_size):
     _check_ids("the built-in text", tokens, vocab_size, problems)
     if problems:
         raise DataError(problems)
-    return tokens, f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
+    what = f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
+    return Source(tokens, None, what)
 
 
-def _files(paths):
+def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Path], list[str]]:
     """Every file that the paths stand for, sorted inside each folder, and what is wrong with the
     rest.
+
+    flag: what a problem begins with. only: an ending; of a folder with such files, others are left.
     """
     files, problems = [], []
     for name in paths:
@@ -71,13 +122,13 @@ def _files(paths):
         if os.path.isdir(path):
             inside = sorted(p for p in path.rglob("*")
                             if os.path.isfile(p) and not _hidden(p, path))
-            files += inside
+            files += [p for p in inside if only and p.suffix == only] or inside
             if not inside:
-                problems.append(f"--data {name}: this folder holds no file")
+                problems.append(f"{flag}{name}: this folder holds no file")
         elif os.path.exists(path):  # if it is no regular file, reading it says what it is
             files.append(path)
         else:
-            problems.append(f"--data {name}: no such file or folder (looked in {Path.cwd()})")
+            problems.append(f"{flag}{name}: no such file or folder (looked in {Path.cwd()})")
     return files, problems
 
 
@@ -86,25 +137,29 @@ def _hidden(path, folder):
     return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 
-def _read(path, vocab_size, problems):
+def _read(path, vocab_size, thorough, problems):
     """The tokens of one file; problems are appended and an empty array is returned."""
     nothing = np.zeros(0, np.uint8)
     try:
         with problems_as(DataError, f"--data {path}"), open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if nbytes == 0:
-                problems.append(f"--data {path}: the file is empty")
-                return nothing
+                raise ValueError("the file is empty")
             if path.suffix == ".bin":
-                return _read_bin(file, nbytes, vocab_size, problems)
+                tokens = _read_bin(file, nbytes, vocab_size)
+                if thorough:
+                    tokens.check()
+                return tokens
             if vocab_size > BYTE_VOCABULARY:
-                problems.append(_not_bytes(str(path), vocab_size))
-                return nothing
+                raise DataError(_not_bytes(str(path), vocab_size))
             if nbytes > MOST_TEXT:
-                problems.append(f"--data {path}: has {nbytes:,} bytes, and text is held in memory,"
-                                f" at most {MOST_TEXT:,}; give token files (.bin)")
-                return nothing
+                raise ValueError(f"has {nbytes:,} bytes, and text is held in memory, at most"
+                                 f" {MOST_TEXT:,}; give token files (.bin)")
             tokens = np.frombuffer(file.read(nbytes), np.uint8)
+            view = memoryview(tokens)
+            for _ in text_pieces(bytes(view[first:first + TEXT_BLOCK])
+                                 for first in range(0, len(view), TEXT_BLOCK)):
+                pass  # only whether it is text is asked
     except DataError as error:
         problems += error.problems
         return nothing
@@ -112,30 +167,25 @@ def _read(path, vocab_size, problems):
     return tokens
 
 
-def _read_bin(file, nbytes, vocab_size, problems):
-    path, start = file.name, 0
+def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
+    """The tokens of an open file; ValueError says why it has none."""
+    start, dtype = 0, np.dtype("<u2")
     head = np.frombuffer(file.read(12)[:nbytes // 4 * 4], "<i4")
-    if len(head) == 3 and head[0] == LLMC_MAGIC:
-        start = LLMC_HEADER
-        stated = int(head[2])
-        if head[1] != 1 or nbytes != start + 2 * stated:
-            problems.append(
-                f"--data {path}: the header says version {head[1]} and {stated:,} tokens"
-                f" ({start + 2 * stated:,} bytes), the file has {nbytes:,} bytes")
-            return np.zeros(0, np.uint16)
-    elif len(head) and int(head[0]) in OTHER_MAGICS:
-        problems.append(
-            f"--data {path}: this is {OTHER_MAGICS[int(head[0])]}; uint16 tokens are read")
-        return np.zeros(0, np.uint16)
-    elif nbytes % 2:
-        problems.append(f"--data {path}: {nbytes:,} bytes are not a whole number of uint16 tokens")
-        return np.zeros(0, np.uint16)
+    magic = int(head[0]) if len(head) else None
+    if magic in OTHER_MAGICS:
+        raise ValueError(f"this is {OTHER_MAGICS[magic]}; tokens are read")
+    if len(head) == 3 and magic in LLMC:
+        start, version, dtype = LLMC_HEADER, LLMC[magic][0], np.dtype(LLMC[magic][1])
+        due = start + dtype.itemsize * int(head[2])
+        if head[1] != version or nbytes != due:
+            raise ValueError(f"the header says version {head[1]} and {head[2]:,} tokens"
+                             f" ({due:,} bytes), the file has {nbytes:,} bytes")
+    elif nbytes % dtype.itemsize:
+        raise ValueError(f"{nbytes:,} bytes are not a whole number of uint16 tokens")
     if nbytes == start:
-        problems.append(f"--data {path}: the file has a header but no tokens")
-        return np.zeros(0, np.uint16)
-    tokens = TokenFile(open_regular(path), start, 0, (nbytes - start) // 2, vocab_size)
-    tokens.check()
-    return tokens
+        raise ValueError("the file has a header but no tokens")
+    count = (nbytes - start) // dtype.itemsize
+    return TokenFiles([Piece(open_regular(file.name), start, 0, count, dtype)], vocab_size)
 
 
 def _check_ids(path, tokens, vocab_size, problems):
@@ -152,4 +202,5 @@ def _check_ids(path, tokens, vocab_size, problems):
 
 def _not_bytes(what, vocab_size):
     return (f"--data: {what} would be read as bytes, but a vocabulary of {vocab_size:,} is not"
-            " one of bytes; give token files (.bin, uint16), or --vocab-size 256")
+            " one of bytes; give token files (.bin), a folder of mpipar data prepare, or"
+            " --vocab-size 256")

@@ -1,74 +1,109 @@
-"""Tokens of an open .bin file, read when they are used: the file may be larger than memory.
+"""Tokens of open .bin files, read when they are used: the files may be larger than memory.
 
-The file may change while a run reads it. A mapped file would then kill the process (SIGBUS), or
+A file may change while a run reads it. A mapped file would then kill the process (SIGBUS), or
 hand ids to the loss that no table has a row for. So each read asks the system for its bytes, and
 checks that they are there and that every id is below the vocabulary's size.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Sequence
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from mpipar.errors import DataError
 
 BLOCK = 1 << 24  # tokens that are checked at once
+MOST_IDS = 1 << 32
 
 
-@dataclass
-class TokenFile:
-    """Tokens [first, last) of a file; a slice is another TokenFile, and NumPy reads it.
-
-    start: byte of the file's first token.
-    """
+class Piece(NamedTuple):
+    """Tokens [first, last) of a file. start: byte of the file's first token. dtype: of its ids."""
 
     file: BinaryIO
     start: int
     first: int
     last: int
-    vocab_size: int
+    dtype: np.dtype
 
-    dtype = np.dtype("<u2")
-    itemsize = dtype.itemsize
+
+class TokenFiles:
+    """The tokens of files one behind the other; a slice is of the same kind, and NumPy reads it.
+
+    digest: of what the files held when they were written, or "".
+    """
+
+    def __init__(self, pieces: Sequence[Piece], vocab_size: int, digest: str = ""):
+        self.pieces, self.vocab_size, self.digest = pieces, vocab_size, digest
+        self.dtype = np.result_type(*(piece.dtype for piece in pieces))
+        self.itemsize = self.dtype.itemsize
 
     def __len__(self):
-        return self.last - self.first
+        return sum(piece.last - piece.first for piece in self.pieces)
 
-    def __getitem__(self, part: slice) -> TokenFile:
+    def __getitem__(self, part: slice) -> TokenFiles:
         first, last, step = part.indices(len(self))
         assert step == 1, part
-        return TokenFile(self.file, self.start, self.first + first,
-                         self.first + max(first, last), self.vocab_size)
+        found, begin = [], 0
+        for piece in self.pieces:
+            low, high = max(first - begin, 0), min(last - begin, piece.last - piece.first)
+            if low < high:
+                found.append(piece._replace(first=piece.first + low, last=piece.first + high))
+            begin += piece.last - piece.first
+        nothing = self.pieces[0]._replace(last=self.pieces[0].first)
+        return TokenFiles(found or [nothing], self.vocab_size, self.digest)
 
     def __array__(self, dtype=None, copy=None):
-        """The tokens. Raises DataError where the file ends too early or has an id too large."""
-        tokens, done = np.empty(len(self), self.dtype), 0
-        view, start = memoryview(tokens).cast("B"), self.start + self.first * self.itemsize
-        try:
-            while read := os.preadv(self.file.fileno(), [view[done:]], start + done):
-                done += read  # one call reads at most 2 GiB
-        except OSError as error:
-            raise DataError(f"--data {self.file.name}: {error.strerror}") from None
-        if done < len(view):
-            left = os.fstat(self.file.fileno()).st_size - self.start
-            end = max(0, left // self.itemsize)
-            raise DataError(f"--data {self.file.name}: ends at token {end:,}, but tokens up to"
-                            f" {self.last:,} were there: it was cut while it was read")
-        if done and tokens.max() >= self.vocab_size:
-            raise DataError("--data: " + outside(
-                self.file.name, tokens, self.first, self.vocab_size))
+        """The tokens. Raises DataError where a file ends too early or has an id too large."""
+        found = [_read(piece, self.vocab_size) for piece in self.pieces]
+        tokens = found[0] if len(found) == 1 else np.concatenate(found)
         return tokens if dtype is None else tokens.astype(dtype)
 
     def __iter__(self):
         return iter(np.asarray(self))
 
-    def check(self) -> None:
-        """Read all of it once, block by block; raises DataError like any read."""
-        for first in range(0, len(self), BLOCK):
-            np.asarray(self[first:first + BLOCK])
+    def check(self, digests: Sequence[str] = ()) -> None:
+        """Read all of it once, block by block; raises DataError like any read.
+
+        digests: the SHA-256 that the tokens of each file must have; none are compared without.
+        """
+        wrong = []
+        for piece, due in itertools.zip_longest(self.pieces, digests):
+            found = hashlib.sha256()
+            for first in range(piece.first, piece.last, BLOCK):
+                block = piece._replace(first=first, last=min(first + BLOCK, piece.last))
+                # Of a damaged file the digest is the news, not an id that nobody has written.
+                tokens = _read(block, MOST_IDS if due else self.vocab_size)
+                if due:
+                    found.update(tokens)
+            if due and found.hexdigest() != due:
+                wrong.append(f"--data {piece.file.name}: has other tokens than were written:"
+                             f" SHA-256 {found.hexdigest()[:16]}..., not {due[:16]}...")
+        if wrong:
+            raise DataError(wrong)
+
+
+def _read(piece: Piece, vocab_size: int) -> np.ndarray:
+    """The tokens of a piece."""
+    tokens, done = np.empty(piece.last - piece.first, piece.dtype), 0
+    view, start = memoryview(tokens).cast("B"), piece.start + piece.first * tokens.itemsize
+    try:
+        while read := os.preadv(piece.file.fileno(), [view[done:]], start + done):
+            done += read  # one call reads at most 2 GiB
+    except OSError as error:
+        raise DataError(f"--data {piece.file.name}: {error.strerror}") from None
+    if done < len(view):
+        left = os.fstat(piece.file.fileno()).st_size - piece.start
+        end = max(0, left // tokens.itemsize)
+        raise DataError(f"--data {piece.file.name}: ends at token {end:,}, but tokens up to"
+                        f" {piece.last:,} were there: it was cut while it was read")
+    if done and tokens.max() >= vocab_size:
+        raise DataError("--data: " + outside(piece.file.name, tokens, piece.first, vocab_size))
+    return tokens
 
 
 def outside(name, tokens: np.ndarray, first: int, vocab_size: int) -> str:

@@ -70,12 +70,14 @@ class Tokenizer:
             replace_file(Path(folder) / name, [content])
 
     @property
+    def is_bytes(self) -> bool:
+        """Whether each id is a byte, but for an end of text."""
+        return self.what == "bytes"
+
+    @property
     def digest(self) -> str:
-        """SHA-256 of the files' names, sizes and contents."""
-        found = hashlib.sha256()
-        for name, content in sorted(self.files.items()):
-            found.update(f"{name}\0{len(content)}\0".encode() + content)
-        return found.hexdigest()
+        """What `files_digest` gives for the tokenizer's files."""
+        return files_digest(self.files)
 
 
 class Ids(Tokenizer):
@@ -134,7 +136,7 @@ def load_tokenizer(path) -> Tokenizer:
     Raises DataError for files that cannot be used, and EnvironmentProblem without the library.
     """
     path = Path(path)
-    files = _read_files(path)
+    files = read_files(path)
     for end in (False, True):
         if files.get(TOKENIZER) == _byte_file(end):
             return byte_tokenizer(end)
@@ -149,6 +151,14 @@ def load_tokenizer(path) -> Tokenizer:
         raise DataError(f"{path}: the tokenizer has {size:,} ids; 2 to {MOST_IDS:,} are read")
     end = _end(path, files, vocabulary, library.get_added_tokens_decoder())
     return HuggingFace(size, end, files, f"tokenizer of {path}", library)
+
+
+def files_digest(files: dict[str, bytes]) -> str:
+    """SHA-256 of the files' names, sizes and contents."""
+    found = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        found.update(f"{name}\0{len(content)}\0".encode() + content)
+    return found.hexdigest()
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -182,8 +192,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
                      f" vocabulary of {vocab_size:,}; {takes.get(tokenizer.what, 'give text')}")
 
 
-def _read_files(path: Path) -> dict[str, bytes]:
-    """The content of each file of the tokenizer by its name."""
+def read_files(path: Path) -> dict[str, bytes]:
+    """The content of each file of the tokenizer by its name; DataError if there is none."""
     folder = os.path.isdir(path)
     names = [name for name in FILES if os.path.exists(path / name)] if folder else [TOKENIZER]
     if folder and not has_tokenizer(path):

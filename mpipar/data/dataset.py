@@ -1,0 +1,153 @@
+"""A prepared folder: files of tokens, the tokenizer that made them, and dataset.json about both.
+
+`mpipar data prepare` writes it (see `mpipar.data.prepare`), `mpipar train --data FOLDER` reads it.
+Whatever dataset.json says is checked here before a file is opened for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.data.token_file import Piece, TokenFiles
+from mpipar.data.tokenizer import MOST_IDS, files_digest, read_files
+from mpipar.errors import DataError
+from mpipar.files.bounded import open_regular, parse_json, problems_as, read_bytes
+from mpipar.files.typed import built
+
+NAME = "dataset.json"
+FORMAT = 1  # a reader refuses a newer one
+PARTS = ("train", "val")
+FILE = re.compile(r"(train|val)-\d{5}\.bin")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+DTYPES = ("uint16", "uint32")
+MOST_BYTES = 64 << 20  # of dataset.json; a file takes some 200
+MOST_TOKENS = 1 << 48
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of tokens without a header. documents: how many end in it."""
+
+    name: str
+    tokens: int
+    documents: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What dataset.json says. end_of_text: the id behind each document. tokenizer: its digest."""
+
+    format: int
+    dtype: str
+    vocab_size: int
+    end_of_text: int
+    tokenizer: str
+    files: tuple[File, ...]
+
+    def part(self, name: str) -> list[File]:
+        """The files of `train` or `val`, in their order."""
+        return [file for file in self.files if file.name.startswith(f"{name}-")]
+
+    def text(self) -> str:
+        """The text of dataset.json."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def is_dataset(path) -> bool:
+    """Whether a path is a prepared folder."""
+    return os.path.lexists(os.path.join(path, NAME))
+
+
+def read_dataset(folder: Path) -> tuple[Dataset, str]:
+    """What dataset.json says, and the SHA-256 of its text; DataError if it cannot be."""
+    path = folder / NAME
+    with problems_as(DataError, str(path)):
+        content = read_bytes(path, most_bytes=MOST_BYTES)
+        found = parse_json(content.decode())
+        if isinstance(found, dict) and type(found.get("format")) is int and found[
+                "format"] > FORMAT:
+            raise ValueError(f"is of format {found['format']}, and this version reads {FORMAT}")
+        found = built(Dataset, found, "dataset")
+        if wrong := _problems(found):
+            raise ValueError(wrong[0])
+    return found, hashlib.sha256(content).hexdigest()
+
+
+def _problems(found: Dataset) -> list[str]:
+    """What cannot be, in values that have the right types."""
+    wrong = []
+    if found.format != FORMAT:
+        wrong.append(f"is of format {found.format}; {FORMAT} is read")
+    if found.dtype not in DTYPES:
+        wrong.append(f"names the dtype {found.dtype!r}; {' and '.join(DTYPES)} are read")
+    if not 1 < found.vocab_size <= MOST_IDS:
+        wrong.append(f"names a vocabulary of {found.vocab_size:,}; 2 to {MOST_IDS:,} are read")
+    if not 0 <= found.end_of_text < found.vocab_size:
+        wrong.append(f"names {found.end_of_text} as the end of a text, which is no id")
+    for place, file in enumerate(found.files):
+        if not FILE.fullmatch(file.name):
+            wrong.append(f"files[{place}] has the name {file.name!r}, not train- or val-NNNNN.bin")
+        if not 0 < file.tokens <= MOST_TOKENS or not 0 <= file.documents <= file.tokens:
+            wrong.append(f"files[{place}] has {file.tokens:,} tokens of {file.documents:,} texts")
+        if not DIGEST.fullmatch(file.sha256):
+            wrong.append(f"files[{place}] has no SHA-256 of 64 digits")
+    names = [file.name for file in found.files]
+    for part in PARTS:
+        numbered = [f"{part}-{number:05d}.bin" for number in range(len(found.part(part)))]
+        if numbered != [name for name in names if name.startswith(f"{part}-")] or not numbered:
+            wrong.append(f"does not name the files {part}-00000.bin and on, each once, in order")
+    return wrong
+
+
+def open_dataset(folder: Path, vocab_size: int, thorough: bool):
+    """(training tokens, tokens to hold out, Dataset) of a prepared folder, sizes checked.
+
+    vocab_size: of the model. thorough: also read everything once, and compare all digests.
+    Raises DataError with all problems of the files.
+    """
+    found, digest = read_dataset(folder)
+    wrong = []
+    if found.vocab_size > vocab_size:
+        wrong.append(f"--data {folder}: its vocabulary of {found.vocab_size:,} is above the"
+                     f" model's of {vocab_size:,}; type --vocab-size {found.vocab_size}")
+    try:
+        if files_digest(read_files(folder)) != found.tokenizer:
+            wrong.append(f"--data {folder}: the tokenizer is not the one that made the tokens;"
+                         f" prepare the data again")
+    except DataError as error:
+        wrong += error.problems
+    parts = []
+    for part in PARTS:
+        pieces = [_open(folder, file, np.dtype(found.dtype).newbyteorder("<"), wrong)
+                  for file in found.part(part)]
+        parts.append(None if wrong else TokenFiles(pieces, found.vocab_size, digest))
+    if wrong:
+        raise DataError(wrong)
+    if thorough:
+        for part, tokens in zip(PARTS, parts, strict=True):
+            tokens.check([file.sha256 for file in found.part(part)])
+    return *parts, found
+
+
+def _open(folder: Path, stated: File, dtype, wrong: list[str]) -> Piece | None:
+    """The tokens of one file; a file of another size is a problem."""
+    path = folder / stated.name
+    try:
+        with problems_as(DataError, f"--data {path}"):
+            file = open_regular(path)
+    except DataError as error:
+        wrong += error.problems
+        return None
+    size, due = os.fstat(file.fileno()).st_size, stated.tokens * dtype.itemsize
+    if size != due:
+        wrong.append(f"--data {path}: has {size:,} bytes; {NAME} says {stated.tokens:,} tokens"
+                     f" ({due:,} bytes)")
+    return Piece(file, 0, 0, stated.tokens, dtype)

@@ -1,0 +1,269 @@
+"""Where tokens come from: text read as bytes, and files of tokens, held out by their names."""
+
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+from config_helpers import changed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data import BATCH_SIZE, SEQ_LEN, rows_of
+
+from mpipar.config.resolve import resolve
+from mpipar.data.bigram import bigram_loss
+from mpipar.data.rows import load, split
+from mpipar.data.source import LLMC_HEADER, load_source
+from mpipar.data.token_file import TokenFiles
+from mpipar.errors import DataError
+from mpipar.files.utf8 import BLOCK, text_pieces
+
+
+def header(num_tokens, magic=20240520, version=1):
+    ints = np.zeros(256, "<i4")
+    ints[:3] = magic, version, num_tokens
+    return ints.tobytes()
+
+
+def test_text_is_read_as_bytes(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\u00e4b\n".encode())
+    (tmp_path / "b.md").write_bytes(bytes(range(1, 128)))
+    source = load_source((str(tmp_path / "a.txt"), str(tmp_path / "b.md")), 256)
+    tokens, what = source.tokens, source.what
+    assert tokens.dtype == np.uint8
+    assert bytes(tokens) == "\u00e4b\n".encode() + bytes(range(1, 128))
+    assert what == "131 bytes from 2 files"
+
+
+def test_a_folder_stands_for_its_files(tmp_path):
+    for name, text in {"b.txt": "2", "sub/a.txt": "3", "a.txt": "1", ".secret": "x",
+                       ".git/config": "x", "sub/.cache/c": "x"}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    source = load_source((str(tmp_path),), 256)
+    tokens, what = source.tokens, source.what
+    assert bytes(tokens) == b"123"
+    assert "3 files" in what
+
+
+@pytest.mark.parametrize("with_header", [True, False])
+def test_token_files(with_header, tmp_path, rng):
+    ids = rng.integers(0, 50257, 1000).astype("<u2")
+    path = tmp_path / "tokens.bin"
+    path.write_bytes((header(1000) if with_header else b"") + ids.tobytes())
+    source = load_source((str(path),), 50257)
+    tokens, what = source.tokens, source.what
+    np.testing.assert_array_equal(tokens, ids)
+    assert tokens.dtype == np.uint16
+    assert what == "1,000 tokens from 1 file"
+    tokens = load_source((str(path), str(path)), 50257).tokens
+    np.testing.assert_array_equal(tokens, np.concatenate([ids, ids]))
+
+
+def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(np.array([3, 299, 7], "<u2").tobytes())
+    assert max(load_source((str(path),), 300).tokens) == 299
+    with pytest.raises(DataError, match=r"token 299 at position 1 .* 299; type --vocab-size 300"):
+        load_source((str(path),), 299)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (header(2) + b"\0" * 6, r"2 tokens \(1,028 bytes\), the file has 1,030"),
+    (header(9, version=2) + b"\0" * 18, "version 2"),
+    (header(-4), "-4 tokens"),
+    (header(0), "no token"),
+    (header(4)[:700], "4 tokens"),
+    (header(4, magic=20240801) + b"\0" * 16, "version 1 and 4 tokens"),
+    (header(4, magic=20240522) + b"\0" * 8, "HellaSwag"),
+    (b"abc", "3 bytes are not a whole number"),
+    (b"a", "1 bytes are not a whole number"),
+    (b"", "empty"),
+])  # fmt: skip
+def test_token_file_that_is_none(content, message, tmp_path):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_source((str(path),), 50257)
+    assert len(caught.value.problems) == 1
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"ab\0c", "is no text: byte 2 is zero"),
+    (b"ab\xffc", "is no UTF-8 text: byte 2 cannot be read"),
+    (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be read"),
+    (b"x" * BLOCK + b"yz\0", f"byte {BLOCK + 2:,} is zero"),
+    (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be read"),
+    ("text".encode("utf-16"), "byte 0 cannot be read"),
+])  # fmt: skip
+def test_a_file_that_is_no_text(content, message, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_source((str(path),), 256)
+    assert str(path) in str(caught.value)
+
+
+@given(st.lists(st.text(alphabet="a\u00e4\u4e2d\U0001f600\n")), st.integers(1, 9))
+def test_text_is_read_in_blocks_of_any_size(texts, size):
+    content = "".join(texts).encode()
+    blocks = [content[first:first + size] for first in range(0, len(content), size)]
+    assert "".join(text_pieces(blocks)) == "".join(texts)
+
+
+@pytest.mark.parametrize("names", [
+    ("train.bin", "val.bin"), ("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"),
+    ("fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin"),
+    ("interval.bin", "val-00000.bin", "val-00001.bin"),
+])  # fmt: skip
+def test_files_that_are_held_out_by_their_names(names, tmp_path):
+    """A folder as nanoGPT or llm.c leaves it: tokens, and other files beside them."""
+    for number, name in enumerate(names):
+        head = header(300) if "_" in name else b""
+        (tmp_path / name).write_bytes(head + np.full(300, number, "<u2").tobytes())
+    (tmp_path / "meta.pkl").write_bytes(b"\0")
+    config = changed(data=(str(tmp_path),), batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+    (train, held_out), what = load(resolve(config, 1)[0])
+    assert what == f"{300 * len(names)} tokens from {len(names)} files".replace("1200", "1,200")
+    of_val = [number for number, name in enumerate(names) if "val." in name or "val_" in name
+              or "val-" in name]
+    expected = [number for number in range(len(names)) if number not in of_val]
+    if "interval.bin" in names:
+        of_val, expected = [1, 2], [0]
+    np.testing.assert_array_equal(train, np.repeat(expected, 300))
+    np.testing.assert_array_equal(held_out, np.repeat(of_val, 300))
+
+
+def test_data_that_is_held_out_alone_or_too_small(tmp_path):
+    for name, count in (("val.bin", SEQ_LEN), ("train.bin", BATCH_SIZE * SEQ_LEN)):
+        (tmp_path / name).write_bytes(np.zeros(count, "<u2").tobytes())
+
+    def loaded(**values):
+        return load(resolve(changed(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, **values), 1)[0])
+
+    with pytest.raises(DataError, match="held out, as its name says, and there is nothing"):
+        loaded(data=(str(tmp_path / "val.bin"),))
+    with pytest.raises(DataError) as caught:
+        loaded(data=(str(tmp_path),))
+    problem, = caught.value.problems
+    assert problem.startswith("--data, what it holds out: has 3 tokens, and a row needs 3 + 1: ")
+    (tmp_path / "val.bin").write_bytes(np.zeros(9, "<u2").tobytes())
+    for val_data, count in (("val.bin", 9), (".", 9), ("train.bin", 72)):
+        (_, held_out), _ = loaded(data=(str(tmp_path / "train.bin"),),
+                                  val_data=(str(tmp_path / val_data),))
+        assert len(held_out) == count
+
+
+def test_token_files_of_both_widths_of_llm_c(tmp_path, rng):
+    ids = rng.integers(0, 128_256, 500)
+    (tmp_path / "a_train_0.bin").write_bytes(
+        header(500, magic=20240801, version=7) + ids.astype("<u4").tobytes())
+    tokens = load_source((str(tmp_path),), 128_256).tokens
+    assert tokens.dtype == np.uint32
+    np.testing.assert_array_equal(tokens, ids)
+
+
+@settings(max_examples=100)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), data=st.data())
+def test_several_files_are_one_stream(sizes, data, tmp_path_factory):
+    folder, total = tmp_path_factory.mktemp("stream"), sum(sizes)
+    whole, begin = np.arange(total), 0
+    for number, size in enumerate(sizes):
+        (folder / f"{number}.bin").write_bytes(whole[begin:begin + size].astype("<u2").tobytes())
+        begin += size
+    tokens = load_source((str(folder),), total + 1).tokens
+    first, last = (data.draw(st.integers(0, total)) for _ in range(2))
+    part = tokens[first:last]
+    assert len(part) == max(0, last - first)
+    np.testing.assert_array_equal(part, whole[first:last])
+    inner = data.draw(st.integers(0, max(1, len(part))))
+    np.testing.assert_array_equal(part[inner:], whole[first:last][inner:])
+    assert len(tokens[-2:]) == min(2, total)
+
+
+def test_all_problems_of_the_data_at_once(tmp_path):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "high.txt").write_bytes("ab\u00ff".encode())
+    names = ["empty.txt", "nothing", "high.txt", "missing"]
+    with pytest.raises(DataError) as caught:
+        load_source(tuple(str(tmp_path / name) for name in names), 190)
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 4
+    for part in (*names, "is empty", "holds no file", "token 195 at position 2", "no such file"):
+        assert part in text
+
+
+def test_bytes_are_refused_for_a_vocabulary_of_tokens(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="50,257 is not one of bytes; give token files"):
+        load_source((str(tmp_path / "a.txt"),), 50257)
+
+
+def test_built_in_text():
+    source = load_source((), 256)
+    tokens, what = source.tokens, source.what
+    assert len(tokens) > 300_000
+    assert f"{len(tokens):,} bytes of Python's language reference" in what
+    assert b"generator" in bytes(tokens)
+    for vocab_size, message in ((128, "outside the vocabulary of 128"), (50257, "50,257")):
+        with pytest.raises(DataError, match=message):
+            load_source((), vocab_size)
+
+
+def test_python_without_the_built_in_text(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(DataError, match=r"pydoc_data.topics.* --data FILE_OR_FOLDER"):
+        load_source((), 256)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics",
+                        types.SimpleNamespace(topics={"b": "2", "a": "1"}))
+    assert bytes(load_source((), 256).tokens) == b"1\n2"
+
+
+def test_a_large_token_file_is_not_read_into_memory(tmp_path):
+    path = tmp_path / "tokens.bin"
+    with open(path, "wb") as file:
+        file.write(header(2**25))
+        file.truncate(LLMC_HEADER + 2**26)
+    assert isinstance(load_source((str(path),), 50257).tokens, TokenFiles)
+
+
+def rows_of_file(path):
+    """The training rows of a .bin file of 600 tokens below 50."""
+    path.write_bytes(np.arange(600, dtype="<u2").__mod__(50).tobytes())
+    tokens = load_source((str(path),), 50).tokens
+    train, held_out = split(tokens, BATCH_SIZE, SEQ_LEN)
+    assert bigram_loss(train, held_out, 50) < 0.1  # a cycle
+    return rows_of(train)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda path: os.truncate(path, 10), "ends at token 5, but tokens up to .* cut while it was"),
+    (lambda path: path.write_bytes(np.full(600, 50, "<u2").tobytes()),
+     r"tokens.bin: token 50 at position \d+ is outside the vocabulary of 50"),
+], ids=["truncated", "larger ids"])  # fmt: skip
+def test_a_token_file_that_changes_while_it_is_read(change, message, tmp_path):
+    path = tmp_path / "tokens.bin"
+    rows = rows_of_file(path)
+    assert rows.train(1, 0).shape == (BATCH_SIZE, SEQ_LEN)
+    change(path)
+    with pytest.raises(DataError, match=message):
+        rows.train(2, 0)
+
+
+def test_data_of_more_than_4_gib(tmp_path, monkeypatch):
+    """No signed 32-bit number counts its tokens, and none its bytes. Reading them takes long."""
+    monkeypatch.setattr(TokenFiles, "check", lambda tokens: None)
+    path, count = tmp_path / "tokens.bin", 2**31 + 1000
+    with open(path, "wb") as file:
+        file.truncate(2 * count)
+        file.seek(2 * count - 2)
+        file.write(b"\7\0")
+    source = load_source((str(path),), 256)
+    tokens, what = source.tokens, source.what
+    assert f"{count:,} tokens" in what
+    assert len(tokens) == count
+    assert list(tokens[count - 2:count]) == [0, 7]
