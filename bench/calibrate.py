@@ -32,10 +32,12 @@ from bench.curves import (
     quietest,
 )
 from bench.fitting import LEAST_SIZES, fit
-from bench.needed import END_BYTES, ROUNDS, SECONDS, measure_rows
+from bench.needed import END_BYTES, ROUNDS, SECONDS, measure_eager, measure_rows
 from mpipar import ops as ops_module
+from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
 from mpipar.config.reading import read
+from mpipar.config.sizes import read_bytes
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
 from mpipar.job.session import guard
 from mpipar.plan import machine_file
@@ -145,6 +147,8 @@ def main(argv, session) -> int:
         if session.stop_requested:
             return EXIT_INTERRUPTED
     ops = ops_module.make("cpu", config.run.dtype)
+    eager = () if args.files else measure_eager(world, ops, heads, read_bytes(args.end_bytes))
+    cores = cores_of(world).cores
     products, units, reduction = (), [], []
     if configs:
         products = measure_products(world, ops)
@@ -155,8 +159,9 @@ def main(argv, session) -> int:
     if world.rank == 0:
         rows = quietest(rows)
         machine = Machine(
-            (*curves(rows), *reduction), duplex(rows), contention(rows), overhead(rows), products,
-            tuple(units), provenance(heads, args.files or [args.json] * bool(args.json)))
+            (*curves(rows), *reduction), duplex(rows), eager, contention(rows), overhead(rows),
+            products, tuple(units), world.size, cores,
+            provenance(heads, args.files or [args.json] * bool(args.json)))
         machine_file.save(machine, args.out)
         print(describe_machine(machine))
     return EXIT_OK

@@ -1,19 +1,22 @@
 """Computing for the cost model: products by shape, reductions, and the passes of a model's parts.
 
-Everything runs on all ranks at the same time, as in training: they share caches and memory. Each
-time is that of the quietest of several rounds. So a slow spell of the machine does not count.
+Everything runs on as many ranks at the same time as there are cores: they share caches and memory,
+as in training. Each time is that of the quietest of several rounds. So a slow spell of the machine
+does not count.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from time import perf_counter
 
 from mpipar import data
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
+from mpipar.comm.hosts import in_turns
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
 from mpipar.config.resolve import resolve
@@ -54,14 +57,15 @@ def time_product(ops, m: int, k: int, n: int) -> float:
 def measure_products(world, ops, sides=GEMM_SIDES) -> tuple[Product, ...]:
     """Time every shape of these sides; world rank 0 gets the slowest rank's times.
 
-    Comm: a barrier and a gather for each.
+    Comm: a barrier and a gather for each; ranks take turns on the cores.
     """
     found = []
     for shape in product(sides, repeat=3):
         rounds = []
         for _ in range(ROUNDS):
             world.Barrier()
-            rounds.append(largest(world, time_product(ops, *shape)))
+            rounds.append(largest(world, in_turns(world, world.rank, world.size, 1,
+                                                  partial(time_product, ops, *shape))))
         found.append(Product(*shape, min(rounds)))
     return tuple(found)
 
@@ -123,14 +127,16 @@ def step_seconds(world, ops, config) -> float:
 
 
 def update_seconds(world, ops, config) -> float:
-    """Seconds per parameter of what is done once per step: clear, norm, clip, optimizer."""
-    worker = started(world, ops, config)
+    """Seconds per parameter of what is done once per step: clear, norm, clip, optimizer.
+
+    Comm: makes the groups; ranks take turns on the cores; a gather for each round.
+    """
+    worker, rounds = started(world, ops, config), []
     params = sum(stage.flat.size for stage in worker.stages.values())
-    rounds = []
-    for _ in range(ROUNDS):
+
+    def updates() -> float:
         seconds = []
         for step in range(1, STEPS + 2):
-            world.Barrier()
             start = perf_counter()
             worker.gradsync.zero()
             worker.gradsync.square_sum()
@@ -138,7 +144,11 @@ def update_seconds(world, ops, config) -> float:
             worker.optimizer.step(1e-4, step)
             ops.synchronize()
             seconds.append((perf_counter() - start) / params)
-        rounds.append(largest(world, statistics.median(seconds[1:])))
+        return statistics.median(seconds[1:])
+
+    for _ in range(ROUNDS):
+        world.Barrier()
+        rounds.append(largest(world, in_turns(world, world.rank, world.size, 1, updates)))
     worker.close()
     return min(rounds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from itertools import takewhile
 
 from bench import plans
 from bench.groups import link_of
@@ -13,14 +14,20 @@ from bench.records import COMPLETE, INTERRUPTED, Writer
 from bench.sampling import Plan
 from bench.session import Bench
 from mpipar.comm.facts import broadcast_text
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
+from mpipar.comm.record import Recorder
 from mpipar.config.layout import divisors
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import DataError, UsageError
+from mpipar.plan.link import goes_alone, measure_hop
+from mpipar.plan.machine import Eager
 
 COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
 CONTENDED = ("all-reduce", "iall-reduce")
 CONTENTION_SIZES = (4 << 10, 64 << 10, 1 << 20)
 BEGIN_BYTES, FACTOR = 8, 2.0
+EAGER_BYTES, EAGER_FACTOR = 16 << 10, 4.0
 ROUNDS, SECONDS, END_BYTES = 3, 0.02, "4M"
 STALL_SECONDS = 60.0
 
@@ -105,3 +112,24 @@ def measure_rows(session, dtype: str, args) -> tuple[list[dict], list[dict]]:
     writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
     session.agree(lambda: no_refused(bench.refused))
     return rows, heads
+
+
+def measure_eager(world, ops, heads, end_bytes: int) -> tuple[Eager, ...]:
+    """The largest message of each kind of link that moves while its sender computes.
+
+    heads: of `measure_rows`, on world rank 0. Comm: one broadcast, messages of each pair.
+    """
+    places = json.loads(broadcast_text(world, json.dumps([head["places"] for head in heads])))[0]
+    comms, found = Comms(Grid(world.rank, pp_size=world.size), ops, Recorder(), world), []
+    for pair in pairs_by_link(places, world.size):
+        alone = {}
+        for nbytes in plans.geometric(EAGER_BYTES, end_bytes, EAGER_FACTOR):
+            x, y = (ops.zeros((nbytes // ops.dtype.itemsize,), label="buffers") for _ in range(2))
+            if world.rank in pair:
+                hop = measure_hop(comms.pp, pair[1], x, repeats=1)
+                alone[nbytes] = goes_alone(comms.pp, pair[1], x, y, hop)
+        early = list(takewhile(alone.get, alone))
+        found.append(Eager(link_of(places, pair), None if len(early) == len(alone) else
+                           early[-1] if early else 0))
+    comms.close()
+    return tuple(found)

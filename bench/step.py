@@ -39,6 +39,7 @@ from threadpoolctl import threadpool_limits
 from bench import blas, gpu, results
 from bench.step_sides import OurSide, configure, random_batch, step_flops, torch_side
 from mpipar.comm.facts import gather_numbers
+from mpipar.comm.hosts import quiet_barrier
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.job.session import guard
@@ -94,17 +95,6 @@ def our_sides(args, batch, world, host_rank=0) -> dict:
             shown += "".join(f", {axis} {count}" for axis, count in layout.items())
             sides[f"mpipar {shown}"] = OurSide(config, batch, ops, world)
     return sides
-
-
-def quiet_barrier(world):
-    """Return when all ranks are here; they sleep meanwhile, because PyTorch needs all cores.
-
-    Comm: two barriers over the world; the second, short one makes all leave together.
-    """
-    request = world.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-3)
-    world.Barrier()
 
 
 def losses(sides, names, world) -> dict[str, list[float]]:

@@ -11,6 +11,7 @@ from mpipar.plan.machine import (
     Contention,
     Curve,
     Duplex,
+    Eager,
     Machine,
     Passes,
     Piece,
@@ -48,10 +49,10 @@ def machine() -> Machine:
     curves = [curve(operation, "same node", ranks) for operation in OPERATIONS for ranks in (2, 4)]
     curves += [curve(operation, "between nodes", 2, 3.0) for operation in OPERATIONS[:1]]
     return Machine(
-        tuple(curves), (Duplex("same node", 0.7),),
+        tuple(curves), (Duplex("same node", 0.7),), (Eager("same node", 1 << 20),),
         (Contention("iall-reduce", "dp", 4096, 1.5), Contention("iall-reduce", "tp", 4096, 1.7),
          Contention("iall-reduce", "dp", 65536, 1.9)), 0.7,
         tuple(Product(m, k, n, 1e-9 * m * k * n) for m, k, n in product((32, 128), repeat=3)),
         (Units(model, "float32", "adamw", 1, 2, Passes(1e-4, 0.0, 2e-4), Passes(1e-3, 1.5e-3, 1e-3),
                Passes(2e-3, 2e-3, 1e-3), 2e-9),),
-        {"date": "2026-01-01"})
+        8, 8, {"date": "2026-01-01"})

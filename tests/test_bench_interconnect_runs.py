@@ -104,7 +104,7 @@ def test_pictures_of_every_kind(quick, tmp_path):
     pieces = (Piece(64, 4096, 3, 3, 3, 0, 0, 0), Piece(4096, 1 << 20, 1, 1, 1, 1e-4, 0, 0))
     curve = Curve("ring", link, 2, (64, 1 << 20), pieces, 9)
     fitted = {"transport": "mpi-host", "dtype": "float32", "buffers": ["rotated"]}
-    machine = Machine((curve,), (), (), None, (), (), fitted)
+    machine = Machine((curve,), (), (), (), None, (), (), 2, 2, fitted)
     machine_file.save(machine, str(tmp_path / "machine.json"))
     done = run_command([sys.executable, "-m", "bench.plot", tmp_path / "some.jsonl", "--out",
                         tmp_path / "plots", "--machine", tmp_path / "machine.json"], LIMIT, ENV)

@@ -14,7 +14,9 @@ from program import TEXT, mpipar
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan import machine_file
+from mpipar.plan.machine import Eager
 from mpipar.plan.measure import unit_counts
+from mpipar.plan.sharing import crowding
 from mpipar.plan.step import costs_of, step_estimate
 from mpipar.train.worker import configured_schedule
 
@@ -42,7 +44,7 @@ def change(path, edit):
 
 
 BROKEN = {
-    "schema 99, this program reads 1": lambda value: value.update(schema=99),
+    "schema 99, this program reads 2": lambda value: value.update(schema=99),
     "no cost model of a machine": lambda value: value.pop("schema"),
     "the file has no 'curves'": lambda value: value.pop("curves"),
     "the file has an unknown key 'extra'": lambda value: value.update(extra=1),
@@ -159,11 +161,50 @@ def test_a_pipeline_is_simulated_with_the_costs_that_the_machine_gives():
     config = config_of(pp=2)
     message = 2 * 64 * 128 * 4
     costs = costs_of(machine(), config, message)
-    assert costs.latency == pytest.approx(3 * (LARGE_US + message * US_PER_BYTE) * 1e-6)
+    assert costs.latency == pytest.approx(3 * LARGE_US * 1e-6)
+    assert costs.time_on_link() == pytest.approx(3 * message * US_PER_BYTE * 1e-6)
+    assert costs.eager_bytes is costs.cores is None
     assert len(costs.f) == len(costs.stash_bytes) == 6
     schedule = configured_schedule(config.grid)
     makespan = simulate(schedule, costs.merged(unit_counts(config, schedule))).makespan
     assert step_estimate(machine(), config).pipeline == pytest.approx(makespan)
+
+
+def test_a_pipeline_is_not_faster_than_its_links():
+    """Each of gpipe's 16 messages one way takes ten passes on the link."""
+    config = config_of(layers=4, num_microbatches=16, pp=2)
+    config = replace(config, grid=replace(config.grid, schedule="gpipe"))
+    message, us = 2 * 64 * 128 * 4, 0.2
+    slow, = [replace(curve, pieces=tuple(replace(piece, us_per_byte=us) for piece in curve.pieces))
+             for curve in machine().curves
+             if (curve.operation, curve.link) == ("latency", "between nodes")]
+    others = [curve for curve in machine().curves if curve.operation != "latency"]
+    cable = replace(machine(), curves=(slow, *others))
+    asked = replace(cable, eager=(Eager("between nodes", message // 2),))
+    assert [costs_of(one, config, message).is_rendezvous() for one in (cable, asked)] == [0, 1]
+    for one in (cable, asked):
+        assert step_estimate(one, config).pipeline > 2 * 16 * message * us * 1e-6
+
+
+def test_more_ranks_than_cores_share_them_and_the_prediction_says_so(path):
+    """Four replicas on two cores: passes and update take twice as long."""
+    config = config_of(dp=4)
+    own, shared = (step_estimate(replace(machine(), cores=cores), config) for cores in (4, 2))
+    assert shared.pipeline == pytest.approx(2 * own.pipeline)
+    assert shared.update == pytest.approx(2 * own.update)
+    assert own.sharing == ""
+    assert shared.sharing.startswith("4 ranks share 2 cores: in the prediction, ranks that")
+    piped = [step_estimate(replace(machine(), cores=cores), config_of(pp=4)).pipeline
+             for cores in (4, 2, 1)]
+    assert piped[0] < piped[1] < piped[2] < 4 * piped[0]  # not all four compute all the time
+    grid = config_of(dp=2, tp=2).grid
+    assert [crowding(grid, cores) for cores in (1, 2, 4, 8)] == [2, 2, 1, 1]
+    machine_file.save(replace(machine(), cores=1), path)
+    flags = "--batch-size 8 --num-microbatches 4 --layers 4".split()
+    text = printed("explain", *flags, "--layout", "dp=2", "--machine", path)
+    assert text.splitlines()[-1].startswith("2 ranks share 1 core: in the prediction")
+    text = printed("explain", *CHOOSE, path)
+    assert "\nmore ranks than cores: in the prediction" in text
 
 
 def test_groups_that_are_not_the_world_disturb_each_other():

@@ -138,7 +138,7 @@ def test_no_step_is_shorter_than_its_links_or_its_passes(case, data):
     costs = Costs(
         *(data.draw(st.tuples(*[cost] * schedule.num_stages)) for _ in "fiw"),
         latency=data.draw(st.fractions(0, 2, max_denominator=8)), message_bytes=Fraction(5),
-        eager_bytes=data.draw(st.sampled_from((None, 4, 5))))
+        eager_bytes=data.draw(st.sampled_from((None, 4, 5))), units=data.draw(st.integers(1, 3)))
     free = simulate(schedule, replace(costs, eager_bytes=None))
     on_links = Counter((message.source, message.target) for program in schedule.programs
                        for instr in program for message in on_wire(schedule, instr)[1])
@@ -177,6 +177,8 @@ def test_a_rendezvous_waits_until_both_ranks_are_in_mpi():
     starts = [[span.start for span in timeline.spans[1]][:3] for timeline in (eager, asked)]
     assert starts == [[6, 10, 14], [6, 14, 18]]
     assert [span.instr for span in asked.spans[1]] == list(schedule.programs[1])
+    often = simulate(schedule, replace(costs, eager_bytes=1, units=4))  # looks after each 1
+    assert [span.start for span in often.spans[1]][:3] == [6, 11, 15]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])

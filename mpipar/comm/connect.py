@@ -6,8 +6,6 @@ import ctypes
 import os
 from typing import NamedTuple
 
-import numpy as np
-
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.narrow import NarrowTransport
 from mpipar.comm.transport import HostTransport, NoTransport
@@ -24,22 +22,6 @@ class Options(NamedTuple):
     sync_sends: bool = False
     check: bool = False
     patient: bool = False
-
-
-def shares_cores(mpi_world) -> bool:
-    """Whether some host has more ranks than cores.
-
-    Comm: one split, one all_reduce over the world.
-    """
-    if mpi_world is None:
-        return False
-    from mpi4py import MPI
-
-    host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
-    crowded = np.array([host.size > (os.cpu_count() or 1)], np.int64)
-    host.Free()
-    mpi_world.Allreduce(MPI.IN_PLACE, crowded, op=MPI.MAX)
-    return bool(crowded[0])
 
 
 def split(mpi_world, ranks: tuple[int, ...]):

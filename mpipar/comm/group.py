@@ -16,8 +16,9 @@ from sys import _getframe
 from time import perf_counter_ns
 
 from mpipar.comm.checked import CallCheck
-from mpipar.comm.connect import Options, connect, shares_cores, split
+from mpipar.comm.connect import Options, connect, split
 from mpipar.comm.grid import AXES, Grid
+from mpipar.comm.hosts import cores_of
 from mpipar.comm.record import (
     POINT_TO_POINT,
     T_CODE,
@@ -242,7 +243,7 @@ class Comms:
     def __init__(self, grid, ops, recorder, mpi_world=None, options=None, partitions=None):
         self.grid, self.recorder, self.mpi_world = grid, recorder, mpi_world
         options = options or Options()
-        options = options._replace(patient=shares_cores(mpi_world))
+        options = options._replace(patient=cores_of(mpi_world).crowded)
 
         def make(axis, ranks, alone=False):
             """My group's Comm. alone: no group on this axis has several ranks, so there is no

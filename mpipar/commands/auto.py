@@ -16,6 +16,7 @@ from mpipar.pipeline.choose import choose_schedule
 from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.plan import machine_file
 from mpipar.plan.measure import measure_costs, unit_counts
+from mpipar.plan.sharing import EQUAL_SHARES
 from mpipar.plan.step import schedule_costs
 
 
@@ -53,7 +54,10 @@ def shortest(config, costs) -> tuple[str, list[str]]:
         config.grid.pp, config.grid.num_microbatches,
         lambda schedule: costs.merged(unit_counts(config, schedule)),
         config.run.memory_limit or float("inf"), config.grid.chunks)
-    return name, [f"--schedule auto: {name} has the shortest simulated step", ranking(candidates)]
+    notes = [f"--schedule auto: {name} has the shortest simulated step", ranking(candidates)]
+    if costs.cores is not None:
+        notes.append(f"more ranks than cores: {EQUAL_SHARES}")
+    return name, notes
 
 
 def with_schedule_name(config, schedule: str):

@@ -85,14 +85,14 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
 
 
 def step_time(estimate) -> str:
-    """The predicted time of a step and its parts, and operations outside of the measured range."""
+    """The predicted time of a step and its parts, and what to know about it."""
     parts = {"pipeline": estimate.pipeline, "sums and norm": estimate.barriers,
              "update": estimate.update}
     text = f"predicted step: {estimate.total * 1e3:.2f} ms = " + " + ".join(
         f"{seconds * 1e3:.2f} {name}" for name, seconds in parts.items())
     if estimate.extrapolated:
         text += f"\nextrapolated, not measured: {'; '.join(estimate.extrapolated)}"
-    return text
+    return f"{text}\n{estimate.sharing}" if estimate.sharing else text
 
 
 def in_order(prediction, config) -> str:

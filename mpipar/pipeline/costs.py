@@ -7,7 +7,8 @@ from numbers import Real
 
 from mpipar.errors import UsageError
 
-PER_STAGE = ("f", "i", "w", "stash_bytes", "kept_bytes", "transient_bytes", "weight_bytes")
+PER_STAGE = (
+    "f", "i", "w", "units", "stash_bytes", "kept_bytes", "transient_bytes", "weight_bytes")
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Costs:
     latency: from the end of a pass to the start of the pass on another rank that waits for its
     result. bandwidth: bytes per unit of time of a link, one way; None for unlimited. On a link one
     message follows the other. message_bytes: one activation. eager_bytes: the largest message that
-    goes while its ranks compute, None for any size (see `events`). cores: how many the pipeline's
-    ranks share, None for one core each. stash_bytes: kept from F to B or I. kept_bytes: the part of
-    these that stays from I to W. transient_bytes: what a layer that runs forward again holds
-    besides during I.
+    goes while its ranks compute, None for any size (see `events`). units: how many equal parts a
+    pass has; MPI is entered between them. cores: how many the pipeline's ranks share, None for one
+    core each. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I
+    to W. transient_bytes: what a layer that runs forward again holds besides during I.
     weight_bytes: weights, gradients and optimizer state of one copy of a stage.
     """
 
@@ -35,6 +36,7 @@ class Costs:
     bandwidth: Real | None = None
     message_bytes: Real = 0
     eager_bytes: Real | None = None
+    units: Real | tuple[Real, ...] = 1
     cores: Real | None = None
     stash_bytes: Real | tuple[Real, ...] = 0
     kept_bytes: Real | tuple[Real, ...] = 0

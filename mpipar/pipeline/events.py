@@ -1,9 +1,9 @@
 """The simulator's clock: ranks that may share cores, and messages on links, event by event.
 
 Times are exact for ints and Fractions as long as no core is shared. A rank is *in MPI* between its
-passes, while it waits, and after its program. A *rendezvous* is a message that is too large to be
-sent ahead. It first asks its receiver, which answers when it is in MPI and has posted the receive.
-The message then leaves as soon as its sender is in MPI.
+passes and between the parts of a pass, while it waits, and after its program. A *rendezvous* is a
+message that is too large to be sent ahead. It first asks its receiver, which answers when it is in
+MPI and has posted the receive. The message then leaves as soon as its sender is in MPI.
 """
 
 from collections.abc import Callable
@@ -48,12 +48,13 @@ class Events:
         self.spans: list[list[Span]] = [[] for _ in ranks]
         self.now = self.work = 0  # work: what every computing rank has been given up to now
         self.computing: dict[int, Real] = {}  # rank: the start of its pass
-        self.ends: list[tuple[Real, int]] = []  # a heap: the work at which a rank's pass ends
+        self.ends: list[tuple[Real, int, int]] = []  # a heap: work at the end, rank, parts left
         self.arrivals: list[tuple[Real, int, Message]] = []  # a heap, in order of departure
         self.arrived: set[Message] = set()  # and not yet taken
         self.waiting: dict[Message, int] = {}  # the rank that waits for it
         self.free: dict[tuple[int, int], Real] = {}  # when a link has sent what it was given
         self.departures = 0
+        self.units = costs.by_stage("units", schedule.num_stages)
         self.rendezvous = costs.is_rendezvous()
         self.open: set[Message] = set()  # posted receives
         self.asking: dict[int, list[Message]] = {pp_rank: [] for pp_rank in ranks}  # by receiver
@@ -70,10 +71,8 @@ class Events:
                 self._arrive(heappop(self.arrivals)[2])
             else:
                 self._pass_time(end)
-                _, pp_rank = heappop(self.ends)
-                start = self.computing.pop(pp_rank)
-                self._done(pp_rank, start)
-                self._go_on(pp_rank)
+                _, pp_rank, left = heappop(self.ends)
+                self._end_part(pp_rank, left)
         if self.waiting:
             raise ScheduleError(circle(self.schedule, self.waiting))
 
@@ -113,11 +112,30 @@ class Events:
             self.arrived.difference_update(received)
             if is_compute(instr):
                 self.computing[pp_rank] = self.now
-                heappush(self.ends, (self.work + self.duration(instr), pp_rank))
+                self._begin_part(pp_rank, self._parts(instr))
                 return
             if self.rendezvous and instr.kind in WIRE_KINDS:
                 self._post_receives(instr)
             self._done(pp_rank, self.now)
+
+    def _parts(self, instr: Instr) -> int:
+        """In how many parts a pass is simulated: more than one only if somebody waits for MPI."""
+        return max(1, int(self.units[instr.stage])) if self.rendezvous else 1
+
+    def _begin_part(self, pp_rank: int, left: int) -> None:
+        instr = self.schedule.programs[pp_rank][self.position[pp_rank]]
+        work = self.duration(instr)
+        if (parts := self._parts(instr)) > 1:
+            work /= parts
+        heappush(self.ends, (self.work + work, pp_rank, left))
+
+    def _end_part(self, pp_rank: int, left: int) -> None:
+        if left > 1:
+            self._enter_mpi(pp_rank)
+            self._begin_part(pp_rank, left - 1)
+        else:
+            self._done(pp_rank, self.computing.pop(pp_rank))
+            self._go_on(pp_rank)
 
     def _done(self, pp_rank: int, start: Real) -> None:
         """Note the end of the rank's instruction, and hand over what it sends."""

@@ -68,9 +68,13 @@ class Curve:
     held_out_median: float | None = None
     held_out_max: float | None = None
 
+    def piece(self, nbytes: float) -> Piece:
+        """The piece of a size; the last one continues beyond its end."""
+        return next((piece for piece in self.pieces if nbytes <= piece.to_bytes), self.pieces[-1])
+
     def estimate(self, nbytes: float) -> Estimate:
         """Time for a size; the last piece's line continues beyond it."""
-        piece = next((piece for piece in self.pieces if nbytes <= piece.to_bytes), self.pieces[-1])
+        piece = self.piece(nbytes)
         outside = not self.fitted_bytes[0] <= nbytes <= self.fitted_bytes[-1]
         return Estimate(piece.microseconds(nbytes) * 1e-6, outside)
 
@@ -136,15 +140,30 @@ class Duplex:
 
 
 @dataclass(frozen=True)
+class Eager:
+    """The largest message that goes by a link while its sender computes; None: any measured one."""
+
+    link: str
+    size_bytes: int | None
+
+
+@dataclass(frozen=True)
 class Machine:
-    """The fitted model. call_overhead_us: time that mpipar.comm adds to a bare MPI call."""
+    """The fitted model. call_overhead_us: time that mpipar.comm adds to a bare MPI call.
+
+    ranks, cores: of the calibration, on all its hosts. Collectives were measured with `ranks` ranks
+    at work; passes with as many ranks at once as have a core each.
+    """
 
     curves: tuple[Curve, ...]
     duplex: tuple[Duplex, ...]
+    eager: tuple[Eager, ...]
     contention: tuple[Contention, ...]
     call_overhead_us: float | None
     products: tuple[Product, ...]
     units: tuple[Units, ...]
+    ranks: int
+    cores: int
     provenance: dict
 
     def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
@@ -171,6 +190,10 @@ class Machine:
         if ranks == 1:
             return Estimate(0.0, False)
         return self.curve(operation, ranks, link).estimate(nbytes)
+
+    def eager_bytes(self, link: str) -> int | None:
+        """The largest message that goes by this kind of link while its sender computes, or None."""
+        return next((one.size_bytes for one in self.eager if one.link == link), None)
 
     def contention_factor(self, operation: str) -> float:
         """Median of an operation's measured contention factors; 1 without any."""

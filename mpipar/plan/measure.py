@@ -18,12 +18,15 @@ from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
+from mpipar.comm.hosts import cores_of, in_turns
 from mpipar.comm.record import Recorder
 from mpipar.config.memory import MemoryConfig
 from mpipar.layers.context import Context, recomputed_blocks
 from mpipar.layers.stash import Stash
 from mpipar.partition.context import attention_over
 from mpipar.pipeline.costs import Costs
+from mpipar.plan.link import Link, measure_link
+from mpipar.plan.sharing import pipeline_cores
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
 
@@ -106,27 +109,17 @@ def measure_times(worker) -> dict:
             for kind, units in samples.items()}
 
 
-def measure_hop(worker) -> float:
-    """Seconds that one activation takes from a pipeline rank to the next; 0 without neighbours.
+def next_stage(worker) -> Link | None:
+    """The link from the first pipeline rank to the second, for an activation; on the first.
 
-    Comm: a ping-pong over pp between the first two ranks.
+    Comm: messages over pp between these two.
     """
     pp = worker.comms.pp
     if pp.size == 1:
-        return 0.0
+        return None
     batch = data.data_of(worker.config.model).blank_batch(worker.ops, worker.config)
-    x = worker.ops.zeros(activation_shape(worker, batch), label="buffers")
-    times = []
-    for _ in range(1 + 2 * REPEATS):
-        start = perf_counter()
-        if pp.index == 0:
-            pp.send(x, 1, 0, "measure.hop")
-            pp.recv(x, 1, 0, "measure.hop")
-        elif pp.index == 1:
-            pp.recv(x, 0, 0, "measure.hop")
-            pp.send(x, 0, 0, "measure.hop")
-        times.append((perf_counter() - start) / 2)
-    return median(times[1:])
+    shape = activation_shape(worker, batch)
+    return measure_link(pp, 1, *(worker.ops.zeros(shape, label="buffers") for _ in range(2)))
 
 
 def unit_memory(config) -> dict:
@@ -178,18 +171,23 @@ def _unit_memory(config) -> dict:
 def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
     """Costs by unit, on world rank 0; None elsewhere.
 
-    config: resolved, except for the schedule's name.
+    config: resolved, except for the schedule's name. Passes are measured on as many ranks at once
+    as have a core each. The costs say what share of the cores a pipeline has.
 
-    Comm: groups of a worker of its own, a few passes of every layer over tp, a ping-pong over pp,
-    one gather.
+    Comm: groups of a worker of its own, a few passes of every layer over tp and cp, messages over
+    pp, barriers and one gather over the world.
     """
     plain = replace(config, grid=replace(
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
     worker = Worker(plain, grid, ops, Recorder(), mpi_world)
     worker.initialize()
-    fact = {"times": measure_times(worker), "hop": measure_hop(worker)}
+    times = in_turns(mpi_world, grid.pp_rank * grid.dp_size + grid.dp_rank,
+                     grid.pp_size * grid.dp_size, grid.cp_size * grid.tp_size,
+                     lambda: measure_times(worker))
+    link = next_stage(worker)
     worker.close()
-    facts = gather_facts(mpi_world, fact)
+    facts = gather_facts(mpi_world, {"times": times, "link": link})
+    cores = cores_of(mpi_world).cores
     if facts is None:
         return None
     num_units = config.model.layers + 2
@@ -202,6 +200,17 @@ def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
                 times.setdefault(int(unit), []).append(seconds)
         return tuple(median(times[unit]) for unit in range(num_units))
 
-    hops = [fact["hop"] for fact in facts if fact["hop"]]
+    links = [Link(*fact["link"]) for fact in facts if fact["link"]]
     return Costs(f=by_unit("f"), i=by_unit("i"), w=by_unit("w"),
-                 latency=median(hops) if hops else 0, **unit_memory(config))
+                 cores=pipeline_cores(config.grid, cores), **(link_costs(links) if links else {}),
+                 **unit_memory(config))
+
+
+def link_costs(links) -> dict:
+    """The fields of Costs that the median of some links, measured with one size, gives."""
+    message_bytes = links[0].nbytes
+    hop, busy = (median(getattr(link, name) for link in links) for name in ("hop", "busy"))
+    alone = sum(link.alone for link in links) * 2 >= len(links)
+    return {"latency": hop - busy, "message_bytes": message_bytes,
+            "bandwidth": message_bytes / busy if busy else None,
+            "eager_bytes": None if alone else 0}

@@ -16,6 +16,7 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import HOP, Machine
 from mpipar.plan.measure import unit_counts, unit_memory
 from mpipar.plan.predict import Prediction, predict
+from mpipar.plan.sharing import crowding, pipeline_cores, sharing_note
 from mpipar.train.worker import configured_schedule
 
 BUCKET = "grads.bucket"  # the only sum that is posted first and waited for later
@@ -23,12 +24,16 @@ BUCKET = "grads.bucket"  # the only sum that is posted first and waited for late
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Seconds of one training step by part, and the operations outside of the measured range."""
+    """Seconds of one training step by part, and the operations outside of the measured range.
+
+    sharing: the mark of a prediction for more ranks than cores, else "".
+    """
 
     pipeline: float
     barriers: float
     update: float
     extrapolated: tuple[str, ...]
+    sharing: str = ""
 
     @property
     def total(self) -> float:
@@ -59,10 +64,23 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
         block = replace(block, i=block.i + block.f)
     parts = [units.embedding, *[block] * config.model.layers, units.head]
     parts = [passes.scaled(factor) for passes in parts]
-    hop = machine.estimate(HOP, message_bytes).seconds if config.grid.pp > 1 else 0
     return Costs(f=tuple(passes.f for passes in parts), i=tuple(passes.i for passes in parts),
-                 w=tuple(passes.w for passes in parts), latency=hop, message_bytes=message_bytes,
+                 w=tuple(passes.w for passes in parts),
+                 cores=pipeline_cores(config.grid, machine.cores),
+                 **(link_costs(machine, message_bytes) if config.grid.pp > 1 else {}),
                  **unit_memory(config))
+
+
+def link_costs(machine: Machine, message_bytes: int) -> dict:
+    """The fields of Costs for messages of this size by the slowest kind of link.
+
+    Of a fitted line, the latency belongs to each message alone; the time per byte keeps the link.
+    """
+    curve = machine.curve(HOP)
+    piece = curve.piece(message_bytes)
+    return {"latency": piece.latency_us * 1e-6, "message_bytes": message_bytes,
+            "bandwidth": 1e6 / piece.us_per_byte if piece.us_per_byte else None,
+            "eager_bytes": machine.eager_bytes(curve.link)}
 
 
 def largest_message(steps) -> int:
@@ -101,7 +119,9 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     pipeline = float(simulate(schedule, stages).makespan)
     barriers = max(behind_the_pipeline(machine, step, outside) for step in steps)
     update = max(step.num_params for step in steps) * units.update_seconds_per_parameter
-    return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)))
+    update *= crowding(config.grid, machine.cores)
+    return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)),
+                        sharing_note(config.grid, machine.cores))
 
 
 def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:

@@ -1,0 +1,71 @@
+"""What the ranks of a host share: its cores, and how they take turns on them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+NAP_SECONDS = 1e-3
+
+
+class Cores(NamedTuple):
+    """cores: of all hosts together, as far as ranks may use them. crowded: whether some host has
+    more ranks than cores.
+    """
+
+    cores: int
+    crowded: bool
+
+
+def cores_of(mpi_world) -> Cores:
+    """What every rank knows of all hosts. One rank without MPI has this host's cores.
+
+    Comm: one split over the world, one all_reduce inside each host, one over the world.
+    """
+    mine = np.zeros(os.sysconf("SC_NPROCESSORS_CONF"), np.int64)
+    mine[[core for core in os.sched_getaffinity(0) if core < len(mine)]] = 1
+    if mpi_world is None:
+        return Cores(int(mine.sum()), False)
+    from mpi4py import MPI
+
+    host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
+    host.Allreduce(MPI.IN_PLACE, mine, op=MPI.MAX)
+    found = np.array([mine.sum() * (host.rank == 0), host.size > mine.sum()], np.int64)
+    host.Free()
+    mpi_world.Allreduce(MPI.IN_PLACE, found, op=MPI.SUM)
+    return Cores(int(found[0]), bool(found[1]))
+
+
+def quiet_barrier(mpi_world) -> None:
+    """Return when all ranks are here; meanwhile they sleep, and so leave their cores to others.
+
+    Comm: two barriers over the world; the second, short one makes all leave together.
+    """
+    request = mpi_world.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP_SECONDS)
+    mpi_world.Barrier()
+
+
+def in_turns(mpi_world, group: int, num_groups: int, cores_each: int, run):
+    """What run() returns, called by as many groups of ranks at once as have a core for each rank.
+
+    group: number of this rank's group. Ranks that wait for their turn sleep. Comm: `run`'s inside
+    the group, and quiet barriers over the world if there are several turns.
+    """
+    turns = 1
+    if mpi_world is not None:
+        at_once = max(1, cores_of(mpi_world).cores // cores_each)
+        turns = -(-num_groups // at_once)
+    result = None
+    for turn in range(turns):
+        if turns > 1:
+            quiet_barrier(mpi_world)
+        if turn == group % turns:  # neighbours, which share a host, are in different turns
+            result = run()
+    if turns > 1:
+        quiet_barrier(mpi_world)
+    return result

@@ -1,0 +1,92 @@
+"""What a link does with messages of one size: the facts of the simulator (`pipeline.events`).
+
+A message takes `hop` seconds if the link is free, and keeps it for `busy` seconds. If it goes
+*alone*, it also moves while its sender computes: buffers below MPI take it, or the receiver fetches
+it. Otherwise it is a rendezvous, for which both ranks must be in MPI.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+REPEATS = 5  # after one that is not counted
+WINDOW = 8  # messages one after the other
+TRIES = 2  # a single arrival may be late by chance
+AWAY_HOPS, LATE_HOPS = 3, 2  # how long a sender stays away from MPI, and what is late
+AWAY_SECONDS = 0.01  # at least
+
+
+class Link(NamedTuple):
+    """Seconds of one message of nbytes, seconds that it keeps the link, whether it goes alone."""
+
+    nbytes: int
+    hop: float
+    busy: float
+    alone: bool
+
+
+def measure_link(comm, peer: int, x, y) -> Link | None:
+    """The link between place 0 of a group and `peer`, for messages like x; on place 0.
+
+    x, y: two arrays of the message's size, which are overwritten.
+    Comm: messages between the two; every other rank gets None at once.
+    """
+    if comm.index not in (0, peer):
+        return None
+    hop = measure_hop(comm, peer, x)
+    windows = [one_window(comm, peer, x, y) for _ in range(TRIES)]
+    busy = max(0.0, median(windows) - 2 * hop) / (WINDOW - 1)
+    return Link(x.nbytes, hop, min(hop, busy), goes_alone(comm, peer, x, y, hop))
+
+
+def measure_hop(comm, peer: int, x, repeats: int = REPEATS) -> float:
+    """Half of a message's way there and back, median. Comm: a ping-pong."""
+    times = [perf_counter()]
+    for _ in range(1 + repeats):
+        if comm.index == 0:
+            comm.send(x, peer, 0, "measure.hop")
+            comm.recv(x, peer, 0, "measure.hop")
+        else:
+            comm.recv(x, 0, 0, "measure.hop")
+            comm.send(x, 0, 0, "measure.hop")
+        times.append(perf_counter())
+    return median((end - start) / 2 for start, end in pairwise(times[1:]))
+
+
+def one_window(comm, peer: int, x, y) -> float:
+    """Seconds of WINDOW messages to the peer and one back. Comm: these messages."""
+    start = perf_counter()
+    if comm.index == 0:
+        for pending in [comm.isend(x, peer, 1, "measure.window") for _ in range(WINDOW)]:
+            pending.wait()
+        comm.recv(y, peer, 2, "measure.window")
+    else:
+        for pending in [comm.irecv(y, 0, 1, "measure.window") for _ in range(WINDOW)]:
+            pending.wait()
+        comm.send(x, 0, 2, "measure.window")
+    return perf_counter() - start
+
+
+def goes_alone(comm, peer: int, x, y, hop: float) -> bool:
+    """Whether a message of the peer arrives while the peer stays away from MPI; on place 0.
+
+    hop: as each of the two has measured it. Comm: a few messages.
+    """
+    arrivals = []
+    for _ in range(TRIES):
+        start, ready = perf_counter(), x.reshape(-1)[:1]
+        if comm.index == 0:
+            pending = comm.irecv(y, peer, 3, "measure.alone")
+            comm.send(ready, peer, 4, "measure.alone")
+            pending.wait()
+        else:
+            comm.recv(ready, 0, 4, "measure.alone")
+            pending = comm.isend(y, 0, 3, "measure.alone")
+            time.sleep(max(AWAY_SECONDS, AWAY_HOPS * hop))
+            pending.wait()
+        arrivals.append(perf_counter() - start)
+    return min(arrivals) < max(AWAY_SECONDS, LATE_HOPS * hop)

@@ -1,0 +1,36 @@
+"""More ranks than cores: what share of the cores a pipeline has, and how a prediction says so."""
+
+from __future__ import annotations
+
+from math import prod
+
+from mpipar.comm.grid import AXES
+
+EQUAL_SHARES = "in the prediction, ranks that compute at the same time get equal shares"
+
+def slots(grid_config, cores: int) -> int:
+    """How many ranks run at full speed: those with a core, and at least one group of tp and cp.
+
+    Passes of such a group are measured as it is, even where it has fewer cores than ranks.
+    """
+    return max(cores, grid_config.tp * grid_config.cp)
+
+
+def crowding(grid_config, cores: int) -> float:
+    """How much longer work takes that all ranks of a layout do at the same time; at least 1."""
+    ranks = prod(getattr(grid_config, axis) for axis in AXES)
+    return max(1.0, ranks / slots(grid_config, cores))
+
+
+def pipeline_cores(grid_config, cores: int) -> float | None:
+    """`Costs.cores`: the share of the cores of one pipeline of a layout; None without sharing."""
+    share = crowding(grid_config, cores)
+    return None if share == 1 else grid_config.pp / share
+
+
+def sharing_note(grid_config, cores: int) -> str:
+    """The mark of a prediction for more ranks than cores, else ""."""
+    ranks = prod(getattr(grid_config, axis) for axis in AXES)
+    if ranks <= cores:
+        return ""
+    return f"{ranks} ranks share {cores} core{'s' * (cores > 1)}: {EQUAL_SHARES}"
