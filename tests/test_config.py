@@ -73,7 +73,7 @@ def test_every_preset_resolves_for_every_number_of_ranks(preset, world_size):
     grid = config.grid
     assert grid.dp * grid.pp * grid.cp * grid.tp == world_size
     assert config.train.batch_size % (grid.dp * grid.num_microbatches) == 0
-    assert config.model.ffn == 4 * config.model.width
+    assert config.model.ffn == (PRESETS[preset].get("ffn") or 4 * config.model.width)
     assert resolve(config, world_size) == (config, [])
 
 

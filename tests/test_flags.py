@@ -108,7 +108,9 @@ def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
     taken = {("model", model), ("optimizer", "adamw"),
              ("lr_schedule", "cosine", "linear", "wsd")}
     assert {CHOICES[name] for name in names & CHOICES.keys()} == taken
-    assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])}
+    of_rope = {name for name, choice in CHOICES.items() if choice == ("positions", "rope")}
+    assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])} - of_rope
+    assert not names & of_rope
     assert ("prompt" in names) == (model == "decoder")
 
 

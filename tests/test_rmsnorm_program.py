@@ -55,7 +55,7 @@ def test_weights_there_and_back(saved):
 
 @pytest.mark.parametrize(("values", "part"), [
     ({"model_type": "mpipar-tree"}, "is not a 'mpipar-tree' configuration"),
-    ({"norm": "layer"}, "norm is 'layer'"),
+    ({"norm": "none"}, "norm is 'none'"),
     ({"tied": 1}, "tied is 1"),
     ({"heads": 0}, "heads is 0"),
     ({"seq_len": None}, "it lacks 'seq_len'"),

@@ -23,6 +23,9 @@ COMPUTED = {
     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     "pruned_heads": ({},), "quantization_config": (None,),
 }
+# What GPT-2's form says of a decoder without a word.
+ALWAYS = {"model": "decoder", "arch": "gpt2", "norm": "layer", "norm_eps": 1e-5,
+          "activation": "gelu", "positions": "learned", "bias": "all"}
 READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size",
         "tie_word_embeddings", "layer_norm_epsilon"}
 
@@ -51,7 +54,8 @@ def disk_shape(param) -> tuple[int, ...]:
 
 def describes(model) -> bool:
     """Whether config.json can say what a ModelConfig computes."""
-    return (model.model, model.norm) == ("decoder", "layer")
+    return all(getattr(model, name, None) == value for name, value in ALWAYS.items()) and (
+        model.head_dim in (None, model.d_model // model.heads))
 
 
 def to_json(model, dtype: str) -> dict:
@@ -76,7 +80,8 @@ def settings(found: dict) -> dict:
     for name, value in values.items():
         if type(value) is not bool if name == "tied" else type(value) is not int or value < 1:
             raise TypeError(f"{name} is {shown(value)}")
-    return values | {"model": "decoder", "norm": "layer"}
+    return values | ALWAYS | {"kv_heads": values["heads"],
+                              "head_dim": values["d_model"] // values["heads"]}
 
 
 def differences(found: dict, seq_len: int) -> list[str]:

@@ -1,21 +1,22 @@
-"""mpipar's own form of models that Hugging Face's does not cover: convnets, decoders with RMSNorm.
+"""mpipar's own form of models that Hugging Face's does not cover: convnets, mixed decoders.
 
-Tensors have the names and shapes of the parameters.
+Tensors have the names and shapes of the parameters. config.json holds the fields of the model.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
+
+from mpipar.config.model import FAMILIES
+from mpipar.config.setting import kind
 from mpipar.files.text import shown
 
 PREFIX = ""  # of the names
 KIND = "mpipar-"  # begins a model_type
-NUMBERS = {  # fields of ModelConfig that config.json gives, each at least 1
-    "convnet": ("layers", "channels", "ffn", "classes", "stem_stride"),
-    "decoder": ("layers", "d_model", "ffn", "vocab_size", "heads", "seq_len"),
-}
+OF_A_LAYOUT = {"model", "ffn_cut", "sequence_parallel", "tp_matmul"}  # not of the weights
 COMPUTED: dict[str, tuple] = {}  # nothing that this form can state is left out
-READ = {"norm", "tied", "image_shape", *(name for names in NUMBERS.values() for name in names)}
-NORMS = {"convnet": ("layer", "rms"), "decoder": ("rms",)}
+READ = {one.name for part in FAMILIES.values() for one in fields(part)}
 
 
 def file_name(name: str) -> str:
@@ -28,30 +29,33 @@ def disk_shape(param) -> tuple[int, ...]:
     return tuple(param.shape)
 
 
+def of_weights(model: str) -> list:
+    """The fields of a family that its weights fix."""
+    return [one for one in fields(FAMILIES[model]) if one.name not in OF_A_LAYOUT]
+
+
 def to_json(model, dtype: str) -> dict:
     """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
-    more = {"image_shape": list(model.image_shape)} if model.model == "convnet" else {
-        "tied": model.tied}
-    return {"model_type": KIND + model.model, "norm": model.norm, **more, "torch_dtype": dtype,
-            **{name: getattr(model, name) for name in NUMBERS[model.model]}}
+    return {"model_type": KIND + model.model, "torch_dtype": dtype,
+            **{one.name: getattr(model, one.name) for one in of_weights(model.model)}}
 
 
 def settings(found: dict) -> dict:
     """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
     model = found["model_type"].removeprefix(KIND)
-    values = {name: found[name] for name in NUMBERS[model]}
-    shape = tuple(found["image_shape"]) if model == "convnet" else ()
-    for name, value in [*values.items(), *(("image_shape", side) for side in shape)]:
-        if type(value) is not int or value < 1:
-            raise TypeError(f"{name} is {shown(value)}")
-    values["norm"] = found["norm"]
-    if values["norm"] not in NORMS[model]:
-        raise TypeError(f"norm is {shown(values['norm'])}")
-    if model == "convnet":
-        return values | {"model": model, "image_shape": shape}
-    if type(found["tied"]) is not bool:
-        raise TypeError(f"tied is {shown(found['tied'])}")
-    return values | {"model": model, "tied": found["tied"]}
+    values = {one.name: _value(one, found[one.name]) for one in of_weights(model)}
+    return values | {"model": model}
+
+
+def _value(field, raw):
+    """The value of a field; TypeError if it cannot be one."""
+    base, is_tuple = kind(field)
+    legal, values = field.metadata, raw if is_tuple and type(raw) is list else [raw]
+    for one in values:
+        if type(one) is not base or (legal["choices"] and one not in legal["choices"]) or (
+                base is int and one < 1) or (base is float and not math.isfinite(one)):
+            raise TypeError(f"{field.name} is {shown(raw)}")
+    return tuple(values) if is_tuple else raw
 
 
 def differences(found: dict, seq_len: int) -> list[str]:

@@ -53,12 +53,10 @@ class Own(NamedTuple):
 def place_among_copies(comms, param) -> tuple[int, int]:
     """(index, count) of this rank among all ranks that hold the same shard of a Param.
 
-    They are the pipeline ranks with copies of its stage or tied table, the data group, and for a
-    whole tensor the tensor-parallel group.
+    They are those of its own groups of copies, and the data group.
     """
     index, count = 0, 1
-    groups = (*param.copy_groups, "dp", "cp", *(() if param.cut_axis is not None else ("tp",)))
-    for comm in (comms.by_axis[name] for name in groups):
+    for comm in (comms.by_axis[name] for name in (*param.copy_groups, "dp", "cp")):
         index, count = index * comm.size + comm.index, count * comm.size
     return index, count
 

@@ -41,7 +41,7 @@ def stream(worker, array_of):
     mine = {param.name: param for stage in worker.stages.values() for param in stage.flat.params}
     for stage, param in all_params(worker.config.model, worker.stage_layers):
         pp_rank = worker.schedule.rank_of(stage, 0)
-        shards = grid.tp_size if param.cut_axis is not None else 1
+        shards = param.cut_over(grid.tp_size)
         for box in _blocks(boxes.whole_box(param.shape), ops.statistics.itemsize):
             block = np.empty(boxes.shape_of(box), ops.statistics)
             for index in range(shards):
@@ -49,7 +49,7 @@ def stream(worker, array_of):
                 part = boxes.overlap(shard, box)
                 if part is None:
                     continue
-                owner = grid.at(pp=pp_rank, dp=0, cp=0, tp=index)
+                owner = grid.at(pp=pp_rank, dp=0, cp=0, tp=index * (grid.tp_size // shards))
                 piece = None
                 if grid.world_rank == owner:
                     piece = array_of(mine[param.name])[boxes.within(part, shard)]

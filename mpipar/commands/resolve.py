@@ -62,7 +62,8 @@ def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
     found = [f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
              f"is {value}; leave {flag(name)} out"
              for name, value in shape.items()
-             if name in reading.given.keys() - reading.bad and typed[name] not in (None, value)]
+             if name in typed.keys() & reading.given.keys() - reading.bad
+             and typed[name] not in (None, value)]
     if found:
         raise UsageError(found)
     named = {name: value for name, value in typed.items() if value is not None}

@@ -40,26 +40,39 @@ def listing(values: Iterable[int], near: int, count: int = 6) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def fitting(world_size: int, layers: int, heads: int) -> list[Layout]:
-    """Every (dp, pp, tp) that uses all ranks. tp divides the heads; pp is at most the layers."""
+def cuts_heads(tp: int, heads: int, kv_heads: int) -> bool:
+    """Whether tp ranks have equal numbers of heads, and whole heads of keys and values.
+
+    With more ranks than heads of keys and values, some ranks hold the same one.
+    """
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = None) -> list[Layout]:
+    """Every (dp, pp, tp) that uses all ranks. tp cuts the heads; pp is at most the layers.
+
+    kv_heads: those of keys and values, by default as many as of queries.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
     return [(world_size // (tp * pp), pp, tp)
-            for tp in divisors(world_size) if heads % tp == 0
+            for tp in divisors(world_size) if cuts_heads(tp, heads, kv_heads)
             for pp in divisors(world_size // tp) if pp <= layers]
 
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
            layers: int, heads: int, d_model: int, fixed: bool = False, *, cp: int = 1,
-           ) -> tuple[Layout, list[str]]:
+           kv_heads: int | None = None) -> tuple[Layout, list[str]]:
     """The layout for `given` axes (dp, pp, tp; None = free), and what is wrong with those given.
 
-    heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
+    heads, kv_heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
     fixed: the shape is that of weights, so only the layout can be changed.
     cp: the size of that axis, which is never chosen.
 
     If there are problems, the layout holds the given axes, and 1 for an unknown one. So a caller
     can go on and look for more problems.
     """
-    options = fitting(world_size // cp, layers, heads) if world_size % cp == 0 else []
+    kv_heads = heads if kv_heads is None else kv_heads
+    options = fitting(world_size // cp, layers, heads, kv_heads) if world_size % cp == 0 else []
     matching = [one for one in options
                 if all(want in (None, have) for want, have in zip(given, one, strict=True))]
     if matching:
@@ -68,6 +81,10 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
     found = _product_problems(given, world_size, options, cp)
     if tp and heads % tp:
         found.append(_heads_problem(tp, world_size, heads, 0 if fixed else d_model))
+    elif tp and not cuts_heads(tp, heads, kv_heads):
+        legal = [one for one in divisors(heads) if cuts_heads(one, heads, kv_heads)]
+        found.append(f"--kv-heads {kv_heads}: must be a multiple of tp {tp}, or divide it; use"
+                     f" --tp {listing(legal, tp)}")
     if pp and pp > layers:
         found.append(f"--pp {pp}: needs as many blocks, but --layers is {layers}; use --pp "
                      f"{listing(range(max(1, layers - 5), layers + 1), pp)}"
@@ -140,7 +157,7 @@ def context_problems(model, grid) -> list[str]:
         down = f"{up - unit} or " if up > unit else ""
         found.append(f"--seq-len {model.seq_len}: --cp {cp} with --cp-attention {method} cuts a row"
                      f" into {unit} equal pieces; use --seq-len {down}{up}")
-    heads = model.heads // grid.tp
+    heads = max(1, model.whole_kv_heads // grid.tp)
     if method == "ulysses" and heads % cp:
         found.append(f"--cp {cp}: --cp-attention ulysses deals out the heads of a rank ({heads}),"
                      f" so it takes --cp {listing(divisors(heads), cp)}; --cp-attention ring takes"

@@ -5,10 +5,14 @@ choices, such as `norm`. A field that only one value of a choice uses names that
 `setting`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from mpipar.config.arch import ARCHS
 from mpipar.config.layout import divisors, listing
 from mpipar.config.setting import setting
+
+OF_ROPE = ("positions", "rope")
+SCALING = "8,1,4,8192"  # of rotations, in Llama 3.1
 
 
 def family(name: str):
@@ -24,8 +28,8 @@ class ModelConfig:
     model: str
     layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1, high=1024)
     ffn: int | None = setting(
-        None, "width F inside a block (default 4 times that of the stream); padded for tp", low=1,
-        high=2**20)
+        None, "width F inside a block (default 4 times that of the stream; swiglu: 8/3 times,"
+        " rounded up to 32); padded for tp", low=1, high=2**20)
     norm: str = setting("layer", "layer = LayerNorm; rms = RMSNorm, which has no mean and no bias",
                         choices=("layer", "rms"))
     ffn_cut: str = setting(
@@ -33,18 +37,44 @@ class ModelConfig:
         "all-gather after each; reduce = both by input, an all-reduce after each",
         choices=("pair", "gather", "reduce"))
 
+    def completed(self) -> "ModelConfig":
+        """The same with every None replaced by what it stands for."""
+        return replace(self, ffn=self.ffn or 4 * self.width)
+
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """A transformer that predicts the next token: GPT-2 family, pre-norm, learned positions."""
+    """A transformer that predicts the next token, pre-norm: GPT-2, Llama and their kin."""
 
     model: str = family("decoder")
+    arch: str = setting(
+        "gpt2", "sets the defaults of norm, activation, positions, bias and tied; and the form of"
+        " the weights", choices=tuple(ARCHS))
     d_model: int = setting(128, "model width D, in features", low=1, high=2**17)
-    heads: int = setting(4, "attention heads H; head width = D/H; tp divides H", low=1, high=2**12)
+    heads: int = setting(4, "attention heads H of queries; tp divides H", low=1, high=2**12)
+    kv_heads: int | None = setting(
+        None, "heads of keys and values, each for H/N heads of queries (default: H)", low=1,
+        high=2**12)
+    head_dim: int | None = setting(None, "width of a head (default D/H)", low=1, high=2**12)
     seq_len: int = setting(64, "tokens per row T; attention memory grows with T^2", low=1,
                            high=2**24)
     vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2,
                               high=2**22)
+    norm_eps: float = setting(
+        1e-5, "added to the variance in norms", low=2.0**-126, below=1.0)
+    activation: str = setting(
+        "gelu", "inside a block: gelu(x up) down; or swiglu: (silu(x gate) x up) down",
+        choices=("gelu", "swiglu"))
+    positions: str = setting(
+        "learned", "a learned vector is added to each token; or rope: queries and keys are rotated",
+        choices=("learned", "rope"))
+    rope_theta: float = setting(
+        10000.0, "base of the slowest rotation", above=0.0, below=1e12, only=OF_ROPE)
+    rope_scaling: tuple[float, ...] = setting(
+        (), "slows rotations down as Llama 3 does: factor, low and high frequency factor, original"
+        " length (default: none)", above=0.0, below=2.0**40, only=OF_ROPE)
+    bias: str = setting("all", "which products of a block add a bias; qkv: of queries, keys and"
+                        " values", choices=("all", "qkv", "none"))
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
     sequence_parallel: bool = setting(
         False, "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
@@ -64,22 +94,70 @@ class DecoderConfig(ModelConfig):
         return self.heads
 
     @property
+    def whole_kv_heads(self) -> int:
+        """Heads of keys and values: tp divides them, or they divide tp."""
+        return self.kv_heads or self.heads
+
+    @property
+    def rows(self) -> str:
+        """Which side of a product comes first in its weights, in files and so in memory."""
+        return "in" if self.arch == "gpt2" else "out"
+
+    @property
     def targets_per_row(self) -> int:
         """Classes that are predicted for a row of data: the next token at each of T places."""
         return self.seq_len
 
+    def completed(self) -> "DecoderConfig":
+        """The same with every None replaced by what it stands for."""
+        ffn = -(-8 * self.width // 96) * 32 if self.activation == "swiglu" else 4 * self.width
+        return replace(self, ffn=self.ffn or ffn, kv_heads=self.whole_kv_heads,
+                       head_dim=self.head_dim or self.d_model // self.heads)
+
     def shape_problems(self, bad: set[str]) -> list[str]:
         """What is wrong between fields; a relation with one in `bad` is not judged."""
-        found = []
-        if not bad & {"d_model", "heads"} and self.d_model % self.heads:
-            found.append(f"--heads {self.heads}: must divide --d-model {self.d_model}; "
-                         f"use {listing(divisors(self.d_model), self.heads)}")
+        found = [] if bad & {"d_model", "heads", "kv_heads", "head_dim"} else self._head_problems()
+        found += self._arch_problems()
+        if self.rope_scaling and "rope_scaling" not in bad and not (
+                len(self.rope_scaling) == 4 and self.rope_scaling[1] < self.rope_scaling[2]):
+            found.append(f"--rope-scaling {','.join(f'{one:g}' for one in self.rope_scaling)}: must"
+                         f" be factor,low,high,length with low < high, as in {SCALING}")
         if self.tp_matmul == "ring" and not self.sequence_parallel:
             found.append("--tp-matmul ring: cuts the barriers of --sequence-parallel in pieces; add"
                          " --sequence-parallel, or leave it out")
         if self.ffn_cut != "pair" and self.sequence_parallel and "ffn_cut" not in bad:
             found.append(f"--ffn-cut {self.ffn_cut}: keeps all tokens on every rank, which "
                          "--sequence-parallel does not; give one of them")
+        return found
+
+    def _head_problems(self) -> list[str]:
+        """What is wrong between heads and widths."""
+        if self.head_dim is None and self.d_model % self.heads:
+            legal = listing(divisors(self.d_model), self.heads)
+            return [(f"--heads {self.heads}: must divide --d-model {self.d_model}; use {legal}, or"
+                     " give --head-dim")]
+        found, width = [], self.head_dim or self.d_model // self.heads
+        if self.positions == "rope" and width % 2:
+            found.append(f"--positions rope: rotates pairs of a head's numbers, and a head has"
+                         f" {width}; use --head-dim {width + 1}")
+        if self.heads % self.whole_kv_heads:
+            found.append(f"--kv-heads {self.kv_heads}: must divide --heads {self.heads}; use"
+                         f" {listing(divisors(self.heads), self.kv_heads)}")
+        return found
+
+    def _arch_problems(self) -> list[str]:
+        """What the weights of GPT-2 cannot hold, and what SwiGLU cannot be cut by."""
+        found = []
+        if self.arch == "gpt2" and self.whole_kv_heads != self.heads:
+            found.append(f"--kv-heads {self.kv_heads}: --arch gpt2 has queries, keys and values in"
+                         " one matrix of equal parts; use --arch llama, or leave it out")
+        if self.activation == "swiglu":
+            if self.arch == "gpt2":
+                found.append("--activation swiglu: --arch gpt2 has no matrix for a gate; use --arch"
+                             " llama, or leave it out")
+            if self.ffn_cut != "pair":
+                found.append(f"--ffn-cut {self.ffn_cut}: cuts single products, and swiglu widens by"
+                             " two at once; leave it out")
         return found
 
 
@@ -104,6 +182,8 @@ class ConvnetConfig(ModelConfig):
     def whole_heads(self) -> int:
         """There are no attention heads: tp may be anything."""
         return 0
+
+    whole_kv_heads = whole_heads
 
     @property
     def targets_per_row(self) -> int:
@@ -130,8 +210,10 @@ FAMILIES = {"decoder": DecoderConfig, "convnet": ConvnetConfig}
 def model_config(values: dict) -> ModelConfig:
     """The ModelConfig of the family that values["model"] names.
 
-    Values without a field in it are dropped. A misspelt name gives a decoder; the checks of values
-    report the name.
+    Values without a field in it are dropped. A decoder gets those of its architecture that are not
+    given. A misspelt name gives a decoder; the checks of values report the name.
     """
     chosen = FAMILIES.get(values.get("model"), DecoderConfig)
+    if chosen is DecoderConfig:
+        values = ARCHS.get(values.get("arch"), {}) | values
     return chosen(**{one.name: values[one.name] for one in fields(chosen) if one.name in values})

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES
-from mpipar.config.sections import CHOICES, FIELDS, Config, build, settings
+from mpipar.config.sections import FIELDS, Config, build, not_taken, settings
 from mpipar.config.setting import flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.words import COUNTERPARTS, EXAMPLES, unknown_word
@@ -78,10 +78,9 @@ def choice_problems(config: Config, given: dict) -> list[str]:
     """
     values, found = {one.name: value for _, one, value in settings(config)}, []
     for name, value in given.items():
-        choice, *wanted = CHOICES.get(name, (None,))
-        known = choice and all(values[one] in FIELDS[one].metadata["choices"]
-                               for one in (choice, "preset"))
-        if known and values[choice] not in wanted:
+        choice, *wanted = not_taken(name, values) or (None,)
+        if choice and all(values[one] in FIELDS[one].metadata["choices"]
+                          for one in (choice, "preset")):
             other = COUNTERPARTS.get(name)
             cure = f"type {flag(other)} {value}" if other else "leave it out"
             found.append(f"{flag(name)}: belongs to {flag(choice)} {' or '.join(wanted)}, but"

@@ -84,11 +84,12 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
     bad = set(found) | set(bad)
     usage, notes, errors = [*found.values(), *_relation_problems(config, bad)], [], []
     if not bad & FIRST:
-        model = replace(config.model, ffn=config.model.ffn or 4 * config.model.width)
+        model = config.model.completed()
         given = config.grid
         (dp, pp, tp), misfits = layout.choose(
             (given.dp, given.pp, given.tp), world_size, model.layers, model.whole_heads,
-            model.width, config.run.init_from is not None, cp=given.cp)
+            model.width, config.run.init_from is not None, cp=given.cp,
+            kv_heads=model.whole_kv_heads)
         method = given.cp_attention or ("ring" if given.cp > 1 else None)
         config = replace(config, model=model, grid=replace(
             given, dp=dp, pp=pp, tp=tp, cp_attention=method))

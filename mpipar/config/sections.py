@@ -36,7 +36,7 @@ FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
           for one in dataclasses.fields(part)}
 FIELDS |= {one.name: one for one in dataclasses.fields(DecoderConfig)}  # the default family
 OF_EVERY_FAMILY = frozenset(one.name for one in dataclasses.fields(ModelConfig))
-# Field -> (field, value, ...) of the choice that it belongs to.
+# Field -> (field, value, ...) of the choice that it belongs to. That field may belong to another.
 CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()
            for one in dataclasses.fields(part) if one.name not in OF_EVERY_FAMILY}
 CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
@@ -49,9 +49,17 @@ def settings(config: Config) -> Iterable[tuple[str, dataclasses.Field, object]]:
              for one in dataclasses.fields(getattr(config, section.name))]
     values = {one.name: value for _, one, value in found}
     for section, one, value in found:
-        choice, *wanted = CHOICES.get(one.name, (None,))
-        if choice is None or values[choice] in wanted:
+        if not_taken(one.name, values) is None:
             yield section, one, value
+
+
+def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
+    """The (field, value, ...) of which a field needs one to mean something, or None if it does."""
+    if name not in CHOICES:
+        return None
+    choice, *wanted = CHOICES[name]
+    return not_taken(choice, values) or (
+        None if values[choice] in wanted else (choice, *wanted))
 
 
 def is_in_force(config: Config, name: str) -> bool:

@@ -22,6 +22,11 @@ SYNONYMS = {  # other programs' names -> field
     "lr_scheduler_type": "lr_schedule", "eval_steps": "eval_interval",
     "validation_data": "val_data", "valid_data": "val_data", "valid_data_path": "val_data",
     "logging_steps": "log_interval", "sample_every": "sample_interval",
+    "num_key_value_heads": "kv_heads", "n_kv_heads": "kv_heads", "num_query_groups": "kv_heads",
+    "kv_channels": "head_dim", "rotary_base": "rope_theta", "rms_norm_eps": "norm_eps",
+    "layer_norm_epsilon": "norm_eps", "norm_epsilon": "norm_eps", "hidden_act": "activation",
+    "activation_function": "activation", "intermediate_size": "ffn",
+    "position_embedding_type": "positions", "tie_word_embeddings": "tied", "model_type": "arch",
 }
 ACCUMULATION = ("--num-microbatches, with the same number: a step adds the gradients of so many"
                 " microbatches; --batch-size is that of the whole step, dp * num-microbatches *"
@@ -35,7 +40,8 @@ OTHERWISE = {  # other programs' names for what has another form here -> what to
     "lr_decay_iters": "--lr-schedule wsd and --decay-ratio, a share of the steps",
     "min_lr": "--min-lr-ratio, a share of --lr", "bf16": "--dtype bfloat16",
     "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
-    "untie_embeddings_and_output_weights": "--no-tied",
+    "untie_embeddings_and_output_weights": "--no-tied", "swiglu": "--activation swiglu",
+    "disable_bias_linear": "--bias none", "add_qkv_bias": "--bias qkv",
 }
 WHOLE = "leave it out: every dp rank has the whole optimizer state and weights of its shard"
 NOT_BUILT = {  # known names for what these programs do not do -> what to do instead
@@ -46,7 +52,6 @@ NOT_BUILT = {  # known names for what these programs do not do -> what to do ins
     "num_experts": "leave it out", "expert_model_parallel_size": "leave it out",
     "recompute_granularity": "leave it out; --memory-limit names layouts that fit",
     "recompute_activations": "leave it out; --memory-limit names layouts that fit",
-    "num_query_groups": "leave it out", "rotary_base": "leave it out", "swiglu": "leave it out",
     "tokenizer_type": "--data takes text as bytes, or files of token ids",
     "tokenizer_model": "--data takes text as bytes, or files of token ids",
     "wandb_project": "leave it out: a run folder has metrics.jsonl",
@@ -55,7 +60,7 @@ COUNTERPARTS = {  # a field -> its name in the other family of models
     "d_model": "channels", "channels": "d_model", "vocab_size": "classes", "classes": "vocab_size",
 }
 EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt",
-            "val_data": "held-out.txt"}
+            "val_data": "held-out.txt", "rope_scaling": "8,1,4,8192"}
 
 
 def unknown_word(word: str, names, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Token and position embedding, the token table cut by vocabulary.
+"""Token embedding, with or without learned positions; the token table is cut by vocabulary.
 
 Each rank looks up the tokens whose rows it holds and writes zeros for the others. One sum over the
 ranks gives each the embedding of the tokens that it holds (see partition/tokens.py). Letters: B
@@ -10,15 +10,13 @@ from __future__ import annotations
 from mpipar.layers.param import Param
 
 
-class Embedding:
-    """x = token_table[tokens] + position_table[positions]."""
+class TokenEmbedding:
+    """x = token_table[tokens]. Attention brings the positions in."""
 
     def __init__(self, context, token_table: Param, seq_len, *, std):
         self.ops, self.held, self.name = context.ops, context.held, "embedding"
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
-        self.positions = Param(
-            context, "embedding.positions", (seq_len, token_table.shape[1]), std=std)
-        self.params = [self.tokens, self.positions]
+        self.params = [self.tokens]
         self.start = token_table.cut_index * token_table.local_shape[0]
 
     def forward(self, x, stash):
@@ -26,19 +24,46 @@ class Embedding:
 
         Comm: held.scatter over tp.
         """
-        batch = stash.batch
-        y = self.ops.embedding_forward(batch.tokens, self.tokens.data, self.start)
-        y = self.held.scatter(y, self.name)
-        positions = self.held.positions(batch.positions)
-        return self.ops.position_forward(y, positions, self.positions.data)
+        y = self.ops.embedding_forward(stash.batch.tokens, self.tokens.data, self.start)
+        return self.held.scatter(y, self.name)
 
     def backward_input(self, dy, stash):
         """Keep dy for the tables; no layer below needs a gradient."""
         stash[self.name, "dy"] = dy
 
     def backward_weight(self, stash):
+        """Accumulate the gradient of the table. Comm: held.gather over tp."""
+        self.of_tokens(stash)
+
+    def of_tokens(self, stash):
+        """Accumulate the gradient of the token table; return dy of all tokens (B, T, D).
+
+        Comm: held.gather over tp.
+        """
+        dy = self.held.gather(stash.pop((self.name, "dy")), stash.batch.shape[1], self.name)
+        self.ops.embedding_backward_weight(stash.batch.tokens, dy, self.tokens.grad, self.start)
+        return dy
+
+
+class Embedding(TokenEmbedding):
+    """x = token_table[tokens] + position_table[positions]."""
+
+    def __init__(self, context, token_table: Param, seq_len, *, std):
+        super().__init__(context, token_table, seq_len, std=std)
+        self.positions = Param(
+            context, "embedding.positions", (seq_len, token_table.shape[1]), std=std)
+        self.params = [self.tokens, self.positions]
+
+    def forward(self, x, stash):
+        """y (B, T, D) of the tokens held. Comm: held.scatter over tp."""
+        y = super().forward(x, stash)
+        positions = self.held.positions(stash.batch.positions)
+        return self.ops.position_forward(y, positions, self.positions.data)
+
+    def backward_weight(self, stash):
         """Accumulate the gradients of both tables. Comm: held.gather over tp."""
-        dy, batch = stash.pop((self.name, "dy")), stash.batch
-        dy = self.held.gather(dy, batch.shape[1], self.name)
-        self.ops.embedding_backward_weight(batch.tokens, dy, self.tokens.grad, self.start)
-        self.ops.position_backward_weight(batch.positions, dy, self.positions.grad)
+        dy = self.of_tokens(stash)
+        self.ops.position_backward_weight(stash.batch.positions, dy, self.positions.grad)
+
+
+EMBEDDINGS = {"learned": Embedding, "rope": TokenEmbedding}  # --positions

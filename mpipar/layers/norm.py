@@ -13,7 +13,7 @@ class Norm:
     Forward returns y and the statistics that both backward functions take.
     """
 
-    def __init__(self, context, name, d_model, *, eps=1e-5):
+    def __init__(self, context, name, d_model, eps=1e-5):
         self.ops, self.name, self.eps = context.ops, name, eps
         self.params = [Param(context, f"{name}.{kind}", (d_model,), fill=fill, decay=False,
                              partial_groups=context.held.partial_groups)

@@ -14,6 +14,8 @@ class Param:
 
     name: global name, the same on every layout. shape: logical N-d shape of the whole tensor.
     cut_axis: the axis that is cut over tp. With None every rank of tp holds a replica.
+    pieces: into how many pieces at most, by default one for each rank of tp. With fewer, neighbours
+    hold replicas of a piece, each makes a part of its gradient, and the group "kv" has their sum.
     std: standard deviation of the initial normal values. fill: a constant to start from instead.
     decay: whether weight decay applies: to matrices and embeddings, not to biases and norms.
     partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; by
@@ -21,29 +23,37 @@ class Param:
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward. The last one is the data group, whose ranks read different data. copy_groups: those of
-    pipeline ranks that hold copies. owner: false for replicas and tied copies, which norms and
+    ranks beside it that hold copies. owner: false for replicas and tied copies, which norms and
     files must not count again. unit: the unit of the stage that it belongs to, counted from the
     first; the stage sets it. data, grad, master: views into the flat buffers of the stage, set by
-    `FlatParams`. Layers read data; the optimizer and files use master.
+    `FlatParams`. Layers read data; the optimizer and files use master. leads: the `Joined` that
+    begins with it, or None.
     """
 
-    def __init__(self, context, name, shape, *, cut_axis=None, std=0.0, fill=None, decay=True,
-                 partial_groups=(), copies=None):
+    def __init__(self, context, name, shape, *, cut_axis=None, pieces=None, std=0.0, fill=None,
+                 decay=True, partial_groups=(), copies=None):
         comm, copies = context.tp, copies or context.copies
         self.name = name
         self.shape = tuple(shape)
         self.cut_axis = cut_axis
-        self.cut_index = comm.index if cut_axis is not None else 0
-        self.cut_count = comm.size if cut_axis is not None else 1
+        self.pieces = 1 if cut_axis is None else pieces
+        self.cut_count = self.cut_over(comm.size)
+        replicas = comm.size // self.cut_count
+        self.cut_index = comm.index // replicas
         self.std = std
         self.fill = fill
         self.decay = decay
+        shared = ("kv",) if cut_axis is not None and replicas > 1 else ()
         self.grad_groups: tuple[str, ...] = (
-            *partial_groups, *copies.groups, context.data.axis)
-        self.copy_groups = copies.groups
-        self.owner = copies.owner and (cut_axis is not None or comm.index == 0)
+            *partial_groups, *shared, *copies.groups, context.data.axis)
+        self.copy_groups = (*copies.groups, *(("tp",) if cut_axis is None else shared))
+        self.owner = copies.owner and comm.index % replicas == 0
         self.unit = 0
-        self.data = self.grad = self.master = None
+        self.data = self.grad = self.master = self.leads = None
+
+    def cut_over(self, ranks: int) -> int:
+        """Into how many pieces this many ranks of tp cut it; each is held by equally many."""
+        return ranks if self.pieces is None else min(ranks, self.pieces)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -93,6 +103,28 @@ class Param:
             yield row - first, values
 
 
+class Joined:
+    """Parameters that lie side by side in the flat buffers, seen as one.
+
+    data, grad: flat views over all of them, set by `FlatParams`.
+    """
+
+    def __init__(self, params):
+        self.params = params
+        self.size = sum(param.size for param in params)
+        self.data = self.grad = self.master = None
+        params[0].leads = self
+
+
+def joined(params) -> list:
+    """The parameters of a layer, in their order: those that lie side by side as a Joined.
+
+    Where some have gradients that are partial over other groups, they lie apart.
+    """
+    runs = [list(run) for _, run in itertools.groupby(params, lambda param: param.grad_groups)]
+    return [run[0] if len(run) == 1 else Joined(run) for run in runs]
+
+
 class FlatParams:
     """Data, gradients and master weights of a list of parameters, each kind in one flat buffer.
 
@@ -128,8 +160,7 @@ class FlatParams:
         if ops.dtype != ops.statistics:
             self.master = ops.zeros((total,), ops.statistics, label="optimizer")
         for kind in ("data", "grad", "master"):
-            for param, view in self.views(getattr(self, kind)):
-                setattr(param, kind, view)
+            self.place(kind, getattr(self, kind))
         self.by_groups = self._runs(lambda param: param.grad_groups)
         self.by_decay = self._runs(lambda param: param.decay)
         self.owned, self.copies = (
@@ -138,6 +169,16 @@ class FlatParams:
         self.units: dict[int, dict[tuple[str, ...], slice]] = {}
         for (groups, unit), run in self._runs(lambda param: (param.grad_groups, param.unit)):
             self.units.setdefault(unit, {})[groups] = run
+
+    def place(self, kind, buffer):
+        """Make `kind` of every Param and Joined its view of a flat buffer with this order."""
+        start = 0
+        for place, param in enumerate(self.params):
+            setattr(param, kind, buffer[start:start + param.size].reshape(param.local_shape))
+            if param.leads:
+                assert self.params[place:place + len(param.leads.params)] == param.leads.params
+                setattr(param.leads, kind, buffer[start:start + param.leads.size])
+            start += param.size
 
     def views(self, buffer):
         """Yield (Param, its view of its local shape) of a flat buffer with this order."""

@@ -1,10 +1,11 @@
-"""The GPT-2 decoder as a sequence of layers, and its Stage, a contiguous run of them.
+"""The decoder as a sequence of layers, and its Stage, a contiguous run of them.
 
     embedding -> block 0 -> ... -> block L-1 -> final norm -> head -> loss
 
 A pre-norm block is x = x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds
-the embedding, and the last one the final norm, head and loss. Letters: B batch, T tokens, D model
-width.
+the embedding, and the last one the final norm, head and loss. GPT-2, Llama and their kin are
+choices of layers: the tables NORMS, EMBEDDINGS, ROTATIONS and FFNS hold them. Letters: B batch, T
+tokens, D model width.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import math
 from dataclasses import replace
 
 from mpipar.layers.attention import Attention
-from mpipar.layers.embedding import Embedding
-from mpipar.layers.ffn import FeedForward
+from mpipar.layers.embedding import EMBEDDINGS
+from mpipar.layers.ffn import FFNS
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.norm import NORMS
 from mpipar.layers.param import Param
+from mpipar.layers.rotation import ROTATIONS
 from mpipar.models.stage import LayerRun, UnitFlops, stage_parts
 from mpipar.partition.tokens import hold
 
@@ -34,19 +36,19 @@ class Block:
     where the held tokens are cut, the barriers are those of the cuts.
     """
 
-    def __init__(self, context, index, config):
+    def __init__(self, context, index, config, rotation):
         self.ops = context.ops
-        name, d_model = f"block{index}", config.d_model
+        name = f"block{index}"
         # As in GPT-2, residual branches start smaller so that the stream's variance does not grow
         # with depth.
         out_std = STD / math.sqrt(2 * config.layers)
-        norm = NORMS[config.norm]
-        self.norm1 = norm(context, f"{name}.norm1", d_model)
+        self.norm1 = norm_layer(context, f"{name}.norm1", config)
         self.attn = Attention(
-            context, f"{name}.attn", d_model, config.heads, std=STD, out_std=out_std)
-        self.norm2 = norm(context, f"{name}.norm2", d_model)
-        self.ffn = FeedForward(context, f"{name}.ffn", d_model, config.ffn,
-                               cuts=context.pair(config.ffn_cut), std=STD, out_std=out_std)
+            context, f"{name}.attn", config, rotation, std=STD, out_std=out_std)
+        self.norm2 = norm_layer(context, f"{name}.norm2", config)
+        self.ffn = FFNS[config.activation](
+            context, f"{name}.ffn", config, cuts=context.pair(config.ffn_cut), std=STD,
+            out_std=out_std)
         self.layers = [self.norm1, self.attn, self.norm2, self.ffn]
         self.params = [param for layer in self.layers for param in layer.params]
 
@@ -79,6 +81,11 @@ class Block:
             layer.backward_weight(stash)
 
 
+def norm_layer(context, name: str, config):
+    """The norm over the model width that the config names."""
+    return NORMS[config.norm](context, name, config.d_model, config.norm_eps)
+
+
 def shared_table(context, name: str, config, tables) -> Param:
     """The (V, D) table of this name, cut by vocabulary: token embedding or LM head.
 
@@ -92,17 +99,28 @@ def shared_table(context, name: str, config, tables) -> Param:
 
 
 def unit_flops(config) -> UnitFlops:
-    """FLOPs per token: a block takes 8 D^2 + 4 D F + 4 T D, the head 2 D V, the embedding none."""
-    width, ffn = config.d_model, config.ffn or 4 * config.d_model
-    block = 8 * width**2 + 4 * width * ffn + 4 * config.seq_len * width
+    """FLOPs per token: of a block's products and attention, and of the head 2 D V.
+
+    Queries and the projection behind attention take 2 D H d each, keys and values 2 D Hkv d each,
+    attention 4 T H d. Each matrix of the feed-forward network takes 2 D F.
+    """
+    config = config.completed()
+    width, heads = config.d_model, config.heads * config.head_dim
+    keys, matrices = config.kv_heads * config.head_dim, 3 if config.activation == "swiglu" else 2
+    block = (4 * width * (heads + keys) + 2 * matrices * width * config.ffn
+             + 4 * config.seq_len * heads)
     return UnitFlops(0, block, 2 * width * config.vocab_size)
 
 
 def describe_model(config) -> str:
-    """The sizes of a resolved ModelConfig, for a headline."""
-    return (f"{config.layers} layers, D {config.d_model}, {config.heads} heads, F {config.ffn},"
-            f" T {config.seq_len}, V {config.vocab_size}{', tied head' if config.tied else ''}"
-            f"{', RMSNorm' if config.norm == 'rms' else ''}")
+    """The sizes of a resolved ModelConfig, for a headline, and what is not GPT-2's."""
+    one = config.completed()
+    heads = f"{one.heads} heads" + (f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else "")
+    width = f" of {one.head_dim}" if one.head_dim * one.heads != one.d_model else ""
+    more = [", tied head"] * one.tied + [", RMSNorm"] * (one.norm == "rms") + [
+        ", SwiGLU"] * (one.activation == "swiglu") + [", RoPE"] * (one.positions == "rope")
+    return (f"{one.layers} layers, D {one.d_model}, {heads}{width}, F {one.ffn},"
+            f" T {one.seq_len}, V {one.vocab_size}{''.join(more)}")
 
 
 class Stage(LayerRun):
@@ -118,17 +136,19 @@ class Stage(LayerRun):
         self.held, self.width = held, config.d_model
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
-        units = [[block] for block in context.blocks(Block(context, index, config)
+        rotation = ROTATIONS[config.positions](context.ops, config)
+        units = [[block] for block in context.blocks(Block(context, index, config, rotation)
                                                      for index in blocks)]
         loss = None
         if is_first:
             table = shared_table(context, TOKENS, config, tables)
-            units.insert(0, [Embedding(context, table, config.seq_len, std=STD)])
+            embedding = EMBEDDINGS[config.positions](context, table, config.seq_len, std=STD)
+            units.insert(0, [embedding])
         if is_last:
             name = TOKENS if config.tied else "head.table"
             table = shared_table(context, name, config, tables)
             loss = CrossEntropy(context, table)
-            norm = NORMS[config.norm](context, "final_norm", config.d_model)
+            norm = norm_layer(context, "final_norm", config)
             units.append([norm, Head(context, table), loss])
         super().__init__(context, stage, units, loss=loss, elsewhere=elsewhere)
 

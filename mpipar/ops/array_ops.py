@@ -18,6 +18,7 @@ import numpy as np
 
 from mpipar.ops.array_attention import ArrayAttention
 from mpipar.ops.image_ops import ImageOps
+from mpipar.ops.llama_ops import LlamaOps
 from mpipar.ops.loss_ops import LossOps
 
 # GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); arXiv 1606.08415.
@@ -26,7 +27,7 @@ GELU_B = 0.044715 * GELU_A
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are spread evenly
 
 
-class ArrayOps(ArrayAttention, LossOps, ImageOps):
+class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
     takes_16_bits = ()  # functions that compute on 16-bit operands as they are, summing in float32

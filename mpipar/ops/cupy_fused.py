@@ -16,6 +16,7 @@ from mpipar.ops.loss_ops import valid_columns
 
 # The functions beside products that take operands of 16 bits as they are.
 FUSED_16_BITS = (
+    "swiglu_forward", "swiglu_backward_input", "rope_forward", "rope_backward_input",
     "bias_backward_weight", "gelu_forward", "bias_gelu_forward", "gelu_backward_input",
     "layernorm_forward", "layernorm_backward_input", "layernorm_backward_weight",
     "rmsnorm_forward", "rmsnorm_backward_input", "rmsnorm_backward_weight",

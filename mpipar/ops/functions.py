@@ -22,6 +22,8 @@ from typing import NamedTuple
 ROWS = {
     "gelu_forward": "x[..] -> y[..]",
     "gelu_backward_input": "dy[..] x[..] -> dx[..]",
+    "swiglu_forward": "h[..2F] -> y[..F]",
+    "swiglu_backward_input": "dy[..F] h[..2F] -> dh[..2F] y[..F]",
     "rmsnorm_forward": "x[..D] w[D] eps -> y[..D] rstd[..]:sum",
     "rmsnorm_backward_input": "dy[..D] x[..D] w[D] rstd[..] -> dx[..D]",
     "rmsnorm_backward_weight": "dy[..D] x[..D] rstd[..] dw[D]+ ->",
@@ -64,6 +66,9 @@ WHOLE = {
     "attention_delta": "dy[BQHd] y[BQHd] -> delta[BHQ]:sum",
     "attention_block_backward": "dy[BQHd] q[BQHd] k[BKGd] v[BKGd] lse[BHQ] delta[BHQ] q_pos[Q] "
                                 "k_pos[K] -> dq[BQHd]:sum dk[BKGd]:sum dv[BKGd]:sum",
+    # h is d/2, P positions; those of the tokens are (T,) or (B, T).
+    "rope_forward": "x[BTHd]+ positions table[P2h] -> x",
+    "rope_backward_input": "dy[BTHd]+ positions table[P2h] -> dy",
     "position_forward": "x[BTD] positions[T] table[PD] -> y[BTD]",
     "position_backward_weight": "positions[T] dy[BTD] dtable[PD]+ ->",
     "cross_entropy_combine": "stats[SN3] -> loss[N]:sum lse[N]:sum",

@@ -96,6 +96,50 @@ def gelu_backward_input(dy, x, dx):
         dx[i] = dy[i] * (s + x[i] * (e * part * part) * (a + b3 * square))
 
 
+# SwiGLU, silu(g) = g s(g), and rotary positions.
+
+
+@compiled(ROUND_ONCE)
+def swiglu_forward(h, y):
+    """Write silu(gate) up to y (N, F); h (N, 2, F)."""
+    one = h.dtype.type(1.0)
+    for i in range(h.shape[0]):
+        for j in range(h.shape[2]):
+            g = h[i, 0, j]
+            e = exp(-abs(g))
+            y[i, j] = g * (one if g >= 0 else e) / (one + e) * h[i, 1, j]
+
+
+@compiled(ROUND_ONCE)
+def swiglu_backward_input(dy, h, dh, y):
+    """Write the gradient of h (N, 2, F) to dh, and silu(gate) up to y (N, F)."""
+    one = h.dtype.type(1.0)
+    for i in range(h.shape[0]):
+        for j in range(h.shape[2]):
+            g = h[i, 0, j]
+            e = exp(-abs(g))
+            part = one / (one + e)
+            s = part if g >= 0 else e * part
+            silu = g * s
+            dh[i, 0, j] = dy[i, j] * h[i, 1, j] * (s + g * (e * part * part))
+            dh[i, 1, j] = dy[i, j] * silu
+            y[i, j] = silu * h[i, 1, j]
+
+
+@compiled(ROUND_ONCE)
+def rotate(x, cos, sin):
+    """Turn the points of x (B, T, H, d) in place; cos and sin (B, T, d/2)."""
+    half = cos.shape[2]
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            for head in range(x.shape[2]):
+                for i in range(half):
+                    first, second = x[b, t, head, i], x[b, t, head, half + i]
+                    c, s = cos[b, t, i], sin[b, t, i]
+                    x[b, t, head, i] = first * c - second * s
+                    x[b, t, head, half + i] = second * c + first * s
+
+
 # Norms. RMSNorm is a LayerNorm whose rows have the mean 0.
 
 

@@ -40,6 +40,25 @@ class NumbaOps(NumpyOps):
         self.kernels.gelu_backward_input(dy.reshape(-1), x.reshape(-1), dx.reshape(-1))
         return dx
 
+    def swiglu_forward(self, h):
+        """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
+        y = np.empty((*h.shape[:-2], h.shape[-1]), self.dtype)
+        self.kernels.swiglu_forward(h.reshape(-1, *h.shape[-2:]), as_rows(y))
+        return y
+
+    def swiglu_backward_input(self, dy, h):
+        """Return (dh (..., 2, F), and silu(gate) up (..., F) once more)."""
+        dh, y = np.empty(h.shape, self.dtype), np.empty(dy.shape, self.dtype)
+        pairs = -1, *h.shape[-2:]
+        self.kernels.swiglu_backward_input(
+            as_rows(dy), h.reshape(pairs), dh.reshape(pairs), as_rows(y))
+        return dh, y
+
+    def _rotate(self, x, cos, sin):
+        assert x.shape[-1] == 2 * cos.shape[-1], (x.shape, cos.shape)
+        whole = *x.shape[:2], cos.shape[-1]
+        self.kernels.rotate(x, np.broadcast_to(cos, whole), np.broadcast_to(sin, whole))
+
     def rmsnorm_forward(self, x, w, eps):
         """Return (y, rstd): x (..., D) times rstd = 1 / sqrt(mean(x^2) + eps), scaled; rstd (...).
 

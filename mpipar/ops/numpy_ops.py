@@ -71,6 +71,13 @@ class NumpyOps(NumpyAttention, TiledOps):
             block += product
 
 
+    def _rotate(self, x, cos, sin):
+        whole = *x.shape[:2], cos.shape[-1]
+        cos, sin = np.broadcast_to(cos, whole), np.broadcast_to(sin, whole)
+        for row in range(len(x)):
+            for tile in cut(x.shape[1], x.shape[2] * x.shape[3]):
+                super()._rotate(x[row, tile], cos[row, tile], sin[row, tile])
+
     # Embeddings.
 
     def embedding_backward_weight(self, ids, dy, dtable, start):

@@ -40,7 +40,7 @@ class Replicas:
         self.kinds = tuple(worker.optimizer.state())
         pieces = [(param.name, shard)
                   for _, param in all_params(worker.config.model, worker.stage_layers)
-                  for shard in range(1 if param.cut_axis is None else worker.grid.tp_size)]
+                  for shard in range(param.cut_over(worker.grid.tp_size))]
         self.places = {(kind, *piece): place
                        for place, (kind, piece) in enumerate(product(self.kinds, pieces))}
         self.count, self.seconds = 0, 0.0

@@ -80,6 +80,13 @@ def holders(schedule, stages) -> tuple[int, ...]:
     return tuple(sorted({schedule.rank_of(stage, mb) for stage in stages for mb in mbs}))
 
 
+def sharing_ranks(config) -> list[range]:
+    """The ranks of tp that hold the same heads of keys and values; each alone if tp cuts them."""
+    kv_heads, tp = config.model.whole_kv_heads, config.grid.tp
+    count = max(1, tp // kv_heads) if kv_heads else 1
+    return [range(first, first + count) for first in range(0, tp, count)]
+
+
 class Worker:
     """Stages, groups, engine, gradient synchronization and optimizer of one rank.
 
@@ -97,12 +104,14 @@ class Worker:
         model = models.model_of(config.model)
         self.stage_layers = models.layer_split(config, self.schedule)
         # Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and
-        # stages that a bidirectional schedule holds twice ("mirror"). Their gradients are summed
-        # over these groups.
+        # stages that a bidirectional schedule holds twice ("mirror"). Neighbours in tp have copies
+        # where there are fewer heads of keys and values ("kv"). Their gradients are summed over
+        # these groups.
         last = self.schedule.num_stages - 1
         mirrors = {holders(self.schedule, (stage,)) for stage in range(last + 1)}
         partitions = {"tie": grid.partition("pp", [holders(self.schedule, (0, last))]),
-                      "mirror": grid.partition("pp", sorted(mirrors))}
+                      "mirror": grid.partition("pp", sorted(mirrors)),
+                      "kv": grid.partition("tp", sharing_ranks(config))}
         options = Options(config.run.sync_sends, config.run.check_comm)
         self.comms = Comms(grid, ops, recorder, mpi_world, options, partitions)
         tables: dict = {}

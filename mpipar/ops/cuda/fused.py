@@ -34,6 +34,8 @@ def used():
     """Return file -> name expressions of what `Fused` runs."""
     each = {
         "gelu.cu": (by_type, "gelu_forward bias_gelu_forward gelu_backward"),
+        "swiglu.cu": (by_type, "swiglu_forward swiglu_backward"),
+        "rope.cu": (by_type, "rotate"),
         "columns.cu": (by_type, "column_sums add_slabs"),
         "norm.cu": (by_row, NORM_KERNELS),
         "cross_entropy.cu": (by_row, "cross_entropy_stats cross_entropy_backward"),
@@ -90,6 +92,44 @@ class Fused:
         dy, x, dx = self._whole(dy), self._whole(x), self._xp.empty(x.shape, x.dtype)
         self._elements("gelu.cu", by_type("gelu_backward", x.dtype.name), x.size, dy, x, dx)
         return dx
+
+    # SwiGLU and rotary positions.
+
+    def swiglu_forward(self, h):
+        """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
+        h, y = self._whole(h), self._xp.empty((*h.shape[:-2], h.shape[-1]), h.dtype)
+        self._elements("swiglu.cu", by_type("swiglu_forward", h.dtype.name), y.size,
+                       h.shape[-1], h, y)
+        return y
+
+    def swiglu_backward_input(self, dy, h):
+        """Return (dh (..., 2, F), and silu(gate) up (..., F) once more)."""
+        assert (*dy.shape[:-1], 2, dy.shape[-1]) == h.shape, (dy.shape, h.shape)
+        assert dy.dtype == h.dtype, (dy.dtype, h.dtype)
+        dh, y = self._xp.empty(h.shape, h.dtype), self._xp.empty(dy.shape, dy.dtype)
+        self._elements("swiglu.cu", by_type("swiglu_backward", h.dtype.name), y.size,
+                       h.shape[-1], self._whole(dy), self._whole(h), dh, y)
+        return dh, y
+
+    def rope_forward(self, x, positions, table):
+        """Turn x (B, T, H, d) in place by the angles of its positions (T,) or (B, T)."""
+        return self._turn(x, positions, table, 1.0)
+
+    def rope_backward_input(self, dy, positions, table):
+        """Turn dy (B, T, H, d) in place by the angles of its positions backwards."""
+        return self._turn(dy, positions, table, -1.0)
+
+    def _turn(self, x, positions, table, sign):
+        """Turn x in place; its heads must have no gaps, and its sequences follow each other."""
+        batch, tokens, heads, width = x.shape
+        row, item = x.strides[1], x.itemsize
+        assert x.strides == (tokens * row, row, width * item, item), (x.shape, x.strides)
+        assert positions.size in (tokens, batch * tokens), (positions.shape, x.shape)
+        assert table.dtype == np.float32, table.dtype
+        self._elements("rope.cu", by_type("rotate", x.dtype.name), x.size // 2, width // 2, heads,
+                       np.int64(row // item), np.int64(positions.size), self._ids(positions),
+                       self._in_place(table), sign, x)
+        return x
 
     # Sums over rows.
 
