@@ -45,11 +45,13 @@ MACHINE = {  # what a command does with --machine
 WHOLE_RUN = {  # what matters only to many steps, their update and their run folder
     "steps", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "eps", "out",
     "run_name", "resume", "save_interval", "save_async", "keep_checkpoints", "log_interval",
-    "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature", "max_shard_size"}
+    "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature", "top_k", "top_p",
+    "stop_token", "max_shard_size"}
 FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
     "train": set(FIELDS),
-    "generate": {"prompt", "sample_tokens", "temperature", "seed", "dp", "pp", "cp", "tp",
-                 "rank_order", "device", "dtype", "gemm", "tf32", "hang_warn", "hang_stop"},
+    "generate": {"prompt", "sample_tokens", "temperature", "top_k", "top_p", "stop_token", "seed",
+                 "batch_size", "num_microbatches", "dp", "pp", "cp", "tp", "rank_order", "device",
+                 "dtype", "kernels", "gemm", "tf32", "hang_warn", "hang_stop"},
     "verify": set(FIELDS) - WHOLE_RUN - {"clip", "memory_limit"},
     "explain": (set(FIELDS) - WHOLE_RUN | {"save_async"}) - {  # its copy of the state is predicted
         "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale",
@@ -82,8 +84,12 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
     parser = flags.Parser(prog=f"mpipar {name}", usage=f"mpipar {name} [flags]",
                           description=COMMANDS[name], epilog=exit_codes())
     if name == "generate":
-        parser.usage = "mpipar generate RUN --prompt TEXT [flags]"
+        parser.usage = "mpipar generate RUN --prompt TEXT | --prompts FILE [flags]"
         parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train")
+        parser.add_argument("--prompts", metavar="FILE", help="continue each line of a file, or"
+                            " the prompt of each object of a .jsonl file; writes lines of JSON")
+        parser.add_argument("--answers", metavar="FILE", help="where --prompts writes; must be new"
+                            " (default: standard output)")
     elif name in OWN_ARGUMENTS:
         parser.usage = OWN_ARGUMENTS[name]
         importlib.import_module(f"mpipar.commands.{name}").add_arguments(parser)
@@ -136,7 +142,7 @@ def main(argv: list[str], session: Session) -> int:
     if name == "explain":
         return module.run(reading, args.rank, args.machine)
     if name == "generate":
-        return module.run(session, reading, args.run_folder)
+        return module.run(session, reading, args)
     if name == "train":
         session.take_over = args.take_over
         return module.run(session, reading, args.machine)
@@ -147,8 +153,8 @@ def facts_of(reading: Reading, args: argparse.Namespace) -> dict[str, str]:
     """What the flags of a command say, which must be the same on all ranks."""
     found = {flag(field.name): "not given" if value is None else str(value)
              for _, field, value in settings(reading.config)}
-    found |= {name: str(getattr(args, name)) for name in ("run_folder", "machine", "take_over")
-              if hasattr(args, name)}
+    own = ("run_folder", "machine", "take_over", "prompts", "answers")
+    found |= {name: str(getattr(args, name)) for name in own if hasattr(args, name)}
     if reading.problems:
         found[REFUSED] = "; ".join(reading.problems)
     return found

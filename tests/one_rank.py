@@ -30,7 +30,7 @@ def loaded(folder, dtype="float64"):
 
 def logits(worker, ids):
     batch = Batch(np.array([ids]), None, np.arange(len(ids)))
-    return worker.forward(1, lambda mb: batch)[0]
+    return worker.forward([0], lambda mb: batch)[0]
 
 
 def fresh(**values):

@@ -74,6 +74,19 @@ def test_both_forms_are_the_formula(ops, rng, sizes, kind):
     check((y, case.expected[1], *grads), case.expected)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("q_pos", [9, 3], ids=["sees all keys", "sees some keys"])
+def test_one_new_token_of_each_row(ops, rng, q_pos, kv_heads):
+    """The keys are the first of a longer array, as in a cache."""
+    q, k, v = (rng.standard_normal(shape) for shape in
+               ((3, 1, 4, 5), *2 * [(3, 20, kv_heads, 5)]))
+    k, v, q_pos, k_pos = k[:, :8], v[:, :8], np.array([q_pos]), np.arange(8)
+    expected = formula(q, k, v, np.zeros_like(q), q_pos, k_pos)
+    for name, got, wanted in zip(
+            NAMES, ops.attention_block_forward(q, k, v, q_pos, k_pos), expected, strict=False):
+        assert_close(got, wanted, 1e-12, name)
+
+
 @pytest.mark.parametrize("form", ["attention_forward", "attention_block_forward"])
 def test_gradients_are_differences(ops, rng, form):
     """Along a random direction of each argument, at odd sizes with shared key heads."""

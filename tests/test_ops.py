@@ -201,20 +201,22 @@ def test_cross_entropy_of_large_logits_does_not_overflow(ops):
 def test_shard_of_padding_only(ops):
     stats = ops.cross_entropy_forward(np.full((2, 3), np.nan), np.array([0, 1]), 6, 5)
     assert np.array_equal(stats, [[EMPTY_MAX, 0.0, 0.0]] * 2)
-    best = ops.argmax_forward(np.full((2, 3), np.nan), 6, 5)
-    assert np.array_equal(best, [[-np.inf, 6.0]] * 2)
+    best = ops.top_forward(np.full((2, 3), np.nan), 6, 5, 2)
+    assert np.array_equal(best, [[[-np.inf, 6.0]] * 2] * 2)
 
 
-def test_argmax_takes_the_lowest_of_equals(ops):
+def test_the_lowest_of_equals_comes_first(ops):
     logits = np.array([[1.0, 5.0, 5.0, 2.0, 5.0, 9.0], [3.0, 3.0, 3.0, 3.0, 3.0, 9.0]])
-    parts = [ops.argmax_forward(logits[:, s : s + 2].copy(), s, 5) for s in (0, 2, 4)]
-    assert np.array_equal(parts[0], [[5.0, 1.0], [3.0, 0.0]])
-    assert np.array_equal(parts[1], [[5.0, 2.0], [3.0, 2.0]])
-    assert np.array_equal(parts[2], [[5.0, 4.0], [3.0, 4.0]])
-    noise = np.zeros_like(logits)
-    noise[:, 3] = 4.0
-    noise[:, 5] = 100.0  # padding
-    assert np.array_equal(ops.argmax_forward(logits, 0, 5, noise), [[6.0, 3.0], [7.0, 3.0]])
+    parts = [ops.top_forward(logits[:, s : s + 2].copy(), s, 5, 2) for s in (0, 2, 4)]
+    assert np.array_equal(parts[0], [[[5.0, 1.0], [1.0, 0.0]], [[3.0, 0.0], [3.0, 1.0]]])
+    assert np.array_equal(parts[1], [[[5.0, 2.0], [2.0, 3.0]], [[3.0, 2.0], [3.0, 3.0]]])
+    assert np.array_equal(parts[2][:, 0], [[5.0, 4.0], [3.0, 4.0]])
+    assert np.isneginf(parts[2][:, 1, 0]).all(), "the shard has no second column"
+    for count in (1, 2, 3, 4, 5):
+        best = ops.top_forward(logits, 0, 5, count)
+        order = np.lexsort((np.tile(np.arange(5), (2, 1)), -logits[:, :5]))[:, :count]
+        assert np.array_equal(best[..., 1], order)
+        assert np.array_equal(best[..., 0], np.take_along_axis(logits, order, 1))
 
 
 @pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
@@ -233,7 +235,7 @@ def test_float32_stays_float32_and_is_close(implementation):
     ops = implementation_of(implementation, "float32")
     expected = call_every_op(plain("float64"), LARGE)
     for name, value in call_every_op(ops, LARGE).items():
-        if not name.startswith("argmax") and not isinstance(value, float):
+        if not name.startswith("top") and not isinstance(value, float):
             assert value.dtype == np.float32, name
         assert_close(value, expected[name], 2e-5, name)
 
@@ -279,7 +281,7 @@ def test_nan_is_not_swallowed(ops, rng):
     stats = ops.cross_entropy_forward(logits, np.zeros(10, np.int64), 0, 6)
     loss, _ = ops.cross_entropy_combine(stats[None])
     assert np.array_equal(np.isnan(loss), np.arange(10) == 5)
-    assert np.isnan(ops.argmax_forward(logits, 0, 6)[5, 0])
+    assert all(np.isnan(ops.top_forward(logits, 0, 6, count)[5, 0, 0]) for count in (1, 3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -18,7 +18,8 @@ from mpipar.data import images
 from mpipar.data.bigram import bigram_loss
 from mpipar.errors import UserError
 from mpipar.inference.classify import accuracy
-from mpipar.inference.generate import generate
+from mpipar.inference.generate import continue_one
+from mpipar.inference.sampling import Sampling
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
@@ -100,7 +101,9 @@ def show_text(worker, inputs, log, title="\ntext") -> None:
     run, decode = worker.config.run, inputs.tokenizer.decode
     if run.sample_tokens:
         prompt = inputs.prompt or [int(token) for token in inputs.held_out[:1]]
-        text = list(generate(worker, prompt, run.sample_tokens, run.temperature, run.seed))
+        end = inputs.tokenizer.end
+        sampling = Sampling.of(run, () if end is None else (end,))
+        text = list(continue_one(worker, prompt, sampling))
         log(f"{title} generated from {decode(prompt)!r}:")
         log(decode([*prompt, *text]))
 

@@ -1,86 +1,177 @@
-"""`mpipar generate RUN --prompt TEXT`: continue a text with a trained model, on any layout."""
+"""`mpipar generate RUN --prompt TEXT`: continue texts with a trained model, on any layout."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from mpipar import ops as ops_module
 from mpipar.checkpoint import formats
 from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.companions import GENERATION, token_ids
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.resolve import resolve
-from mpipar.commands.source import find_source, source_facts
+from mpipar.commands.source import companions_of, find_source, source_facts
+from mpipar.config.sections import Config
+from mpipar.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.errors import EXIT_OK, DataError, UsageError
+from mpipar.files.bounded import problems_as
 from mpipar.files.text import printable
-from mpipar.inference.generate import decode, encode, generate
+from mpipar.inference import prompts as prompts_module
+from mpipar.inference.generate import FULL, STOP, Text, generate
+from mpipar.inference.prompts import Prompt
+from mpipar.inference.sampling import Sampling
 from mpipar.train.worker import Worker
 
+ROWS_OF_A_GROUP = 8  # prompts that go through the pipeline together, if --batch-size is not given
 
-def run(session, reading, run_folder: str) -> int:
-    """Print the prompt and its continuation, piece by piece; return the exit code.
 
-    run_folder: see `find_source`.
+@dataclass(frozen=True)
+class Request:
+    """What is to be done. config: complete. together: prompts that are continued at one time."""
+
+    config: Config
+    ops: object
+    tokenizer: Tokenizer
+    sampling: Sampling
+    prompts: list[Prompt]
+    together: int
+
+
+def run(session, reading, args) -> int:
+    """Print a text piece by piece, or write a line of JSON for each prompt of a file.
+
+    args: what was typed; for its run_folder see `find_source`.
     Comm: see `mpipar.inference.generate.generate`.
     """
     world = session.start()
-    config, ops, prompt = session.agree(
-        lambda: prepare(reading, run_folder, world.size, session.host_rank))
+    request = session.agree(lambda: prepare(reading, args, world.size, session.host_rank))
+    config = request.config
     session.compare(source_facts(config.run.init_from))
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
+    file = session.agree(lambda: open_answers(args.answers) if world.rank == 0 else None)
+    worker = Worker(config, Grid.of(config.grid, world.rank), request.ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     worker.recorder.enter("eval")
-    run = config.run
-    tokens = generate(worker, prompt, run.sample_tokens, run.temperature, run.seed)
+    pieces = stream(worker, request) if args.prompts is None else answers(worker, request)
     with session.watch.follow_records(worker.recorder, worker.comms):
-        for piece in show(prompt, tokens, config.model.vocab_size):
+        for piece in pieces:
             if world.rank == 0:
-                print(printable(piece), end="", flush=True)
-    if world.rank == 0:
-        print(flush=True)
+                print(piece, end="", flush=True, file=file)
     return EXIT_OK
 
 
-def show(prompt: list[int], tokens: Iterable[int], vocab_size: int) -> Iterator[str]:
-    """Yield the prompt's text and what each token adds to it; all pieces make up the whole text.
+def stream(worker, request: Request) -> Iterator[str]:
+    """Yield the text of one prompt for a terminal; say so if the model can read no more of it."""
+    (prompt,), tokenizer = request.prompts, request.tokenizer
+    text = Text(0, list(prompt.ids))
+    added = (text.tokens[-1] for _ in generate(worker, [text], request.sampling)
+             if text.end != STOP)
+    shown = prompts_module.visible(tokenizer, prompt)
+    for piece in prompts_module.show(shown, added, tokenizer):
+        yield printable(piece)
+    yield "\n"
+    if text.end == FULL and worker.comms.world.index == 0:
+        print(f"mpipar: the text ends here because the model reads at most"
+              f" {worker.config.model.seq_len:,} tokens", file=sys.stderr, flush=True)
 
-    The last bytes may be part of a character that the next byte completes. They wait for that byte.
-    """
-    seen, shown = prompt[:-1], 0
-    for token in itertools.chain(prompt[-1:], tokens):
-        seen.append(token)
-        text = decode(seen, vocab_size)
-        ready = max(shown, len(text) - text.endswith("\ufffd"))
-        yield text[shown:ready]
-        shown = ready
-    yield decode(seen, vocab_size)[shown:]
+
+def answers(worker, request: Request) -> Iterator[str]:
+    """Yield a line of JSON for each prompt, in their order."""
+    prompts = request.prompts
+    for first in range(0, len(prompts), request.together):
+        texts = [Text(number, list(prompt.ids)) for number, prompt in
+                 enumerate(prompts[first:first + request.together], first)]
+        for _ in generate(worker, texts, request.sampling):
+            pass
+        for text in texts:
+            found = prompts_module.answer(request.tokenizer, prompts[text.number], text)
+            yield json.dumps(found) + "\n"
 
 
-def prepare(reading, run_folder: str, world_size: int, host_rank: int):
-    """(config, ops, prompt tokens), all checked; raises one UserError with all problems.
+def open_answers(path: str | None):
+    """The file for lines of JSON, which must be new; None for standard output."""
+    if path is None:
+        return None
+    with problems_as(DataError, f"--answers {path}", "give a new file"):
+        return open(path, "x", encoding="utf-8")
+
+
+def prepare(reading, args, world_size: int, host_rank: int) -> Request:
+    """Check everything; raises one UserError with all problems.
 
     host_rank: place of this process on its host.
     """
+    weights, given = weights_of(args.run_folder), reading.config
+    start = replace(
+        given, run=replace(given.run, init_from=weights),
+        grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
+        train=replace(given.train, optimizer="sgd"))
+    problems = (*reading.problems, *option_problems(reading, args))
+    companions, texts, found = companions_of(weights), [], {}
+
+    def file_problems(config):
+        try:
+            texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
+                        else prompts_module.read_prompts(args.prompts))
+            found["tokenizer"] = tokenizer_of(companions, config.model.vocab_size)
+        except DataError as error:
+            return error.problems
+        return []
+
+    def prompt_problems(config):
+        try:
+            if "tokenizer" in found:
+                found["prompts"] = prompts_module.encode_prompts(
+                    found["tokenizer"], texts, config.model)
+        except UsageError as error:
+            return error.problems
+        return []
+
+    checks = [(file_problems, DataError), (prompt_problems, UsageError),
+              (layout_problems, UsageError), (checkpoint.weight_problems, DataError)]
+    config, _ = resolve(replace(reading, config=start, problems=problems), world_size, checks)
+    groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
+    config = replace(config, grid=replace(config.grid, num_microbatches=groups))
+    together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
+    ends = ends_of(companions, found["tokenizer"], config.model.vocab_size)
+    return Request(config, ops_module.make_for(config.run, host_rank), **found,
+                   sampling=Sampling.of(config.run, ends), together=together)
+
+
+def option_problems(reading, args) -> list[str]:
+    """What is wrong between --prompt, --prompts and --answers."""
+    found = []
+    if args.prompts is not None and "prompt" in reading.given:
+        found.append(f"--prompt and --prompts {args.prompts}: give one of them")
+    if args.answers is not None and args.prompts is None:
+        found.append(f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
+                     " to standard output")
+    return found
+
+
+def layout_problems(config) -> list[str]:
+    """What is wrong if the layout cuts what a new token does not have."""
+    if config.grid.cp == 1:
+        return []
+    return [(f"--cp {config.grid.cp}: cuts the tokens of a row, and a text grows by one token at a"
+            " time; use --dp for more texts, or --tp or --pp to cut the model")]
+
+
+def weights_of(run_folder: str) -> str:
+    """The folder with the weights of a decoder: see `find_source`. Raises UserError."""
     weights = find_source(run_folder, run_folder)
     model = formats.model_settings(weights)["model"]
     if model != "decoder":
         raise UsageError(f"{run_folder}: holds a {model}, which makes no text; give a decoder's"
                          " run folder")
-    one_row = replace(
-        reading.config,
-        run=replace(reading.config.run, init_from=weights),
-        train=replace(reading.config.train, batch_size=None, optimizer="sgd"))
-    found = {}
+    return weights
 
-    def prompt_problems(config):
-        try:
-            found["prompt"] = encode(config.run.prompt, config.model.vocab_size)
-        except UsageError as error:
-            return error.problems
-        return []
 
-    checks = [(prompt_problems, UsageError), (checkpoint.weight_problems, DataError)]
-    config, _ = resolve(replace(reading, config=one_row), world_size, checks)
-    return config, ops_module.make_for(config.run, host_rank), found["prompt"]
+def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """The ids that end a text: of generation_config.json, or else the tokenizer's."""
+    found = token_ids(folder / GENERATION, vocab_size)["eos_token_id"]
+    found = tokenizer.end if found is None else found
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)

@@ -12,7 +12,7 @@ from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
 from mpipar.job.environment import read_launcher
 
-MANY = 24  # flags; a command with more of them shows the usual ones
+MANY = 28  # flags; a command with more of them shows the usual ones
 USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the others too
     ("input and output", "", ("preset", "config", "data", "val_data", "out", "resume")),
     ("layout", "dp x pp x tp = number of ranks", ("layout", "dp", "pp", "tp")),

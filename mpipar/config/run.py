@@ -72,6 +72,13 @@ class RunConfig:
         0, "steps between two generated texts; 0 = only one, at the end", low=0, only=OF_TEXT)
     temperature: float = setting(
         0.8, "of the generated text; 0 = always the likeliest token", low=0.0, only=OF_TEXT)
+    top_k: int = setting(
+        50, "a token is drawn from so many of the likeliest", low=1, high=2**20, only=OF_TEXT)
+    top_p: float = setting(
+        1.0, "and of these only from the first that reach this share", above=0.0, high=1.0,
+        only=OF_TEXT)
+    stop_token: tuple[int, ...] = setting(
+        (), "ids that end a text (default: the tokenizer's end of text)", low=0, only=OF_TEXT)
 
 
 def run_problems(run: RunConfig) -> list[str]:

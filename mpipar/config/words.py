@@ -60,7 +60,7 @@ COUNTERPARTS = {  # a field -> its name in the other family of models
     "d_model": "channels", "channels": "d_model", "vocab_size": "classes", "classes": "vocab_size",
 }
 EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt",
-            "val_data": "held-out.txt", "rope_scaling": "8,1,4,8192"}
+            "val_data": "held-out.txt", "rope_scaling": "8,1,4,8192", "stop_token": "50256"}
 
 
 def unknown_word(word: str, names, what: str) -> str:

@@ -22,8 +22,8 @@ HELD_OUT = 10  # one part in ten is held out
 class Batch:
     """One microbatch: tokens and targets (B, T), positions (T,).
 
-    targets is None when generating. all_positions: those of the tokens that all ranks of cp hold,
-    None where a rank holds them all.
+    targets is None when generating. Then positions may be (B, T), an own one for each row.
+    all_positions: those of the tokens that all ranks of cp hold, None where a rank holds them all.
     """
 
     tokens: object

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpipar.inference.generate import best_ids
+from mpipar.inference.sampling import best
 from mpipar.train.gradsync import agree
 
 
@@ -18,9 +18,9 @@ def accuracy(worker, rows) -> tuple[float, int]:
     for number in range(rows.num_sweeps()):
         batches = rows.sweep(number)
         outputs = worker.forward(
-            len(batches), lambda mb, batches=batches: replace(batches[mb], targets=None))
+            range(len(batches)), lambda mb, batches=batches: replace(batches[mb], targets=None))
         for mb, logits in sorted(outputs.items()):
-            ids = best_ids(worker, logits, None)
+            ids = best(worker, logits, 1)[:, 0, 1]
             found = worker.ops.to_host(batches[mb].targets) == ids
             right += float(found.sum()) if worker.comms.tp.index == 0 else 0.0
     right, = agree(worker.ops, worker.comms, [right], "eval.accuracy")

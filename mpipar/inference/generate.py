@@ -1,106 +1,150 @@
 """Text from the model, token by token, through the pipeline and cut layers that train it.
 
-No rank ever sees all logits: each offers its best token, and the best of those wins. Sampling adds
-Gumbel noise to logits / temperature and takes the largest sum. That is a draw from the softmax
-(arXiv 1611.01144). A token's noise is a pure function of (seed, position, token id), so every
-layout draws the same text.
+Prompts are dealt into groups, which are the microbatches of the pipeline. A first round of forward
+passes reads the prompts (prefill). Each further round reads one token of every text (decode): keys
+and values of earlier tokens are in the cache (partition/context_cached.py). Letters: B rows of a
+group, T new tokens of a round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
-from mpipar.comm.grid import PIECES_PER_RANK
-from mpipar.data.rows import Batch, positions_of, token_places
-from mpipar.data.source import BYTE_VOCABULARY
-from mpipar.errors import UsageError
+from mpipar.data.rows import Batch
+from mpipar.errors import NonFiniteError
+from mpipar.inference.sampling import Sampling, best, draw
+from mpipar.partition.context_cached import Cache
+from mpipar.train.gradsync import agree
+
+# Why a text has ended.
+LENGTH, STOP, FULL = "length", "stop", "seq_len"
 
 
-def encode(prompt: str, vocab_size: int) -> list[int]:
-    """A prompt's tokens: bytes for a byte model, else ids between blanks. Raises UsageError."""
-    if vocab_size <= BYTE_VOCABULARY:
-        tokens = list(prompt.encode("utf-8", "surrogateescape"))  # the bytes that were typed
-        bad = [token for token in tokens if token >= vocab_size]
-    else:
-        words = prompt.split()
-        bad = [word for word in words if not word.isdecimal() or int(word) >= vocab_size]
-        tokens = [] if bad else [int(word) for word in words]
-    if bad or not tokens:
-        raise UsageError(
-            f"--prompt {prompt!r}: needs at least one token, all below the model's vocabulary of"
-            f" {vocab_size:,}; a model of bytes takes text, any other takes ids, as in"
-            " --prompt '464 318'")
-    return tokens
+@dataclass(eq=False)
+class Text:
+    """A prompt and what has followed so far.
 
-
-def decode(tokens: list[int], vocab_size: int) -> str:
-    """The text of tokens, as the inverse of `encode`. Bytes that are not UTF-8 become replacement
-    marks.
+    number: of the prompt; draws depend on it. end: why nothing follows any more, "" before.
     """
-    if vocab_size <= BYTE_VOCABULARY:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-    return " ".join(map(str, tokens))
+
+    number: int
+    tokens: list[int]
+    end: str = ""
+
+    def room(self, sampling: Sampling, seq_len: int) -> int:
+        """How many tokens may follow. The model reads at most seq_len, and one follows the last."""
+        return min(sampling.num_tokens, seq_len + 1 - len(self.tokens))
 
 
-def best_ids(worker, logits, noise) -> np.ndarray:
-    """The id (N,) of the largest logit (+ noise) of each row of logits (N, V/tp), on all tp ranks.
+class Group:
+    """The texts that go through the pipeline as one microbatch.
 
-    Comm: one all_gather of two numbers per row over tp.
+    texts: of all replicas. rows: which of them this replica reads. Rows beyond the last text repeat
+    it, and another replica may speak for it. caches: {(stage, mb): Cache} of the stages here.
     """
-    ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
-    best = ops.argmax_forward(logits, loss.start, loss.vocab_size, noise)
-    best = ops.to_host(worker.comms.tp.all_gather(best, "best"))  # (tp, N, 2)
-    # The largest value wins. Of equal ones the first rank's wins, which has the lowest id, as on
-    # one rank.
-    return best[best[..., 0].argmax(axis=0), np.arange(best.shape[1]), 1].astype(np.int64)
+
+    def __init__(self, worker, mb: int, texts, rows: range, sampling):
+        self.ops, self.seq_len = worker.ops, worker.config.model.seq_len
+        self.texts, self.spoken = texts, {*texts[rows.start:rows.stop]}
+        self.own = own = [texts[min(row, len(texts) - 1)] for row in rows]
+        self.room = {text: text.room(sampling, self.seq_len) for text in texts}
+        self.length = max(len(text.tokens) for text in own)  # slots filled after the next round
+        self.firsts = np.array([self.length - len(text.tokens) for text in own])
+        self.fresh = self.length
+        # Nothing reads the last token.
+        slots = self.ops.asarray(np.arange(self.length + max(self.room.values()) - 1))
+        self.caches = {
+            (stage, mb): Cache(self.firsts.tolist(), slots) for stage in worker.stages
+            if worker.schedule.rank_of(stage, mb) == worker.grid.pp_rank}
+
+    def batch(self) -> Batch:
+        """What this replica reads next (B, T): whole prompts with padding before them, or the
+        newest tokens. The caches learn where they go.
+
+        Positions count from the start of each text, (B, T), or (T,) where all have the same.
+        """
+        tokens = np.zeros((len(self.own), self.fresh), np.int64)
+        for row, text in zip(tokens, self.own, strict=True):
+            newest = text.tokens[-self.fresh:]
+            row[self.fresh - len(newest):] = newest
+        new = slice(self.length - self.fresh, self.length)
+        for cache in self.caches.values():
+            cache.new = new
+        # Padding, and a text that has ended, are at any position that there is.
+        positions = np.arange(new.start, new.stop) - self.firsts[:, None]
+        positions = positions.clip(0, self.seq_len - 1)
+        if not self.firsts.any():
+            positions = positions[0]
+        return Batch(self.ops.asarray(tokens), None, self.ops.asarray(positions))
+
+    def grow(self, ids: dict, sampling: Sampling) -> list[Text]:
+        """Give each text that goes on its next token, and return these texts."""
+        grown = [text for text in self.texts if not text.end]
+        for text in grown:
+            text.tokens.append(ids[text])
+            self.room[text] -= 1
+            if ids[text] in sampling.stop:
+                text.end = STOP
+            elif not self.room[text]:
+                full = len(text.tokens) > self.seq_len
+                text.end = FULL if full else LENGTH
+        self.length, self.fresh = self.length + 1, 1
+        return grown
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any replica has a text here that has not ended: all replicas do the same."""
+        return not all(text.end for text in self.texts)
 
 
-def context_batch(worker, tokens: list[int]) -> tuple[Batch, int, int]:
-    """(this rank's part of one row, the rank of cp that holds the last token, its place there).
+def deal(worker, texts, sampling) -> dict[int, Group]:
+    """Microbatch -> Group: equal numbers of rows for all replicas, the last text filling up."""
+    dp, replica = worker.grid.dp_size, worker.grid.dp_rank
+    per_replica = -(-len(texts) // dp)
+    num_rows = -(-per_replica // min(per_replica, worker.schedule.num_microbatches))
+    own = range(replica * num_rows, (replica + 1) * num_rows)
+    return {mb: Group(worker, mb, texts[first:first + dp * num_rows], own, sampling)
+            for mb, first in enumerate(range(0, len(texts), dp * num_rows))}
 
-    Over cp the row is filled up to equal pieces with tokens that no earlier one sees.
+
+def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Text]]:
+    """Add tokens to texts until each has ended; yield after every round those that have grown.
+
+    All ranks see the same texts. Raises NonFiniteError on every rank when a logit is NaN.
+    Comm: per round one forward pass of each group, one all_gather over tp for each, and one
+    all_reduce of a number per text over world.
     """
-    grid, ops = worker.config.grid, worker.ops
-    unit = grid.cp * PIECES_PER_RANK.get(grid.cp_attention, 1)
-    row = np.zeros(-(-len(tokens) // unit) * unit, np.int64)
-    row[:len(tokens)] = tokens
-    held = [token_places(len(row), grid, index) for index in range(grid.cp)]
-    last = len(tokens) - 1
-    owner = next(index for index, places in enumerate(held) if last in places)
-    own = held[worker.grid.cp_rank]
-    batch = Batch(ops.asarray(row[None, own]), None, *positions_of(ops, len(row), own))
-    return batch, owner, int(np.searchsorted(held[owner], last))
+    for text in texts:
+        if text.room(sampling, worker.config.model.seq_len) <= 0:
+            text.end = LENGTH if sampling.num_tokens <= 0 else FULL
+    going = [text for text in texts if not text.end]
+    groups = deal(worker, going, sampling) if going else {}
+    speaks = worker.comms.tp.index == worker.comms.cp.index == 0
+    places = {text: place for place, text in enumerate(going)}
+    while groups := {mb: group for mb, group in groups.items() if group.goes_on}:
+        caches = {key: cache for group in groups.values() for key, cache in group.caches.items()}
+        batches = {mb: group.batch() for mb, group in groups.items()}
+        outputs = worker.forward(groups, batches.__getitem__, caches)
+        chosen = [0.0] * len(going)
+        for mb, logits in sorted(outputs.items()):
+            for text, candidates in zip(
+                    groups[mb].own, best(worker, logits, sampling.candidates), strict=True):
+                if speaks and text in groups[mb].spoken and not text.end:
+                    chosen[places[text]] = draw(
+                        candidates, sampling, text.number, len(text.tokens))
+        ids = agree(worker.ops, worker.comms, chosen, "generate.next")
+        if any(np.isnan(ids)):
+            raise NonFiniteError("a logit is not a number, so that no token is the likeliest; try"
+                                 " another --dtype")
+        ids = {text: int(ids[place]) for text, place in places.items()}
+        yield [text for group in groups.values() for text in group.grow(ids, sampling)]
 
 
-def generate(worker, prompt: list[int], num_tokens: int, temperature: float, seed: int):
-    """Yield num_tokens more tokens, the same on every rank; temperature 0 takes the likeliest.
-
-    The last T tokens are the context. Each new token runs the whole context through the model
-    again.
-    Comm: per token one forward pass, one all_gather of two numbers over tp, one broadcast over
-    world.
-    """
-    ops, model = worker.ops, worker.config.model
-    last_stage = worker.schedule.num_stages - 1
-    last_rank = worker.schedule.rank_of(last_stage, 0)
-    tokens = list(prompt)
-    for position in range(len(prompt), len(prompt) + num_tokens):
-        batch, owner, newest = context_batch(worker, tokens[-model.seq_len:])
-        root = worker.grid.at(pp=last_rank, dp=0, cp=owner, tp=0)
-        outputs = worker.forward(1, lambda mb, batch=batch: batch)
-        token = np.zeros(1, np.int64)
-        if outputs:
-            loss = worker.stages[last_stage].loss
-            logits = outputs[0][newest:newest + 1]  # (1, V/tp)
-            noise = None
-            if temperature > 0:
-                own = slice(loss.start, loss.start + logits.shape[1])
-                padded = logits.shape[1] * worker.comms.tp.size
-                philox = np.random.Philox(key=seed, counter=[0, position, 0, 1])
-                generator = np.random.Generator(philox)
-                noise = temperature * generator.gumbel(size=padded)[None, own]
-                noise = ops.asarray(noise.astype(ops.statistics))
-            token[0] = best_ids(worker, logits, noise)[0]
-        token = ops.to_host(worker.comms.world.broadcast(ops.asarray(token), root, "generate.next"))
-        tokens.append(int(token[0]))
-        yield tokens[-1]
+def continue_one(worker, prompt: list[int], sampling: Sampling) -> Iterator[int]:
+    """Yield the tokens that follow one prompt, the same on every rank. Comm: see `generate`."""
+    text = Text(0, list(prompt))
+    for _ in generate(worker, [text], sampling):
+        yield text.tokens[-1]

@@ -4,7 +4,8 @@ One product with a column cut makes q, k and v of this rank's heads. Each rank a
 heads. The output projection, with a row cut, sums the heads of all ranks. That takes one all-reduce
 forward and one backward. Where tokens are cut between the products, x and y are (B, T/tp, D) and
 the barriers are those of that pair of cuts. Where the ranks of cp hold other tokens of the same
-rows, attention itself crosses barriers: see partition/context.py.
+rows, attention itself crosses barriers: see partition/context.py. Where text is generated, the
+stash has a cache of earlier keys and values.
 
 Several heads of queries may share a head of keys and values (grouped-query attention, Ainslie et
 al., arXiv 2305.13245). If there are more ranks of tp than heads of keys and values, neighbours hold
@@ -51,7 +52,8 @@ class Attention:
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts, and of attention over cp."""
         qkv = self._by_head(self.qkv.forward(x, stash))
         self.rotation.forward(qkv[:, :, self.turned], stash.batch.positions)
-        heads, stash[self.name, "saved"] = self.attention.forward(
+        attention = stash.cache or self.attention
+        heads, stash[self.name, "saved"] = attention.forward(
             self.ops, *self._split(qkv), stash.batch, self.cp, self.name)
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash)
 

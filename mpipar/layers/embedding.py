@@ -57,7 +57,7 @@ class Embedding(TokenEmbedding):
     def forward(self, x, stash):
         """y (B, T, D) of the tokens held. Comm: held.scatter over tp."""
         y = super().forward(x, stash)
-        positions = self.held.positions(stash.batch.positions)
+        positions = self.held.positions(stash.batch.positions)  # (T,), or (B, T): of each row
         return self.ops.position_forward(y, positions, self.positions.data)
 
     def backward_weight(self, stash):

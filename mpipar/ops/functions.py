@@ -6,8 +6,8 @@ function is a formula in `array_ops` and a line here.
 
 A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions
 and each letter for one. A letter has one size throughout a line; a digit is a size. `eps` is not an
-array, and `shape=BHWC` is a tuple of sizes. Marks of an argument: the function writes to it (`+`),
-or it may be missing (`?`).
+array, `shape=BHWC` is a tuple of sizes, and `count=K` is one size. Marks of an argument: the
+function writes to it (`+`), or it may be missing (`?`).
 
 A result that bears an argument's name is that argument. Any other result is an activation, of the
 type of the first argument with real numbers. A mark says otherwise: `:sum` the type of sums,
@@ -33,7 +33,7 @@ ROWS = {
     "cross_entropy_forward": "logits[..V] targets[..] start num_valid -> stats[..3]:sum",
     "cross_entropy_backward_input":
         "logits[..V]+ targets[..] lse[..] start num_valid scale -> logits",
-    "argmax_forward": "logits[..V] start num_valid noise[..V]? -> best[..2]:float64",
+    "top_forward": "logits[..V] start num_valid count=K -> best[..K2]:float64",
     "sgd_step": "data[..]+ grad[..] lr ->",
     "adamw_step": "data[..]+ grad[..] m[..]+ v[..]+ lr beta1 beta2 eps weight_decay step "
                   "copy[..]+? ->",
@@ -170,7 +170,8 @@ class Function(NamedTuple):
         sizes, fits = {}, True
         arrays = self.arrays(given)
         pairs = [(part.dims, part.lengths(x.shape)) for part, x in arrays]
-        pairs += [(part.sizes, given[part.name]) for part in self.takes if part.sizes]
+        pairs += [(part.sizes, given[part.name] if len(part.sizes) > 1 else (given[part.name],))
+                  for part in self.takes if part.sizes]
         for letters, lengths in pairs:
             fits &= lengths is not None and all(
                 length == (int(letter) if letter.isdigit() else sizes.setdefault(letter, length))

@@ -58,17 +58,28 @@ class LossOps:
         self.xp.exp(valid, out=valid)
         valid *= self.scalar(scale)
 
-    def argmax_forward(self, logits, start, num_valid, noise=None):
-        """Return (N, 2) float64: the best of logits (+ noise) and its global id, the lowest of
-        equal ones.
+    def top_forward(self, logits, start, num_valid, count):
+        """Return (N, count, 2) float64: the largest logits and their global ids, best first.
+
+        Of equal logits the lowest id comes first. A shard of fewer columns fills up with -inf.
+        The first logit of a row that holds NaN is NaN.
         """
-        valid = logits[:, : valid_columns(logits, start, num_valid)]
-        best = self.xp.empty((logits.shape[0], 2), np.float64)
-        best[:, 0], best[:, 1] = -np.inf, start
-        if valid.shape[1]:
-            score = valid if noise is None else valid + noise[:, : valid.shape[1]]
-            best[:, 0] = score.max(axis=1)
-            best[:, 1] += score.argmax(axis=1)
+        xp, valid = self.xp, logits[:, : valid_columns(logits, start, num_valid)]
+        columns = valid.shape[1]
+        take = min(count, columns)
+        best = xp.empty((logits.shape[0], count, 2), np.float64)
+        best[..., 0], best[..., 1] = -np.inf, start
+        if take:
+            top = valid.max(axis=1)
+            last = top if take == 1 else (
+                xp.partition(valid, columns - take, axis=1)[:, columns - take])
+            for row in range(len(valid)):
+                # Only what reaches the last place is sorted. All that equal it do.
+                ids = xp.nonzero(valid[row] >= last[row])[0]
+                ids = ids[xp.argsort(-valid[row, ids], kind="stable")[:take]]
+                best[row, : len(ids), 0] = valid[row, ids]
+                best[row, : len(ids), 1] += ids
+            best[:, 0, 0] = top  # NaN if any logit is
         return best
 
 

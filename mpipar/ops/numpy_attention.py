@@ -36,6 +36,8 @@ class NumpyAttention:
 
     def _attend(self, q, k, v, q_pos, k_pos, probs=None):
         """Return (y, lse), and write the probabilities to `probs` if it is given."""
+        if probs is None and len(q_pos) == 1 and k_pos.max() <= q_pos[0]:
+            return self._attend_with_one(q, k, v)
         y, heads = np.empty(q.shape, q.dtype), q.shape[2]
         lse = np.empty((len(q), heads, q.shape[1]), q.dtype)
         for tile in _query_tiles(q_pos, k_pos):
@@ -55,6 +57,18 @@ class NumpyAttention:
                 np.matmul(_split(scores, v.shape[2]), v_heads,
                           out=_by_group(y[one, tile.queries], v.shape[2]))
         return y, lse
+
+    def _attend_with_one(self, q, k, v):
+        """Return (y, lse) of one query in each row, which sees all keys: all rows at once."""
+        batch, _, heads, width = q.shape
+        kv_heads, keys = k.shape[2], k.shape[1]
+        scaled = self._scaled(q.reshape(batch, kv_heads, heads // kv_heads, width))
+        scores = self._buffer("scores", (batch, kv_heads, heads // kv_heads, keys))
+        np.matmul(scaled, k.transpose(0, 2, 3, 1), out=scores)
+        rows = scores.reshape(1, batch * heads, keys)
+        lse = self._softmax_tile(rows, slice(0, batch * heads), keys)
+        y = scores @ v.transpose(0, 2, 1, 3)
+        return y.reshape(q.shape), lse.reshape(batch, heads, 1)
 
     def _write_scores(self, q, k, tile, mask, scores):
         """Write q k^T / sqrt(d) of a tile, hidden pairs -inf; q (Tq, H, d), k (Tk, Hkv, d)."""

@@ -15,6 +15,9 @@ from mpipar.ops.numpy_tiles import TiledOps, cut
 
 # Elements of the scratch buffer through which a product is added to a weight gradient.
 PRODUCT_TILE = 1 << 20
+# Up to so many rows, a product with a matrix is faster as (w^T x^T)^T: BLAS packs its right operand
+# anew in every product, and here that is the few rows, not the weight.
+FEW_ROWS = 16
 
 
 class NumpyOps(NumpyAttention, TiledOps):
@@ -53,6 +56,15 @@ class NumpyOps(NumpyAttention, TiledOps):
 
     # Products.
 
+    def matmul(self, x, w):
+        """Return x w: (..., K) times (K, M) gives (..., M)."""
+        rows = as_rows(x)
+        return _product(rows, w).reshape(*x.shape[:-1], w.shape[1])
+
+    def matmul_nt(self, x, w):
+        """Return x w^T: (..., M) and (K, M) give (..., K)."""
+        return self.matmul(x, w.T)
+
     def matmul_tn_add(self, x, y, out):
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view.
 
@@ -90,3 +102,10 @@ class NumpyOps(NumpyAttention, TiledOps):
     def position_backward_weight(self, positions, dy, dtable):
         """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
         self.embedding_backward_weight(positions, dy.sum(axis=0), dtable, 0)
+
+
+def _product(x, w):
+    """Return x (rows, K) times w (K, M), C-contiguous."""
+    if 1 < len(x) <= FEW_ROWS:
+        return np.ascontiguousarray((w.T @ x.T).T)
+    return x @ w

@@ -9,7 +9,8 @@ method has the same two functions. Their barriers are visible lines in these fil
 q, y, dy are (B, n, H, d), k and v (B, n, Hkv, d), of the n tokens that this rank holds. Batch says
 where they lie in the row: `positions`, and `all_positions` of all ranks. saved: what backward
 needs. comm: the group. `grid.token_pieces` says which tokens a rank holds. There is no function for
-the weight gradient, because attention has no weight. So W crosses no barrier of this group.
+the weight gradient, because attention has no weight. So W crosses no barrier of this group. While
+text is generated, every rank of the group holds all tokens: see context_cached.py.
 """
 
 from mpipar.partition import context_again, context_gather, context_ring, context_whole

@@ -53,7 +53,7 @@ class WholeTokens:
         return tokens
 
     def positions(self, positions):
-        """The positions of the tokens that this rank holds, out of all positions (T,)."""
+        """The positions of the tokens that this rank holds, out of all positions (.., T)."""
         return positions
 
     def gather(self, x, tokens, name):
@@ -79,7 +79,7 @@ class CutTokens(WholeTokens):
 
     def positions(self, positions):
         """Padding is at position 0, because its gradient is zero."""
-        return shares.own(self.ops, positions, 0, self.comm)
+        return shares.own(self.ops, positions, -1, self.comm)
 
     def gather(self, x, tokens, name):
         """All tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""

@@ -23,14 +23,14 @@ FORWARD_ONLY = "eval"  # the phase, and the kind of the spans, of passes without
 NAME_OF = {"F": "activations", "B": "gradients"}
 
 
-def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The forward passes of a schedule on its first microbatches, in its order.
+def forward_only(schedule: Schedule, mbs) -> Schedule:
+    """The forward passes of a schedule on some of its microbatches, in its order.
 
     Evaluation and generation run them.
     """
     programs = tuple(
         tuple(instr._replace(kind="F", stage_b=-1, mb_b=-1) for instr in program
-              if instr.kind in ("F", "OVERLAP_F_B") and instr.mb < num_microbatches)
+              if instr.kind in ("F", "OVERLAP_F_B") and instr.mb in mbs)
         for program in schedule.programs)
     return replace(schedule, programs=programs, wired=False)
 
@@ -60,14 +60,15 @@ class Engine:
             highest = self._tag("B", self.last_stage, schedule.num_microbatches)
             assert highest <= comm.max_tag(), (highest, comm.max_tag())
 
-    def run(self, program, get_batch, training=True):
+    def run(self, program, get_batch, training=True, caches=None):
         """Run one program; return the last stage's outputs by microbatch, {} where it is elsewhere.
 
         get_batch(mb) gives the rows of a microbatch. With training=False nothing is kept for a
-        backward, and all is recorded as phase "eval".
+        backward, and all is recorded as phase "eval". caches: (stage, mb) -> what keeps keys and
+        values, while text is generated.
         Comm: the program's sends and receives over pp, and the layers' barriers over tp.
         """
-        self.get_batch, self.training = get_batch, training
+        self.get_batch, self.training, self.caches = get_batch, training, caches or {}
         self.forward = "F" if training else FORWARD_ONLY
         self.stashes, self.inbox, self.outbox = {}, {}, {}
         self.sending, self.outputs, self.batches = [], {}, {}
@@ -167,7 +168,7 @@ class Engine:
     def _f(self, instr):
         stage, mb = instr.stage, instr.mb
         x = self._take(instr)
-        stash = Stash(self._batch(mb))
+        stash = Stash(self._batch(mb), self.caches.get((stage, mb)))
         self.recorder.enter(self.forward)
         start = self._begin(instr)
         y = self.stages[stage].forward(x, stash, self)

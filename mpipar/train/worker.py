@@ -235,18 +235,17 @@ class Worker:
             + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""),
             *where])
 
-    def forward(self, num_microbatches: int, get_batch) -> dict:
-        """Run forward passes alone; return the last stage's outputs by microbatch.
+    def forward(self, mbs, get_batch, caches=None) -> dict:
+        """Run forward passes of some microbatches; return the last stage's outputs by microbatch.
 
-        Ranks without the last stage return an empty dict.
+        Ranks without the last stage return an empty dict. caches: see `Engine.run`.
 
         Outputs are sums of token losses, or logits (N, V/tp) for batches without targets.
         Comm: the sends and receives of the forward passes, and the layers' forward barriers.
         """
         self.recorder.enter("eval")
-        program = lower(
-            forward_only(self.schedule, num_microbatches), self.grid.pp_rank)
-        return self.engine.run(program, get_batch, training=False)
+        program = lower(forward_only(self.schedule, mbs), self.grid.pp_rank)
+        return self.engine.run(program, get_batch, training=False, caches=caches)
 
     def evaluate(self, rows) -> tuple[float, int]:
         """Mean loss in nats per token over one sweep of held-out rows, and the number of tokens.
@@ -261,7 +260,7 @@ class Worker:
         total, count = 0.0, rows.rows_of_sweep() * self.config.model.targets_per_row
         for number in range(rows.num_sweeps()):
             batches = rows.sweep(number)
-            losses = self.forward(len(batches), batches.__getitem__)
+            losses = self.forward(range(len(batches)), batches.__getitem__)
             total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
         self.recorder.stage, self.recorder.mb = -1, -1
         total, = agree(self.ops, self.comms, [total], "eval.loss")

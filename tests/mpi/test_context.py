@@ -23,7 +23,8 @@ from mpipar.comm.record import Recorder
 from mpipar.config.model import DecoderConfig
 from mpipar.data import rows as data_rows
 from mpipar.data.rows import Batch, Rows
-from mpipar.inference.generate import generate
+from mpipar.inference.generate import continue_one
+from mpipar.inference.sampling import Sampling
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition import context_gather, context_ring, context_whole
 from mpipar.partition.context_ulysses import Ulysses
@@ -130,11 +131,11 @@ def test_sixteen_bits_stay_near_float32(method):
 @every_method
 @pytest.mark.ranks(2, 4)
 def test_text_and_held_out_loss_are_those_of_one_rank(method):
-    """Contexts of 1, 2, ... tokens: a row is filled up to equal pieces."""
+    """While text is generated, every rank of cp holds all tokens and does the same."""
     worker, alone = two_workers(config_for(HERE[-1], method))
-    found = list(generate(worker, [5], 9, 0.7, seed=3))
+    found = list(continue_one(worker, [5], Sampling(9, 0.7, seed=3)))
     assert WORLD.allgather(found) == [found] * WORLD.size
-    assert found == list(generate(alone, [5], 9, 0.7, seed=3))
+    assert found == list(continue_one(alone, [5], Sampling(9, 0.7, seed=3)))
     losses = [one.evaluate(Rows(one.ops, tokens(), one.config, one.grid))[0]
               for one in (worker, alone)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)

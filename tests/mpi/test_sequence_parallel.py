@@ -22,7 +22,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.data.rows import Rows
-from mpipar.inference.generate import generate
+from mpipar.inference.generate import continue_one
+from mpipar.inference.sampling import Sampling
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition.tokens import CutTokens
 from mpipar.plan.measure import measure_costs
@@ -140,11 +141,11 @@ def test_padding_that_is_not_zero(monkeypatch, tp_matmul):
 @both_matmuls
 @all_layouts
 def test_text_is_that_of_one_rank(layout, tp_matmul):
-    """Contexts of 1, 2, ... T tokens: shorter than the number of ranks, too."""
+    """One new token: fewer than there are ranks to hold it."""
     worker, alone = two_workers(small_config(layout, model=cut_model(tp_matmul)))
-    found = list(generate(worker, [5], 9, 0.7, seed=3))
+    found = list(continue_one(worker, [5], Sampling(9, 0.7, seed=3)))
     assert WORLD.allgather(found) == [found] * WORLD.size
-    assert found == list(generate(alone, [5], 9, 0.7, seed=3))
+    assert found == list(continue_one(alone, [5], Sampling(9, 0.7, seed=3)))
     worker.close()
 
 

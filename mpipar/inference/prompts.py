@@ -1,0 +1,106 @@
+"""The texts that a model is asked to continue, typed or from a file, and what it says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpipar.data.tokenizer import Tokenizer, prompt_ids
+from mpipar.errors import DataError, UsageError
+from mpipar.files.bounded import parse_json, problems_as, read_text
+from mpipar.inference.generate import STOP, Text
+
+MOST_BYTES = 64 << 20  # of a file of prompts
+MOST_PROBLEMS = 10  # that are listed of a file of prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as it was typed, and its tokens."""
+
+    typed: str
+    ids: list[int]
+
+
+def read_prompts(path: str) -> list[tuple[str, str]]:
+    """(where it stands, text) of each prompt of a file: a line each, or JSON objects in .jsonl.
+
+    Lines without text are skipped. Raises DataError.
+    """
+    with problems_as(DataError, path):
+        lines = read_text(path, most_bytes=MOST_BYTES).splitlines()
+    found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1)
+             if line.strip()]
+    if not found:
+        raise DataError(f"{path}: holds no prompt; write one on each line")
+    if Path(path).suffix != ".jsonl":
+        return found
+    return [(where, _of_json(where, line)) for where, line in found]
+
+
+def _of_json(where: str, line: str) -> str:
+    """The prompt of a line of a .jsonl file."""
+    with problems_as(DataError, where):
+        value = parse_json(line)
+        text = value.get("prompt") if isinstance(value, dict) else None
+        if not isinstance(text, str):
+            raise ValueError('must be an object with a text named "prompt", as in'
+                             ' {"prompt": "The "}')
+    return text
+
+
+def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
+    """The prompts of [(where, text)]; raises one UsageError with all that the model cannot take.
+
+    model: a DecoderConfig.
+    """
+    found, problems = [], []
+    for where, text in texts:
+        try:
+            ids = prompt_ids(tokenizer, text, model.vocab_size)
+        except UsageError as error:
+            problems += [one if where == "--prompt" else f"{where}: {one}"
+                         for one in error.problems]
+            continue
+        if len(ids) > model.seq_len:
+            problems.append(f"{where}: has {len(ids):,} tokens, and the model reads at most"
+                            f" {model.seq_len:,} (its --seq-len): shorten it")
+        found.append(Prompt(text, ids))
+    if problems:
+        more = len(problems) - MOST_PROBLEMS
+        raise UsageError(problems[:MOST_PROBLEMS] + [f"and {more:,} more"] * (more > 0))
+    return found
+
+
+def show(prompt: list[int], tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the prompt's text and what each token adds to it; all pieces make up the whole text.
+
+    The last bytes may be part of a character that the next token completes. They wait for it.
+    """
+    seen, shown = prompt[:-1], 0
+    for token in itertools.chain(prompt[-1:], tokens):
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        ready = max(shown, len(text) - text.endswith("\ufffd"))
+        yield text[shown:ready]
+        shown = ready
+    yield tokenizer.decode(seen)[shown:]
+
+
+def visible(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """The prompt's tokens without those that the tokenizer puts before every text."""
+    own = tokenizer.encode(prompt.typed)
+    before = len(prompt.ids) - len(own)
+    return own if own and before > 0 and prompt.ids[before:] == own else prompt.ids
+
+
+def answer(tokenizer: Tokenizer, prompt: Prompt, text: Text) -> dict:
+    """What --prompts writes of one text: the prompt, what follows, its tokens, why it ended."""
+    added = text.tokens[len(prompt.ids):]
+    spoken = added[:-1] if text.end == STOP else added
+    before = visible(tokenizer, prompt)
+    whole = tokenizer.decode([*before, *spoken])
+    return {"prompt": prompt.typed, "text": whole[len(tokenizer.decode(before)):],
+            "tokens": added, "end": text.end}

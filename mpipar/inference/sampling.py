@@ -1,0 +1,73 @@
+"""Which token comes next: the likeliest, or one drawn from the likeliest.
+
+No rank ever sees all logits. Each offers the largest of its part of the vocabulary, and the largest
+of those are the same on every layout. A draw is a pure function of these and of (seed, number of
+the prompt, position), so every layout draws the same text.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Sampling(NamedTuple):
+    """How texts go on.
+
+    num_tokens: at most so many are added. temperature: 0 takes the likeliest token. top_k: only so
+    many of the likeliest are drawn. top_p: of these only the first that reach this share. stop: ids
+    that end a text.
+    """
+
+    num_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 50
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, run, stop=()):
+        """What a RunConfig asks for. stop: ids that end a text if it names none."""
+        return cls(run.sample_tokens, run.temperature, run.seed, run.top_k, run.top_p,
+                   run.stop_token or tuple(stop))
+
+    @property
+    def candidates(self) -> int:
+        """How many of the likeliest tokens a choice looks at."""
+        return self.top_k if self.temperature > 0 else 1
+
+
+def best(worker, logits, count: int) -> np.ndarray:
+    """The `count` largest of each row of logits (N, V/tp), with their ids: (N, count, 2), on the
+    host.
+
+    The largest comes first. Of equal ones the lowest id does: the first rank has the lowest ids.
+    Comm: one all_gather of 2 * count numbers per row over tp.
+    """
+    ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
+    offers = ops.top_forward(logits, loss.start, loss.vocab_size, min(count, loss.vocab_size))
+    offers = ops.to_host(worker.comms.tp.all_gather(offers, "best"))  # (tp, N, count, 2)
+    if len(offers) == 1:
+        return offers[0]
+    merged = np.concatenate(list(offers), axis=1)
+    order = np.argsort(-merged[..., 0], axis=1, kind="stable")[:, :offers.shape[2], None]
+    order[np.isnan(merged[..., 0]).any(axis=1)] = 0  # that row has no largest
+    return np.take_along_axis(merged, order, axis=1)
+
+
+def draw(candidates: np.ndarray, sampling: Sampling, number: int, position: int) -> float:
+    """The id of the next token of a prompt out of candidates (count, 2); NaN if a logit is NaN.
+
+    number: of the prompt. position: of the new token in its text.
+    """
+    values, ids = candidates.T
+    if np.isnan(values[0]) or len(ids) == 1:
+        return ids[0] + 0 * values[0]
+    reached = np.cumsum(np.exp((values - values[0]) / sampling.temperature))
+    reached /= reached[-1]
+    kept = reached[:1 + np.searchsorted(reached, sampling.top_p)]
+    philox = np.random.Philox(key=sampling.seed, counter=[0, position, number, 1])
+    chance = np.random.Generator(philox).random() * kept[-1]
+    return ids[np.searchsorted(kept, chance, side="right")]

@@ -1,0 +1,49 @@
+"""Attention of new tokens to all tokens before them, whose keys and values are kept: a KV cache.
+
+A text grows by one token at a time, and the keys and values of its older tokens never change. So
+they are computed once. For `forward` see context.py; there is no backward. A rank keeps those of
+its own heads and layers, so over tp and pp the cache is cut as the model is.
+
+The rows of a group of prompts end at one slot, that of the newest token. A shorter prompt begins at
+a later slot: what its row holds before is padding. Nobody sees it, because a row's attention begins
+at its first slot. Letters: B rows, T new tokens, S slots, Hkv key heads of this rank, d head width.
+"""
+
+from mpipar.partition.shares import rounded
+
+
+class Cache:
+    """Keys and values of a group of prompts in one stage, by the name of the attention layer.
+
+    firsts: the slot of each row's first token. slots: the numbers of all slots (S,), on the device.
+    new: where the tokens lie that the next forward reads; it must be set before.
+    """
+
+    def __init__(self, firsts, slots, new=slice(0)):
+        self.firsts, self.slots, self.new = tuple(firsts), slots, new
+        self.kept: dict = {}
+
+    def forward(self, ops, q, k, v, batch, comm, name):
+        """y (B, T, H, d) of q (B, T, H, d), k and v (B, T, Hkv, d), which it keeps."""
+        keys, values = self.kept[name] = self.kept.get(name) or self._room(ops, k)
+        ops.copy(keys[:, self.new], k)
+        ops.copy(values[:, self.new], v)
+        queries, end = self.slots[self.new], self.new.stop
+        if not any(self.firsts):
+            y, _ = ops.attention_block_forward(
+                q, keys[:, :end], values[:, :end], queries, self.slots[:end])
+            return rounded(ops, y, q.dtype), None
+        y = ops.empty(q.shape, q.dtype)
+        for row, first in enumerate(self.firsts):
+            seen = slice(first, end)
+            part, _ = ops.attention_block_forward(
+                q[row : row + 1], keys[row : row + 1, seen], values[row : row + 1, seen], queries,
+                self.slots[seen])
+            ops.copy(y[row : row + 1], part)
+        return y, None
+
+    def _room(self, ops, k):
+        """(keys, values) of a layer: room for all slots (B, S, Hkv, d), nothing in it."""
+        batch, _, *head = k.shape
+        return tuple(ops.empty((batch, self.slots.shape[0], *head), k.dtype, label="cache")
+                     for _ in range(2))
