@@ -11,8 +11,8 @@ from bench.code_map import FLOORS
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow",
         "comm.transport"}
-IMPORT_MPI = WIRE | {"job.mpi", "commands.doctor"}
-CALL_MPI = WIRE | {"job.session", "job.mpi", "comm.facts", "comm.clock"}
+IMPORT_MPI = WIRE | {"job.mpi", "commands.doctor", "comm.hosts"}
+CALL_MPI = WIRE | {"job.session", "job.mpi", "comm.facts", "comm.clock", "comm.hosts"}
 MPI_CALLS = set(
     """Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Gatherv Iallreduce Ibarrier
     Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split

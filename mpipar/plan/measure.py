@@ -174,8 +174,8 @@ def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
     config: resolved, except for the schedule's name. Passes are measured on as many ranks at once
     as have a core each. The costs say what share of the cores a pipeline has.
 
-    Comm: groups of a worker of its own, a few passes of every layer over tp and cp, messages over
-    pp, barriers and one gather over the world.
+    Comm: makes the groups of a worker. Then a few passes of every layer over tp and cp, messages
+    over pp, barriers and one gather over the world.
     """
     plain = replace(config, grid=replace(
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
