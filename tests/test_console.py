@@ -128,8 +128,8 @@ def test_held_out_loss_and_text_are_those_of_one_rank(layout, run_of):
                         re.MULTILINE)
     assert bigram.search(text)[1] == bigram.search(expected)[1]
     title = "text generated from 'The ':\n"
-    shown = text.split(title)[1].rsplit("\n\nweights, ", 1)[0]
-    assert shown == expected.split(title)[1].rsplit("\n\nweights, ", 1)[0]
+    shown = text.split(title)[1].rsplit("\n\nreport.html ", 1)[0]
+    assert shown == expected.split(title)[1].rsplit("\n\nreport.html ", 1)[0]
     assert shown.startswith("The ")
     assert len(shown) > len("The ")
 
@@ -143,8 +143,8 @@ def test_speed_of_a_line_is_that_of_its_milliseconds():
 def test_log_file_is_the_console(run_of):
     folder, text = run_of((2, 2, 2))
     assert (folder / "log.txt").read_text() == text
-    last = f"weights, checkpoints, metrics.jsonl, config.toml and log.txt are in {folder}"
+    last = f"weights, checkpoints, metrics, report.html, config.toml and log.txt are in {folder}"
     assert text.splitlines()[-1] == last
     names = {path.name for path in folder.iterdir()}
-    assert names == {"log.txt", "metrics.jsonl", "config.toml", "weights", "checkpoints",
-                     "result.json"}
+    assert names == {"log.txt", "metrics.jsonl", "evaluations.jsonl", "metrics.csv", "report.html",
+                     "config.toml", "weights", "checkpoints", "result.json"}

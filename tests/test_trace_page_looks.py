@@ -67,6 +67,7 @@ def test_the_picture_of_the_readme(window, tmp_path):
     window.prefer("light")
     window.resize(1200, 1000)
     window.open(tmp_path / "run" / "report.html")
+    window.run("find('run').hidden = find('tables').hidden = true")
     end = window.run("return document.getElementById('trace').getBoundingClientRect().bottom")
     window.picture(folder / "report.png", height=end + 12)
     window.resize(1440, 1000)
@@ -91,8 +92,10 @@ def test_the_pipeline_is_drawn_as_measured_and_as_simulated(opened):
     figures = [text for text in texts if text.startswith("busy")]
     assert figures[:4] == figures[4:]
     assert figures[0] == "busy 89 %, bubble 30.0 ms"  # of 8 * 30 + (4 - 1) * 10 ms
-    assert page.run("return document.getElementById('loss').textContent").endswith(
-        "19 steps; the band marks the traced ones")
+    assert page.run("return document.querySelector('#curves .first p').textContent") == (
+        "training 0.26316 at step 19")
+    assert page.run("return document.getElementById('curves').textContent").endswith(
+        "the bands mark the traced steps")
     assert page.run("return document.querySelectorAll('#map .rank').length") == 4
 
 

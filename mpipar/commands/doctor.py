@@ -14,7 +14,7 @@ from mpipar import __version__
 from mpipar.comm.connect import gpu_awareness
 from mpipar.comm.facts import gather_facts
 from mpipar.errors import EXIT_OK
-from mpipar.job import gpus
+from mpipar.job import gpus, mpi
 from mpipar.job.alike import ranges
 
 
@@ -63,7 +63,6 @@ def job_lines(session, facts: list[dict]) -> list[str]:
     """The lines about the whole job."""
     from mpi4py import MPI
 
-    library = MPI.Get_library_version().split("\n", maxsplit=1)[0].strip("\0 ")
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
               MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
     hosts = {fact["host"] for fact in facts}
@@ -71,7 +70,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
                 "NumPy": np.__version__, "mpi4py": mpi4py.__version__}
     rows = [
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("MPI library", " ".join(library.split())),
+        ("MPI library", mpi.library_name()),
         ("MPI standard", ".".join(map(str, MPI.Get_version()))),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),

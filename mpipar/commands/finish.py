@@ -1,7 +1,6 @@
 """What a run shows when its steps are done.
 
-It prints measured barriers, overlap and memory, and what the model has learned. A traced run also
-gets its page.
+It prints measured barriers, overlap and memory, and what the model has learned.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ from mpipar.console.memory import process_peak
 from mpipar.console.shares import crowded, share_facts, share_table
 from mpipar.data import images
 from mpipar.data.bigram import bigram_loss
-from mpipar.errors import UserError
 from mpipar.inference.classify import accuracy
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
-from mpipar.trace import html, trace_file
-from mpipar.trace.analysis import analyse
 
 
 def report_step(world, worker, fact, memory, steps, log) -> None:
@@ -62,19 +58,6 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
                 log(note)
         log("\nmemory per rank, peak of the first step:")
         log(console.measured_memory(facts))
-
-
-def draw_trace(folder, log) -> None:
-    """Write the trace's report.html; every rank must have written its part."""
-    try:
-        trace = trace_file.read(folder)
-        with trace_file.contradictions_are_data_errors(folder):
-            thinned = html.write(analyse(trace), folder / "report.html")
-    except UserError as error:  # as when hosts share no disk; the run itself is fine
-        log(f"no report.html: {error}")
-    else:
-        log(f"report.html shows who waited for whom{f' ({thinned})' if thinned else ''}; open it in"
-            " a browser")
 
 
 def show_decoder(worker, inputs, evaluate, log, took) -> dict:

@@ -20,6 +20,7 @@ from mpipar.job.failure import DISK_ERRORS
 RUNS = Path("runs")  # parent of the folders that --out does not name
 CHECKPOINTS = "checkpoints"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line for each step they tell of
+CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
 RESULT = "result.json"  # exists once a run has done all that it had to do
 
 
@@ -100,14 +101,16 @@ def newest_step(folder: Path) -> int:
 def cut_behind(folder: Path, step: int) -> list[Path]:
     """Let the run folder end with `step`; return where later checkpoints are now.
 
-    The lines of later steps go, and a line that is not whole. Raises OutputError. Only world rank 0
-    calls it.
+    The lines of later steps go, and a line that is not whole, and what was made from them. Raises
+    OutputError. Only world rank 0 calls it.
     """
     with said(folder, "the run can't go on here"):
         for path in filter(os.path.exists, (folder / METRICS, folder / EVALUATIONS)):
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             replace_file(path, (line.encode() for line in itertools.takewhile(
                 lambda line: 0 < _step_of(line) <= step, lines)))
+        for name in (CSV, REPORT):
+            (folder / name).unlink(missing_ok=True)
         return [set_aside(path) for number, path in committed_steps(folder / CHECKPOINTS)
                 if number > step]
 

@@ -15,7 +15,7 @@ from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands import finish, resume
+from mpipar.commands import finish, report, resume
 from mpipar.commands.auto import machine_problems, with_schedule
 from mpipar.commands.evaluation import Evaluation
 from mpipar.commands.inputs import prepare
@@ -36,9 +36,10 @@ from mpipar.commands.saving import Saving
 from mpipar.commands.source import WEIGHTS, companions_of, source_facts
 from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
+from mpipar.console.log import Log
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
-from mpipar.console.output import GrowingFile, warn
+from mpipar.console.output import GrowingFile
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -46,9 +47,7 @@ from mpipar.errors import (
     NonFiniteError,
     UsageError,
 )
-from mpipar.files.text import harmless, printable
 from mpipar.job.environment import host_name
-from mpipar.job.streams import silence_output
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
@@ -78,26 +77,6 @@ def run(session, reading, machine_path: str | None = None) -> int:
                     training.loop()
                     training.save_last()
                 return training.finish()
-
-
-class Log:
-    """Prints on world rank 0 and keeps a copy in the run folder's log.txt.
-
-    Standard output that takes no more, or has no reader, does not end the run.
-    """
-
-    def __init__(self, world_rank: int, file=None):
-        self.speaks, self.file = world_rank == 0, file
-
-    def __call__(self, text: str = "") -> None:
-        if self.speaks:
-            try:
-                print(printable(text), flush=True)
-            except OSError as error:
-                silence_output()
-                warn(f"standard output can't be written: {error.strerror}; the run goes on")
-            if self.file is not None:
-                self.file.write(harmless(text) + "\n")
 
 
 class Run:
@@ -188,7 +167,8 @@ class Run:
         model = models.model_of(config.model)
         split = models.layer_split(config, schedule)
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
-        log(console.headline(config, self.world.size, len(hosts), schedule.num_stages))
+        headline = console.headline(config, self.world.size, len(hosts), schedule.num_stages)
+        log(headline)
         for note in (*self.inputs.notes, *session.notes):
             log(note)
         predicted = predict(config, grid.world_rank)
@@ -204,6 +184,8 @@ class Run:
         }
         facts = gather_facts(self.world, self.fact)
         if facts:
+            self.told = {"ranks": facts, "headline": headline,
+                         "environment": report.environment(session, len(hosts))}
             log(console.holdings(facts))
             if config.run.memory:
                 log("\n" + console.memory_breakdown(facts))
@@ -279,6 +261,7 @@ class Run:
                 self.check_replicas(step)
             except (NonFiniteError, DriftError):  # all ranks raise it: report the steps so far
                 self.flush()
+                self.report(f"failed in step {step} of {steps}")
                 raise
             if result.asks.stop:
                 self.stopped = True
@@ -368,10 +351,17 @@ class Run:
             written += sum(file.stat().st_size for file in os.scandir(self.folder / WEIGHTS))
         return written
 
+    def report(self, state: str) -> None:
+        """Write report.html and metrics.csv on world rank 0. state: how the run has ended."""
+        if self.log.speaks:
+            told = self.told | {"state": state, "traced": self.tracer.written}
+            report.write(self.folder, self.config, told, self.log)
+
     def finish(self) -> int:
         """Show what the model has learned; return the exit code. Comm: forward passes."""
-        weights = self.folder / WEIGHTS
+        weights, steps = self.folder / WEIGHTS, self.config.train.steps
         if self.stopped:
+            self.report(f"stopped on request after step {self.last} of {steps}")
             self.log(f"stopped on request after step {self.last}; checkpoint and weights are in"
                      f" {self.folder}; go on with --resume auto --out {self.folder}")
             return EXIT_STOPPED
@@ -383,10 +373,10 @@ class Run:
             took = f", behind step {self.first - 1}{took}"
         found = finish.SHOW[self.config.model.model](
             self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took)
-        if self.tracer.written and self.log.speaks:
-            finish.draw_trace(self.folder, self.log)
         if self.log.speaks:
             write_result(self.folder, {"step": self.last} | found)
-        self.log(f"\nweights, checkpoints, metrics.jsonl, config.toml and log.txt are in"
+        self.log()
+        self.report(f"ended after step {self.last}")
+        self.log(f"weights, checkpoints, metrics, report.html, config.toml and log.txt are in"
                  f" {self.folder}")
         return EXIT_OK

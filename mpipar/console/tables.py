@@ -77,10 +77,15 @@ def describe_stage(stage: int, stage_layers, entry: str) -> str:
 
 def holdings(facts: list[dict]) -> str:
     """Which rank holds what, in one row per rank."""
+    return table(holding_rows(facts), left=5)
+
+
+def holding_rows(facts: list[dict]) -> list[tuple]:
+    """The cells of `holdings`, the names of the columns first."""
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
     rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
               short_count(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
-    return table(rows, left=5)
+    return rows
 
 
 def memory_breakdown(facts: list[dict]) -> str:

@@ -35,6 +35,13 @@ def load():
     return MPI
 
 
+def library_name() -> str:
+    """Name and version of the MPI library, once it is loaded."""
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().split("\n", maxsplit=1)[0].strip("\0 ").split())
+
+
 def initialize(MPI) -> None:
     """MPI_Init_thread, while other threads run. Errors of MPI are exceptions from then on.
 

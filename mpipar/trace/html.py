@@ -16,7 +16,7 @@ from pathlib import Path
 from mpipar import models
 from mpipar.comm.record import BUSY, PASSES
 from mpipar.config.model import model_config
-from mpipar.console import output
+from mpipar.console import output, series
 from mpipar.files.text import harmless
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
@@ -68,7 +68,7 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
         "causes": cause_rows(analysis), "barriers": barrier_rows(analysis),
         "categories": CATEGORIES, "ranks": rank_rows(analysis), "timeline": slices,
         "order": meta["rank_order"], "sizes": meta["layout"],
-        "loss": [[line["step"], line["loss"]] for line in trace.metrics],
+        "curves": series.curves(trace.metrics, []),
         "pipeline": pipeline_data(analysis),
     }
 

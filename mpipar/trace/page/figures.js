@@ -11,46 +11,95 @@ function ticks(low, high, count = 5) {
   return found;
 }
 
-function loss() {
-  const section = find("loss"), points = page.loss;
-  if (!points.length) return section.append(element("p", "the run has no metrics.jsonl"));
-  const width = 520, height = 260, values = points.map(([, value]) => value);
-  const [first, last] = [points[0][0], points[points.length - 1][0]];
-  const low = Math.min(...values), high = Math.max(...values);
-  const x = step => SIDE + (step - first) / Math.max(last - first, 1) * (width - SIDE - 12);
-  const y = value => 12 + (high - value) / Math.max(high - low, 1e-9) * (height - 44);
+const MARGIN = { left: 56, right: 14, top: 12, bottom: 26 };
+
+/** A card with values by step. Where the pointer is, the values of the nearest step are told. */
+function curve({ title, unit, series }, first) {
+  const section = element("section", "", { class: first ? "card first" : "card" });
+  const place = element("div"), note = element("p", "", { class: "legend" });
+  section.append(element("h2", title), place, note);
+  section.firstChild.append(element("small", unit, { class: "soft" }));
+  let shown = 0;  // the width for which it is drawn: letters keep their size
+  new ResizeObserver(() => {
+    if (place.clientWidth === shown) return;
+    shown = place.clientWidth;
+    place.replaceChildren(curveDrawing(title, series, shown, first ? 300 : 190, note));
+  }).observe(place);
+  return section;
+}
+
+function curveDrawing(title, series, width, height, note) {
+  const points = series.flatMap(one => one.points);
+  const steps = points.map(point => point[0]), values = points.map(point => point[1]);
+  const [from, to] = [least(steps), -least(steps.map(step => -step))];
+  const [low, high] = [least(values), -least(values.map(value => -value))];
+  const right = width - MARGIN.right, bottom = height - MARGIN.bottom;
+  const x = step => MARGIN.left + (step - from) / Math.max(to - from, 1) * (right - MARGIN.left);
+  const y = value => high === low ? (MARGIN.top + bottom) / 2
+    : MARGIN.top + (high - value) / (high - low) * (bottom - MARGIN.top);
   const svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
-                               "aria-label": "loss by step" });
+                               "aria-label": `${title} by step` });
   for (const value of ticks(low, high)) {
-    svg.append(drawing("line", { x1: SIDE, x2: width - 12, y1: y(value), y2: y(value),
+    svg.append(drawing("line", { x1: MARGIN.left, x2: right, y1: y(value), y2: y(value),
                                  stroke: "var(--line)" }),
-      drawing("text", { x: SIDE - 6, y: y(value) + 4, "text-anchor": "end" }, value));
+      drawing("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" },
+              compact(value)));
   }
-  for (const step of ticks(first, last))
+  for (const step of ticks(from, to, Math.max(2, Math.min(10, Math.floor(width / 90)))))
     if (Number.isInteger(step)) svg.append(
-      drawing("text", { x: x(step), y: height - 8, "text-anchor": "middle" }, step));
-  const traced = page.timeline.steps.map(([step]) => step);
-  svg.append(drawing("rect", { x: x(Math.min(...traced)) - 1.5, y: 12, fill: "var(--accent)",
-    width: Math.max(x(Math.max(...traced)) - x(Math.min(...traced)), 0) + 3, height: height - 44,
-    opacity: 0.25 }));
-  const path = points.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} `
-    + y(value).toFixed(1)).join("");
-  svg.append(drawing("path", { d: path, fill: "none", stroke: "var(--F)", "stroke-width": 2 }));
-  const dot = drawing("circle", { r: 4, fill: "var(--F)", visibility: "hidden" });
-  svg.append(dot);
-  const note = element("p", `${points.length} steps; the band marks the traced ones`,
-                       { class: "soft" });
+      drawing("text", { x: x(step), y: height - 8, "text-anchor": "middle" }, compact(step)));
+  if (page.timeline) {
+    const traced = page.timeline.steps.map(([step]) => step);
+    const [start, end] = [traced[0], traced[traced.length - 1]];
+    svg.append(drawing("rect", { x: x(start) - 1.5, y: MARGIN.top, fill: "var(--accent)",
+      width: Math.max(x(end) - x(start), 0) + 3, height: bottom - MARGIN.top, opacity: 0.25 }));
+  }
+  const dots = series.map((one, i) => {
+    const path = one.points.map(([step, value], n) => `${n ? "L" : "M"}${x(step).toFixed(1)} `
+      + y(value).toFixed(1)).join("");
+    svg.append(drawing("path", { d: path, fill: "none", stroke: `var(--${one.colour})`,
+      "stroke-width": 2, "stroke-linejoin": "round" }));
+    if (one.points.length === 1 || i && one.points.length <= 60)  // few, each measured by itself
+      svg.append(...one.points.map(([step, value]) => drawing("circle", { cx: x(step),
+        cy: y(value), r: 3, fill: `var(--${one.colour})` })));
+    return drawing("circle", { r: 4, fill: `var(--${one.colour})`, visibility: "hidden" });
+  });
+  svg.append(...dots);
+  const tell = at => note.replaceChildren(...series.map((one, i) => {
+    const [step, value] = at === undefined ? one.points[one.points.length - 1]
+      : one.points.reduce((a, b) => Math.abs(x(a[0]) - at) <= Math.abs(x(b[0]) - at) ? a : b);
+    const item = element("span", `${one.name} ${compact(value, 5)} at step ${step}`);
+    item.prepend(swatch(one.colour));
+    dots[i].setAttribute("cx", x(step));
+    dots[i].setAttribute("cy", y(value));
+    dots[i].setAttribute("visibility", at === undefined ? "hidden" : "visible");
+    return item;
+  }));
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect();
-    const at = (event.clientX - box.left) / box.width * width;
-    const nearest = points.reduce((a, b) => Math.abs(x(a[0]) - at) <= Math.abs(x(b[0]) - at)
-      ? a : b);
-    dot.setAttribute("cx", x(nearest[0]));
-    dot.setAttribute("cy", y(nearest[1]));
-    dot.setAttribute("visibility", "visible");
-    note.textContent = `step ${nearest[0]}: loss ${nearest[1].toFixed(4)}`;
+    tell((event.clientX - box.left) / box.width * width);
   });
-  section.append(svg, note);
+  svg.addEventListener("pointerleave", () => tell());
+  tell();
+  return svg;
+}
+
+const least = values => values.reduce((a, b) => Math.min(a, b));
+
+/** A number as a person writes it: 12.3k, 0.0003, 4.56. */
+function compact(value, digits = 4) {
+  const size = Math.abs(value);
+  for (const [unit, factor] of [["G", 1e9], ["M", 1e6], ["k", 1e4]])
+    if (size >= factor) return `${+(value / (unit === "k" ? 1e3 : factor)).toPrecision(digits)}`
+      + unit;
+  return size && size < 1e-3 ? (+value.toPrecision(digits)).toExponential()
+    : `${+value.toPrecision(digits)}`;
+}
+
+function curves() {
+  find("curves").append(...page.curves.map((one, i) => curve(one, !i)));
+  if (page.timeline && page.curves.length)
+    find("curves").append(element("p", "the bands mark the traced steps", { class: "soft first" }));
 }
 
 /** Passes of every pipeline rank, one block of rows measured and one simulated, to one scale. */
@@ -134,11 +183,23 @@ function layout() {
 }
 
 head();
-const timeline = new Timeline(page.timeline, page.ranks.map(rank => rank.place));
-toolbar(timeline);
-causes();
-barriers(timeline);
+cards("summary", page.summary ?? []);
+curves();
+let timeline = null;
+find("traced").hidden = !page.timeline;
+if (!page.state) find("traced").after(find("run"));  // a page of a trace alone begins with it
+if (page.timeline) {
+  cards("cards", [["step", `${short(page.step_ms)} ms`, "mean of the traced steps"],
+    ...page.efficiency.map(([name, value, words]) => [name, percent(value), words, value])]);
+  for (const section of document.querySelectorAll(".calls"))
+    section.hidden = !page.barriers.length;  // one rank alone
+  findings();
+  timeline = new Timeline(page.timeline, page.ranks.map(rank => rank.place));
+  toolbar(timeline);
+  causes();
+  barriers(timeline);
+  pipeline();
+  layout();
+}
 theme(timeline);
-loss();
-pipeline();
-layout();
+tables();

@@ -35,25 +35,29 @@ const short = number => number >= 100 ? number.toFixed(0) : number >= 1 ? number
 function head() {
   document.title = page.title;
   find("title").textContent = page.title;
-  find("subtitle").textContent = `${page.model} \u00b7 clock: ${page.clock}`;
-  const remarks = [page.thinned, ...page.remarks].filter(Boolean);
+  find("subtitle").textContent = [page.model, page.state, page.clock && `clock: ${page.clock}`]
+    .filter(Boolean).join(" \u00b7 ");
+  const remarks = [page.thinned, ...page.remarks ?? []].filter(Boolean);
   find("remarks").hidden = !remarks.length;
   for (const text of remarks) find("remarks").append(element("p", text));
-  const cards = [["step", `${short(page.step_ms)} ms`, null, "mean of the traced steps"],
-    ...page.efficiency.map(([name, value, words]) => [name, percent(value), value, words])];
-  for (const [name, value, share, words] of cards) {
+}
+
+/** A row of figures, with a bar for those that are shares. */
+function cards(place, rows) {
+  for (const [name, value, words, share] of rows) {
     const card = element("div", "", { class: "stat" });
     card.append(element("span", name, { class: "name" }), element("b", value));
-    if (share !== null) {
+    if (share !== undefined) {
       const meter = element("div", "", { class: "meter" });
       meter.append(element("i", "", { style: `width:${share * 100}%` }));
       card.append(meter);
     }
     card.append(element("span", words, { class: "soft" }));
-    find("cards").append(card);
+    find(place).append(card);
   }
-  for (const section of document.querySelectorAll(".calls"))
-    section.hidden = !page.barriers.length;  // one rank alone
+}
+
+function findings() {
   find("findings").hidden = !page.findings.length;
   for (const finding of page.findings) {
     const item = element("li");
@@ -61,6 +65,30 @@ function head() {
       ` (about ${short(finding.lost_ms)} ms per step): ${finding.text}`);
     find("findings").lastElementChild.append(item);
   }
+}
+
+/** Tables of words: the layout with a head, and names with their values. */
+function tables() {
+  for (const { title, words, head, rows } of page.tables ?? []) {
+    const card = element("section", "", { class: head ? "card wide" : "card" });
+    const scroll = element("div", "", { class: "scroll" }), table = element("table");
+    card.append(element("h2", title), scroll);
+    if (words) card.firstChild.append(element("small", words, { class: "soft" }));
+    scroll.append(table);
+    if (head) {
+      const line = table.createTHead().insertRow();
+      for (const name of head) line.append(element("th", name, { class: "text" }));
+    }
+    const body = table.createTBody();
+    for (const row of rows) {
+      const line = body.insertRow();
+      row.forEach((text, i) => line.append(
+        element("td", text, { class: head || i ? "text" : "text name" })));
+    }
+    find("tables").append(card);
+  }
+  find("log").hidden = !page.log;
+  find("log").querySelector("pre").textContent = page.log ?? "";
 }
 
 const LANES = { spans: "passes", operations: "operations of layers", calls: "barriers" };
@@ -187,7 +215,7 @@ function theme(timeline) {
   const use = name => {
     if (name === "system") delete root.dataset.theme;
     else root.dataset.theme = name;
-    timeline.recolour();
+    timeline?.recolour();
   };
   let chosen = "system";
   find("theme").onclick = () => {
@@ -195,7 +223,7 @@ function theme(timeline) {
     find("theme").textContent = `theme: ${chosen}`;
     use(chosen);
   };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.recolour());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline?.recolour());
   addEventListener("beforeprint", () => use("light"));  // paper is white
   addEventListener("afterprint", () => use(chosen));
 }

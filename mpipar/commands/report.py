@@ -1,0 +1,149 @@
+"""report.html and metrics.csv: what a run leaves for a person, made from the files of its folder.
+
+Both are made anew whenever a run ends or stops. So they continue where a run goes on.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from mpipar import models
+from mpipar.commands.run_folder import CSV, EVALUATIONS, METRICS, REPORT
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import flag
+from mpipar.console import series, tables
+from mpipar.errors import UserError
+from mpipar.files.replace import replace_file
+from mpipar.job import alike, mpi
+from mpipar.trace import html, trace_file
+from mpipar.trace.analysis import analyse
+
+MOST_LOG = 200_000  # characters of log.txt on the page
+MOST_RANKS = 256  # rows of the table of ranks
+CPUINFO = Path("/proc/cpuinfo")
+UNITS = {"decoder": "token", "convnet": "image"}
+
+
+def environment(session, hosts: int) -> list[tuple[str, str]]:
+    """Where and how the run was started, as (name, value). Taken on world rank 0."""
+    cpu = re.search(r"^model name\s*: (.*)$",
+                    CPUINFO.read_text() if CPUINFO.exists() else "", re.MULTILINE)
+    return [
+        ("command", f"mpipar {shlex.join(sys.argv[1:])}"),
+        ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
+        ("launcher", session.launcher.name or "none (one process)"),
+        ("ranks", f"{session.world.size} on {hosts} host{'s' * (hosts > 1)}"),
+        ("MPI", mpi.library_name()), *alike.versions().items(),
+        ("processor", cpu[1] if cpu else platform.machine()),
+        ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
+        ("system", f"{platform.system()} {platform.release()}"),
+    ]
+
+
+def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) -> None:
+    """Write both files. A failure is said and does not end the run.
+
+    told: what no file of the folder has: `state`, `headline`, `environment`, `ranks`
+    (facts of each), `traced`. Only world rank 0 calls it.
+    """
+    try:
+        lines, evaluations = (series.read_lines(folder / name) for name in (METRICS, EVALUATIONS))
+        replace_file(folder / CSV, [series.csv_text(lines, evaluations).encode()])
+        page, trace_words = run_data(folder, config, lines, evaluations, told), ""
+        if told["traced"]:
+            traced, trace_words = trace_data(folder, log)
+            page = traced | page
+        replace_file(folder / REPORT, [html.build(page).encode()])
+        log(f"{REPORT} shows the run{trace_words}; open it in a browser")
+    except Exception as error:  # noqa: BLE001 - the run is worth more than its report
+        reason = error.strerror if isinstance(error, OSError) else None
+        log(f"no {REPORT}: {reason or error}")
+
+
+def trace_data(folder: Path, log) -> tuple[dict, str]:
+    """(the page's data of the trace, what it shows in words); ({}, "") if it cannot be read."""
+    try:
+        trace = trace_file.read(folder)
+        with trace_file.contradictions_are_data_errors(folder):
+            data = html.page_data(analyse(trace))
+    except UserError as error:  # as when hosts share no disk; the run itself is fine
+        log(f"{REPORT} is without the trace: {error}")
+        return {}, ""
+    thinned = f" ({data['thinned']})" if data["thinned"] else ""
+    return data, f", and who waited for whom{thinned}"
+
+
+def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> dict:
+    """What the page shows of every run, as values for JSON."""
+    unit = UNITS[config.model.model]
+    return {
+        "title": f"{folder.resolve().name}: {tables.layout_text(config.grid)},"
+                 f" {config.grid.schedule_csv or config.grid.schedule}",
+        "model": f"{models.model_of(config.model).describe_model(config.model)};"
+                 f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
+        "state": told["state"], "summary": summary(config, lines, evaluations, unit),
+        "curves": series.curves(lines, evaluations, unit),
+        "tables": [layout_table(told["ranks"], told["headline"].splitlines()[0]),
+                   {"title": "Environment", "rows": [list(row) for row in told["environment"]]},
+                   *configuration(config)],
+        "log": log_text(folder),
+    }
+
+
+def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
+    """[name, value, words] of the figures that are read first."""
+    found = []
+    if evaluations:
+        last, best = evaluations[-1], min(evaluations, key=lambda one: one["held_out_loss"])
+        words = f"nats per {unit}, after step {last['step']}"
+        if best["held_out_loss"] < last["held_out_loss"]:
+            words += f"; lowest {best['held_out_loss']:.4f} after step {best['step']}"
+        found.append(["held-out loss", f"{last['held_out_loss']:.4f}", words])
+    if lines:
+        newest = lines[-20:]
+        found.append(["training loss", f"{sum(one['loss'] for one in newest) / len(newest):.4f}",
+                      f"nats per {unit}, mean of the last {len(newest)} steps"])
+        speed = median(one["tokens_per_second"] for one in lines)
+        found.append(["speed", tables.short_count(speed), f"{unit}s per second, median step"])
+        seen = len(lines) * config.train.batch_size * config.model.targets_per_row
+        seconds = sum(one["step_seconds"] for one in lines)
+        found.append(["trained on", tables.short_count(seen),
+                      f"{unit}s, in {seconds:.0f} s of {len(lines):,} steps"])
+        share = sum(one["comm_share_mean"] for one in lines) / len(lines)
+        found.append(["communication", f"{share:.0%}", "of the time, mean over ranks"])
+    return found
+
+
+def layout_table(ranks: list[dict], head: str) -> dict:
+    """Which rank holds what, and its memory."""
+    shown = tables.holding_rows(ranks[:MOST_RANKS])
+    left_out = [f"and {len(ranks) - MOST_RANKS:,} more ranks"] if len(ranks) > MOST_RANKS else []
+    return {"title": "Layout", "words": "; ".join([head, *left_out]),
+            "head": list(map(str, shown[0])), "rows": [list(map(str, row)) for row in shown[1:]]}
+
+
+def configuration(config: Config) -> list[dict]:
+    """A table of the settings of each section; those that are not set are left out."""
+    found: dict[str, list] = {}
+    for section, field, value in settings(config):
+        if value is not None and value != ():
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            text = {"True": "on", "False": "off"}.get(text, text)
+            found.setdefault(section, []).append([flag(field.name)[2:], text])
+    return [{"title": f"Configuration: {section}", "rows": rows} for section, rows in found.items()]
+
+
+def log_text(folder: Path) -> str:
+    """The end of log.txt, which holds all that the run has printed."""
+    path = folder / "log.txt"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    cut = len(text) - MOST_LOG
+    return text if cut <= 0 else f"[{cut:,} characters before are in log.txt]\n{text[cut:]}"

@@ -1,0 +1,79 @@
+"""The numbers of a run by step, from metrics.jsonl and evaluations.jsonl: as a table, as curves."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+MOST_POINTS = 1000  # of a drawn curve; more points are drawn as means
+COLUMNS = {"step": "step", "loss": "loss_nats", "held_out_loss": "held_out_loss_nats",
+           "grad_norm": "grad_norm", "lr": "lr", "loss_scale": "loss_scale", "skipped": "skipped",
+           "step_seconds": "step_seconds", "tokens_per_second": "tokens_per_second",
+           "comm_share_mean": "comm_share_mean", "comm_share_max": "comm_share_max"}
+PARTS = ("calls", "bytes", "seconds_mean", "seconds_max")  # of what lines say of each axis
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The whole lines of a file that this run writes; none if there is no such file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
+    """One line per step, with units in the names of the columns; empty where nothing is known.
+
+    Bytes and calls are those of a step, summed over ranks. seconds_mean and seconds_max are mean
+    and maximum over ranks.
+    """
+    held_out = {one["step"]: one["held_out_loss"] for one in evaluations}
+    axes = sorted({axis for line in lines for axis in line.get("comm", ())})
+    known = {name for line in lines for name in line} | {"held_out_loss"}
+    columns = [name for name in COLUMNS if name in known]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*(COLUMNS[name] for name in columns),
+                     *(f"comm_{axis}_{part}" for axis in axes for part in PARTS)])
+    for line in lines:
+        values = {"held_out_loss": held_out.get(line["step"])} | line
+        comm = [line.get("comm", {}).get(axis, {}) for axis in axes]
+        writer.writerow([*(values.get(name) for name in columns),
+                         *(own.get(part, 0) for own in comm for part in PARTS)])
+    return file.getvalue()
+
+
+def curves(lines: list[dict], evaluations: list[dict], unit: str = "token") -> list[dict]:
+    """What a page draws: [{title, unit, series: [{name, colour, points: [[step, value]]}]}].
+
+    A curve without values is left out. unit: of data, in the singular.
+    """
+    wanted = [
+        ("Loss", f"nats per {unit}", [("training", "F", _points(lines, "loss")),
+                                     ("held out", "W", _points(evaluations, "held_out_loss"))]),
+        ("Learning rate", "", [("learning rate", "data", _points(lines, "lr"))]),
+        ("Gradient norm", "before clipping", [("norm", "opt", _points(lines, "grad_norm"))]),
+        ("Speed", f"{unit}s per second", [("speed", "B", _points(lines, "tokens_per_second"))]),
+        ("Communication", "share of a step, mean",
+         [("share", "axis-tp", _points(lines, "comm_share_mean"))]),
+    ]
+    found = []
+    for title, words, series in wanted:
+        some = [{"name": name, "colour": colour, "points": thinned(points)}
+                for name, colour, points in series if any(value for _, value in points)]
+        if some:
+            found.append({"title": title, "unit": words, "series": some})
+    return found
+
+
+def _points(lines: list[dict], name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def thinned(points: list[tuple[int, float]]) -> list[list]:
+    """At most MOST_POINTS points: means of as many neighbours each, at the last one's step."""
+    each = -(-len(points) // MOST_POINTS) or 1
+    parts = [points[first:first + each] for first in range(0, len(points), each)]
+    return [[part[-1][0], sum(value for _, value in part) / len(part)] for part in parts]

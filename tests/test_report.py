@@ -1,0 +1,176 @@
+"""report.html and metrics.csv: what stands in them, whatever is missing, hostile or in the way."""
+
+import csv
+import shutil
+
+import pytest
+from config_helpers import reading_of
+from report_cases import config_of, lines_of, run_folder, told
+from test_resume_runs import TINY, ended, here, train
+from test_trace_html import data_of
+
+from mpipar.commands import report
+from mpipar.commands.run_folder import cut_behind
+from mpipar.console import series
+
+__all__ = ["here"]  # the fixture
+HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J[[DATA]]"
+
+
+def written(folder, config=None, **changes):
+    """(the page's data, the lines of the log) of writing both files."""
+    said = []
+    report.write(folder, config or config_of(), told(**changes), said.append)
+    return data_of((folder / "report.html").read_text()), said
+
+
+def test_what_the_page_shows(tmp_path):
+    folder = run_folder(tmp_path)
+    data, said = written(folder)
+    assert said == ["report.html shows the run; open it in a browser"]
+    assert data["title"] == "run: dp 1 x pp 1 x tp 1, 1f1b"
+    assert data["state"] == "ended after step 40"
+    found = {name: value for name, value, _ in data["summary"]}
+    assert found["held-out loss"] == f"{6 / 40**0.5:.4f}"
+    assert found["trained on"] == "40.96k"  # 40 steps of 16 rows of 64 tokens
+    assert (found["speed"], found["communication"]) == ("4.12k", "25%")
+    assert [one["title"] for one in data["curves"]] == [
+        "Loss", "Learning rate", "Gradient norm", "Speed", "Communication"]
+    training, held_out = data["curves"][0]["series"]
+    assert len(training["points"]) == 40
+    assert held_out["points"] == [[step, 6 / step**0.5] for step in (10, 20, 30, 40)]
+    titles = [table["title"] for table in data["tables"]]
+    assert titles == ["Layout", "Environment", *(f"Configuration: {name}" for name in (
+        "model", "grid", "train", "run", "memory"))]
+    train_section = dict(data["tables"][titles.index("Configuration: train")]["rows"])
+    assert train_section["lr-schedule"] == "cosine"
+    assert data["log"] == "a line\n"
+    assert "timeline" not in data
+
+
+def test_a_run_without_evaluations_or_steps_has_a_page_too(tmp_path):
+    folder = run_folder(tmp_path, evaluations=False)
+    data, _ = written(folder)
+    assert len(data["curves"][0]["series"]) == 1
+    empty = run_folder(tmp_path, steps=0, name="empty")
+    data, _ = written(empty, state="failed in step 1 of 40")
+    assert (data["curves"], data["summary"]) == ([], [])
+    assert (empty / "metrics.csv").read_text().startswith("held_out_loss_nats")
+
+
+def test_hostile_names_stay_text(tmp_path):
+    folder = run_folder(tmp_path, name="<b>run", log=HOSTILE)
+    config = config_of("--data", HOSTILE, "--prompt", HOSTILE)
+    data, _ = written(folder, config, environment=[("command", HOSTILE)])
+    assert data["log"] == HOSTILE
+    assert dict(data["tables"][1]["rows"])["command"] == HOSTILE
+    assert "://" not in (folder / "report.html").read_text().replace(
+        "http://www.w3.org/2000/svg", ""), "a page loads nothing"
+
+
+def test_a_long_run_is_drawn_as_means():
+    points = [(step, float(step % 7)) for step in range(1, 25_001)]
+    found = series.thinned(points)
+    assert len(found) == 1000
+    assert found[-1][0] == 25_000
+    assert found[0] == [25, sum(step % 7 for step in range(1, 26)) / 25]
+    assert series.thinned(points[:1000]) == [list(point) for point in points[:1000]]
+    assert series.thinned([]) == []
+
+
+def test_the_csv_has_the_numbers_of_the_lines(tmp_path):
+    folder = run_folder(tmp_path)
+    written(folder)
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert list(rows[0]) == [
+        "step", "loss_nats", "held_out_loss_nats", "grad_norm", "lr", "step_seconds",
+        "tokens_per_second", "comm_share_mean", "comm_share_max", "comm_tp_calls",
+        "comm_tp_bytes", "comm_tp_seconds_mean", "comm_tp_seconds_max"]
+    for row, line in zip(rows, lines_of(40), strict=True):
+        assert float(row["loss_nats"]) == line["loss"]
+        assert (row["step"], row["comm_tp_bytes"]) == (str(line["step"]), "4096")
+    assert [row["step"] for row in rows if row["held_out_loss_nats"]] == ["10", "20", "30", "40"]
+
+
+def test_overflows_and_axes_that_come_later_leave_places_empty():
+    lines = lines_of(1, grad_norm=None, loss_scale=4.0, skipped=True, comm={}) + lines_of(2)[1:]
+    first, second = csv.DictReader(series.csv_text(lines, []).splitlines())
+    assert (first["grad_norm"], first["skipped"], first["comm_tp_calls"]) == ("", "True", "0")
+    assert (second["skipped"], second["comm_tp_calls"]) == ("", "8")
+    norm = series.curves(lines, [])[2]["series"][0]["points"]
+    assert norm == [[2, 1.5]]
+
+
+@pytest.mark.parametrize("name", ["report.html", "metrics.csv"])
+def test_a_failure_is_said_and_ends_nothing(name, tmp_path):
+    folder, said = run_folder(tmp_path), []
+    (folder / name / "x").mkdir(parents=True)
+    report.write(folder, config_of(), told(), said.append)
+    assert said == ["no report.html: Is a directory"]
+    (folder / "metrics.jsonl").write_text("no json\n")
+    report.write(folder, config_of(), told(), said.append)
+    assert said[1].startswith("no report.html: Expecting value")
+    assert not list(folder.glob("*.partial"))
+
+
+def test_going_on_takes_away_what_was_made_of_later_steps(tmp_path):
+    folder = run_folder(tmp_path)
+    written(folder)
+    cut_behind(folder, 25)
+    assert {path.name for path in folder.iterdir()} == {
+        "metrics.jsonl", "evaluations.jsonl", "log.txt"}
+    written(folder)
+    assert len((folder / "metrics.csv").read_text().splitlines()) == 1 + 25
+    assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 2
+
+
+def steps_and_losses(folder):
+    return [(row["step"], row["loss_nats"], row["held_out_loss_nats"])
+            for row in csv.DictReader((folder / "metrics.csv").open())]
+
+
+def test_a_stopped_run_has_both_and_goes_on_in_them(here):
+    words = [*TINY, "--eval-interval", "4", "--eval-tokens", "40"]
+    train(here, *words, "--out", "whole")
+    result = ended(here, "stop", 6, *words, "--out", "run")
+    assert result.returncode == 75, result.tail()
+    data = data_of((here / "run" / "report.html").read_text())
+    assert data["state"].startswith("stopped on request after step 6 of 10")
+    assert len(steps_and_losses(here / "run")) == 6
+    text = train(here, "--resume", "auto", "--out", "run")
+    assert "report.html shows the run; open it in a browser" in text
+    assert steps_and_losses(here / "run") == steps_and_losses(here / "whole")
+    pages = [data_of((here / name / "report.html").read_text()) for name in ("run", "whole")]
+    assert pages[0]["state"] == "ended after step 10"
+    assert pages[0]["curves"][:3] == pages[1]["curves"][:3]
+    assert "held-out loss" in pages[0]["log"]
+    assert dict(pages[0]["tables"][1]["rows"])["command"].startswith("mpipar train --resume auto")
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_has_its_curve(here):
+    words = "--steps 50 --out run --lr 1e30 --clip 0 --warmup-steps 0 --optimizer sgd".split()
+    train(here, *TINY[:-6], *words, code=70)
+    data = data_of((here / "run" / "report.html").read_text())
+    assert data["state"].startswith("failed in step ")
+
+
+def test_a_table_of_many_ranks_is_cut():
+    ranks = told()["ranks"] * 300
+    table = report.layout_table(ranks, "300 ranks")
+    assert len(table["rows"]) == 256
+    assert table["words"] == "300 ranks; and 44 more ranks"
+
+
+def test_the_page_names_what_a_setting_is():
+    rows = dict(row for table in report.configuration(reading_of("--tied").config)
+                for row in table["rows"])
+    assert (rows["tied"], rows["check-comm"], rows["rank-order"]) == ("on", "off", "pp,dp,cp,tp")
+    assert "data" not in rows
+
+
+def test_a_folder_that_is_gone_is_only_said(tmp_path):
+    folder, said = run_folder(tmp_path), []
+    shutil.rmtree(folder)
+    report.write(folder, config_of(), told(), said.append)
+    assert said == ["no report.html: No such file or directory"]
