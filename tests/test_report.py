@@ -1,6 +1,7 @@
 """report.html and metrics.csv: what stands in them, whatever is missing, hostile or in the way."""
 
 import csv
+import re
 import shutil
 
 import pytest
@@ -135,8 +136,8 @@ def test_a_stopped_run_has_both_and_goes_on_in_them(here):
     result = ended(here, "stop", 6, *words, "--out", "run")
     assert result.returncode == 75, result.tail()
     data = data_of((here / "run" / "report.html").read_text())
-    assert data["state"].startswith("stopped on request after step 6 of 10")
-    assert len(steps_and_losses(here / "run")) == 6
+    last = int(re.fullmatch(r"stopped on request after step (\d) of 10", data["state"])[1])
+    assert len(steps_and_losses(here / "run")) == last >= 6
     text = train(here, "--resume", "auto", "--out", "run")
     assert "report.html shows the run; open it in a browser" in text
     assert steps_and_losses(here / "run") == steps_and_losses(here / "whole")
