@@ -14,16 +14,16 @@ from mpipar.ops import make
 from mpipar.train.worker import Worker
 
 
-def worker_for(folder, dtype="float64"):
+def worker_for(folder, dtype="float64", *flags):
     """One rank with the shape of the weights in a folder; they are not loaded yet."""
     words = ["--init-from", str(folder), "--dtype", dtype, "--batch-size", "4",
-             "--num-microbatches", "1"]
+             "--num-microbatches", "1", *flags]
     config, _ = resolve(reading_of(*words), 1)
     return Worker(config, Grid(0), make("cpu", dtype), Recorder())
 
 
-def loaded(folder, dtype="float64"):
-    worker = worker_for(folder, dtype)
+def loaded(folder, dtype="float64", *flags):
+    worker = worker_for(folder, dtype, *flags)
     checkpoint.load(worker, worker.config.run.init_from)
     return worker
 

@@ -95,9 +95,10 @@ def edit_config(folder, **values):
 
 
 @pytest.mark.parametrize(("values", "part"), [
-    ({"model_type": "bert"}, "model_type is 'bert'; mpipar computes gpt2"),
+    ({"model_type": "bert"}, "model_type is 'bert'; mpipar computes gpt2, llama"),
     ({"activation_function": "relu"}, "activation_function is 'relu'"),
-    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+    ({"layer_norm_epsilon": "1e-6"}, "layer_norm_epsilon is '1e-6'"),
+    ({"layer_norm_epsilon": 2}, "norm-eps 2.0: must be less than 1"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ({"n_layer": "2"}, "layers is '2'"),
     ({"n_head": 0}, "heads is 0"),

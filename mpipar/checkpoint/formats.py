@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from mpipar.checkpoint import hf_gpt2, own
+from mpipar.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
 from mpipar.checkpoint.manifest import NAME, read_manifest
 from mpipar.config.reading import values_of
 from mpipar.config.resumed import CUTS
@@ -22,7 +23,7 @@ from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import brief, shown
 
-FORMS = {"gpt2": hf_gpt2}  # by model_type
+FORMS = {"gpt2": hf_gpt2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}  # by model_type
 # Fields that tell how a model is kept, made or run elsewhere, and not what it computes.
 OUTSIDE = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version",
            "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
@@ -51,7 +52,6 @@ def model_settings(folder: str, seq_len: int | None = None) -> dict:
     found, form, kind = _read(folder)
     try:
         settings = form.settings(found)
-        seq_len = seq_len or settings.get("seq_len")
         different = [*_other_values(form, found), *form.differences(found, seq_len)]
     except (KeyError, TypeError, AttributeError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)

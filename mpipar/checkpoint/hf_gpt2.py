@@ -23,9 +23,9 @@ COMPUTED = {
     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     "pruned_heads": ({},), "quantization_config": (None,),
 }
-# What GPT-2's form says of a decoder without a word.
-ALWAYS = {"model": "decoder", "arch": "gpt2", "norm": "layer", "norm_eps": 1e-5,
-          "activation": "gelu", "positions": "learned", "bias": "all"}
+# What this form says of a decoder without a word.
+ALWAYS = {"model": "decoder", "arch": "gpt2", "norm": "layer", "activation": "gelu",
+          "positions": "learned", "bias": "all"}
 READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size",
         "tie_word_embeddings", "layer_norm_epsilon"}
 
@@ -53,9 +53,9 @@ def disk_shape(param) -> tuple[int, ...]:
 
 
 def describes(model) -> bool:
-    """Whether config.json can say what a ModelConfig computes."""
+    """Whether config.json can say what a completed ModelConfig computes."""
     return all(getattr(model, name, None) == value for name, value in ALWAYS.items()) and (
-        model.head_dim in (None, model.d_model // model.heads))
+        model.d_model == model.heads * model.head_dim)
 
 
 def to_json(model, dtype: str) -> dict:
@@ -64,7 +64,7 @@ def to_json(model, dtype: str) -> dict:
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": model.layers,
         "n_embd": model.d_model, "n_head": model.heads, "n_inner": model.ffn,
         "n_positions": model.seq_len, "n_ctx": model.seq_len, "vocab_size": model.vocab_size,
-        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new", "layer_norm_epsilon": model.norm_eps,
         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
         "tie_word_embeddings": model.tied, "torch_dtype": dtype, "dtype": dtype,
     }
@@ -80,12 +80,13 @@ def settings(found: dict) -> dict:
     for name, value in values.items():
         if type(value) is not bool if name == "tied" else type(value) is not int or value < 1:
             raise TypeError(f"{name} is {shown(value)}")
-    return values | ALWAYS | {"kv_heads": values["heads"],
+    eps = found.get("layer_norm_epsilon", 1e-5)
+    if type(eps) not in (int, float):
+        raise TypeError(f"layer_norm_epsilon is {shown(eps)}")
+    return values | ALWAYS | {"norm_eps": float(eps), "kv_heads": values["heads"],
                               "head_dim": values["d_model"] // values["heads"]}
 
 
-def differences(found: dict, seq_len: int) -> list[str]:
-    """The values of a config.json that mpipar's layers do not compute, beside COMPUTED."""
-    eps = found.get("layer_norm_epsilon", 1e-5)
-    return [] if eps == 1e-5 else [
-        f"layer_norm_epsilon is {shown(eps)}; 1e-05 is what mpipar computes"]
+def differences(found: dict, seq_len: int | None) -> list[str]:
+    """Nothing beside COMPUTED."""
+    return []

@@ -1,4 +1,4 @@
-"""mpipar's own form of models that Hugging Face's does not cover: convnets, mixed decoders.
+"""mpipar's own form of models that Hugging Face's do not cover: convnets, mixed decoders.
 
 Tensors have the names and shapes of the parameters. config.json holds the fields of the model.
 """
@@ -9,14 +9,21 @@ import math
 from dataclasses import fields
 
 from mpipar.config.model import FAMILIES
+from mpipar.config.resumed import CUTS
 from mpipar.config.setting import kind
 from mpipar.files.text import shown
 
 PREFIX = ""  # of the names
 KIND = "mpipar-"  # begins a model_type
-OF_A_LAYOUT = {"model", "ffn_cut", "sequence_parallel", "tp_matmul"}  # not of the weights
 COMPUTED: dict[str, tuple] = {}  # nothing that this form can state is left out
-READ = {one.name for part in FAMILIES.values() for one in fields(part)}
+
+
+def of_weights(model: str) -> list:
+    """The fields of a family that its weights fix."""
+    return [one for one in fields(FAMILIES[model]) if one.name not in CUTS | {"model"}]
+
+
+READ = {one.name for model in FAMILIES for one in of_weights(model)}
 
 
 def file_name(name: str) -> str:
@@ -29,22 +36,18 @@ def disk_shape(param) -> tuple[int, ...]:
     return tuple(param.shape)
 
 
-def of_weights(model: str) -> list:
-    """The fields of a family that its weights fix."""
-    return [one for one in fields(FAMILIES[model]) if one.name not in OF_A_LAYOUT]
-
-
 def to_json(model, dtype: str) -> dict:
     """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+    values = {one.name: getattr(model, one.name) for one in of_weights(model.model)}
     return {"model_type": KIND + model.model, "torch_dtype": dtype,
-            **{one.name: getattr(model, one.name) for one in of_weights(model.model)}}
+            **{name: value for name, value in values.items() if value is not None}}
 
 
 def settings(found: dict) -> dict:
     """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
     model = found["model_type"].removeprefix(KIND)
-    values = {one.name: _value(one, found[one.name]) for one in of_weights(model)}
-    return values | {"model": model}
+    return {"model": model, **{one.name: _value(one, found[one.name]) for one in of_weights(model)
+                               if one.name in found or one.default is not None}}
 
 
 def _value(field, raw):
@@ -58,6 +61,6 @@ def _value(field, raw):
     return tuple(values) if is_tuple else raw
 
 
-def differences(found: dict, seq_len: int) -> list[str]:
+def differences(found: dict, seq_len: int | None) -> list[str]:
     """Nothing: this form cannot state what mpipar's layers do not compute."""
     return []

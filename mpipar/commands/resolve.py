@@ -37,7 +37,11 @@ def resolve(reading: Reading, world_size: int,
     if config.run.init_from is not None:
         try:
             source = find_source(config.run.init_from, f"--init-from {config.run.init_from}")
-            config = with_weights_shape(reading, formats.model_settings(source), source)
+            given = reading.given if "seq_len" not in reading.bad else {}
+            shape = formats.model_settings(source, given.get("seq_len"))
+            if shape.get("positions") == "rope" and "seq_len" in given:
+                del shape["seq_len"]  # rotations fit rows of any length
+            config = with_weights_shape(reading, shape, source)
             weights_notes = formats.start_notes(source)
         except UserError as error:
             errors.append(error)

@@ -73,6 +73,9 @@ class DecoderConfig(ModelConfig):
     rope_scaling: tuple[float, ...] = setting(
         (), "slows rotations down as Llama 3 does: factor, low and high frequency factor, original"
         " length (default: none)", above=0.0, below=2.0**40, only=OF_ROPE)
+    max_positions: int | None = setting(
+        None, "tokens of a row that the rotations are made for, at least T; weights say so to other"
+        " programs (default: T, or what --rope-scaling reaches)", low=1, high=2**24, only=OF_ROPE)
     bias: str = setting("all", "which products of a block add a bias; qkv: of queries, keys and"
                         " values", choices=("all", "qkv", "none"))
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
@@ -111,8 +114,13 @@ class DecoderConfig(ModelConfig):
     def completed(self) -> "DecoderConfig":
         """The same with every None replaced by what it stands for."""
         ffn = -(-8 * self.width // 96) * 32 if self.activation == "swiglu" else 4 * self.width
+        positions = self.max_positions
+        if self.positions == "rope" and positions is None:
+            scaling = self.rope_scaling or (0.0,)
+            positions = max(self.seq_len, round(scaling[0] * scaling[-1]))
         return replace(self, ffn=self.ffn or ffn, kv_heads=self.whole_kv_heads,
-                       head_dim=self.head_dim or self.d_model // self.heads)
+                       head_dim=self.head_dim or self.d_model // self.heads,
+                       max_positions=positions)
 
     def shape_problems(self, bad: set[str]) -> list[str]:
         """What is wrong between fields; a relation with one in `bad` is not judged."""
@@ -122,6 +130,10 @@ class DecoderConfig(ModelConfig):
                 len(self.rope_scaling) == 4 and self.rope_scaling[1] < self.rope_scaling[2]):
             found.append(f"--rope-scaling {','.join(f'{one:g}' for one in self.rope_scaling)}: must"
                          f" be factor,low,high,length with low < high, as in {SCALING}")
+        if not bad & {"seq_len", "max_positions"} and self.seq_len > (
+                self.max_positions or self.seq_len):
+            found.append(f"--seq-len {self.seq_len}: is above --max-positions"
+                         f" {self.max_positions}; use {self.max_positions} or less")
         if self.tp_matmul == "ring" and not self.sequence_parallel:
             found.append("--tp-matmul ring: cuts the barriers of --sequence-parallel in pieces; add"
                          " --sequence-parallel, or leave it out")

@@ -1,0 +1,181 @@
+"""Hugging Face's forms of Llama, Mistral and Qwen2: names, shapes, two spellings of config.json.
+
+transformers 4 writes `rope_theta`, `rope_scaling` and `torch_dtype`. Version 5 writes
+`rope_parameters` and `dtype`. Both are read, and both are written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpipar.files.text import shown
+
+LAYER = {
+    "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.proj": "self_attn.o_proj",
+    "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
+}
+OTHER = {
+    "embedding.tokens": "model.embed_tokens.weight", "final_norm.w": "model.norm.weight",
+    "head.table": "lm_head.weight",
+}
+NUMBERS = {  # field of ModelConfig: that of config.json
+    "layers": "num_hidden_layers", "d_model": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size",
+    "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
+}
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *SCALING}
+COMPUTED = {
+    "hidden_act": ("silu",), "attention_dropout": (0.0, None), "quantization_config": (None,),
+    "partial_rotary_factor": (1.0, None), "pruned_heads": ({}, None),
+}
+
+
+@dataclass(frozen=True)
+class LlamaForm:
+    """One of the three. See `mpipar.checkpoint.formats` for what a form is.
+
+    kind: its model_type. name: begins its class in transformers. biases: {value of --bias: fields
+    of config.json that say so}. window(found): the tokens that a query sees of a row, or None.
+    """
+
+    kind: str
+    name: str
+    biases: dict[str, dict[str, bool]]
+    window: Callable[[dict], object] = lambda found: None
+    PREFIX = "model."
+    COMPUTED = COMPUTED
+
+    @property
+    def READ(self) -> set[str]:
+        return {*COMPUTED, *NUMBERS.values(), "rms_norm_eps", "tie_word_embeddings", "rope_theta",
+                "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window",
+                "max_window_layers", "layer_types", *(key for one in self.biases.values()
+                                                      for key in one)}
+
+    def file_name(self, name: str) -> str:
+        """The name in a file, as Hugging Face itself saves a model with its head."""
+        if name in OTHER:
+            return OTHER[name]
+        block, layer = name.split(".", 1)
+        layer, kind = layer.rsplit(".", 1)
+        suffix = {"w": "weight", "b": "bias"}[kind]
+        return f"{self.PREFIX}layers.{block.removeprefix('block')}.{LAYER[layer]}.{suffix}"
+
+    def disk_shape(self, param) -> tuple[int, ...]:
+        """Shape in the file: matrices 2-d (out, in), biases 1-d."""
+        shape = param.shape
+        if param.name.endswith(".b"):
+            return (math.prod(shape),)
+        if param.name.endswith("proj.w"):
+            return (shape[0], math.prod(shape[1:]))
+        return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else tuple(shape)
+
+    def describes(self, model) -> bool:
+        """Whether config.json can say what a ModelConfig computes."""
+        return (model.model == "decoder" and model.arch == self.kind and model.norm == "rms"
+                and model.activation == "swiglu" and model.positions == "rope"
+                and model.bias in self.biases and model.d_model % model.heads == 0)
+
+    def to_json(self, model, dtype: str) -> dict:
+        """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+        scaling = dict(zip(SCALING, model.rope_scaling, strict=False))
+        if scaling:
+            scaling[SCALING[-1]] = round(scaling[SCALING[-1]])
+        kind = {"rope_type": "llama3" if scaling else "default"}
+        return {
+            "architectures": [f"{self.name}ForCausalLM"], "model_type": self.kind,
+            **{key: getattr(model, name) for name, key in NUMBERS.items()},
+            "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "attention_dropout": 0.0,
+            **self.biases[model.bias], "sliding_window": None,
+            "rope_theta": model.rope_theta, "rope_scaling": kind | scaling if scaling else None,
+            "rope_parameters": {**kind, "rope_theta": model.rope_theta, **scaling},
+            "tie_word_embeddings": model.tied, "torch_dtype": dtype, "dtype": dtype,
+        }
+
+    def settings(self, found: dict) -> dict:
+        """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+        values = {name: found.get(key) for name, key in NUMBERS.items()}
+        values["head_dim"] = values["head_dim"] or found["hidden_size"] // found[
+            "num_attention_heads"]
+        if self.kind == "llama":  # the first Llamas do not name them
+            values["kv_heads"] = values["kv_heads"] or values["heads"]
+        for name, key in NUMBERS.items():
+            if type(values[name]) is not int or values[name] < 1:
+                raise TypeError(f"{key} is {shown(found.get(key))}")
+        tied, eps = found.get("tie_word_embeddings", False), found.get("rms_norm_eps", 1e-6)
+        if type(tied) is not bool:
+            raise TypeError(f"tie_word_embeddings is {shown(tied)}")
+        bias = next((name for name, fields in self.biases.items() if all(
+            found.get(key, False) == value for key, value in fields.items())), None)
+        rope = _rope(found)
+        window = self.window(found)
+        if type(window) is int and window > 0:  # further tokens would be seen by mpipar alone
+            values["max_positions"] = min(values["max_positions"], window)
+        return values | {
+            "model": "decoder", "arch": self.kind, "norm": "rms", "activation": "swiglu",
+            "positions": "rope", "bias": bias or next(iter(self.biases)), "tied": tied,
+            "norm_eps": _number("rms_norm_eps", eps), "seq_len": values["max_positions"],
+            "rope_theta": _number("rope_theta", rope.get("rope_theta", 10000.0)),
+            "rope_scaling": tuple(_number(key, rope.get(key)) for key in SCALING
+                                  if _kind(rope) == "llama3"),
+        }
+
+    def differences(self, found: dict, seq_len: int | None) -> list[str]:
+        """The values of a config.json that mpipar's layers do not compute, beside COMPUTED.
+
+        seq_len: tokens per row, if the user has named them.
+        """
+        wrong, rope, window = [], _rope(found), self.window(found)
+        if _kind(rope) not in ("default", "llama3"):
+            wrong.append(f"rope_type is {shown(_kind(rope))}; mpipar computes 'default' or"
+                         " 'llama3'")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            wrong.append(f"partial_rotary_factor is {shown(rope['partial_rotary_factor'])};"
+                         " mpipar computes 1.0")
+        wrong += [f"{key} is {shown(found[key])} and {shown(rope[key])} in the parameters of rope"
+                  for key in ("rope_theta",) if found.get(key, rope.get(key)) != rope.get(key)]
+        if window is not None and not (type(window) is int and (seq_len or 0) <= window):
+            wrong.append(f"sliding_window is {shown(window)}, below the {seq_len:,} tokens of a"
+                         f" row; use --seq-len {window} or less")
+        kinds = {*map(str, found.get("layer_types") or ())} - {"full_attention"} - (
+            {"sliding_attention"} if window else set())
+        if kinds:
+            wrong.append(f"layer_types has {shown(min(kinds))}; mpipar computes 'full_attention'")
+        flags = {key: found.get(key, False) for one in self.biases.values() for key in one}
+        if flags and flags not in self.biases.values():
+            wrong.append(f"{', '.join(f'{key} is {shown(flags[key])}' for key in flags)}; mpipar"
+                         " computes both true or both false")
+        return wrong
+
+
+def _rope(found: dict) -> dict:
+    """What config.json says of rotations, in either spelling; raises TypeError."""
+    for key in ("rope_parameters", "rope_scaling"):
+        value = found.get(key)
+        if not isinstance(value, dict | None) or any(
+                isinstance(one, dict | list) for one in (value or {}).values()):
+            raise TypeError(f"{key} is {shown(value)}")
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    return {"rope_theta": found["rope_theta"], **rope} if "rope_theta" in found else rope
+
+
+def _kind(rope: dict):
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _number(key: str, value) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{key} is {shown(value)}")
+    return float(value)
+
+
+LLAMA = LlamaForm("llama", "Llama", {"none": {"attention_bias": False, "mlp_bias": False},
+                                     "all": {"attention_bias": True, "mlp_bias": True}})
+MISTRAL = LlamaForm("mistral", "Mistral", {"none": {}},
+                    window=lambda found: found.get("sliding_window", 4096))
+QWEN2 = LlamaForm("qwen2", "Qwen2", {"qkv": {}}, window=lambda found: (
+    found.get("sliding_window", 4096) if found.get("use_sliding_window") else None))
