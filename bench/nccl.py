@@ -63,6 +63,17 @@ class NcclTransport(HostTransport):
         self.all_reduce(x, "sum")
         return Done()
 
+    def ireduce_scatter(self, x):
+        self.ops.copy(x[0], self.reduce_scatter(x))
+        self.ops.synchronize()
+        return Done()
+
+    def iall_gather(self, x):
+        own = x[self.mpi.rank]
+        self.group.allGather(own.data.ptr, x.data.ptr, own.size, self.kind, self.stream)
+        self.ops.synchronize()
+        return Done()
+
     def all_gather(self, x, group_size):
         y = self.ops.empty((group_size, *x.shape), x.dtype, label="buffers")
         self.group.allGather(x.data.ptr, y.data.ptr, x.size, self.kind, self.stream)

@@ -19,7 +19,7 @@ LIBRARY = {  # name: where it is
     "Embedding": "layers.embedding.Embedding",
     "Engine": "pipeline.engine.Engine",
     "FeedForward": "layers.ffn.FeedForward",
-    "FlatParams": "layers.param.FlatParams",
+    "FlatParams": "layers.flat.FlatParams",
     "Grid": "comm.grid.Grid",
     "Head": "layers.loss.Head",
     "LayerNorm": "layers.norm.LayerNorm",

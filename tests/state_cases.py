@@ -26,10 +26,11 @@ def config_for(dp=1, pp=1, tp=1, cp=1, **values):
 
 
 def state_views(worker):
-    """(kind, Param, its view) of everything that a checkpoint keeps."""
-    return [(kind, param, view) for kind, buffers in worker.optimizer.state().items()
+    """(kind, Param, first, values) of everything that a checkpoint keeps, and of the weights."""
+    return [(kind, *part) for kind, buffers in worker.optimizer.state().items()
             for number, buffer in buffers.items()
-            for param, view in worker.stages[number].flat.views(buffer)]
+            for target in (worker.stages[number].flat.weights if kind == "master" else [buffer])
+            for part in worker.stages[number].flat.held(target)]
 
 
 def full_tensor(name, kind, shape, dtype, seed=0):
@@ -38,20 +39,24 @@ def full_tensor(name, kind, shape, dtype, seed=0):
     return np.random.default_rng(key).standard_normal(shape).astype(dtype)
 
 
-def part_of(param, full):
-    """(the part of a full tensor that a rank holds, where it lies in the padded shard)."""
+def known_shard(kind, param, dtype, seed):
+    """The known numbers of a rank's shard, flat, with zeros in its padding."""
+    full = full_tensor(param.name, kind, param.shape, dtype, seed)
+    shard = np.zeros(param.local_shape, dtype)
     if param.cut_axis is None:
-        return full, ()
-    start, stop = param.bounds()
-    axes = (slice(None),) * param.cut_axis
-    return full[(*axes, slice(start, stop))], (*axes, slice(0, stop - start))
+        shard[...] = full
+    else:
+        start, stop = param.bounds()
+        axes = (slice(None),) * param.cut_axis
+        shard[(*axes, slice(0, stop - start))] = full[(*axes, slice(start, stop))]
+    return shard.reshape(-1)
 
 
 def fill(worker, seed=0):
     """Give a worker a state that differs for each seed and in every number."""
-    for kind, param, view in state_views(worker):
-        part, place = part_of(param, full_tensor(param.name, kind, param.shape, view.dtype, seed))
-        view[place] = part
+    for kind, param, first, values in state_views(worker):
+        shard = known_shard(kind, param, worker.ops.statistics, seed)
+        values[...] = shard[first:first + values.size].astype(values.dtype)
     scale = worker.loss_scale
     scale.value, scale.good, scale.skipped = 2.0 ** (3 + seed), 5 + seed, 2 + seed
     for stage in worker.stages.values():
@@ -60,14 +65,15 @@ def fill(worker, seed=0):
 
 def assert_filled(worker, seed=0):
     """Assert that a worker has exactly the state of `fill`, and zeros in the padding."""
-    for kind, param, view in state_views(worker):
-        expected = np.zeros_like(view)
-        part, place = part_of(param, full_tensor(param.name, kind, param.shape, view.dtype, seed))
-        expected[place] = part
-        assert view.tobytes() == expected.tobytes(), f"{kind} of {param.name}"
+    for kind, param, first, values in state_views(worker):
+        shard = known_shard(kind, param, worker.ops.statistics, seed)
+        expected = shard[first:first + values.size].astype(values.dtype)
+        assert values.tobytes() == expected.tobytes(), f"{kind} of {param.name}"
     for stage in worker.stages.values():
-        rounded = stage.flat.master.astype(stage.flat.data.dtype)
-        assert stage.flat.data.tobytes() == rounded.tobytes(), "the layers' data"
+        flat = stage.flat
+        if flat.data.size == flat.master.size:
+            rounded = flat.master.astype(flat.data.dtype)
+            assert flat.data.tobytes() == rounded.tobytes(), "the layers' data"
     assert worker.loss_scale.state() == {
         "value": 2.0 ** (3 + seed), "good": 5 + seed, "skipped": 2 + seed}
 

@@ -219,8 +219,8 @@ def test_a_crash_while_writing_leaves_the_former_file(tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     plain = checkpoint.stream
 
-    def stream(worker, array_of):
-        for number, block in enumerate(plain(worker, array_of)):
+    def stream(worker, kind):
+        for number, block in enumerate(plain(worker, kind)):
             if number == 9:
                 raise MemoryError("in the middle")
             yield block

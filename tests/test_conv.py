@@ -15,7 +15,7 @@ from mpipar.config.sections import Config
 from mpipar.data.images import Batch
 from mpipar.layers.context import Context
 from mpipar.layers.conv import Conv, MaxPool, MeanPool
-from mpipar.layers.param import FlatParams
+from mpipar.layers.flat import FlatParams
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.train.worker import Worker

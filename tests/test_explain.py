@@ -72,8 +72,7 @@ def assert_closed_forms(config):
     for world_rank in range(num_ranks(grid_sizes)):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
         records = prediction.recorder.records
-        expected = formulas.expected(
-            config, schedule, split, grid, prediction.num_params)
+        expected = formulas.expected(config, schedule, split, grid, prediction)
         axes = {one.axis for one in records}
         assert expected.keys() == axes - {"tie", "mirror"}
         for axis, (text, calls, sent_text, sent) in expected.items():
@@ -131,6 +130,23 @@ def test_recomputation_follows_the_closed_forms(layout, cp, settings, layers):
     memory = MemoryConfig("block", layers)
     assert_closed_forms(replace(config, grid=grid, memory=memory, model=replace(
         config.model, seq_len=8, **settings)))
+
+
+SHARED = [((2, 2, 1), 1, "1f1b", {}), ((2, 1, 2), 2, "1f1b", {"sequence_parallel": True}),
+          ((2, 2, 1), 1, "dualpipe", {}), ((2, 2, 2), 1, "zb-v", {"sequence_parallel": True}),
+          ((4, 1, 1), 1, "1f1b", {"tied": False})]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("memory", [MemoryConfig(zero=1)], ids=str)
+@pytest.mark.parametrize(("layout", "cp", "schedule", "settings"), SHARED, ids=str)
+def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, dtype):
+    config = configure(layout, schedule, "pair")
+    grid = replace(config.grid, cp=cp, cp_attention="ring" if cp > 1 else None)
+    assert_closed_forms(replace(
+        config, grid=grid, memory=memory, run=replace(config.run, dtype=dtype),
+        train=replace(config.train, bucket_bytes=2000),
+        model=replace(config.model, seq_len=8, **settings)))
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])

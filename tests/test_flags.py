@@ -45,7 +45,7 @@ def sample(field):
 def chosen(name):
     """The words for the choice that a field belongs to; the choice's field and value."""
     choice, value, *_ = CHOICES.get(name, ("model", "decoder"))
-    return [] if name == "model" else [flag(choice), value], choice, value
+    return [] if name == "model" else [flag(choice), str(value)], choice, value
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -68,7 +68,7 @@ def test_every_field_is_read_from_flag_and_file(tmp_path, name):
 def others(name):
     """The words for another value of the choice that a field belongs to."""
     choice, *values = CHOICES[name]
-    return [flag(choice), next(one for one in FIELDS[choice].metadata["choices"]
+    return [flag(choice), next(str(one) for one in FIELDS[choice].metadata["choices"]
                                if one not in values)]
 
 
@@ -78,7 +78,7 @@ def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
     _, choice, value = chosen(name)
     (problem,) = reading_of(*others(name), *words).problems
     shown, choice = flag(name), flag(choice)
-    values = " or ".join(CHOICES[name][1:])
+    values = " or ".join(map(str, CHOICES[name][1:]))
     assert problem.startswith(f"{shown}: belongs to {choice} {values}, but {choice} is ")
     cure = {"d_model": "type --channels 3", "channels": "type --d-model 3",
             "vocab_size": "type --classes 3", "classes": "type --vocab-size 3"}.get(

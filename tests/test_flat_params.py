@@ -65,14 +65,38 @@ def test_runs_and_units_cover_each_parameter_once(layout):
             assert groups[max(start for start in groups if start <= place.start)] == (
                 param.grad_groups)
             assert param.owner == any(
-                run.start <= place.start and place.stop <= run.stop for run in flat.owned)
+                run.start <= place.start and place.stop <= run.stop for _, run in flat.owned)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4, 8])
-def test_every_data_rank_can_own_an_equal_share(dp):
-    flat = worker_of(dp=dp, batch_size=2 * dp).stages[0].flat
-    assert flat.data.size == flat.grad.size == -(-flat.size // dp) * dp
-    assert flat.size % 2 == 1  # so that padding is needed
+SHARED = {"data": {"dp": 4}, "both": {"dp": 2, "cp": 2, "seq_len": 8}, "tied": {"dp": 2, "pp": 2},
+          "tokens cut": {"dp": 3, "tp": 2, "sequence_parallel": True, "batch_size": 12}}
+
+
+@pytest.mark.parametrize("level", [1])
+@pytest.mark.parametrize("layout", SHARED)
+def test_every_data_rank_owns_an_equal_share(layout, level):
+    """Together the ranks own each number once, in pieces of equal length."""
+    values = SHARED[layout] | {"zero": level, "bucket_bytes": 100}
+    count = values["dp"] * values.get("cp", 1)
+    axes = {"pp": values.get("pp", 1), "tp": values.get("tp", 1)}
+    config, _ = resolve(changed(**SHAPE | values | axes), count * axes["pp"] * axes["tp"])
+    flats = []
+    for rank in Grid.of(config.grid, 0).group("dp", "cp"):
+        worker = Worker(config, Grid.of(config.grid, rank), make("shapes", "float32", Recorder()),
+                        Recorder())
+        flats.append(worker.stages[0].flat)
+    covered = np.zeros(flats[0].total, int)
+    for flat in flats:
+        for own in flat.own:
+            covered[own] += 1
+        assert [(own.stop - own.start) * count for own in flat.own] == [
+            segment.run.stop - segment.run.start for segment in flat.segments]
+    assert (covered == 1).all()
+    assert sum(part.size for flat in flats for param in flat.params
+               for _, part in flat.parts(param, flat.summed)) == flats[0].size
+    longest = max(run.stop - run.start for *_, run in flats[0].segments)
+    assert longest > 25 if level == 3 else longest <= 25  # 100 bytes
+    assert (len(flats[0].segments) == sum(map(len, flats[0].units.values()))) == (level == 3)
 
 
 def test_an_update_is_two_runs_for_each_unit():

@@ -10,9 +10,9 @@ from one_rank import fresh
 from mpipar.data.rows import Rows
 from mpipar.errors import NonFiniteError
 from mpipar.layers.loss import CrossEntropy
-from mpipar.layers.param import FlatParams
 from mpipar.train.gradsync import GradSync
 from mpipar.train.loss_scale import FIRST, LossScale, loss_scale_problems
+from mpipar.train.optim import Sgd
 
 TOKENS = np.random.default_rng(2).integers(0, 17, 500).astype(np.uint8)
 
@@ -159,11 +159,11 @@ def test_small_updates_are_kept_in_the_masters(dtype, monkeypatch):
 
     rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     assert astray() < 2 * rounding
-    plain = FlatParams.publish
+    plain = Sgd.update
 
-    def update_rounded_weights(self):  # without master weights
-        plain(self)
-        self.ops.copy(self.master, self.data)
+    def update_rounded_weights(self, number, flat, *rest):  # without master weights
+        plain(self, number, flat, *rest)
+        self.ops.copy(flat.master, flat.data)
 
-    monkeypatch.setattr(FlatParams, "publish", update_rounded_weights)
+    monkeypatch.setattr(Sgd, "update", update_rounded_weights)
     assert astray() > 20 * rounding

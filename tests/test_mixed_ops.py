@@ -9,7 +9,8 @@ from ops_cases import ADAMW, LARGE, SMALL, call_every_op, parts, plain
 
 from mpipar.comm.group import Comms
 from mpipar.layers.context import Context
-from mpipar.layers.param import FlatParams, Param
+from mpipar.layers.flat import FlatParams
+from mpipar.layers.param import Param
 from mpipar.ops import make
 from mpipar.ops.mixed_ops import DTYPES
 

@@ -264,7 +264,7 @@ def test_another_model_is_refused_with_a_table(tmp_path):
                  f"  head.table: missing {here}, float32 [30, 12] {there}",
                  f"  block3.ffn.up.w: missing {here}, float32 [12, 21] {there}"):
         assert line in lines
-    assert not any(np.any(view) for _, _, view in state_views(worker))
+    assert not any(np.any(values) for *_, values in state_views(worker))
 
 
 @pytest.mark.parametrize(("ours", "part"), [

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,19 @@ def test_rows_of_copies_and_blocks_tile_a_shard(lengths, data):
     assert [row for block in blocks for row in range(*block[0])] == rows
     assert all(4 * boxes.volume(block) <= limit or block[0][1] - block[0][0] == 1
                for block in blocks)
+
+
+@given(LENGTHS, st.data())
+def test_boxes_of_a_run_hold_its_elements_in_order(lengths, data):
+    whole = np.arange(math.prod(lengths)).reshape(lengths)
+    first, stop = sorted(data.draw(st.lists(
+        st.integers(0, whole.size), min_size=2, max_size=2)))
+    found = boxes.boxes_of_run(tuple(lengths), first, stop)
+    parts = [whole[boxes.within(box, tuple((0, length) for length in lengths))] for box in found]
+    numbers = [number for part in parts for number in part.reshape(-1)]
+    assert numbers == list(range(first, stop))
+    assert len(found) <= 2 * len(lengths) - 1
+    assert all(part.size for part in parts)
 
 
 @given(LENGTHS, st.data())
@@ -79,7 +93,9 @@ def layouts(draw, most=8):
     schedules = ["1f1b", "gpipe", "zb-h1"] + ["zb-v", "dualpipe"] * (pp == 2) + ["interleaved"]
     schedule = draw(st.sampled_from(schedules)) if pp > 1 else "1f1b"
     order = draw(st.sampled_from(["pp,dp,cp,tp", "tp,cp,dp,pp", "dp,pp,tp,cp"]))
-    return dp * pp * tp, {"dp": dp, "pp": pp, "tp": tp, "schedule": schedule, "rank_order": order}
+    zero = draw(st.sampled_from([0, 1])) if dp > 1 else 0
+    return dp * pp * tp, {"dp": dp, "pp": pp, "tp": tp, "schedule": schedule, "rank_order": order,
+                          "zero": zero, "bucket_bytes": 800}
 
 
 @given(

@@ -12,7 +12,7 @@ from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.checkpoint.save import Saver
 from mpipar.data.rows import Rows
-from mpipar.layers.param import FlatParams
+from mpipar.layers.flat import FlatParams
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import AdamW
 

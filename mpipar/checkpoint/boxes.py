@@ -38,6 +38,47 @@ def whole_box(shape) -> Box:
     return tuple((0, length) for length in shape)
 
 
+def boxes_of_run(shape, first: int, stop: int) -> list[Box]:
+    """Boxes of the elements [first, stop) of a flattened array, ascending; each is contiguous.
+
+    They are whole rows, what is before them, and what is behind; at most 2 * axes - 1 boxes.
+    """
+    if len(shape) == 1 or first == stop:
+        return [((first, stop), *((0, length) for length in shape[1:]))] if first < stop else []
+    row = math.prod(shape[1:])
+    low, high = -(-first // row), stop // row  # the whole rows
+    if low > high:
+        return _in_row(shape, low - 1, first, stop)
+    rows = [((low, high), *((0, length) for length in shape[1:]))] if low < high else []
+    return [*_in_row(shape, low - 1, first, low * row), *rows,
+            *_in_row(shape, high, high * row, stop)]
+
+
+def _in_row(shape, row: int, first: int, stop: int) -> list[Box]:
+    """`boxes_of_run` of a run that lies inside one row."""
+    start = row * math.prod(shape[1:])
+    return [((row, row + 1), *box)
+            for box in boxes_of_run(shape[1:], first - start, stop - start)]
+
+
+def boxes_of_part(param, first: int, values):
+    """Yield (box, array) of a part of a flattened shard, without the padding of the cut axis.
+
+    first: place of the values in the shard.
+    """
+    held, done = shard_box(param), 0
+    cut = 0 if param.cut_axis is None else param.cut_axis
+    for local in boxes_of_run(param.local_shape, first, first + values.size):
+        x = values[done:done + volume(local)].reshape(shape_of(local))
+        done += x.size
+        start = held[cut][0]
+        place = tuple((low + start, high + start) if axis == cut else (low, high)
+                      for axis, (low, high) in enumerate(local))
+        box = overlap(place, held)
+        if box is not None:
+            yield box, x[within(box, place)]
+
+
 def share_of_rows(box: Box, index: int, count: int) -> Box:
     """The rows of a box that replica `index` of `count` writes, perhaps none."""
     (first, stop), *others = box

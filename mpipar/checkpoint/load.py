@@ -102,13 +102,20 @@ def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
     with Pieces(step_folder, manifest) as pieces:
         for kind, buffers in worker.optimizer.state().items():
             for number, buffer in buffers.items():
-                for param, view in worker.stages[number].flat.views(buffer):
-                    held = boxes.shard_box(param)
-                    for box, block in pieces.read(param.name, kind, held):
-                        ops.copy(view[boxes.within(box, held)], ops.asarray(block))
+                flat = worker.stages[number].flat
+                for target in flat.weights if kind == "master" else [buffer]:
+                    _fill(ops, pieces, kind, flat.held(target))
     worker.loss_scale.restore(manifest.loss_scale)
     for stage in worker.stages.values():
         stage.flat.publish()
+
+
+def _fill(ops, pieces: Pieces, kind: str, parts) -> None:
+    """Read what a buffer holds. parts: (Param, first, values), see `FlatParams.held`."""
+    for param, first, values in parts:
+        for held, x in boxes.boxes_of_part(param, first, values):
+            for box, block in pieces.read(param.name, kind, held):
+                ops.copy(x[boxes.within(box, held)], ops.asarray(block))
 
 
 def blocks(step_folder: Path, manifest: Manifest, names, kind: str = "master"):

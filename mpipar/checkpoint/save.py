@@ -50,13 +50,15 @@ class Own(NamedTuple):
     x: object
 
 
-def place_among_copies(comms, param) -> tuple[int, int]:
-    """(index, count) of this rank among all ranks that hold the same shard of a Param.
+def place_among_copies(comms, param, shared=False) -> tuple[int, int]:
+    """(index, count) of this rank among all ranks that hold the same numbers of a Param.
 
-    They are those of its own groups of copies, and the data group.
+    They are those of its own groups of copies, and the data group. shared: the data group shares
+    these numbers out.
     """
     index, count = 0, 1
-    for comm in (comms.by_axis[name] for name in (*param.copy_groups, "dp", "cp")):
+    groups = (*param.copy_groups, *(() if shared else ("dp", "cp")))
+    for comm in (comms.by_axis[name] for name in groups):
         index, count = index * comm.size + comm.index, count * comm.size
     return index, count
 
@@ -64,18 +66,27 @@ def place_among_copies(comms, param) -> tuple[int, int]:
 def own_pieces(worker) -> list[Own]:
     """The pieces that this rank writes, sorted as in its file.
 
-    The rows of a shard are shared out among its copies. So all ranks write, and no row twice.
+    The rows of a box are shared out among its copies. So all ranks write, and no row twice.
     """
-    file, found = pieces_file(worker.grid.world_rank), []
+    file, found = pieces_file(worker.grid.world_rank), {}
     for kind, buffers in worker.optimizer.state().items():
         for number, buffer in buffers.items():
-            for param, view in worker.stages[number].flat.views(buffer):
-                held = boxes.shard_box(param)
-                box = boxes.share_of_rows(held, *place_among_copies(worker.comms, param))
-                if boxes.volume(box):
-                    piece = Piece(file, f"{param.name}/{kind}", param.name, kind, box)
-                    found.append(Own(piece, view[boxes.within(box, held)]))
-    return sorted(found, key=lambda own: own.piece.key)
+            flat = worker.stages[number].flat
+            for param, first, values in flat.held(buffer):
+                place = place_among_copies(worker.comms, param, not flat.is_whole(buffer))
+                for held, x in boxes.boxes_of_part(param, first, values):
+                    box = boxes.share_of_rows(held, *place)
+                    if boxes.volume(box):
+                        key = unused_key(f"{param.name}/{kind}", found)
+                        found[key] = Own(Piece(file, key, param.name, kind, box),
+                                         x[boxes.within(box, held)])
+    return [found[key] for key in sorted(found)]
+
+
+def unused_key(key: str, used) -> str:
+    """The key, or with a number behind it where a rank has several boxes of a tensor."""
+    numbered = (f"{key}/{number}" if number else key for number in itertools.count())
+    return next(one for one in numbered if one not in used)
 
 
 def row_blocks(own: Own, ops):

@@ -30,18 +30,39 @@ def _blocks(box, itemsize):
     return boxes.row_blocks(box, itemsize, BLOCK_BYTES)
 
 
-def stream(worker, array_of):
+def shard_of(worker, flat, param, kind: str):
+    """The shard (local shape) of a parameter on its first data rank; kind: master or grad.
+
+    Comm: where the data group shares it out, one reduce over that group. None on other ranks then.
+    """
+    whole = flat.sharding.count == 1 if kind == "grad" else flat.is_whole(flat.master)
+    if whole:
+        return getattr(param, kind)
+    ops = worker.ops
+    shard = ops.zeros((param.size,), ops.statistics, label="buffers")
+    pieces = flat.summed if kind == "grad" else flat.pieces(flat.master)
+    for first, values in flat.parts(param, pieces):  # each rank has other numbers: the sum is exact
+        ops.copy(shard[first:first + values.size], values)
+    return worker.comms.data.reduce(
+        shard.reshape(param.local_shape), 0, f"save.{param.name}")
+
+
+def stream(worker, kind: str):
     """Yield (name, first row, block) of full tensors on world rank 0, none elsewhere.
 
-    array_of(param) picks the array to stream: `param.master`, or `param.grad` for a comparison. The
-    block has whole rows of the parameter's logical shape. Every rank must run this to the end.
-    Comm: per block and owner other than rank 0, one send over world, in the order of `all_params`.
+    kind: `master` for weights, `grad` for gradients. The block has whole rows of the parameter's
+    logical shape. Every rank must run this to the end.
+    Comm: that of `shard_of`; per block and owner other than rank 0, one send over world, in the
+    order of `all_params`.
     """
     ops, grid = worker.ops, worker.grid
-    mine = {param.name: param for stage in worker.stages.values() for param in stage.flat.params}
+    mine = {param.name: (stage.flat, param)
+            for stage in worker.stages.values() for param in stage.flat.params}
     for stage, param in all_params(worker.config.model, worker.stage_layers):
         pp_rank = worker.schedule.rank_of(stage, 0)
         shards = param.cut_over(grid.tp_size)
+        if grid.pp_rank == pp_rank and grid.tp_rank % (grid.tp_size // shards) == 0:
+            own = shard_of(worker, *mine[param.name], kind)
         for box in _blocks(boxes.whole_box(param.shape), ops.statistics.itemsize):
             block = np.empty(boxes.shape_of(box), ops.statistics)
             for index in range(shards):
@@ -52,7 +73,7 @@ def stream(worker, array_of):
                 owner = grid.at(pp=pp_rank, dp=0, cp=0, tp=index * (grid.tp_size // shards))
                 piece = None
                 if grid.world_rank == owner:
-                    piece = array_of(mine[param.name])[boxes.within(part, shard)]
+                    piece = own[boxes.within(part, shard)]
                 if owner != 0:
                     piece = _move(worker, piece, boxes.shape_of(part), owner, param.name)
                 if grid.world_rank == 0:
@@ -76,7 +97,7 @@ def _move(worker, piece, shape, owner, name):
 
 def save(worker, folder: Path) -> None:
     """Write a worker's weights into a folder, as `write` does. Comm: see `stream`."""
-    blocks = stream(worker, lambda param: param.master)
+    blocks = stream(worker, "master")
     if worker.grid.world_rank == 0:
         write(folder, worker.config, worker.ops.statistics, blocks)
     else:
@@ -165,13 +186,17 @@ def _fill(worker, blocks_of) -> list[str]:
     ops, bad = worker.ops, []
     for stage in worker.stages.values():
         for param in stage.flat.params:
-            held, finite = boxes.shard_box(param), True
+            held, finite, shard = boxes.shard_box(param), True, param.master
+            if shard is None:  # the data group shares it out: a rank keeps its pieces
+                shard = ops.zeros(param.local_shape, ops.statistics, label="buffers")
             for box, block in blocks_of(param, held):
                 # A float64 that float32 cannot hold is not finite.
                 with np.errstate(over="ignore", invalid="ignore"):
                     values = np.ascontiguousarray(block, dtype=ops.statistics)
                 finite = finite and bool(np.isfinite(values).all())
-                ops.copy(param.master[boxes.within(box, held)], ops.asarray(values))
+                ops.copy(shard[boxes.within(box, held)], ops.asarray(values))
+            if param.master is None:
+                stage.flat.keep(param, shard)
             if not finite:
                 bad.append(param.name)
         stage.flat.publish()

@@ -41,6 +41,10 @@ class DeviceTransport(HostTransport):
         self.all_reduce(x, "sum")
         return Done()
 
+    def ireduce_scatter(self, x):
+        self.mpi.Reduce_scatter_block(self.in_place, x)
+        return Done()
+
 
 class StagedTransport(HostTransport):
     """Sends CuPy arrays through pinned host memory: device -> host -> MPI -> host -> device."""
@@ -80,6 +84,15 @@ class StagedTransport(HostTransport):
     def iall_reduce(self, x):
         host = self.ops.to_pinned(x)
         return StagedRequest(super().iall_reduce(host), host, lambda: self._to_device(host, x))
+
+    def ireduce_scatter(self, x):
+        host = self.ops.to_pinned(x)
+        return StagedRequest(super().ireduce_scatter(host), host,
+                             lambda: self._to_device(host[0], x[0]))
+
+    def iall_gather(self, x):
+        host = self.ops.to_pinned(x)
+        return StagedRequest(super().iall_gather(host), host, lambda: self._to_device(host, x))
 
     def all_gather(self, x, group_size):
         return self._new_on_device(super().all_gather(self.ops.to_pinned(x), group_size))

@@ -159,6 +159,28 @@ class Comm:
         self.recorder.close(entry)
         return y
 
+    def ireduce_scatter(self, x, name: str) -> Pending:
+        """Post the sum of x (size, ...) over the group, of which each rank gets its part.
+
+        No other memory is needed: after `wait` this rank's part of the sum is in x[0], and the rest
+        of x means nothing.
+        """
+        assert x.shape[0] == self.size, (x.shape, self.size)
+        if self.size == 1:
+            return Pending(None, None, None, x)
+        entry = self._open("reduce_scatter", name, x.nbytes, x.dtype)
+        return Pending(self.wire.ireduce_scatter(x), entry, self.recorder, x)
+
+    def iall_gather(self, x, name: str) -> Pending:
+        """Post an all-gather into x (size, ...): x[index] is this rank's part, and after `wait`
+        the other parts are those of the others.
+        """
+        assert x.shape[0] == self.size, (x.shape, self.size)
+        if self.size == 1:
+            return Pending(None, None, None, x)
+        entry = self._open("all_gather", name, x.nbytes, x.dtype)
+        return Pending(self.wire.iall_gather(x), entry, self.recorder, x)
+
     def all_to_all(self, x, name: str):
         """Send part j of x (size, ...) to rank j; returns what the others sent here, in the same
         shape.
@@ -235,8 +257,9 @@ class Comm:
 class Comms:
     """All groups of one rank: `world`, one per axis, and further ones by name.
 
-    `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group. All
-    ranks take part in making them. A rank that is in none of them is alone.
+    `alone` is the group of this rank and no other. `partitions` maps a name (e.g. "tie", "mirror")
+    to the world ranks of *every* such group. All ranks take part in making them. A rank that is in
+    none of them is alone.
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
@@ -262,6 +285,7 @@ class Comms:
         self.pp, self.dp, self.cp, self.tp = (self.by_axis[axis] for axis in AXES)
         # The ranks that hold the same shard and read other tokens: those of dp x cp.
         self.data = self.dp
+        self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
         if grid.cp_size > 1:
             self.data = self.by_axis["data"] = make("data", grid.group("dp", "cp"))
         for name, groups in (partitions or {}).items():

@@ -51,6 +51,13 @@ class NarrowTransport:
         assert not self._is_narrow(x), "gradients are summed in float32"
         return self.wire.iall_reduce(x)
 
+    def ireduce_scatter(self, x):
+        assert not self._is_narrow(x), "gradients are summed in float32"
+        return self.wire.ireduce_scatter(x)
+
+    def iall_gather(self, x):
+        return self.wire.iall_gather(self._moved(x))
+
     def reduce_scatter(self, x):
         if not self._is_narrow(x):
             return self.wire.reduce_scatter(x)

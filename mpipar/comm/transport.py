@@ -36,6 +36,12 @@ class NoTransport:
     def iall_reduce(self, x):
         return Done()
 
+    def ireduce_scatter(self, x):
+        return Done()
+
+    def iall_gather(self, x):
+        return Done()
+
     def all_gather(self, x, group_size):
         return self.ops.empty((group_size, *x.shape), x.dtype, label="buffers")
 
@@ -119,6 +125,12 @@ class HostTransport:
 
     def iall_reduce(self, x):
         return self.mpi.Iallreduce(self.in_place, x)
+
+    def ireduce_scatter(self, x):
+        return self.mpi.Ireduce_scatter_block(self.in_place, x)
+
+    def iall_gather(self, x):
+        return self.mpi.Iallgather(self.in_place, x)
 
     def all_gather(self, x, group_size):
         y = self._new((group_size, *x.shape), x.dtype)

@@ -125,8 +125,7 @@ def without_times(text: str) -> str:
 def closed_forms(prediction, config, schedule, split, grid) -> str:
     """Counted and expected calls and bytes sent, by axis, and over tp for one block."""
     records = prediction.recorder.records
-    expected = formulas.expected(
-        config, schedule, split, grid, prediction.num_params)
+    expected = formulas.expected(config, schedule, split, grid, prediction)
     groups = {axis: [one for one in records if one.axis == axis]
               for axis in formulas.counted(records)}
     if block := formulas.one_block(records):

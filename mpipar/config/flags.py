@@ -105,7 +105,7 @@ def _add_flag(group, name: str, **more) -> None:
         if base is str:
             options |= {"nargs": "+", "metavar": "PATH"}
     elif legal["choices"]:
-        options["metavar"] = "{" + ",".join(legal["choices"]) + "}"
+        options["metavar"] = "{" + ",".join(map(str, legal["choices"])) + "}"
     elif legal["in_bytes"]:
         options["metavar"] = "SIZE"
     else:

@@ -15,6 +15,8 @@ class MemoryConfig:
     recompute_layers: int | None = setting(
         None, "with --recompute: only the first so many blocks of each stage (default: all)", low=1,
         high=2**16)
+    zero: int = setting(
+        0, "what the ranks of dp x cp share out: 1 = master weights and moments", choices=(0, 1))
 
 
 def memory_problems(config) -> list[str]:
@@ -29,4 +31,13 @@ def memory_problems(config) -> list[str]:
     if memory.recompute_layers is not None and config.grid.schedule == "auto":
         found.append(f"--recompute-layers {memory.recompute_layers}: makes blocks of a stage"
                      " unequal, and --schedule auto measures one for all; name a schedule")
+    return found
+
+
+def sharing_problems(config) -> list[str]:
+    """What keeps ZeRO from sharing out what ranks keep. config: its grid is complete."""
+    memory, grid, found = config.memory, config.grid, []
+    if memory.zero and grid.dp * grid.cp == 1:
+        found.append(f"--zero {memory.zero}: shares out what the ranks of dp x cp keep alike, and"
+                     f" dp {grid.dp} x cp {grid.cp} is one rank; use --dp 2 or --cp 2, or --zero 0")
     return found

@@ -83,8 +83,8 @@ def choice_problems(config: Config, given: dict) -> list[str]:
                           for one in (choice, "preset")):
             other = COUNTERPARTS.get(name)
             cure = f"type {flag(other)} {value}" if other else "leave it out"
-            found.append(f"{flag(name)}: belongs to {flag(choice)} {' or '.join(wanted)}, but"
-                         f" {flag(choice)} is {values[choice]}; {cure}, or type {flag(choice)}"
+            found.append(f"{flag(name)}: belongs to {flag(choice)} {' or '.join(map(str, wanted))},"
+                         f" but {flag(choice)} is {values[choice]}; {cure}, or type {flag(choice)}"
                          f" {wanted[0]}")
     return found
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mpipar.config import layout
 from mpipar.config.grid import grid_problems
 from mpipar.config.layout import divisors, listing
-from mpipar.config.memory import memory_problems
+from mpipar.config.memory import memory_problems, sharing_problems
 from mpipar.config.presets import PRESETS, preset_problems
 from mpipar.config.run import run_problems
 from mpipar.config.sections import SECTIONS, Config, settings
@@ -93,7 +93,9 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         method = given.cp_attention or ("ring" if given.cp > 1 else None)
         config = replace(config, model=model, grid=replace(
             given, dp=dp, pp=pp, tp=tp, cp_attention=method))
-        misfits += [] if misfits else layout.context_problems(config.model, config.grid)
+        if not misfits:
+            misfits += [*layout.context_problems(config.model, config.grid),
+                        *sharing_problems(config)]
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])
         for check, error in checks:

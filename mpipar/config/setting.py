@@ -51,9 +51,9 @@ def value_problem(name: str, legal: dict, value) -> str | None:
     if isinstance(value, int | float) and value >= below:
         return f"{shown}: must be less than {below}"
     if legal["choices"] and value not in legal["choices"]:
-        hint = suggestion(value, legal["choices"])
-        return (f"{flag(name)} {text.shown(value)}: must be one of {', '.join(legal['choices'])}"
-                f"{hint}")
+        options = [str(option) for option in legal["choices"]]
+        hint = suggestion(value, options) if isinstance(value, str) else ""
+        return f"{flag(name)} {text.shown(value)}: must be one of {', '.join(options)}{hint}"
     if isinstance(value, str) and any(0xD800 <= ord(letter) < 0xE000 for letter in value):
         return (f"{flag(name)} {text.shown(value)}: is not valid UTF-8, so it cannot be written to"
                 " config.toml")

@@ -21,7 +21,7 @@ SYNONYMS = {  # other programs' names -> field
     "lr_decay_style": "lr_schedule", "lr_scheduler": "lr_schedule",
     "lr_scheduler_type": "lr_schedule", "eval_steps": "eval_interval",
     "validation_data": "val_data", "valid_data": "val_data", "valid_data_path": "val_data",
-    "logging_steps": "log_interval", "sample_every": "sample_interval",
+    "logging_steps": "log_interval", "sample_every": "sample_interval", "zero_stage": "zero",
     "num_key_value_heads": "kv_heads", "n_kv_heads": "kv_heads", "num_query_groups": "kv_heads",
     "kv_channels": "head_dim", "rotary_base": "rope_theta", "rms_norm_eps": "norm_eps",
     "layer_norm_epsilon": "norm_eps", "norm_epsilon": "norm_eps", "hidden_act": "activation",
@@ -42,13 +42,12 @@ OTHERWISE = {  # other programs' names for what has another form here -> what to
     "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
     "untie_embeddings_and_output_weights": "--no-tied", "swiglu": "--activation swiglu",
     "disable_bias_linear": "--bias none", "add_qkv_bias": "--bias qkv",
+    "use_distributed_optimizer": "--zero 1",
 }
-WHOLE = "leave it out: every dp rank has the whole optimizer state and weights of its shard"
 NOT_BUILT = {  # known names for what these programs do not do -> what to do instead
     "dropout": "leave it out", "attention_dropout": "leave it out",
     "hidden_dropout": "leave it out", "compile": "leave it out", "fp8": "use --dtype bfloat16",
-    "fp8_format": "use --dtype bfloat16", "zero": WHOLE, "zero_stage": WHOLE, "fsdp": WHOLE,
-    "use_distributed_optimizer": WHOLE, "cp_comm_type": "leave it out",
+    "fp8_format": "use --dtype bfloat16", "cp_comm_type": "leave it out",
     "num_experts": "leave it out", "expert_model_parallel_size": "leave it out",
     "recompute_granularity": "leave it out; --memory-limit names layouts that fit",
     "recompute_activations": "leave it out; --memory-limit names layouts that fit",

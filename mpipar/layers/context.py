@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mpipar.comm.group import Comms
 from mpipar.layers.recompute import Recomputed
+from mpipar.layers.shards import WHOLE, Sharding
 from mpipar.partition import context_whole
 from mpipar.partition.tokens import WholeTokens
 
@@ -32,8 +33,8 @@ class Context:
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
     which tokens this rank holds between two products, by default all of them. attention: how the
     ranks of cp attend to each other's tokens, see `partition.context`. recomputed: how many of a
-    stage's first blocks keep only their input. copies: those of the stage's parameters. tied: those
-    of a table that the first and the last stage share.
+    stage's first blocks keep only their input. sharding: what the data group shares out. copies:
+    those of the stage's parameters. tied: those of a table that the first and the last stage share.
     """
 
     ops: object
@@ -41,6 +42,7 @@ class Context:
     held: WholeTokens | None = None
     attention: object = context_whole
     recomputed: int = 0
+    sharding: Sharding = WHOLE
     copies: Copies = ALONE
     tied: Copies = ALONE
 

@@ -76,8 +76,19 @@ class Param:
         start = min(self.cut_index * width, self.shape[self.cut_axis])
         return start, min(start + width, self.shape[self.cut_axis])
 
-    def initial_rows(self, seed: int, spread: float = 0.0):
-        """Yield (local row, values) for each first-axis row of this shard, without padding.
+    def initial_run(self, seed: int, spread: float, first: int, count: int, dtype):
+        """`count` initial values, flat, from place `first` of the shard; padding is zero."""
+        width = math.prod(self.local_shape[1:])
+        rows = slice(first // width, -(-(first + count) // width))
+        values = np.zeros((rows.stop - rows.start, *self.local_shape[1:]), dtype)
+        for row, one in self.initial_rows(seed, spread, rows):
+            values[(row - rows.start, *(slice(n) for n in one.shape))] = one
+        return values.reshape(-1)[first - rows.start * width:][:count]
+
+    def initial_rows(self, seed: int, spread: float = 0.0, rows=slice(None)):
+        """Yield (local row, values) for first-axis rows of this shard, without padding.
+
+        rows: slice of the rows to make; all by default.
 
         The values are normal with deviation `std`. Those of biases and norms have deviation
         `spread` around their constant.
@@ -92,7 +103,7 @@ class Param:
         first, last = (start, stop) if cut_rows else (0, self.shape[0])
         bits = np.random.Philox(key=key)
         generator, state = np.random.Generator(bits), bits.state
-        for row in range(first, last):
+        for row in range(first, last)[rows]:
             state["state"]["counter"][1] = row  # the counter is row << 64: rows cannot meet
             bits.state = state
             values = np.asarray(generator.standard_normal(self.shape[1:]))
@@ -123,96 +134,3 @@ def joined(params) -> list:
     """
     runs = [list(run) for _, run in itertools.groupby(params, lambda param: param.grad_groups)]
     return [run[0] if len(run) == 1 else Joined(run) for run in runs]
-
-
-class FlatParams:
-    """Data, gradients and master weights of a list of parameters, each kind in one flat buffer.
-
-    Every Param is a view into all three buffers.
-
-    With 16-bit data, gradients and master weights are float32: an update is often too small to
-    change a 16-bit number. Otherwise the master weights are the data.
-
-    Parameters whose gradient needs only the data group come first, then the others by their groups.
-    Inside each, units go from the last to the first, as their gradients are completed. Inside each
-    unit, parameters with decay come first. So an optimizer update is two long runs for each unit,
-    and a bucket of gradients or a group's sum is a slice. Zeros fill the end up to a multiple of
-    `pieces`.
-
-    pieces: number of ranks of the data group, each of which can own an equal share of the buffers.
-    size: elements of all parameters, without those zeros. by_groups: (grad_groups, slice) of each
-    run of parameters. by_decay: (decay, slice) of each run. owned: slices of the parameters that
-    this rank owns; copies: those of all others. units: {unit: {grad_groups: slice}}, in the
-    order of the buffers.
-    """
-
-    def __init__(self, ops, params, pieces=1):
-        self.ops = ops
-        self.params = sorted(params, key=lambda p: (
-            len(p.grad_groups), p.grad_groups, -p.unit, not p.decay))
-        largest = max(self.params, key=lambda p: p.size).name if params else "none"
-        # for the error that reports a lack of memory
-        self.name = f"{largest} and {len(self.params) - 1} smaller tensors"
-        self.size = sum(p.size for p in self.params)
-        total = -(-self.size // pieces) * pieces
-        self.data = self.master = ops.zeros((total,), label="weights")
-        self.grad = ops.zeros((total,), ops.statistics, label="gradients")
-        if ops.dtype != ops.statistics:
-            self.master = ops.zeros((total,), ops.statistics, label="optimizer")
-        for kind in ("data", "grad", "master"):
-            self.place(kind, getattr(self, kind))
-        self.by_groups = self._runs(lambda param: param.grad_groups)
-        self.by_decay = self._runs(lambda param: param.decay)
-        self.owned, self.copies = (
-            [run for owner, run in self._runs(lambda param: param.owner) if owner == wanted]
-            for wanted in (True, False))
-        self.units: dict[int, dict[tuple[str, ...], slice]] = {}
-        for (groups, unit), run in self._runs(lambda param: (param.grad_groups, param.unit)):
-            self.units.setdefault(unit, {})[groups] = run
-
-    def place(self, kind, buffer):
-        """Make `kind` of every Param and Joined its view of a flat buffer with this order."""
-        start = 0
-        for place, param in enumerate(self.params):
-            setattr(param, kind, buffer[start:start + param.size].reshape(param.local_shape))
-            if param.leads:
-                assert self.params[place:place + len(param.leads.params)] == param.leads.params
-                setattr(param.leads, kind, buffer[start:start + param.leads.size])
-            start += param.size
-
-    def views(self, buffer):
-        """Yield (Param, its view of its local shape) of a flat buffer with this order."""
-        start = 0
-        for param in self.params:
-            yield param, buffer[start:start + param.size].reshape(param.local_shape)
-            start += param.size
-
-    def _runs(self, key):
-        """Contiguous runs of parameters with equal key(param): (key value, slice) of each."""
-        found, start = [], 0
-        for value, params in itertools.groupby(self.params, key):
-            stop = start + sum(param.size for param in params)
-            found.append((value, slice(start, stop)))
-            start = stop
-        return found
-
-    def initialize(self, seed: int, spread: float = 0.0) -> None:
-        """Set every parameter to its initial values; padding stays zero.
-
-        spread: standard deviation around the constant of biases and norms. Training starts them at
-        0 and 1. A comparison needs a spread: a zero bias that is counted twice is still zero.
-        """
-        for param in self.params:
-            if param.fill is not None and not spread:
-                self.ops.fill(param.master, param.fill)
-                continue
-            host = np.zeros(param.local_shape, self.ops.statistics)
-            for row, values in param.initial_rows(seed, spread):
-                host[(row, *(slice(n) for n in values.shape))] = values
-            self.ops.copy(param.master, self.ops.asarray(host))
-        self.publish()
-
-    def publish(self) -> None:
-        """Round the changed master weights to the data that the layers read."""
-        if self.master is not self.data:
-            self.ops.copy(self.data, self.master)

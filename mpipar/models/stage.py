@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpipar.layers.param import FlatParams
+from mpipar.layers.flat import FlatParams
 
 
 class LayerRun:
@@ -31,7 +31,7 @@ class LayerRun:
                 if param.name not in elsewhere and param.name not in own:
                     own[param.name] = param
                     param.unit = unit
-        self.flat = FlatParams(context.ops, own.values(), context.data.size)
+        self.flat = FlatParams(context.ops, own.values(), context.sharding)
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the loss's backward factor: loss scale / number of targets in the global batch."""

@@ -107,9 +107,9 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
 
         Word i of each block of 32-bit words is multiplied by odd number i, modulo 2^64: no change
         of one word can give 0. The odd numbers are irregular, so that several changes do not cancel
-        out (multilinear hashing, Carter and Wegman 1979).
+        out (multilinear hashing, Carter and Wegman 1979). Words of 16-bit numbers have 16 bits.
         """
-        words, total = x.reshape(-1).view(np.uint32), 0
+        words, total = x.reshape(-1).view(np.uint16 if x.itemsize == 2 else np.uint32), 0
         odd = self.xp.arange(1, 1 + min(words.size, self.checksum_block), dtype=np.uint64)
         odd *= np.uint64(GOLDEN)
         odd ^= odd >> np.uint64(29)

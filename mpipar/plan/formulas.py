@@ -41,8 +41,8 @@ class Expected(NamedTuple):
     sent: float | None = None
 
 
-def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str, Expected]:
-    """{axis: Expected} of one rank. num_params: number of its parameters, without padding.
+def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expected]:
+    """{axis: Expected} of one rank. prediction: of that rank, for the sizes of its buffers.
 
     L is the number of blocks on this rank, R of those that run forward again (--recompute block), m
     the number of microbatches. A schedule whose ranks hold a second stage for the other direction
@@ -53,7 +53,7 @@ def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str,
     m = config.grid.num_microbatches // (1 + mirror), "m/2" if mirror else "m"
     found = {}
     if grid.tp_size > 1:
-        found["tp"] = _tensor_parallel(config, parts, *m, grid.tp_size)
+        found["tp"] = _tensor_parallel(config, parts, *m, grid.tp_size, prediction)
     if grid.pp_size > 1:
         # Neighbouring stages on one rank need no message. A mirror's stages are of two directions.
         hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
@@ -70,17 +70,32 @@ def expected(config, schedule, stage_layers, grid, num_params: int) -> dict[str,
         found["cp"] = Expected(f"{m[1]} * ({calls_text})", m[0] * calls,
                                f"{m[1]} * ({text})", m[0] * size)
     copies = grid.dp_size * grid.cp_size
-    if copies > 1:  # the number of calls depends on buckets and further groups
-        gradient_bytes = num_params * _itemsizes(config)[1]
-        found["data" if grid.cp_size > 1 else "dp"] = Expected(
-            sent_formula="2(q-1)/q * gradients", sent=2 * (copies - 1) / copies * gradient_bytes)
+    if copies > 1:
+        found["data" if grid.cp_size > 1 else "dp"] = _data(config, prediction, copies)
     if grid.world_size > 1:
         found["world"] = Expected("1 (the norm)", 1)
     return found
 
 
-def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int) -> Expected:
-    """The Expected of tp: blocks, ends, and once per stage the sum of replicated gradients."""
+def _data(config, prediction, group_size: int) -> Expected:
+    """The Expected of the ranks that sum gradients, and share out what they keep (--zero)."""
+    itemsize, sum_itemsize = _itemsizes(config)
+    factor = (group_size - 1) / group_size
+    if config.memory.zero == 0:  # the number of calls depends on buckets and further groups
+        return Expected(sent_formula="2(q-1)/q * gradients",
+                        sent=2 * factor * prediction.num_params * sum_itemsize)
+    segments = [one for stage in prediction.segments.values() for one in stage]
+    numbers = sum(run.stop - run.start for *_, run in segments)
+    return Expected("2 * segments", 2 * len(segments), "(q-1)/q * (gradients + weights)",
+                    factor * numbers * (sum_itemsize + itemsize))
+
+
+def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int,
+                     prediction) -> Expected:
+    """The Expected of tp: blocks, ends, and the sums of replicated gradients.
+
+    These come once per stage; what is shared out, once per segment, as a rank's piece of it.
+    """
     module, sizes = FORMULAS[config.model.model], _itemsizes(config)
     first, last = (sum(part[end] for part in parts) for end in (1, 2))
     count, _, sent_once = module.layer(config, sizes[0], group_size)
@@ -91,11 +106,17 @@ def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int) -> Exp
     end_calls = sum(end[0] for end in ends)
     texts = ([text] if text else []) + [end[1] for end in ends]
     numbers = [module.replicated(config, len(part[0]), part[2]) for part in parts]
-    sums = sum(count > 0 for count in numbers)
+    sums, text_of_sums = sum(count > 0 for count in numbers), "2(q-1)/q * norms"
+    if config.memory.zero and sums:
+        copies, text_of_sums = config.grid.dp * config.grid.cp, "2(q-1)/q * norms/(dp*cp)"
+        numbers = [(one.run.stop - one.run.start) // copies
+                   for segments in prediction.segments.values() for one in segments
+                   if "tp" in one.groups]
+        sums = len(numbers)
     return Expected(
         f"{m_text} * ({calls_text} + {end_calls})" + (f" + {sums}" if sums else ""),
         m * (calls + end_calls) + sums,
-        f"{m_text} * ({' + '.join(texts)})" + (" + 2(q-1)/q * norms" if sums else ""),
+        f"{m_text} * ({' + '.join(texts)})" + (f" + {text_of_sums}" if sums else ""),
         m * (size + sum(end[2] for end in ends))
         + 2 * (group_size - 1) / group_size * sum(numbers) * sizes[1])
 

@@ -23,6 +23,8 @@ class Prediction:
 
     peak_bytes: {label: bytes} at the instant of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
+    num_params: of its stages, without padding. segments: {stage: segments of its buffers}, see
+    `layers/shards.py`.
     """
 
     world_rank: int
@@ -31,6 +33,7 @@ class Prediction:
     recorder: Recorder
     groups: dict
     num_params: int
+    segments: dict
 
     @property
     def peak_total(self) -> int:
@@ -49,4 +52,5 @@ def predict(config, world_rank: int) -> Prediction:
     worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
                       {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
-                      sum(stage.flat.size for stage in worker.stages.values()))
+                      sum(stage.flat.size for stage in worker.stages.values()),
+                      {number: stage.flat.segments for number, stage in worker.stages.items()})

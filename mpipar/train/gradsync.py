@@ -25,6 +25,8 @@ class GradSync:
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending = []
         self.started: set[tuple[int, int]] = set()  # (stage, unit)
+        # All ranks of the data group have the same sums, and one of them counts these.
+        self.counts = comms.data.index == 0
 
     def start(self, stage: int) -> None:
         """Post what is left of a stage's finished gradients.
@@ -40,11 +42,15 @@ class GradSync:
 
         All ranks of the data group run the same passes, so they post the same buckets in the same
         order.
-        Comm: one all_reduce per bucket over the data group.
+        Comm: that of `post`.
         """
         self.started.add((stage, unit))
-        flat, phase = self.stages[stage].flat, self.recorder.phase
-        self.recorder.phase = "sync"
+        phase, self.recorder.phase = self.recorder.phase, "sync"
+        self.post(self.stages[stage].flat, unit)
+        self.recorder.phase = phase
+
+    def post(self, flat, unit: int) -> None:
+        """Comm: one all_reduce per bucket over the data group."""
         for groups, run in flat.units.get(unit, {}).items():
             data = self.comms.by_axis[groups[-1]]
             if len(groups) > 1 or data.size == 1:
@@ -52,7 +58,6 @@ class GradSync:
             for first in range(run.start, run.stop, self.bucket):
                 piece = flat.grad[first:min(first + self.bucket, run.stop)]
                 self.pending.append(data.iall_reduce(piece, "grads.bucket"))
-        self.recorder.phase = phase
 
     def finish(self) -> None:
         """Return when every gradient is the sum over all its groups.
@@ -60,10 +65,7 @@ class GradSync:
         Comm: waits for the buckets; then, per run of parameters with further groups, one all_reduce
         over each of its groups.
         """
-        for pending in self.pending:
-            pending.wait()
-        self.pending = []
-        self.started.clear()
+        self.wait()
         for stage in sorted(self.stages):
             flat = self.stages[stage].flat
             for groups, run in flat.by_groups:
@@ -72,6 +74,13 @@ class GradSync:
                     self.comms.by_axis[group].all_reduce(flat.grad[run], f"grads.{group}")
                 if earlier:
                     self.comms.by_axis[data].all_reduce(flat.grad[run], "grads.late")
+
+    def wait(self) -> None:
+        """Return when nothing is pending any more."""
+        for pending in self.pending:
+            pending.wait()
+        self.pending = []
+        self.started.clear()
 
     def test(self) -> None:
         """Let pending all-reduces progress: MPI may do nothing until it is called."""
@@ -85,29 +94,70 @@ class GradSync:
     def square_sum(self) -> float:
         """This rank's share of the squared gradient norm; not finite if any gradient here is not.
 
-        Only owned parameters of the first rank of the data group count. All others are read too,
+        Only owned parameters count, and of equal sums those of one rank. All others are read too,
         because a copy may be the only one with a number that is not finite. That costs no time.
         While the first rank adds up its squares, the others do the same.
         """
         total = 0.0
         for stage in self.stages.values():
-            for counts, runs in ((self.comms.data.index == 0, stage.flat.owned),
-                                 (False, stage.flat.copies)):
-                for run in runs:
-                    total += seen(self.ops.square_sum(stage.flat.grad[run]), counts)
+            flat = stage.flat
+            for counts, places in ((self.counts, flat.owned), (False, flat.copies)):
+                for segment, place in places:
+                    total += seen(self.ops.square_sum(flat.summed[segment][place]), counts)
         return total
 
     def unscale(self, loss_scale: float) -> None:
         """Divide all gradients by the factor that multiplied the loss."""
         if loss_scale != 1:
-            for stage in self.stages.values():
-                self.ops.scale(stage.flat.grad, 1 / loss_scale)
+            self._scale(1 / loss_scale)
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale all gradients so that their global norm is at most `limit` (0: no limit)."""
         if limit and norm > limit:
-            for stage in self.stages.values():
-                self.ops.scale(stage.flat.grad, limit / (norm + 1e-6))
+            self._scale(limit / (norm + 1e-6))
+
+    def _scale(self, factor: float) -> None:
+        for stage in self.stages.values():
+            for summed in stage.flat.summed:
+                self.ops.scale(summed, factor)
+
+
+class ScatterSync(GradSync):
+    """Gradient sums that the ranks of the data group share out: each rank gets its own pieces.
+
+    Sums over further groups come last, of these pieces alone. All ranks of such a group own the
+    same pieces of what they sum.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.counts = True  # no two ranks of the data group have the same piece
+
+    def post(self, flat, unit: int) -> None:
+        """Comm: one reduce_scatter per segment over the data group."""
+        for segment in flat.segments:
+            if segment.unit == unit and len(segment.groups) == 1:
+                self.scatter(flat.grad[segment.run])
+
+    def scatter(self, grad) -> None:
+        """Post the sum of a segment of gradients. Comm: one reduce_scatter over the data group."""
+        data = self.comms.data
+        self.pending.append(data.ireduce_scatter(grad.reshape(data.size, -1), "grads.bucket"))
+
+    def finish(self) -> None:
+        """Return when every own piece is the sum over all its groups.
+
+        Comm: the sums of segments with further groups over the data group; then, for each of these
+        groups, one all_reduce per segment.
+        """
+        late = [(segment, stage.flat, number) for _, stage in sorted(self.stages.items())
+                for number, segment in enumerate(stage.flat.segments) if len(segment.groups) > 1]
+        for segment, flat, _ in late:
+            self.scatter(flat.grad[segment.run])
+        self.wait()
+        for segment, flat, number in late:
+            for group in segment.groups[:-1]:
+                self.comms.by_axis[group].all_reduce(flat.summed[number], f"grads.{group}")
 
 
 def agree(ops, comms, values: list[float], name: str) -> list[float]:

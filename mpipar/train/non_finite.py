@@ -21,19 +21,21 @@ def seen(value: float, counts: bool) -> float:
     return value if counts or not is_finite(value) else 0.0
 
 
-def bad_numbers(worker, array_of, losses) -> dict:
+def bad_numbers(worker, pieces_of, losses) -> dict:
     """What is not finite on this rank, by {"losses": [mb, value], "tensors": [rows]}.
 
-    array_of(param) picks the array. losses: {microbatch: loss}. A row is stage, unit, name, how
-    many numbers, index of the first in the whole tensor. Rows come in the order in which a backward
-    pass makes the gradients.
+    pieces_of(flat) picks the arrays, one for each segment. losses: {microbatch: loss}. A row is
+    stage, unit, name, how many numbers, index of the first in the whole tensor. Rows come in the
+    order in which a backward pass makes the gradients.
     """
     rows = []
     for number, stage in worker.stages.items():
+        pieces = pieces_of(stage.flat)
         for param in stage.flat.params:
-            bad = np.argwhere(~np.isfinite(worker.ops.to_host(array_of(param))))
-            if len(bad):
-                first = bad[0].tolist()
+            bad = [first + place for first, values in stage.flat.parts(param, pieces)
+                   for place in np.flatnonzero(~np.isfinite(worker.ops.to_host(values)))]
+            if bad:
+                first = [int(place) for place in np.unravel_index(bad[0], param.local_shape)]
                 if param.cut_axis is not None:
                     first[param.cut_axis] += param.bounds()[0]
                 rows.append([number, param.unit, param.name, len(bad), first])
@@ -65,11 +67,11 @@ def describe(title: str, facts: list[dict]) -> list[str]:
     return found
 
 
-def report(worker, title, array_of, losses=()) -> list[str]:
+def report(worker, title, pieces_of, losses=()) -> list[str]:
     """`describe` of all ranks, on every rank. For the arguments see `bad_numbers`.
 
     Comm: a gather of facts and a broadcast of text over the world, without records.
     """
-    facts = gather_facts(worker.mpi_world, bad_numbers(worker, array_of, dict(losses)))
+    facts = gather_facts(worker.mpi_world, bad_numbers(worker, pieces_of, dict(losses)))
     text = broadcast_text(worker.mpi_world, "\n".join(describe(title, facts) if facts else []))
     return text.splitlines()

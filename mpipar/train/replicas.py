@@ -1,6 +1,7 @@
 """Replica drift: whether all copies of a tensor still have the same bits (--check-replicas).
 
-Data-parallel ranks hold copies of every tensor, tensor-parallel ranks of every uncut one. A tied
+Data-parallel ranks hold copies of every tensor that they do not share out (`--zero`),
+tensor-parallel ranks of every uncut one. A tied
 table and the stages of a bidirectional schedule have copies on two pipeline ranks. All copies start
 equal and get equal updates, so they stay equal bit by bit. If one differs, a memory, a link or a
 library is at fault, and the copies would go further apart without any error.
@@ -37,7 +38,7 @@ class Replicas:
 
     def __init__(self, worker):
         self.worker = worker
-        self.kinds = tuple(worker.optimizer.state())
+        self.kinds = tuple(self.state())
         pieces = [(param.name, shard)
                   for _, param in all_params(worker.config.model, worker.stage_layers)
                   for shard in range(param.cut_over(worker.grid.tp_size))]
@@ -45,9 +46,17 @@ class Replicas:
                        for place, (kind, piece) in enumerate(product(self.kinds, pieces))}
         self.count, self.seconds = 0, 0.0
 
+    def state(self) -> dict:
+        """{kind: {stage: buffer}} of what is whole on every rank: with --zero 3 nothing."""
+        level = self.worker.config.memory.zero
+        if level == 0:
+            return self.worker.optimizer.state()
+        return {} if level == 3 else {
+            "master": {number: stage.flat.data for number, stage in self.worker.stages.items()}}
+
     def checksums(self) -> dict[tuple, int]:
         """(kind, name, shard) -> 64-bit checksum of each piece here that has copies elsewhere."""
-        ops, state = self.worker.ops, self.worker.optimizer.state()
+        ops, state = self.worker.ops, self.state()
         return {(kind, param.name, param.cut_index): ops.checksum(view)
                 for kind in self.kinds for number, stage in self.worker.stages.items()
                 for param, view in stage.flat.views(state[kind][number])
@@ -61,6 +70,8 @@ class Replicas:
         Comm: one all_reduce of two numbers per piece over world; a gather and a broadcast of facts
         where copies differ.
         """
+        if not self.places:
+            return
         worker, recorder, start = self.worker, self.worker.recorder, perf_counter()
         recorder.phase, recorder.stage, recorder.mb = "check", -1, -1
         mine = self.checksums()

@@ -42,13 +42,13 @@ def serial_config(config):
     return replace(config, grid=grid, memory=MemoryConfig())
 
 
-def full_tensors(worker, array_of) -> dict[str, np.ndarray]:
-    """Whole tensors by name on world rank 0, an empty dict elsewhere.
+def full_tensors(worker, kind: str) -> dict[str, np.ndarray]:
+    """Whole tensors by name on world rank 0, an empty dict elsewhere. kind: master or grad.
 
     Comm: see `checkpoint.stream`.
     """
     blocks: dict[str, list] = {}
-    for name, _, block in stream(worker, array_of):
+    for name, _, block in stream(worker, kind):
         blocks.setdefault(name, []).append(block)
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 
@@ -66,9 +66,9 @@ def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
         worker.initialize(SPREAD)
     rows = data.data_of(config.model).Rows(ops, part, config, grid)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
-    gradients = full_tensors(worker, lambda param: param.grad)
+    gradients = full_tensors(worker, "grad")
     worker.optimizer.step(config.train.lr, 1)
-    weights = full_tensors(worker, lambda param: param.master)
+    weights = full_tensors(worker, "master")
     worker.close()
     return loss, norm, gradients, weights
 

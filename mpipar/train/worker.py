@@ -16,13 +16,14 @@ from mpipar.comm.connect import Options
 from mpipar.comm.group import Comms
 from mpipar.errors import NonFiniteError
 from mpipar.layers.context import Context, Copies, recomputed_blocks
+from mpipar.layers.shards import Sharding
 from mpipar.partition.context import attention_over
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train import non_finite
-from mpipar.train.gradsync import GradSync, agree
+from mpipar.train.gradsync import GradSync, ScatterSync, agree
 from mpipar.train.learning_rate import learning_rate
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.non_finite import is_finite, seen
@@ -114,17 +115,20 @@ class Worker:
                       "kv": grid.partition("tp", sharing_ranks(config))}
         options = Options(config.run.sync_sends, config.run.check_comm)
         self.comms = Comms(grid, ops, recorder, mpi_world, options, partitions)
+        zero = config.memory.zero
+        self.shared = self.comms.data if zero else self.comms.alone  # who shares out what is kept
         tables: dict = {}
         self.stages = {
             stage: model.Stage(
                 self._context(stage), config.model, stage, self.stage_layers, tables)
             for stage in self.schedule.stages_of(grid.pp_rank)
         }
-        self.gradsync = GradSync(
+        self.gradsync = (ScatterSync if zero else GradSync)(
             ops, self.stages, self.comms, recorder, config.train.bucket_bytes)
         self.engine = Engine(
             ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync)
-        self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.stages, config.train)
+        self.optimizer = OPTIMIZERS[config.train.optimizer](
+            ops, self.stages, config.train, self.shared)
         self.loss_scale = LossScale(config.run)
         # Of the global batch.
         self.num_tokens = config.train.batch_size * config.model.targets_per_row
@@ -138,10 +142,17 @@ class Worker:
         mirrored = len(holders(schedule, (stage,))) > 1
         return Context(
             self.ops, self.comms, attention=attention_over(self.config),
-            recomputed=recomputed_blocks(self.config),
+            recomputed=recomputed_blocks(self.config), sharding=self._sharding(),
             copies=Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank),
             tied=Copies(("tie",) if schedule.num_stages > 1 else (),
                         schedule.rank_of(0, 0) == pp_rank))
+
+    def _sharding(self) -> Sharding:
+        """What this rank keeps of each stage."""
+        memory, itemsize = self.config.memory, self.ops.statistics.itemsize
+        return Sharding(
+            memory.zero, self.shared.index, self.shared.size,
+            self.config.train.bucket_bytes // itemsize)
 
     def close(self) -> None:
         """Free the groups when nothing more will be sent. Comm: every rank must call it."""
@@ -198,7 +209,7 @@ class Worker:
         if not is_finite(loss) or (overflow and not self.loss_scale.can_skip()):
             raise self._not_finite(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
-                non_finite.report(self, "gradient", lambda param: param.grad, self.losses))
+                non_finite.report(self, "gradient", lambda flat: flat.summed, self.losses))
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         self.recorder.enter("opt")
@@ -226,7 +237,7 @@ class Worker:
         if not is_finite(total):
             raise self._not_finite(
                 f"step {step}: its update made weights that are not finite: not saved",
-                non_finite.report(self, "weights", lambda param: param.master))
+                non_finite.report(self, "weights", lambda flat: flat.pieces(flat.master)))
 
     def _not_finite(self, what, where=()):
         """The error of a run whose numbers left the range of their type. where: more lines."""

@@ -108,7 +108,7 @@ def test_norm_counts_copies(monkeypatch, layout):
 
     def square_sum(self):
         for stage in self.stages.values():
-            stage.flat.owned = [slice(stage.flat.size)]
+            stage.flat.owned = [(0, slice(stage.flat.size))]
         return plain(self)
 
     # One row of the comparison is enough to catch it: the norm.

@@ -67,7 +67,7 @@ def check_step(cuda_aware, config):
     worker.initialize(SPREAD)
     rows = Rows(ops, tokens(), config, worker.grid)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
-    gradients = full_tensors(worker, lambda param: param.grad)
+    gradients = full_tensors(worker, "grad")
     worker.close()
     bad = np.zeros(1, np.int64)
     if WORLD.rank == 0:
