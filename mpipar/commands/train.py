@@ -40,6 +40,7 @@ from mpipar.console.log import Log
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
 from mpipar.console.output import GrowingFile
+from mpipar.console.progress import status_line
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -146,7 +147,9 @@ class Run:
     def open_files(self):
         """Inside its block world rank 0 writes log.txt, and then metrics.jsonl too."""
         with ExitStack() as self.files:
-            self.log = Log(self.world.rank, self.open_file("log.txt"))
+            wanted = self.config.run.progress if self.world.rank == 0 else "plain"
+            line = self.files.enter_context(status_line(wanted))
+            self.log = Log(self.world.rank, self.open_file("log.txt"), line)
             yield
 
     def open_file(self, name):
@@ -296,12 +299,15 @@ class Run:
             self.memory.stop()
         else:  # the first step also pays for things that later ones reuse
             self.durations = [*self.durations[-50:], result.step_seconds]
-        if step % run.log_interval == 0 or step in (self.first, steps) or result.asks.stop:
+        seconds = median(self.durations or [result.step_seconds])
+        unit, stops = finish.UNITS[self.config.model.model], step == steps or result.asks.stop
+        if step % run.log_interval == 0 or step == self.first or stops:
             lines = self.flush()
             if lines:
-                seconds = median(self.durations or [result.step_seconds])
-                unit = finish.UNITS[self.config.model.model]
-                self.log(console.step_line(steps, lines[-1], seconds, unit))
+                self.log.step(console.step_line(steps, lines[-1], seconds, unit), stops)
+        if not stops:
+            self.log.status(console.status_line(
+                steps, result, seconds, self.worker.num_tokens / seconds, unit))
 
     def check_replicas(self, step) -> None:
         """Compare the copies of all tensors if it is time to. Comm: see `Replicas.check`."""

@@ -16,7 +16,7 @@ FIXED = ("preset", "dtype", "seed", "loss_scale", "loss_scale_interval", "batch_
 # How a layer is cut, which any run may choose anew.
 CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}
 # What belongs to one start of the program, not to the run.
-OF_A_START = ("resume", "out", "run_name", "init_from", "trace", "trace_ops")
+OF_A_START = ("resume", "out", "run_name", "init_from", "trace", "trace_ops", "progress")
 # What is chosen together: who names one of them chooses all of them anew.
 ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 AUTO = "auto"  # of --schedule: it keeps the saved one

@@ -48,6 +48,9 @@ class RunConfig:
     eval_tokens: int | None = setting(
         None, "tokens of the held-out data that each of them reads, from its start, in whole rows"
         " (default: all)", low=1, below=2**63, only=OF_TEXT)
+    progress: str | None = setting(
+        None, "console between steps: plain = a line every --log-interval; line = one that rewrites"
+        " itself (default: line where standard output is a terminal)", choices=("plain", "line"))
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call")

@@ -112,7 +112,6 @@ def measured_memory(facts: list[dict]) -> str:
 
 def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
     """A log interval's line, with fields in fixed order. seconds_per_step gives the speed."""
-    left = round((steps - line["step"]) * seconds_per_step)
     per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
     norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
     scale = f" | scale {line['loss_scale']:g}" if "loss_scale" in line else ""
@@ -121,8 +120,21 @@ def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str
         f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
         f" | {seconds_per_step * 1e3:.0f} ms | {short_count(per_second)} {unit}/s"
         f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
-        f" | eta {left // 60}:{left % 60:02d}"
+        f" | eta {time_left(steps, line['step'], seconds_per_step)}"
     )
+
+
+def status_line(steps: int, result, seconds_per_step: float, per_second: float, unit: str) -> str:
+    """What a terminal shows between two of these lines, of a `StepResult`."""
+    return (f"step {result.step}/{steps} | loss {result.loss:.4f}"
+            f" | {short_count(per_second)} {unit}/s"
+            f" | eta {time_left(steps, result.step, seconds_per_step)}")
+
+
+def time_left(steps: int, step: int, seconds_per_step: float) -> str:
+    """Minutes and seconds until the last step is done, without evaluations and saves."""
+    left = round((steps - step) * seconds_per_step)
+    return f"{left // 60}:{left % 60:02d}"
 
 
 def skipped_steps(lines: list[dict]) -> list[str]:

@@ -1,0 +1,107 @@
+"""The line of a terminal that shows the newest step, and is written over by the next one.
+
+Everything else that this process prints, on both streams and in any thread, appears above it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from time import monotonic
+
+ERASE = "\r\x1b[K"  # back to the start of the line, and clear it
+EVERY_SECONDS = 0.1  # a person reads no faster
+PATIENCE_SECONDS = 1.0  # how long a text waits for one that a stopped terminal does not take
+WIDTH = 80  # where the stream has none
+
+
+class StatusLine:
+    """The line at the bottom of the terminal behind a stream."""
+
+    def __init__(self, stream):
+        self.stream, self.shown, self.inside = stream, False, False
+        self.next, self.lock = 0.0, threading.Lock()
+
+    @contextmanager
+    def alone(self):
+        """Inside, no other thread writes."""
+        got = self.lock.acquire(timeout=PATIENCE_SECONDS)
+        try:
+            yield
+        finally:
+            if got:
+                self.lock.release()
+
+    def show(self, text: str) -> None:
+        """Replace the line, cut to the terminal's width, unless that was done just now."""
+        if monotonic() < self.next:
+            return
+        self.next = monotonic() + EVERY_SECONDS
+        with self.alone():
+            if self.inside:  # a text that waits for its end of line
+                return
+            try:
+                self.stream.write(ERASE + text[:width(self.stream) - 1])
+                self.stream.flush()
+                self.shown = True
+            except OSError:  # nobody reads; the next text of the log says so
+                self.next = math.inf
+
+    def erase(self) -> None:
+        """Clear the line, if it is there."""
+        if self.shown:
+            with suppress(OSError):
+                self.stream.write(ERASE)
+                self.stream.flush()
+            self.shown = False
+
+
+class Above:
+    """A stream whose texts appear above a status line."""
+
+    def __init__(self, stream, line: StatusLine):
+        self.stream, self.line = stream, line
+
+    def write(self, text: str) -> int:
+        """Write the text where the line was; the next step shows the line again."""
+        with self.line.alone():
+            self.line.erase()
+            self.line.inside = not text.endswith("\n")
+            return self.stream.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def width(stream) -> int:
+    """Columns of the terminal behind a stream."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH
+    except (OSError, ValueError):
+        return WIDTH
+
+
+def is_terminal(stream) -> bool:
+    """Whether a stream is a terminal that can go back in a line."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+@contextmanager
+def status_line(wanted: str | None):
+    """A StatusLine on standard output for the block, or None where lines are plain.
+
+    wanted: line or plain; None takes the line on a terminal.
+    """
+    if wanted == "plain" or (wanted is None and not is_terminal(sys.stdout)):
+        yield None
+        return
+    line, before = StatusLine(sys.stdout), (sys.stdout, sys.stderr)
+    sys.stdout, sys.stderr = (Above(stream, line) for stream in before)
+    try:
+        yield line
+    finally:
+        sys.stdout, sys.stderr = before
+        line.erase()
