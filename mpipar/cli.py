@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a model on all ranks, over any layout dp x pp x tp",
     "generate": "continue a text with a trained model",
     "verify": "prove this layout: one step here against one rank, tensor by tensor",
+    "data": "turn text files into files of tokens, with their tokenizer; needs no MPI",
     "ckpt": "list, verify or export the checkpoints of a run; needs no MPI",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",
     "trace": "show a traced run: who waited for whom, where, how long; needs no MPI",
@@ -34,6 +35,7 @@ usage: mpipar COMMAND [flags]
 """
 OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "ckpt": "mpipar ckpt ls|verify|export RUN [--step N] [--out FOLDER] [flags]",
+    "data": "mpipar data prepare TEXT... --tokenizer WHAT --out FOLDER [--separator TEXT]",
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
     "compare": "mpipar compare RUN_A RUN_B [--check]",
 }
@@ -123,7 +125,9 @@ def main(argv: list[str], session: Session) -> int:
     if name not in WITHOUT_MPI:
         session.facts = {"command": name}
     parser = command_parser(name, "--help-all" in argv)
-    args, extras = parser.parse_known_args(flags.join_negative(parser, argv[1:]))
+    # Text files may stand before, between and behind the flags.
+    parse = parser.parse_known_intermixed_args if name == "data" else parser.parse_known_args
+    args, extras = parse(flags.join_negative(parser, argv[1:]))
     unknown = flags.unknown_flags(parser, extras)
     reading = read(args, unknown)
     if getattr(args, "print_config", False):
@@ -135,6 +139,8 @@ def main(argv: list[str], session: Session) -> int:
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
         session.facts |= facts_of(reading, args)
     module = importlib.import_module(f"mpipar.commands.{name}")
+    if name == "data":
+        return module.run(session, args, unknown)
     if name in ("schedule", "doctor", *OWN_ARGUMENTS):
         if unknown:
             raise UsageError(unknown)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,9 +54,12 @@ class Tokenizer:
         """The ids of a prompt as transformers makes them: with special tokens, and a first one."""
         return self.encode(text)
 
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of many texts, on all threads that the library takes."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    def encode_all(self, texts: list[str]) -> list[tuple[np.ndarray, Callable]]:
+        """(ids, span_of(place) -> characters of an id, from, to) of many texts, on all threads.
+
+        Bytes have no span_of.
+        """
+        return [(np.frombuffer(text.encode(), np.uint8), None) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens included; what is not UTF-8 becomes replacement marks."""
@@ -107,9 +110,9 @@ class HuggingFace(Tokenizer):
         finally:
             self.library.encode_special_tokens = True
 
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.uint32) for one in found]
+    def encode_all(self, texts: list[str]) -> list[tuple[np.ndarray, Callable]]:
+        found = self.library.encode_batch(texts, add_special_tokens=False)
+        return [(np.array(one.ids, np.uint32), one.token_to_chars) for one in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.library.decode(list(map(int, ids)), skip_special_tokens=False)
@@ -117,9 +120,7 @@ class HuggingFace(Tokenizer):
 
 def byte_tokenizer(end: bool = False) -> Tokenizer:
     """Bytes, and one id more that ends a document if `end`."""
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast",
-                "clean_up_tokenization_spaces": False} | ({"eos_token": END} if end else {})
-    files = {TOKENIZER: _byte_file(end), SETTINGS: json.dumps(settings, indent=1).encode()}
+    files = {TOKENIZER: _byte_file(end), SETTINGS: settings_file(end)}
     return Tokenizer(BYTES + end, BYTES if end else None, files)
 
 
@@ -209,14 +210,20 @@ def read_files(path: Path) -> dict[str, bytes]:
     return found
 
 
-def _library(path: Path, text: str):
-    """The object of the library `tokenizers` for the text of a tokenizer.json."""
+def library_of(where):
+    """The library `tokenizers`; EnvironmentProblem, which begins with `where`, if it is missing."""
     try:
         import tokenizers
     except ImportError:
         raise EnvironmentProblem(
-            f"{path}: reading a tokenizer needs the library tokenizers, which is not installed:"
+            f"{where}: this needs the library tokenizers, which is not installed:"
             " pip install '.[text]'") from None
+    return tokenizers
+
+
+def _library(path: Path, text: str):
+    """The object of the library `tokenizers` for the text of a tokenizer.json."""
+    tokenizers = library_of(path)
     try:
         library = tokenizers.Tokenizer.from_str(text)
         library.no_truncation()
@@ -257,6 +264,12 @@ def _special(number: int) -> dict:
     """The end of text as a special token with this id."""
     return {"id": number, "content": END, "single_word": False, "lstrip": False, "rstrip": False,
             "normalized": False, "special": True}
+
+
+def settings_file(end: bool) -> bytes:
+    """A tokenizer_config.json. end: whether the vocabulary has the end of text."""
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return json.dumps(found | ({"eos_token": END} if end else {}), indent=1).encode()
 
 
 def _byte_file(end: bool) -> bytes:

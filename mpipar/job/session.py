@@ -68,6 +68,7 @@ class Session(Interruptible):
     notes: lines for the log about earlier jobs in the run folder.
     status: this rank's file that says what it does, once there is a run folder.
     ending: what finish() closes, on this rank, before MPI ends.
+    unfinished: a folder that is removed if the process ends at once, or None.
     saved: set to the folder of the final weights once they are written. A stop then loses nothing.
     """
 
@@ -79,6 +80,7 @@ class Session(Interruptible):
         self.facts: dict[str, str] = {}
         self.run_folder: Path | None = None
         self.where: Callable[[], str] = str
+        self.unfinished: Path | None = None
         self.saved = ""
         self.take_over, self.notes = False, []
         self.status: status.Status | None = None
@@ -322,6 +324,8 @@ class Session(Interruptible):
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(FORWARD_SECONDS)
         shutil.rmtree(self.watch.folder, ignore_errors=True)  # the block has said what is in it
+        if self.unfinished is not None:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
         if not self._keeps:
             shutil.rmtree(scratch(self._name, "errors"), ignore_errors=True)
         if self.world is None:

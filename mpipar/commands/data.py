@@ -1,0 +1,109 @@
+"""`mpipar data prepare TEXT...`: text files to files of tokens, with their tokenizer; no MPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from mpipar.commands.run_folder import said
+from mpipar.console.bar import Bar
+from mpipar.console.tables import table
+from mpipar.data.bpe import LEAST_IDS, MOST_IDS
+from mpipar.data.dataset import PARTS
+from mpipar.data.prepare import BYTES, TRAIN, Texts, prepare
+from mpipar.data.source import text_files
+from mpipar.data.tokenizer import library_of
+from mpipar.errors import EXIT_OK, DataError, UsageError, combine
+from mpipar.files.text import brief, printable, shown
+
+
+def add_arguments(parser) -> None:
+    """Add the action, the text files and the flags."""
+    parser.add_argument("action", nargs="?", metavar="prepare",
+                        help="text files to files of tokens for train --data FOLDER")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="text files in UTF-8, or folders"
+                        " of them; each file is a document")
+    parser.add_argument("--tokenizer", metavar="WHAT", help="bytes; a tokenizer.json, or a folder"
+                        " with it or with GPT-2's vocab.json and merges.txt; or train:VOCAB for a"
+                        " new one of so many ids")
+    parser.add_argument("--out", metavar="FOLDER", help="a new folder for the files of tokens")
+    parser.add_argument("--separator", metavar="TEXT",
+                        help="what stands between the documents of a file")
+
+
+def run(session, args, unknown: list[str]) -> int:
+    """Write a prepared folder, whole or not at all; return the exit code.
+
+    unknown: problems with flags that there are none of. Raises UsageError with all problems of the
+    arguments, DataError for files that are no text, and
+    OutputError if the disk takes no more.
+    """
+    files, missing = text_files(args.texts, "")
+    found = [*unknown, *argument_problems(args)]
+    if found or missing:
+        raise combine([error(texts) for error, texts in (
+            (UsageError, found), (DataError, missing)) if texts])
+    if args.tokenizer.startswith(TRAIN):
+        library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
+    out, bar = Path(args.out), Bar()
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    session.unfinished = partial  # what ends the process at once removes it too
+    with said(out, "can't be written"):
+        partial.mkdir(parents=True)
+        try:
+            dataset, tokenizer = prepare(
+                Texts(files, args.separator, bar), args.tokenizer, partial)
+            size = sum(path.stat().st_size for path in files)
+            os.rename(partial, out)
+        finally:
+            bar.clear()
+            shutil.rmtree(partial, ignore_errors=True)
+    session.unfinished = None
+    show(dataset, tokenizer, size, out)
+    return EXIT_OK
+
+
+def argument_problems(args) -> list[str]:
+    """Everything that is wrong with what was typed, but for the text files."""
+    found = []
+    if args.action != "prepare":
+        found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: prepare is what it"
+                     " can do; type mpipar data prepare TEXT...")
+    if not args.texts:
+        found.append("no text files: name files in UTF-8, or folders of them")
+    if args.tokenizer is None:
+        found.append(f"--tokenizer: is missing; use {BYTES}, a folder or file of a tokenizer, or"
+                     f" {TRAIN}4096")
+    elif args.tokenizer.startswith(TRAIN):
+        size = args.tokenizer.removeprefix(TRAIN)
+        if not (size.isascii() and size.isdecimal() and len(size) < 10
+                and LEAST_IDS <= int(size) <= MOST_IDS):
+            found.append(f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_IDS} to"
+                         f" {MOST_IDS:,} ids, as in {TRAIN}4096")
+    elif args.tokenizer != BYTES and not os.path.exists(args.tokenizer):
+        found.append(f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
+                     f" a tokenizer.json, a folder with it, or {TRAIN}4096")
+    if args.out is None:
+        found.append("--out: is missing; name a new folder")
+    elif os.path.lexists(args.out):
+        found.append(f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"
+                     " name a new one")
+    if args.separator == "":
+        found.append("--separator '': is empty; name the text that stands between two documents")
+    return found
+
+
+def show(dataset, tokenizer, size: int, out: Path) -> None:
+    """Print what was written. size: bytes of the text."""
+    rows = [("part", "documents", "tokens", "files")]
+    for part in PARTS:
+        files = dataset.part(part)
+        rows.append((part, f"{sum(file.documents for file in files):,}",
+                     f"{sum(file.tokens for file in files):,}", str(len(files))))
+    tokens = sum(file.tokens for file in dataset.files)
+    print(table(rows, left=1))
+    kind = "bytes" if tokenizer.is_bytes else "tokenizer"
+    print(printable(f"{kind}: {dataset.vocab_size:,} ids in {dataset.dtype}, {shown(tokenizer.end)}"
+                    f" ends a text; {size / tokens:.2f} bytes of text per token"))
+    print(printable(f"train on it: mpipar train --data {out}"))

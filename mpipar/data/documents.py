@@ -1,0 +1,168 @@
+"""Documents of text files, in pieces: no file and no document is ever held as a whole.
+
+A document is a file, or what a separator separates in it. A long one is cut into windows that
+overlap. A tokenizer sees one window at a time, and the ids of two windows are joined where both
+cut the common text alike. What lies far from a place does not change how a tokenizer cuts it, so
+the joined ids are those of the whole document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from mpipar.errors import DataError
+from mpipar.files.bounded import open_regular, problems_as
+from mpipar.files.utf8 import blocks_of, text_pieces
+
+WINDOW = 1 << 17  # characters that a tokenizer gets at once of a long document
+OVERLAP = 1 << 12  # of them that the next window has too
+HEAD = 1 << 16  # characters at the beginning of a document that decide where it belongs
+HELD_OUT = 10  # one part in ten is held out
+
+
+class End(Enum):
+    """What a piece of text ends with: nothing, the part of a document that is cut, a document."""
+
+    NOTHING = 0
+    CUT = 1
+    DOCUMENT = 2
+
+
+@dataclass(frozen=True)
+class Window:
+    """Text of one document. first: it begins it. end: what ends with it. head: `head_hash`.
+
+    Without `first`, the first characters are those with which the window before ends.
+    """
+
+    text: str
+    first: bool
+    end: End
+    head: int
+
+
+def read_documents(files: Iterable[Path], separator: str | None,
+                   progress) -> Iterator[tuple[str, End]]:
+    """(piece of text, what ends with it) of all documents that are not empty, in order.
+
+    progress(bytes): is told of each block. Raises DataError for a file that is no text.
+    """
+    def blocks(file):
+        for block in blocks_of(file):
+            progress(len(block))
+            yield block
+
+    for path in files:
+        with problems_as(DataError, str(path)), open_regular(path) as file:
+            pieces = text_pieces(blocks(file))
+            yield from _not_empty(split(pieces, separator) if separator else whole(pieces))
+
+
+def whole(pieces: Iterable[str]) -> Iterator[tuple[str, End]]:
+    """The pieces of a file that is one document."""
+    for piece in pieces:
+        yield piece, End.NOTHING
+    yield "", End.DOCUMENT
+
+
+def split(pieces: Iterable[str], separator: str) -> Iterator[tuple[str, End]]:
+    """The pieces of what a separator separates; it may lie across pieces."""
+    rest = ""
+    for piece in pieces:
+        *documents, rest = (rest + piece).split(separator)
+        for text in documents:
+            yield text, End.DOCUMENT
+        certain = max(0, len(rest) - len(separator) + 1)  # behind it, a separator may begin
+        yield rest[:certain], End.NOTHING
+        rest = rest[certain:]
+    yield rest, End.DOCUMENT
+
+
+def _not_empty(pieces: Iterable[tuple[str, End]]) -> Iterator[tuple[str, End]]:
+    """Without empty pieces, but for those that end a document, and without empty documents."""
+    begun = False
+    for text, end in pieces:
+        if text or (begun and end is not End.NOTHING):
+            yield text, end
+        begun = (begun or bool(text)) and end is End.NOTHING
+
+
+def cut_at(pieces: Iterable[tuple[str, End]], characters: int) -> Iterator[tuple[str, End]]:
+    """The same pieces, with a cut behind so many characters."""
+    left = characters
+    for text, end in pieces:
+        if 0 < left <= len(text):
+            yield text[:left], End.CUT
+            yield text[left:], end
+        else:
+            yield text, end
+        left -= len(text)
+
+
+def windows(pieces: Iterable[tuple[str, End]], size: int = WINDOW,
+            overlap: int = OVERLAP) -> Iterator[Window]:
+    """The windows of all documents: `size` characters, and `overlap` more that the next has too."""
+    text, first, head = "", True, 0
+    for piece, end in pieces:
+        text += piece
+        while len(text) > size + overlap:
+            head = head_hash(text) if first else head
+            yield Window(text[:size + overlap], first, End.NOTHING, head)
+            text, first = text[size:], False
+        if end is not End.NOTHING:
+            head = head_hash(text) if first else head
+            yield Window(text, first, end, head)
+            text, first = "", True
+
+
+def head_hash(text: str) -> int:
+    """A number below 2^64 that the beginning of a document decides, the same in every run."""
+    digest = hashlib.sha256(text[:HEAD].encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a first look at all documents found: their number and characters, and their hashes.
+
+    smallest, largest: of the hashes.
+    """
+
+    documents: int
+    characters: int
+    smallest: int
+    largest: int
+
+    def is_held_out(self, head: int) -> bool:
+        """Whether a document is held out, of several: one in ten, but at least one and not all.
+
+        The hash of its beginning decides. So equal documents never lie on both sides.
+        """
+        return head <= max(2**64 // HELD_OUT, self.smallest) and head < self.largest
+
+    @property
+    def cut(self) -> int | None:
+        """Where the only document is cut, in characters: its last tenth is held out."""
+        return self.characters - self.characters // HELD_OUT if self.documents == 1 else None
+
+
+def survey(pieces: Iterable[tuple[str, End]]) -> Survey:
+    """Look at all documents. Raises DataError where nothing can be held out."""
+    documents = characters = 0
+    smallest, largest = 2**64, -1
+    for window in windows(pieces, HEAD, 0):
+        characters += len(window.text)
+        documents += window.end is End.DOCUMENT
+        smallest, largest = min(smallest, window.head), max(largest, window.head)
+    if not documents:
+        raise DataError("there is no text: all files are empty; give files with text")
+    if documents == 1 and characters < HELD_OUT:
+        raise DataError(f"there is too little text: {characters} characters; give more")
+    if smallest == largest and documents > 1:
+        raise DataError(f"all {documents:,} documents are the same text, so none can be held out;"
+                        " give it once")
+    return Survey(documents, characters, smallest, largest)

@@ -1,0 +1,351 @@
+"""`mpipar data prepare`: text files to a folder of tokens, whole or not at all, and back."""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from in_process import StandIn, assert_refused, printed
+from program import PROGRAM, environment
+from tokenizers_made import save_like_gpt2, save_tokenizer
+
+from mpipar import cli
+from mpipar.console import bar
+from mpipar.data import prepare as prepare_module
+from mpipar.data.dataset import read_dataset
+from mpipar.data.source import load_source
+from mpipar.data.tokenizer import END, load_tokenizer
+from mpipar.errors import DataError, OutputError
+
+STORIES = [f"Story {number}: the encoder of object {number * 7} is \u00e4 \u4e2d.\n" * 3
+           for number in range(40)]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to work in, with some documents in stories.txt."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stories.txt").write_text("<sep>".join(STORIES), encoding="utf-8")
+    return tmp_path
+
+
+def prepared(*words, out="out"):
+    """What `data prepare` prints, and what dataset.json says then."""
+    text = printed("data", "prepare", *words, "--out", out)
+    return text, json.loads((Path(out) / "dataset.json").read_text())
+
+
+def documents_of(folder, part):
+    """The ids of each document of a part, in order, without the id that ends it."""
+    found, _ = read_dataset(folder)
+    ids = np.concatenate([np.fromfile(folder / file.name, f"<{np.dtype(found.dtype).str[1:]}")
+                          for file in found.part(part)])
+    ends = np.flatnonzero(ids == found.end_of_text)
+    assert ends[-1] == len(ids) - 1
+    assert len(ends) == sum(file.documents for file in found.part(part))
+    return [ids[first:last].tolist() for first, last in zip([0, *ends[:-1] + 1], ends, strict=True)]
+
+
+def test_bytes_of_documents_between_separators(here):
+    text, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
+    assert (found["dtype"], found["vocab_size"], found["end_of_text"]) == ("uint16", 257, 256)
+    parts = {part: documents_of(here / "out", part) for part in ("train", "val")}
+    texts = {part: [bytes(ids).decode() for ids in parts[part]] for part in parts}
+    assert sorted(texts["train"] + texts["val"]) == sorted(STORIES)
+    assert [one for one in STORIES if one in texts["train"]] == texts["train"]
+    assert 0 < len(texts["val"]) < 20
+    assert "bytes: 257 ids in uint16, 256 ends a text; " in text
+    assert text.endswith("train on it: mpipar train --data out\n")
+    for file in found["files"]:
+        content = (here / "out" / file["name"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == file["sha256"]
+        assert len(content) == 2 * file["tokens"]
+    assert sorted(path.name for path in (here / "out").iterdir()) == [
+        "dataset.json", "tokenizer.json", "tokenizer_config.json", "train-00000.bin",
+        "val-00000.bin"]
+    assert not list(here.glob("*.partial*"))
+
+
+def test_the_last_tenth_of_one_document(here):
+    whole = (here / "stories.txt").read_text(encoding="utf-8")
+    prepared("stories.txt", "--tokenizer", "bytes")
+    train, held_out = (np.fromfile(f"out/{part}-00000.bin", "<u2") for part in ("train", "val"))
+    assert held_out[-1] == 256
+    assert 256 not in train
+    first, last = bytes(train.tolist()).decode(), bytes(held_out[:-1].tolist()).decode()
+    assert first + last == whole
+    assert len(last) == len(whole) // 10
+
+
+def test_a_file_is_a_document_without_a_separator(here):
+    for number, story in enumerate(STORIES):
+        (here / "in" / f"{number % 3}").mkdir(parents=True, exist_ok=True)
+        (here / "in" / f"{number % 3}" / f"{number}.txt").write_text(story, encoding="utf-8")
+    (here / "in" / ".hidden").write_bytes(b"\0")
+    prepared("in", "--tokenizer", "bytes")
+    found = documents_of(here / "out", "train") + documents_of(here / "out", "val")
+    assert sorted(bytes(ids).decode() for ids in found) == sorted(STORIES)
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("save", [save_tokenizer, save_like_gpt2])
+def test_ids_of_documents_are_those_of_transformers(save, here):
+    transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
+    save(here / "model")
+    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "model")
+    kind = transformers.GPT2TokenizerFast if save is save_like_gpt2 else \
+        transformers.PreTrainedTokenizerFast
+    theirs = kind.from_pretrained("model")
+    expected = {text: theirs(text)["input_ids"] for text in STORIES}
+    found = documents_of(here / "out", "train") + documents_of(here / "out", "val")
+    assert sorted(found) == sorted(expected.values())
+    assert load_tokenizer(here / "out").digest == load_tokenizer(here / "model").digest
+
+
+@pytest.mark.text
+def test_a_new_tokenizer_is_the_same_in_every_run(here):
+    text, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "train:300")
+    assert (found["vocab_size"], found["end_of_text"]) == (300, 0)
+    assert "tokenizer: 300 ids in uint16, 0 ends a text" in text
+    _, again = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "train:300",
+                        out="again")
+    assert again == found
+    tokenizer = load_tokenizer("out")
+    assert sorted(tokenizer.decode(ids) for part in ("train", "val")
+                  for ids in documents_of(here / "out", part)) == sorted(STORIES)
+    transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
+    theirs = transformers.AutoTokenizer.from_pretrained("out")
+    assert theirs.eos_token == END
+    assert theirs(STORIES[0])["input_ids"] == tokenizer.encode(STORIES[0])
+
+
+@pytest.mark.text
+def test_many_ids_are_uint32(here, monkeypatch):
+    monkeypatch.setattr(prepare_module, "WIDE", 300)
+    save_tokenizer(here / "model")
+    _, found = prepared("stories.txt", "--tokenizer", "model")
+    assert found["dtype"] == "uint32"
+    assert load_source(("out",), 400).tokens.dtype == np.uint32
+
+
+def test_files_that_are_full(here, monkeypatch):
+    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
+    monkeypatch.setattr(prepare_module, "SHARD", 1000)
+    _, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes", out="many")
+    assert [file["name"] for file in found["files"]][:3] == [
+        "train-00000.bin", "train-00001.bin", "train-00002.bin"]
+    assert {file["tokens"] for file in found["files"][:3]} == {1000}
+    for part in ("train", "val"):
+        assert documents_of(here / "many", part) == documents_of(here / "out", part)
+    one, many = (load_source((name,), 257) for name in ("out", "many"))
+    np.testing.assert_array_equal(one.tokens, many.tokens)
+    np.testing.assert_array_equal(one.validation().tokens, many.held_out)
+
+
+def test_a_large_file_is_read_in_pieces(here):
+    """One document of 48 MB: what is held in memory is a small part of it."""
+    size = 48 << 20
+    line = b"a line of text with nothing new in it\n"
+    with open("large.txt", "wb") as file:
+        file.writelines(line * (1 << 10) for _ in range(size // len(line) >> 10))
+    tracemalloc.start()
+    prepared("large.txt", "--tokenizer", "bytes")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < size / 2, peak
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    ("", ["data: prepare is", "no text files", "--tokenizer: is missing", "--out: is missing"]),
+    ("prepare stories.txt --tokenizer train:257 --out stories.txt",
+     ["train:257: a new tokenizer has 258 to 1,048,576", "--out stories.txt: exists"]),
+    ("prepare stories.txt --tokenizer train:1e4 --out out --seprator x",
+     ["train:1e4: a new tokenizer has", "did you mean --separator"]),
+    ("prepare stories.txt nowhere --tokenizer byte --out out --separator=",
+     ["nowhere: no such file", "byte: no such file", "--separator '': is empty"]),
+    ("list stories.txt --tokenizer bytes --out out", ["data list: prepare is what"]),
+])  # fmt: skip
+def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
+    assert_refused(2, parts, "data", *words.split())
+
+
+@pytest.mark.parametrize(("name", "content", "part"), [
+    ("zero.txt", b"text\0", "zero.txt: is no text: byte 4 is zero"),
+    ("latin.txt", b"caf\xe9 au lait", "latin.txt: is no UTF-8 text: byte 3 cannot be read"),
+    ("empty.txt", b"", "there is no text"), ("missing.txt", None, "no such file"),
+    ("short.txt", b"a", "there is too little text"),
+])  # fmt: skip
+def test_files_without_text(name, content, part, here):
+    if content is not None:
+        (here / name).write_bytes(content)
+    assert_refused(65, [part], "data", "prepare", name, "--tokenizer", "bytes", "--out", "out")
+    assert not list(here.glob("out*"))
+
+
+def test_a_new_tokenizer_needs_the_library(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert_refused(69, ["pip install '.[text]'"], "data", "prepare", "stories.txt", "--tokenizer",
+                   "train:300", "--out", "out")
+    assert not list(here.glob("out*"))
+
+
+@pytest.mark.text
+def test_a_tokenizer_without_an_end_of_text(here):
+    save_tokenizer(here / "model")
+    path = here / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace(END, "<unk>"))
+    assert_refused(65, ["nothing says which id ends a text", "eos_token"], "data", "prepare",
+                   "stories.txt", "--tokenizer", "model", "--out", "out")
+    (here / "model" / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
+    assert prepared("stories.txt", "--tokenizer", "model")[1]["end_of_text"] == 0
+
+
+@pytest.mark.parametrize("place", ["write", "close"])
+def test_a_full_disk_leaves_nothing(place, here, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(prepare_module.Part, place, full)
+    with pytest.raises(OutputError, match=r"out: can't be written: No space left") as caught:
+        cli.main(["data", "prepare", "stories.txt", "--tokenizer", "bytes", "--out", "out"],
+                 StandIn())
+    assert caught.value.exit_code == 74
+    assert not list(here.glob("out*"))
+
+
+def test_text_that_changes_while_it_is_read(here, monkeypatch):
+    def more(texts):
+        found = before(texts)
+        (here / "stories.txt").write_text("<sep>".join([*STORIES, "one more"]), encoding="utf-8")
+        return found
+
+    before = prepare_module.survey
+    monkeypatch.setattr(prepare_module, "survey", more)
+    assert_refused(65, ["has changed while it was read"], "data", "prepare", "stories.txt",
+                   "--separator", "<sep>", "--tokenizer", "bytes", "--out", "out")
+
+
+def test_a_signal_leaves_nothing(tmp_path):
+    """Also a program that ends at once takes its half-written folder with it."""
+    with open(tmp_path / "text.txt", "wb") as file:
+        file.writelines(b"some text to read\n" * 4096 for _ in range(4000))
+    words = [*PROGRAM, "data", "prepare", "text.txt", "--tokenizer", "bytes", "--out", "out"]
+    process = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL,
+                               env={**os.environ, **environment()})
+    try:
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("out.partial-*/train-*.bin")):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_bar_shows_how_far_it_is(monkeypatch):
+    seen, now = [], iter(range(1, 100))
+    terminal = type("Terminal", (), {"isatty": lambda _: True, "flush": lambda _: None,
+                                     "write": lambda _, text: seen.append(text)})()
+    monkeypatch.setattr(bar, "sys", type("Sys", (), {"stderr": terminal}))
+    monkeypatch.setattr(bar, "monotonic", lambda: next(now))
+    shown = bar.Bar()
+    for done in (0, 5_000_000, 10_000_000):
+        shown("reading", done, 10_000_000)
+    shown.clear()
+    assert f"[{'.' * 30}]   0%" in seen[0]
+    assert f"[{'#' * 15}{'.' * 15}]  50%  5.0 MB/s" in seen[1]
+    assert f"[{'#' * 30}] 100%" in seen[2]
+    assert seen[-1] == "\r\033[K"
+
+
+# --- reading it back
+
+
+@pytest.fixture
+def folder(here):
+    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
+    return here / "out"
+
+
+def problems(folder, vocab_size=257, thorough=True):
+    with pytest.raises(DataError) as caught:
+        load_source((str(folder),), vocab_size, thorough)
+    return "\n".join(caught.value.problems)
+
+
+def test_what_is_read_back(folder):
+    source = load_source((str(folder),), 300)
+    found, digest = read_dataset(folder)
+    assert source.what == (f"{sum(file.tokens for file in found.files):,} tokens of 40 documents"
+                           f" from {folder}")
+    assert source.tokens.digest == source.validation().tokens.digest == digest
+    assert len(source.tokens) == sum(file.tokens for file in found.part("train"))
+
+
+def test_files_that_are_not_what_was_written(folder):
+    path = folder / "val-00000.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:-2])
+    assert "val-00000.bin: has " in problems(folder)
+    path.write_bytes(content[:10] + b"\x7f\x7f" + content[12:])
+    assert "has other tokens than were written: SHA-256" in problems(folder)
+    load_source((str(folder),), 257, thorough=False)  # another process of the host looks at it
+    path.unlink()
+    os.mkfifo(path)
+    assert "is a named pipe" in problems(folder)
+    path.unlink()
+    assert "No such file" in problems(folder)
+
+
+def test_another_tokenizer_and_a_small_model(folder):
+    assert "vocabulary of 257 is above the model's of 256; type --vocab-size 257" in problems(
+        folder, 256)
+    (folder / "tokenizer.json").write_text("{}")
+    assert "the tokenizer is not the one that made the tokens" in problems(folder)
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer here" in problems(folder)
+    with pytest.raises(DataError, match="a prepared folder stands alone; leave out other"):
+        load_source(("other", str(folder)), 257)
+
+
+@pytest.mark.parametrize(("change", "part"), [
+    ({"format": 2}, "is of format 2, and this version reads 1"), ({"format": 0}, "format 0"),
+    ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
+    ({"end_of_text": 257}, "as the end of a text"), ({"end_of_text": -1}, "as the end of a text"),
+    ({"files": []}, "does not name the files train-00000.bin and on"),
+    ({"files": "train"}, "must be a list"), ({"more": 1}, "unknown key 'more'"),
+    ({"tokenizer": "a\nb"}, "not a legal str"),
+    ({"files/0/name": "../out/train-00000.bin"}, "has the name"),
+    ({"files/0/name": "/etc/passwd"}, "has the name"),
+    ({"files/0/name": "val-00000.bin"}, "each once, in order"),
+    ({"files/0/name": "train-00001.bin"}, "each once, in order"),
+    ({"files/0/tokens": -1}, "-1 tokens"), ({"files/0/tokens": 2**60}, "tokens of"),
+    ({"files/0/tokens": 1.5}, "not a legal int"), ({"files/0/documents": -1}, "-1 texts"),
+    ({"files/0/sha256": "x" * 64}, "no SHA-256"),
+])  # fmt: skip
+def test_a_description_that_cannot_be(change, part, folder):
+    path = folder / "dataset.json"
+    content = json.loads(path.read_text())
+    for key, value in change.items():
+        *way, last = key.split("/")
+        inside = content
+        for step in way:
+            inside = inside[int(step) if step.isdigit() else step]
+        inside[last] = value
+    path.write_text(json.dumps(content))
+    assert part in problems(folder)
