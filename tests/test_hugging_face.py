@@ -194,7 +194,7 @@ def test_our_files_load_without_a_warning(name, rng, tmp_path):
     checkpoint.save(worker, tmp_path / "one")
     many = tmp_path / "many"
     checkpoint.write(many, worker.config, np.dtype(np.float32),
-                     checkpoint.stream(worker, lambda param: param.master), 5000)
+                     checkpoint.stream(worker, "master"), 5000)
     assert (many / INDEX).exists()
     ids = rows_of(rng, 29, 1)[0, :T]
     for folder in (tmp_path / "one", many):

@@ -1,7 +1,7 @@
 """What lies beside weights: the tokenizer's files, and which token ids begin and end a text.
 
-A run copies these files from the weights that it starts from, as they are. So the weights that it
-writes are a model that other programs load with its tokenizer.
+A run copies these files from its data or from the weights that it starts from. So the weights that
+it writes are a model that other programs load with its tokenizer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,24 @@ FILES = (*tokenizer.FILES, GENERATION)
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def copy_companions(source: Path, folder: Path) -> list[str]:
-    """Copy the files that `source` has into a folder, which is made if need be; return their names.
+def read_companions(source: Path | None, speaks=None) -> dict[str, bytes]:
+    """{name: content} of the files to lie beside weights.
 
-    If only its config.json says which ids begin and end a text, a generation_config.json is made
-    of it. Raises DataError for a file that cannot be read, and OSError for one that cannot be
-    written.
+    source: the folder of the weights before. speaks: the Tokenizer of the run. With another one
+    nothing in `source` holds any more. Else its generation_config.json says which ids begin and end
+    a text, or config.json, or the tokenizer. Raises DataError for a file that cannot be read.
     """
+    found, files = _read(source) if source else {}, speaks.files if speaks else {}
+    if files and found.keys() - {GENERATION} and any(
+            found.get(name) != files.get(name) for name in tokenizer.FILES):
+        found = {}
+    if GENERATION not in found and speaks and speaks.end is not None:
+        found[GENERATION] = json_bytes({"eos_token_id": speaks.end})
+    return found | files
+
+
+def _read(source: Path) -> dict[str, bytes]:
+    """{name: content} of the files beside weights; generation_config.json is made if need be."""
     found = {}
     for name in FILES:
         if (source / name).exists():
@@ -34,11 +45,15 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     ids = token_ids(source / "config.json") if GENERATION not in found else {}
     if any(value is not None for value in ids.values()):
         found[GENERATION] = json_bytes(ids)
+    return found
+
+
+def write_companions(found: dict[str, bytes], folder: Path) -> None:
+    """Write files into a folder, which is made if need be. Raises OSError."""
     if found:
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in found.items():
         replace_file(folder / name, [content])
-    return list(found)
 
 
 def token_ids(path: Path, vocab_size: int | None = None) -> dict:

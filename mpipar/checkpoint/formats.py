@@ -27,6 +27,8 @@ FORMS = {"gpt2": hf_gpt2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}  #
 # Fields that tell how a model is kept, made or run elsewhere, and not what it computes.
 OUTSIDE = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version",
            "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
+# Every GPT-2 that is published says 0.1, so it is no reason to refuse one.
+DROPOUT = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
 MOST_NAMED = 12  # ignored fields in a line
 
 
@@ -109,9 +111,14 @@ def start_notes(folder: str) -> list[str]:
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
     found, form, _ = _read(folder)
-    ignored = sorted(found.keys() - form.READ - OUTSIDE)
-    if not ignored:
-        return []
-    more = f" and {len(ignored) - MOST_NAMED} more" if len(ignored) > MOST_NAMED else ""
-    names = ", ".join(brief(name) for name in ignored[:MOST_NAMED])
-    return [f"{folder}/config.json: fields that are ignored: {names}{more}"]
+    where, notes = f"{folder}/config.json", []
+    ignored = sorted(found.keys() - form.READ - OUTSIDE - DROPOUT)
+    if ignored:
+        more = f" and {len(ignored) - MOST_NAMED} more" if len(ignored) > MOST_NAMED else ""
+        names = ", ".join(brief(name) for name in ignored[:MOST_NAMED])
+        notes.append(f"{where}: fields that are ignored: {names}{more}")
+    dropout = ", ".join(f"{name} {shown(found[name])}" for name in sorted(DROPOUT)
+                        if found.get(name))
+    if dropout:
+        notes.append(f"{where}: no dropout is applied, though it says {dropout}")
+    return notes

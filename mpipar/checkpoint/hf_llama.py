@@ -138,9 +138,11 @@ class LlamaForm:
                          " mpipar computes 1.0")
         wrong += [f"{key} is {shown(found[key])} and {shown(rope[key])} in the parameters of rope"
                   for key in ("rope_theta",) if found.get(key, rope.get(key)) != rope.get(key)]
-        if window is not None and not (type(window) is int and (seq_len or 0) <= window):
-            wrong.append(f"sliding_window is {shown(window)}, below the {seq_len:,} tokens of a"
-                         f" row; use --seq-len {window} or less")
+        if window is not None and (type(window) is not int or window < 1):
+            wrong.append(f"sliding_window is {shown(window)}, no number of tokens")
+        elif window is not None and seq_len is not None and seq_len > window:
+            wrong.append(f"sliding_window is {window}, below the {seq_len:,} tokens of a row; use"
+                         f" --seq-len {window} or less")
         kinds = {*map(str, found.get("layer_types") or ())} - {"full_attention"} - (
             {"sliding_attention"} if window else set())
         if kinds:

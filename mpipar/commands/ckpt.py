@@ -148,8 +148,9 @@ def export(folder: Path, steps, args) -> int:
     config = config_of(path, manifest)
     names = weights.names_in_file(config.model)
     dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
+    found = companions.read_companions(folder / WEIGHTS)
     with said(out, "can't be written"):
-        companions.copy_companions(folder / WEIGHTS, out)
+        companions.write_companions(found, out)
     weights.write(out, config, dtype, blocks(path, manifest, names), most)
     say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK

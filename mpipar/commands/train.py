@@ -10,7 +10,7 @@ from time import perf_counter
 
 from mpipar import data, models
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import copy_companions
+from mpipar.checkpoint.companions import read_companions, write_companions
 from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
@@ -137,10 +137,10 @@ class Run:
             return None
         if self.start.folder is not None:
             return go_on_in(self.start, self.config, self.session)
-        folder = make_run_folder(self.config, self.session)
         source = next(iter(self.start.candidates), self.config.run.init_from)
-        if source is not None:
-            copy_companions(companions_of(source), folder / WEIGHTS)
+        beside = read_companions(companions_of(source) if source else None, self.inputs.tokenizer)
+        folder = make_run_folder(self.config, self.session)
+        write_companions(beside, folder / WEIGHTS)
         return folder
 
     @contextmanager

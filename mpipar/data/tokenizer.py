@@ -293,7 +293,7 @@ def _end(path: Path, files: dict, vocabulary: dict, added: dict) -> int | None:
         if name not in files:
             continue
         with problems_as(DataError, str(path / name)):
-            found = parse_json(files[name].decode())
+            found = parse_json(files[name].decode(), huge=True)
             named = found.get("eos_token") if isinstance(found, dict) else None
             named = named.get("content") if isinstance(named, dict) else named
             if isinstance(named, str) and named in vocabulary:

@@ -100,10 +100,11 @@ def read_toml(path, error: type[UserError], *, where: str = "",
         return parse_toml(read_text(path, most_bytes=most_bytes))
 
 
-def parse_json(text: str):
+def parse_json(text: str, *, huge: bool = False):
     """The value of a JSON text; ValueError says what is wrong and where.
 
     Besides what is no JSON, it refuses what `_check_values` names, and a key twice in an object.
+    huge: whole numbers may need more than 64 bits, as in a tokenizer_config.json of transformers.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -116,7 +117,7 @@ def parse_json(text: str):
         raise
     except ValueError:  # Python reads no more than some 4,300 digits
         raise ValueError("holds a whole number with too many digits") from None
-    _check_values(value)
+    _check_values(value, huge=huge)
     return value
 
 
@@ -156,7 +157,7 @@ def _too_deep() -> str:
     return f"holds lists or objects more than {MOST_DEPTH} deep inside each other"
 
 
-def _check_values(value, finite: bool = True) -> None:
+def _check_values(value, finite: bool = True, huge: bool = False) -> None:
     """ValueError for depth, a long name, a huge number, NaN, a zero byte, or half a character."""
     level = [("", value)]  # each with the key that it lies under
     for _ in range(MOST_DEPTH + 1):
@@ -173,7 +174,7 @@ def _check_values(value, finite: bool = True) -> None:
                 below.extend([(key, item) for item in one])
             elif isinstance(one, str):
                 _check_text(one, key)
-            elif isinstance(one, int) and not -(2**63) <= one < 2**64:
+            elif isinstance(one, int) and not huge and not -(2**63) <= one < 2**64:
                 raise ValueError(f"holds a whole number that 64 bits cannot hold{_at(key)}")
             elif finite and isinstance(one, float) and not math.isfinite(one):
                 raise ValueError(f"holds {one}, which is no finite number{_at(key)}")

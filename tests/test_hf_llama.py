@@ -1,0 +1,269 @@
+"""What a config.json of Llama, Mistral or Qwen2 says, in both spellings, and what is refused."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from config_helpers import reading_of
+from in_process import assert_refused
+from one_rank import fresh, loaded
+from program import mpipar
+from safetensors.numpy import load_file
+
+from mpipar.checkpoint import own
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.companions import read_companions
+from mpipar.checkpoint.formats import format_of, model_settings, start_notes
+from mpipar.commands.resolve import resolve
+from mpipar.data.tokenizer import byte_tokenizer
+from mpipar.errors import DataError, UsageError
+
+# As transformers 4 wrote them.
+LLAMA_32 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+MISTRAL_01 = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0",
+    "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+QWEN_25 = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+    "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+REAL = {"llama": LLAMA_32, "mistral": MISTRAL_01, "qwen2": QWEN_25}
+
+
+def written(folder, config, **changes):
+    """A folder with this config.json; a value of `...` takes a field away."""
+    found = {key: value for key, value in (config | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(found))
+    return str(folder)
+
+
+def spelled_anew(config):
+    """The same as transformers 5 writes it."""
+    found = {key: value for key, value in config.items()
+             if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    return found | {"dtype": config["torch_dtype"],
+                    "rope_parameters": {"rope_theta": config["rope_theta"]} | scaling}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_both_spellings_say_the_same(name, tmp_path):
+    old = model_settings(written(tmp_path, REAL[name]))
+    assert model_settings(written(tmp_path, spelled_anew(REAL[name]))) == old
+    assert old["arch"] == name
+
+
+def test_what_published_models_are(tmp_path):
+    found = model_settings(written(tmp_path, LLAMA_32))
+    wanted = {"layers": 16, "d_model": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64,
+              "ffn": 8192, "vocab_size": 128256, "tied": True, "norm_eps": 1e-5, "bias": "none",
+              "rope_theta": 5e5, "rope_scaling": (32.0, 1.0, 4.0, 8192.0), "seq_len": 131072,
+              "max_positions": 131072}
+    assert wanted.items() <= found.items()
+    found = model_settings(written(tmp_path, QWEN_25))
+    wanted = {"bias": "qkv", "rope_scaling": (), "rope_theta": 1e6, "kv_heads": 2, "head_dim": 64,
+              "max_positions": 32768, "norm_eps": 1e-6, "tied": True}
+    assert wanted.items() <= found.items()
+    # Further tokens than its window are another model than mpipar's.
+    found = model_settings(written(tmp_path, MISTRAL_01))
+    assert (found["max_positions"], found["seq_len"], found["tied"]) == (4096, 4096, False)
+
+
+def test_rows_may_be_shorter_than_the_positions_reach(tmp_path):
+    words = ["--init-from", written(tmp_path, MISTRAL_01), "--batch-size", "4"]
+    model = resolve(reading_of(*words, "--seq-len", "8"), 1)[0].model
+    assert (model.seq_len, model.max_positions) == (8, 4096)
+    assert resolve(reading_of(*words), 1)[0].model.seq_len == 4096
+    with pytest.raises(DataError, match="sliding_window is 4096, below the 5,000 tokens of a row"):
+        resolve(reading_of(*words, "--seq-len", "5000"), 1)
+    written(tmp_path, MISTRAL_01, sliding_window=None)
+    assert resolve(reading_of(*words, "--seq-len", "5000"), 1)[0].model.max_positions == 32768
+    with pytest.raises(UsageError, match="--seq-len 32769: is above --max-positions 32768"):
+        resolve(reading_of(*words, "--seq-len", "32769"), 1)
+
+
+REFUSED = {
+    "hidden_act": ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; mpipar computes 'silu'"),
+    "dropout": ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1; mpipar computes"),
+    "one bias": ("llama", {"attention_bias": True}, "attention_bias is True, mlp_bias is False"),
+    "quantized": ("mistral", {"quantization_config": {"b": 4}}, "quantization_config is {'b': 4}"),
+    "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
+    "partial": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "partial, new": ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}},
+                     "partial_rotary_factor is 0.5"),
+    "two thetas": ("llama", {"rope_parameters": {"rope_theta": 7.0}},
+                   "rope_theta is 500000.0 and 7.0 in the parameters of rope"),
+    "layers": ("qwen2", {"layer_types": ["full_attention", "linear_attention"]},
+               "layer_types has 'linear_attention'"),
+    "window of text": ("mistral", {"sliding_window": "all"}, "sliding_window is 'all'"),
+    "lists": ("llama", {"rope_scaling": {"factor": [1, 2]}}, "rope_scaling is {'factor': [1, 2]}"),
+    "rope": ("llama", {"rope_scaling": 7}, "rope_scaling is 7"),
+    "no factor": ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor is None"),
+    "theta": ("qwen2", {"rope_theta": "1e6"}, "rope_theta is '1e6'"),
+    "theta 0": ("qwen2", {"rope_theta": 0}, "rope-theta 0.0: must be greater than 0"),
+    "heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+    "kv heads": ("mistral", {"num_key_value_heads": ...}, "num_key_value_heads is None"),
+    "layers of text": ("llama", {"num_hidden_layers": "16"}, "num_hidden_layers is '16'"),
+    "enormous": ("llama", {"hidden_size": 1 << 40}, "d-model 1099511627776: must be at most"),
+    "tied": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+    "eps": ("llama", {"rms_norm_eps": None}, "rms_norm_eps is None"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_model_is_refused_by_name(case, tmp_path):
+    name, changes, part = REFUSED[case]
+    with pytest.raises(DataError, match=re.escape(part)):
+        model_settings(written(tmp_path, REAL[name], **changes))
+
+
+def test_heads_that_do_not_fit_are_told_as_flags_are(tmp_path):
+    folder = written(tmp_path, LLAMA_32, num_key_value_heads=5)
+    with pytest.raises(UsageError, match="--kv-heads 5: must divide --heads 32"):
+        resolve(reading_of("--init-from", folder), 1)
+
+
+def test_all_differences_at_once(tmp_path):
+    folder = written(tmp_path, LLAMA_32, hidden_act="relu", attention_dropout=0.5, mlp_bias=True,
+                     rope_scaling={"rope_type": "dynamic"})
+    with pytest.raises(DataError) as caught:
+        model_settings(folder)
+    assert len(caught.value.problems) == 4
+
+
+def test_what_does_not_matter_is_named_in_one_line(tmp_path):
+    note, = start_notes(written(tmp_path, QWEN_25))
+    assert note.endswith("ignored: initializer_range, use_cache, use_mrope")
+    note, = start_notes(written(tmp_path, QWEN_25, **{f"x{i:02}": i for i in range(20)}))
+    assert note.endswith(" and 11 more")
+    (tmp_path / "config.json").write_text(json.dumps({
+        key: value for key, value in QWEN_25.items()
+        if key not in ("initializer_range", "use_cache", "use_mrope")}))
+    assert start_notes(str(tmp_path)) == []
+
+
+def test_dropout_that_gpt2_was_trained_with_is_named(tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 4, "n_head": 2, "n_positions": 5,
+              "vocab_size": 9, "attn_pdrop": 0.1, "resid_pdrop": 0.0, "embd_pdrop": 0.1}
+    note, = start_notes(written(tmp_path, config))
+    assert note.endswith("no dropout is applied, though it says attn_pdrop 0.1, embd_pdrop 0.1")
+
+
+# --- out
+
+SMALL = {"layers": 2, "d_model": 12, "heads": 4, "kv_heads": 2, "ffn": 20, "seq_len": 6,
+         "vocab_size": 17}
+
+
+@pytest.mark.parametrize(("arch", "values"), [
+    ("llama", {"head_dim": 6, "rope_scaling": (4.0, 1.0, 3.0, 12.0), "norm_eps": 1e-5}),
+    ("llama", {"bias": "all", "tied": True, "head_dim": 4}), ("mistral", {"head_dim": 8}),
+    ("qwen2", {"rope_theta": 77.0, "head_dim": 4}), ("llama", {"d_model": 14, "head_dim": 6}),
+    ("llama", {"bias": "qkv", "head_dim": 4}), ("mistral", {"norm": "layer", "head_dim": 2})])
+def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
+    worker = fresh(**SMALL | {"arch": arch, "norm": "rms", "activation": "swiglu",
+                              "positions": "rope", "bias": "qkv" if arch == "qwen2" else "none",
+                              "tied": False} | values)
+    checkpoint.save(worker, tmp_path)
+    again = loaded(tmp_path)
+    assert replace(again.config.model, seq_len=6) == worker.config.model
+    np.testing.assert_array_equal(again.stages[0].flat.master, worker.stages[0].flat.master)
+    mixed = values.get("d_model") == 14 or "norm" in values or values.get("bias") == "qkv"
+    form = format_of(worker.config.model)
+    assert (form is own) == mixed
+    assert mixed or form.kind == arch
+
+
+# --- what travels with weights
+
+TOKENIZER = {"tokenizer_config.json": '{"model_max_length": 1000000000000000019884624838656}',
+             "special_tokens_map.json": "{}", "README.md": "not a tokenizer's"}
+
+
+def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
+    """From a folder to a run, from its checkpoint to a branch, and to what is exported of it."""
+    start = tmp_path / "start"
+    checkpoint.save(fresh(**SMALL, tied=False, arch="llama", norm="rms", activation="swiglu",
+                          positions="rope", bias="none", head_dim=4, dtype="float32"), start)
+    for name, text in TOKENIZER.items():
+        (start / name).write_text(text)
+    (start / "generation_config.json").unlink()
+    config = json.loads((start / "config.json").read_text()) | {"eos_token_id": [3, 4]}
+    (start / "config.json").write_text(json.dumps(config))
+    np.arange(500, dtype=np.uint16).__mod__(17).tofile(tmp_path / "tokens.bin")
+    words = ["--data", "tokens.bin", "--batch-size", "4", "--num-microbatches", "2", "--seq-len",
+             "5", "--sample-tokens", "0", "--steps", "1"]
+    for more in (["--init-from", "start", "--out", "run"],
+                 ["--init-from", "run/checkpoints/step-00000001", "--out", "second"]):
+        result = mpipar("train", *words, *more, cwd=tmp_path)
+        assert result.returncode == 0, result.tail()
+    result = mpipar("train", "--resume", "run", "--steps", "2", "--out", "branch", cwd=tmp_path)
+    assert result.returncode == 0, result.tail()
+    result = mpipar("ckpt", "export", "branch", "--dtype", "bfloat16", "--out", "out", cwd=tmp_path)
+    assert result.returncode == 0, result.tail()
+    for folder in ("run/weights", "second/weights", "branch/weights", "out"):
+        here = tmp_path / folder
+        assert not (here / "README.md").exists()
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            assert (here / name).read_text() == TOKENIZER[name], folder
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((here / name).read_text())["eos_token_id"] == [3, 4], folder
+        assert json.loads((here / "config.json").read_text())["max_position_embeddings"] == 6
+    shutil.rmtree(start)
+    assert load_file(tmp_path / "run" / "weights" / "model.safetensors").keys() == load_file(
+        tmp_path / "branch" / "weights" / "model.safetensors").keys()
+
+
+def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
+    before, own = byte_tokenizer(), byte_tokenizer(end=True)
+    before.copy(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert read_companions(tmp_path, before) == read_companions(tmp_path)
+    found = read_companions(tmp_path, own)
+    assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 256}
+    assert found == own.files
+    for name in before.files:
+        (tmp_path / name).unlink()
+    found = read_companions(tmp_path, own)
+    assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 9}
+    assert found == own.files
+    assert read_companions(None, before) == before.files
+    assert read_companions(None, None) == {}
+
+
+def test_companions_that_cannot_be_read_are_refused(tmp_path):
+    start = tmp_path / "start"
+    checkpoint.save(fresh(dtype="float32", vocab_size=256), start)
+    (start / "generation_config.json").unlink()
+    (start / "generation_config.json").mkdir()
+    (tmp_path / "text.txt").write_text("a text " * 99)
+    assert_refused(65, ["generation_config.json"], "train", "--init-from", "start", "--data",
+                   "text.txt", "--out", "run", folder=tmp_path)
+    assert not (tmp_path / "run").exists()
