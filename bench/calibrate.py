@@ -8,16 +8,18 @@ link and number of ranks. They also give duplex and contention factors, and the 
 through mpipar.comm. FILEs come from bench.interconnect --json; without any, the needed cases are
 run here. Products, reductions and the passes of a model are measured here, on all ranks at once.
 
-Each size is measured in several rounds, and the round with the least median counts: the model
-describes the undisturbed machine. Of several launches the median counts.
+--seconds is the time of the whole command. Half of it at most goes to computing. In what is left,
+each operation is measured at as many sizes as there is time for, up to --end-bytes. Then come
+further rounds. Of a size's rounds the one with the least median counts: the model describes the
+undisturbed machine. Of several launches the median counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 
 from bench import plans, records, results
+from bench.budget import SECONDS, Budget, add_seconds, seconds_problems
 from bench.buffers import Arena, cache_bytes
 from bench.cases import COMM
 from bench.compute import measure_products, measure_reduction, measure_units, step_config
@@ -32,7 +34,7 @@ from bench.curves import (
     quietest,
 )
 from bench.fitting import LEAST_SIZES, fit
-from bench.needed import END_BYTES, ROUNDS, SECONDS, measure_eager, measure_rows
+from bench.needed import END_BYTES, measure_eager, measure_rows
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
@@ -43,6 +45,7 @@ from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
 
+COMPUTING = 0.5  # of the time, at most
 ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 replicas
 
 
@@ -61,10 +64,7 @@ def parse(argv):
                         help="file of bench.interconnect --json (default: run the needed cases)")
     parser.add_argument("--out", default="machine.json", help="the cost model (machine.json)")
     parser.add_argument("--json", metavar="ROWS", help="keep the rows that are measured here")
-    parser.add_argument("--rounds", type=int, default=ROUNDS,
-                        help=f"how often each size is measured ({ROUNDS})")
-    parser.add_argument("--seconds", type=float, default=SECONDS,
-                        help=f"time for each size and round ({SECONDS})")
+    add_seconds(parser)
     parser.add_argument("--end-bytes", default=END_BYTES, metavar="SIZE",
                         help=f"largest message ({END_BYTES})")
     parser.add_argument("--config", metavar="FILE.toml",
@@ -77,15 +77,14 @@ def parse(argv):
     parser.add_argument("--no-compute", action="store_true",
                         help="no products, no reductions, no passes")
     args = parser.parse_args(argv)
-    found = plans.size_problems({"--end-bytes": args.end_bytes})
-    if args.rounds < 1 or not 0 < args.seconds < math.inf:
-        found.append("--rounds must be at least 1 and --seconds above 0")
+    found = plans.size_problems({"--end-bytes": args.end_bytes}) + seconds_problems(args.seconds)
     if args.files and args.json:
         found.append("--json keeps rows that are measured here, but FILEs hold them already; give "
                      "one of the two")
-    if args.files and (args.rounds, args.seconds, args.end_bytes) != (ROUNDS, SECONDS, END_BYTES):
-        found.append("--rounds, --seconds and --end-bytes are for what is measured here, but FILEs "
-                     "hold it already; leave them out")
+    if args.files and (args.end_bytes != END_BYTES or (
+            args.no_compute and args.seconds != SECONDS)):
+        found.append("--end-bytes, and with --no-compute --seconds, are for what is measured here, "
+                     "but FILEs hold it already; leave them out")
     if args.no_compute and (args.config or args.rows != ROWS or args.tp != (1,)):
         found.append("--config, --rows and --tp are for the passes, which --no-compute leaves out")
     if found:
@@ -142,20 +141,22 @@ def main(argv, session) -> int:
         given = read_rows(args.files) if args.files else None
         return given, [] if args.no_compute else pass_configs(args, config, world.size)
     given, configs = session.agree(prepared)
-    with session.stop_on_request():
-        rows, heads = given or measure_rows(session, config.run.dtype, args)
-        if session.stop_requested:
-            return EXIT_INTERRUPTED
+    budget = Budget(world, args.seconds)
     ops = ops_module.make("cpu", config.run.dtype)
-    eager = () if args.files else measure_eager(world, ops, heads, read_bytes(args.end_bytes))
-    cores = cores_of(world).cores
     products, units, reduction = (), [], []
     if configs:
         products = measure_products(world, ops)
-        units = [measure_units(world, ops, one) for one in configs]
+        units = [measure_units(world, ops, one, own)
+                 for one, own in budget.part(COMPUTING).shares(configs)]
         world.Barrier()
         data = measure_reduction(Arena(ops, "rotated", cache_bytes()))
         reduction = [fit(REDUCTION, "same socket", 1, data)]
+    with session.stop_on_request():
+        rows, heads = given or measure_rows(session, config.run.dtype, args, budget)
+        if session.stop_requested:
+            return EXIT_INTERRUPTED
+    eager = () if args.files else measure_eager(world, ops, heads, read_bytes(args.end_bytes))
+    cores = cores_of(world).cores
     if world.rank == 0:
         rows = quietest(rows)
         machine = Machine(

@@ -105,23 +105,24 @@ def started(world, ops, config) -> Worker:
     return worker
 
 
-def step_seconds(world, ops, config) -> float:
+def step_seconds(world, ops, config, budget) -> float:
     """Seconds of a real training step, median of the quietest round.
 
     A step lasts from the first rank's start to the last rank's end. The batch is made beforehand.
-    Comm: the steps', and a barrier before and after each.
+    The first step of a round counts only where the budget has no time for a second.
+    Comm: the steps', a barrier before and after each, and those of the budget.
     """
     worker = started(world, ops, config)
     batch, rounds = data.data_of(config.model).blank_batch(ops, config), []
-    for number in range(ROUNDS):
+    for number in budget.rounds(ROUNDS):
         seconds = []
-        for step in range(STEPS + 1):
+        for step in budget.rounds(STEPS + 1):
             world.Barrier()
             start = perf_counter()
             worker.train_step(number * (STEPS + 1) + step + 1, lambda mb: batch)
             world.Barrier()
             seconds.append(perf_counter() - start)
-        rounds.append(statistics.median(seconds[1:]))
+        rounds.append(statistics.median(seconds[1:] or seconds))
     worker.close()
     return min(rounds)
 
@@ -153,10 +154,13 @@ def update_seconds(world, ops, config) -> float:
     return min(rounds)
 
 
-def measure_units(world, ops, config: Config) -> Units | None:
-    """Time the passes of a config's parts with all ranks at work; on world rank 0. Comm: of tp."""
+def measure_units(world, ops, config: Config, budget) -> Units | None:
+    """Time the passes of a config's parts with all ranks at work; on world rank 0.
+
+    Comm: of tp, and those of the budget.
+    """
     grid = Grid.of(config.grid, world.rank)
-    rounds = [measure_costs(config, grid, ops, world) for _ in range(ROUNDS)]
+    rounds = [measure_costs(config, grid, ops, world) for _ in budget.rounds(ROUNDS)]
     update = update_seconds(world, ops, config)
     if rounds[0] is None:
         return None

@@ -100,7 +100,7 @@ def overhead(rows) -> float | None:
 
 def rate(us_per_byte: float) -> str:
     """The rate as text, in GB/s (1e9 bytes per second)."""
-    return f"{1e-3 / us_per_byte:.2f}" if us_per_byte else "-"
+    return f"{1e-3 / us_per_byte:.3g}" if us_per_byte else "-"
 
 
 def describe_machine(machine: Machine) -> str:

@@ -1,4 +1,4 @@
-"""Runs the cases that a cost model needs, in several rounds, sizes in random order."""
+"""Runs the cases that a cost model needs, with as many sizes and rounds as there is time for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CONTENDED = ("all-reduce", "iall-reduce")
 CONTENTION_SIZES = (4 << 10, 64 << 10, 1 << 20)
 BEGIN_BYTES, FACTOR = 8, 2.0
 EAGER_BYTES, EAGER_FACTOR = 16 << 10, 4.0
-ROUNDS, SECONDS, END_BYTES = 3, 0.02, "4M"
+END_BYTES = "4M"
+ROUNDS, SIZE_SECONDS = 5, 0.02  # rounds at most; seconds for each way of a size in a round
 STALL_SECONDS = 60.0
 
 
@@ -61,17 +62,31 @@ def sections(pairs, world_size: int, sizes) -> list[Section]:
     return found
 
 
-def run_rounds(bench, chosen, rounds: int, seed: int, writer) -> list[dict]:
-    """Run all rounds; their rows on world rank 0. Comm: the cases."""
+def run_rounds(bench, chosen, budget, seed: int, writer) -> list[dict]:
+    """Run the rounds that there is time for; their rows on world rank 0.
+
+    The first round finds the sizes for which each section has time. Later rounds take these in a
+    random order, so that no size always has the same neighbour.
+    Comm: the cases, and those of the budget.
+    """
     rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
-    for _ in range(rounds):
-        for section in chosen:
-            for row in bench.run(section, shuffled.sample(section.sizes, len(section.sizes))):
+    known: list[list[int]] = [[] for _ in chosen]
+    for number in budget.rounds(ROUNDS):
+        for (section, own), sizes in zip(budget.shares(chosen), known, strict=True):
+            order = shuffled.sample(sizes, len(sizes)) if number else kept(own, section, sizes)
+            for row in bench.run(section, order):
                 writer.row(row)
                 rows.append(row)
             if bench.stopped:
                 return rows
     return rows
+
+
+def kept(budget, section, sizes):
+    """Yield the sizes of a section that there is time for, and append each to `sizes`."""
+    for size in budget.sizes(section.sizes):
+        sizes.append(size)
+        yield size
 
 
 def no_refused(refused) -> None:
@@ -80,27 +95,27 @@ def no_refused(refused) -> None:
         raise DataError([f"refused: {text}" for text in refused])
 
 
-def open_bench(session, dtype: str, seconds: float, buffers="rotated", transport="mpi-host"):
+def open_bench(session, dtype: str, buffers="rotated", transport="mpi-host"):
     """(Bench, places of all ranks) for short rounds. Raises UsageError on one rank."""
     def several():
         if session.world.size < 2:
             raise UsageError("messages need at least 2 ranks: start it with mpiexec -n 2")
 
     session.agree(several)
-    bench = Bench(session, dtype, buffers, 0, Plan(seconds, warm_up=2), transport)
+    bench = Bench(session, dtype, buffers, 0, Plan(SIZE_SECONDS, warm_up=2), transport)
     if session.world.rank == 0 and bench.crowded():
         print("more ranks than cores on a host: shapes only, times say little", file=sys.stderr)
     return bench, json.loads(broadcast_text(session.world, json.dumps(bench.places)))
 
 
-def measure_rows(session, dtype: str, args) -> tuple[list[dict], list[dict]]:
+def measure_rows(session, dtype: str, args, budget) -> tuple[list[dict], list[dict]]:
     """(rows, [head]) on world rank 0, ([], []) elsewhere. args: of bench.calibrate.
 
     Raises UsageError and OutputError. Comm: the cases.
     """
     sizes = session.agree(
         lambda: plans.geometric(BEGIN_BYTES, read_bytes(args.end_bytes), FACTOR))
-    bench, places = open_bench(session, dtype, args.seconds)
+    bench, places = open_bench(session, dtype)
     world = session.world
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None))
     chosen = sections(pairs_by_link(places, world.size), world.size, sizes)
@@ -108,7 +123,7 @@ def measure_rows(session, dtype: str, args) -> tuple[list[dict], list[dict]]:
     if heads:
         writer.head(heads[0])
     with bench.watchdog(STALL_SECONDS):
-        rows = run_rounds(bench, chosen, args.rounds, 0, writer)
+        rows = run_rounds(bench, chosen, budget, 0, writer)
     writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
     session.agree(lambda: no_refused(bench.refused))
     return rows, heads

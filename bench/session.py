@@ -149,7 +149,7 @@ class Bench:
         group = make_group(section.groups, section.axis, self.transport, self.ops, self.world,
                            self.recorder)
         rows = []
-        for size in sizes or section.sizes:
+        for size in section.sizes if sizes is None else sizes:
             rows += self._one(section, group, size)
             if self.stopped:
                 break

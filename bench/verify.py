@@ -3,6 +3,8 @@
     mpiexec -n 2 python -m bench.verify machine.json
     python -m bench.verify machine.json --launches 5 --start "mpiexec -n 2"
 
+--seconds is the time of the whole command, all launches together.
+
 Every fitted operation is predicted at sizes between the fitted ones. The messages of a pipeline
 schedule and a training step of each layout follow. Products of shapes that were not measured are
 for information only. So is the time of each all-reduce algorithm by the fitted messages and
@@ -18,6 +20,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,14 +28,13 @@ import numpy as np
 
 from bench import plans, results
 from bench.algorithms import all_reduce_models
+from bench.budget import Budget, add_seconds, seconds_problems
 from bench.cases import COMM
 from bench.compute import HELD_OUT_SIDES, measure_products, step_config, step_seconds
 from bench.curves import REDUCTION, quietest
 from bench.groups import link_of
 from bench.launches import START, alone, launcher_words, run_job
 from bench.needed import (
-    ROUNDS,
-    SECONDS,
     STALL_SECONDS,
     no_refused,
     open_bench,
@@ -63,17 +65,17 @@ from mpipar.plan.machine import HOP
 from mpipar.plan.step import step_estimate
 
 CHAIN_BYTES = (3000, 200_000)
+MESSAGES = 0.6  # of the time, at most
+LEAST_SECONDS = 1.0  # of a launch, however late it begins
 
 
 def parse(argv):
     """Read and check the flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.verify", description=__doc__)
     parser.add_argument("machine", metavar="MACHINE", help="cost model of bench.calibrate")
-    parser.add_argument("--sizes", type=int, default=8, help="held-out sizes of each operation (8)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS,
-                        help=f"how often each size is measured; the quietest counts ({ROUNDS})")
-    parser.add_argument("--seconds", type=float, default=SECONDS,
-                        help=f"time for each size and round ({SECONDS})")
+    parser.add_argument("--sizes", type=flags.count, default=8,
+                        help="held-out sizes of each operation at most (8)")
+    add_seconds(parser)
     parser.add_argument("--no-steps", action="store_true",
                         help="leave out products and training steps")
     parser.add_argument("--launches", type=int, default=0, metavar="K",
@@ -84,13 +86,14 @@ def parse(argv):
     parser.add_argument("--details", metavar="FILE",
                         help="write every comparison as a line of JSON")
     args = parser.parse_args(argv)
-    if (min(args.sizes, args.rounds) < 1 or not 0 < args.seconds < math.inf
-            or args.launches < 0):
-        raise UsageError("--sizes and --rounds must be at least 1, --seconds above 0, --launches "
-                         "not below 0")
+    found = seconds_problems(args.seconds)
+    if args.launches < 0:
+        found.append(f"--launches {args.launches}: must not be below 0")
     if args.start and not args.launches:
-        raise UsageError(f"--start {args.start}: is how --launches starts its jobs; add --launches "
-                         "5, or type the command in front of python")
+        found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
+                     "or type the command in front of python")
+    if found:
+        raise UsageError(found)
     return args
 
 
@@ -173,9 +176,9 @@ def verify_products(world, machine) -> list[dict]:
             for one in measure_products(world, ops, HELD_OUT_SIDES)]
 
 
-def verify_steps(world, machine) -> list[dict]:
+def verify_steps(world, machine, budget) -> list[dict]:
     """Compare a training step of each layout that the measured passes allow. Comm: the steps."""
-    found, world_size = [], world.size
+    cases, found, world_size = [], [], world.size
     largest = {(str(units.model), units.tp): units
                for units in sorted(machine.units, key=lambda units: units.rows)}
     for units in largest.values():
@@ -188,11 +191,13 @@ def verify_steps(world, machine) -> list[dict]:
             config = step_config(
                 Config(model, train=TrainConfig(optimizer=units.optimizer, warmup_steps=0),
                        run=RunConfig(dtype=units.dtype)), units.rows, world_size, **axes)
-            seconds = step_seconds(world, ops_module.make("cpu", units.dtype), config)
-            guess = step_estimate(machine, config)
-            name = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
-            found.append(line(Subject(f"step {name}", world_size, "-"), f"{units.rows} rows",
-                              guess.total * 1e6, seconds * 1e6, bool(guess.extrapolated)))
+            cases.append((axes, config, units))
+    for (axes, config, units), own in budget.shares(cases):
+        seconds = step_seconds(world, ops_module.make("cpu", units.dtype), config, own)
+        guess = step_estimate(machine, config)
+        name = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+        found.append(line(Subject(f"step {name}", world_size, "-"), f"{units.rows} rows",
+                          guess.total * 1e6, seconds * 1e6, bool(guess.extrapolated)))
     return found
 
 
@@ -221,20 +226,22 @@ def one_launch(session, args) -> list[dict] | None:
     """All comparisons of this job, on world rank 0 (others: some); None when interrupted."""
     machine = session.agree(lambda: prepared(args, session.world.rank))
     fitted = machine.provenance
-    bench, places = open_bench(session, fitted.get("dtype", "float32"), args.seconds,
+    bench, places = open_bench(session, fitted.get("dtype", "float32"),
                                fitted.get("buffers", ["rotated"])[0],  # a model cannot hold several
                                fitted.get("transport", "mpi-host"))
     world = session.world
     chosen = session.agree(lambda: chosen_sections(machine, places, world.size, args.sizes))
+    budget = Budget(world, args.seconds)
+    messages = budget if args.no_steps else budget.part(MESSAGES)
     with session.stop_on_request(), bench.watchdog(STALL_SECONDS):
-        rows = run_rounds(bench, chosen, args.rounds, 1, Writer(None))
+        rows = run_rounds(bench, chosen, messages, 1, Writer(None))
     if bench.stopped:
         return None
     session.agree(lambda: no_refused(bench.refused))
     lines = compared(machine, rows)
     if args.no_steps:
         return lines
-    return [*lines, *verify_products(world, machine), *verify_steps(world, machine)]
+    return [*lines, *verify_products(world, machine), *verify_steps(world, machine, budget)]
 
 
 def all_launches(session, args) -> list[dict]:
@@ -245,14 +252,16 @@ def all_launches(session, args) -> list[dict]:
     alone(session, args.start or START)
     prepared(args)
     lines: list[dict] = []
+    end = time.monotonic() + args.seconds
     with session.stop_on_request():
         for launch in range(1, args.launches + 1):
             print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
-            lines += fresh_launch(session, args, launch)
+            seconds = (end - time.monotonic()) / (args.launches - launch + 1)
+            lines += fresh_launch(session, args, launch, max(LEAST_SECONDS, seconds))
     return lines
 
 
-def fresh_launch(session, args, launch: int) -> list[dict]:
+def fresh_launch(session, args, launch: int, seconds: float) -> list[dict]:
     """The comparisons of one job.
 
     Raises UsageError and EnvironmentProblem if there are none, KeyboardInterrupt after a Ctrl-C.
@@ -260,8 +269,7 @@ def fresh_launch(session, args, launch: int) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "details.jsonl"
         command = [*launcher_words(args.start), sys.executable, "-m", "bench.verify",
-                   args.machine, *(f"--{name}={getattr(args, name)}"
-                                   for name in ("sizes", "rounds", "seconds")),
+                   args.machine, f"--sizes={args.sizes}", f"--seconds={seconds:.3f}",
                    *(["--no-steps"] if args.no_steps else [])]
         try:
             ended = run_job(session, [*command, "--details", str(path)],

@@ -13,10 +13,11 @@ from helpers import run_command, run_ranks
 from program import LIMIT, environment, one_block
 
 from bench import calibrate
+from bench.budget import LEAST_SIZES
 from mpipar.errors import DataError
 from mpipar.plan import machine_file
 
-SHORT = ("--rounds", "1", "--seconds", "0.002", "--end-bytes", "32K")
+SHORT = ("--seconds", "6", "--end-bytes", "32K")
 OPERATIONS = {"latency", "bandwidth", "bidirectional", "all-reduce", "iall-reduce", "all-gather",
               "reduce-scatter"}
 WRONG = 30  # times the measured value: no load of the machine hides that
@@ -46,7 +47,8 @@ def test_the_model_holds_every_operation_and_where_it_comes_from(folder):
     curves = {curve.operation: curve for curve in machine.curves}
     assert set(curves) == {*OPERATIONS, "barrier", "reduce-local"}
     for name in OPERATIONS:
-        assert curves[name].fitted_bytes == tuple(8 << k for k in range(13)), name
+        assert set(curves[name].fitted_bytes) <= {8 << k for k in range(13)}, name
+        assert len(curves[name].fitted_bytes) >= LEAST_SIZES, name
         assert 0.1 < curves[name].estimate(8).seconds * 1e6 < 1e5, name
         for piece in curves[name].pieces:
             assert piece.latency_low_us <= piece.latency_us <= piece.latency_high_us
@@ -94,8 +96,8 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     path, result = folder / f"{part}.json", folder / f"verify-{part}.json"
     details = folder / "made" / f"verify-{part}.jsonl"
     path.write_text(json.dumps(value))
-    done = bench("verify", path, "--sizes", "2", "--rounds", "1", "--seconds", "0.002",
-                 "--json", result, "--details", details)
+    done = bench("verify", path, "--sizes", "2", "--seconds", "6", "--json", result, "--details",
+                 details)
     assert done.returncode == 1, done.tail()
     verdicts = {row["what"]: row for row in json.loads(result.read_text())["rows"]}
     wrong = {what for what in verdicts if what.startswith(part)}
@@ -105,8 +107,8 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     assert verdicts["stage-chain 1f1b"]["verdict"] == "information"
     for one in map(json.loads, details.read_text().splitlines()):
         assert one["error"] == pytest.approx(one["predicted_us"] / one["measured_us"] - 1)
-        beyond = one["what"].startswith("step") or one["detail"] == "200000 bytes"
-        assert one["extrapolated"] == beyond, one  # 32 KiB are the largest that was measured
+        if one["what"].startswith("step") or one["detail"] == "200000 bytes":
+            assert one["extrapolated"], one  # 32 KiB are the largest that was measured
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [
@@ -119,7 +121,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     (["verify", "x", "--details", "/dev/null/v"], 74, "--details /dev/null/v: Not a directory"),
     (["verify", "machine.json", "--launches", "2"], 2, "run it without"),
     (["verify", "machine.json", "--start", "srun"], 2, "add --launches 5"),
-    (["calibrate", "rows.jsonl", "--rounds", "5"], 2, "FILEs hold it already"),
+    (["calibrate", "rows.jsonl", "--end-bytes", "5"], 2, "FILEs hold it already"),
 ])
 def test_mistakes_are_named(words, code, message):
     found, block = one_block(bench(*words))

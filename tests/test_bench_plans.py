@@ -27,8 +27,8 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
     assert [text.split(":")[0].split(" is ")[0] for text in caught.value.problems] == [
         "--window, --seconds and --target must be above 0", "--begin-bytes '3x'",
         "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
-    with pytest.raises(UsageError, match=r"^--end-bytes 'x': must be bytes: .*\n--rounds must"):
-        calibrate.parse(["--end-bytes", "x", "--rounds", "0"])
+    with pytest.raises(UsageError, match=r"^--end-bytes 'x': must be bytes: .*\n--seconds 0:"):
+        calibrate.parse(["--end-bytes", "x", "--seconds", "0"])
 
 
 def test_sections_of_a_layout_are_its_groups_alone_and_together():
@@ -137,7 +137,7 @@ def test_buffers_beyond_the_memory_of_the_host_are_refused(policy):
 @pytest.mark.parametrize("words", [(calibrate,), (verify, "machine.json")])
 def test_seconds_that_are_none_are_refused(words, wrong):
     bench, *words = words
-    with pytest.raises(UsageError, match="--seconds above 0"):
+    with pytest.raises(UsageError, match="time of the whole command, above 0"):
         bench.parse([*words, "--seconds", wrong])
 
 

@@ -1,0 +1,86 @@
+"""The budget of a command chooses sizes and rounds; a planted clock stands in for the time."""
+
+import pytest
+
+from bench import budget, verify
+from bench.budget import Budget
+from mpipar.errors import UsageError
+
+SIZES = tuple(8 << k for k in range(10))
+
+
+class Alone:
+    """A world of one rank."""
+
+    def Bcast(self, x):
+        """Leave x as it is: no other rank exists."""
+
+
+class Clock:
+    """Stands in for `time`: it moves only when something is measured."""
+
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(budget, "time", clock)
+    return clock
+
+
+def measured(clock, seconds, cost):
+    """The sizes that a budget chooses, where measuring a size takes cost(size) seconds."""
+    found = []
+    for size in Budget(Alone(), seconds).sizes(SIZES):
+        found.append(size)
+        clock.now += cost(size)
+    return found
+
+
+def test_every_size_is_measured_when_there_is_time(clock):
+    found = measured(clock, 60, lambda size: 0.1)
+    assert sorted(found) == list(SIZES)
+    assert found == [16, 256, 4096, 64, 1024, 8, 32, 128, 512, 2048]
+
+
+def test_large_sizes_of_a_slow_cable_are_left_out(clock):
+    """4 KiB take 1 s: what is measured stays inside the budget, and small sizes are complete."""
+    found = measured(clock, 3, lambda size: 0.01 + size / 4096)
+    assert 1 < clock.now - 1000 <= 3
+    assert sorted(found) == list(SIZES[:SIZES.index(max(found)) + 1])
+
+
+def test_three_sizes_are_measured_however_long_they_take(clock):
+    assert measured(clock, 0.1, lambda size: 5) == [16, 256, 4096]
+
+
+def test_one_size_is_enough_for_what_has_no_more(clock):
+    assert list(Budget(Alone(), 1).sizes((0,))) == [0]
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 1), (3.9, 3), (100, 5)])
+def test_rounds_that_would_not_end_in_time_are_not_begun(clock, seconds, rounds):
+    found = []
+    for number in Budget(Alone(), seconds).rounds(5):
+        found.append(number)
+        clock.now += 1.3
+    assert found == list(range(rounds))
+
+
+def test_what_one_thing_leaves_goes_to_the_others(clock):
+    parts = {}
+    for thing, own in Budget(Alone(), 12).shares("abc"):
+        parts[thing] = own.left()
+        clock.now += 1 if thing == "a" else parts[thing]
+    assert parts == {"a": 4, "b": 5.5, "c": 5.5}
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
+def test_seconds_that_are_none_are_refused(text):
+    words = ["machine.json", "--seconds", text, "--launches", "-1"]
+    with pytest.raises(UsageError, match=r"--seconds .*, above 0, as 60\n--launches -1"):
+        verify.parse(words)
