@@ -70,6 +70,7 @@ def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
         **_loss(ops, make, sizes),
         **_images(ops, make, sizes),
         **_updates(ops, make, sizes),
+        **_llama(ops, make, sizes),
     }
 
 
@@ -235,3 +236,21 @@ def _updates(ops, make, sizes):
     ops.sgd_step(plain_data, grad, 0.1)
     ops.adamw_step(data, grad, m, v, **ADAMW)
     return {"sgd_step": plain_data, "adamw data": data, "adamw m": m, "adamw v": v}
+
+
+def _llama(ops, make, sizes):
+    """SwiGLU, and rotations of the first heads of an array, whose last head stays as it is."""
+    h = make.real(sizes.batch, sizes.tokens, 2, sizes.inner)
+    dh, again = ops.swiglu_backward_input(make.real(*h.shape[:2], sizes.inner), h)
+    out = {"swiglu_forward": ops.swiglu_forward(h), "swiglu_backward_input dh": dh,
+           "swiglu_backward_input y": again}
+    half = sizes.head
+    table = make.sums(3 * sizes.tokens, 2, half)
+    each, alike = (make.ids(3 * sizes.tokens, *shape) for shape in (
+        (sizes.batch, sizes.tokens), (sizes.tokens,)))
+    for positions, name in ((alike, ""), (each, " by row")):
+        for function in ("rope_forward", "rope_backward_input"):
+            x = make.real(sizes.batch, sizes.tokens, sizes.heads + 1, 2 * half)
+            getattr(ops, function)(x[:, :, : sizes.heads], positions, table)
+            out[function + name] = x
+    return out

@@ -13,6 +13,7 @@ from mpipar.files.text import brief, shown
 from mpipar.job.environment import read_launcher
 
 MANY = 28  # flags; a command with more of them shows the usual ones
+MOST_CHOICES = 8  # that stand behind a flag
 USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the others too
     ("input and output", "", ("preset", "config", "data", "val_data", "out", "resume")),
     ("layout", "dp x pp x tp = number of ranks", ("layout", "dp", "pp", "tp")),
@@ -104,6 +105,9 @@ def _add_flag(group, name: str, **more) -> None:
         options["metavar"] = EXAMPLES[field.name]
         if base is str:
             options |= {"nargs": "+", "metavar": "PATH"}
+    elif legal["choices"] and len(legal["choices"]) > MOST_CHOICES:  # a line has no room for them
+        options["metavar"] = "NAME"
+        text += ": " + ", ".join(legal["choices"])
     elif legal["choices"]:
         options["metavar"] = "{" + ",".join(map(str, legal["choices"])) + "}"
     elif legal["in_bytes"]:

@@ -48,8 +48,8 @@ class DecoderConfig(ModelConfig):
 
     model: str = family("decoder")
     arch: str = setting(
-        "gpt2", "sets the defaults of norm, activation, positions, bias and tied; and the form of"
-        " the weights", choices=tuple(ARCHS))
+        "gpt2", "brings its own norm, activation, positions, bias and tied, unless they are given,"
+        " and the form of its weights", choices=tuple(ARCHS))
     d_model: int = setting(128, "model width D, in features", low=1, high=2**17)
     heads: int = setting(4, "attention heads H of queries; tp divides H", low=1, high=2**12)
     kv_heads: int | None = setting(

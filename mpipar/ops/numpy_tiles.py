@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.functions import FUNCTIONS, ROWS
+from mpipar.ops.functions import FUNCTIONS, ROWS, shape_of
 
 # Elements of a tile: 170 rows of 384. Three float32 tiles fit a 1 MiB L2 cache. 2^14 is 20 % slower
 # (interpreter time). No tiles at all cost the same only if the L3 cache holds the whole array.
@@ -30,7 +30,7 @@ def walk(formula, function, given, takes_out):
     """Return what formula(**given) returns, made tile by tile; `function`: its line of the table.
 
     Arguments that are not rows, such as a gradient that each tile adds to, go to every tile whole.
-    takes_out: the formula writes its first result, which is like its first rows, where it is told.
+    takes_out: the formula writes its first result where it is told.
     """
     by_row = [(part, x, x.ndim - len(part.dims) + 1)
               for part, x in function.arrays(given) if part.by_row]
@@ -43,7 +43,10 @@ def walk(formula, function, given, takes_out):
     for part, x, _ in by_row:
         assert not part.written or np.may_share_memory(rows[part.name], x), (
             f"{function.name}: {part.name} has gaps, so that nothing can be written to its rows")
-    results = [np.empty((count, *first.shape[at:]), first.dtype)] if takes_out else []
+    results = []
+    if takes_out:
+        inside = shape_of(function.gives[0].dims[1:], function.sizes(given))
+        results = [np.empty((count, *inside), first.dtype)]
     for tile in tiles:
         out = {"out": results[0][tile]} if takes_out else {}
         made = formula(**given | {name: x[tile] for name, x in rows.items()} | out)

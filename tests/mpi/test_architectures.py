@@ -1,4 +1,7 @@
-"""Grouped heads, rotary positions and SwiGLU: every layout equals one rank."""
+"""Grouped heads, rotary positions, SwiGLU: layouts equal one rank, and planted bugs do not."""
+
+import itertools
+from dataclasses import replace
 
 import pytest
 from small_model import (
@@ -7,30 +10,40 @@ from small_model import (
     assert_equals_one_rank,
     computed_once,
     poison_unwritten,
+    real_step,
+    slow_unless,
     small_config,
+    with_sync_sends,
 )
 
+from mpipar.comm.group import Comm
+from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import model_config
+from mpipar.layers.param import Param
+from mpipar.layers.rotation import Rotation
+from mpipar.pipeline.schedules.catalog import SCHEDULES, schedule_problems
+from mpipar.plan.predict import predict
 
 # 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
 SHAPE = {"layers": 4, "d_model": 20, "heads": 8, "head_dim": 6, "ffn": 31, "seq_len": 16,
-         "vocab_size": 29}
-ARCHS = {"llama": {"kv_heads": 4}, "mistral": {"kv_heads": 8}, "qwen2": {"kv_heads": 2},
-         "shared": {"kv_heads": 1, "arch": "qwen2", "tied": True},
-         "mixed": {"arch": "gpt2", "positions": "rope", "norm": "rms", "bias": "none"}}
-SCALED = {"rope_theta": 50.0, "rope_scaling": (4.0, 1.0, 3.0, 12.0)}
+         "vocab_size": 29, "rope_theta": 50.0, "rope_scaling": (4.0, 1.0, 3.0, 12.0)}
+MODELS = {
+    "llama": {"arch": "llama", "kv_heads": 4}, "mistral": {"arch": "mistral", "kv_heads": 8},
+    "qwen2": {"arch": "qwen2", "kv_heads": 2}, "tied": {"arch": "llama", "kv_heads": 1,
+                                                       "tied": True, "bias": "all"},
+    "mixed": {"arch": "gpt2", "positions": "rope", "norm": "rms", "bias": "none", "norm_eps": 0.01},
+}
 HERE = LAYOUTS[WORLD.size]
-WIDE = {1: (1, 1, 1), 2: (1, 1, 2), 3: (1, 1, 1), 4: (1, 1, 4), 8: (1, 2, 4)}
+# As many ranks of tp as there can be, more than heads of keys and values in most models.
+WIDE = {1: (1, 1, 1), 2: (1, 1, 2), 4: (1, 1, 4), 8: (2, 1, 4)}.get(WORLD.size)
+# Ranks: (dp, pp, tp), cp.
+CP = {2: ((1, 1, 1), 2), 4: ((1, 1, 2), 2), 8: ((1, 1, 4), 2)}.get(WORLD.size)
+pytestmark = pytest.mark.ranks(1, 2, 4, 8)
 
 
-def model_of(name, **values):
-    return model_config({"arch": name} | SHAPE | SCALED | ARCHS[name] | values)
-
-
-def assert_equal(layout, name, num_microbatches=2, expected=computed_once, grid=(), **values):
-    model = model_of(name, **values)
-    assert_equals_one_rank(
-        small_config(layout, num_microbatches, model=model, **dict(grid)), expected=expected)
+def config_for(name, layout, num_microbatches=2, values=(), **grid):
+    model = model_config(SHAPE | MODELS[name] | dict(values))
+    return small_config(layout, num_microbatches, model=model, rows_per_mb=4, **grid)
 
 
 @pytest.fixture
@@ -39,20 +52,100 @@ def poisoned_memory(monkeypatch):
     poison_unwritten(monkeypatch)
 
 
-@pytest.mark.ranks(1, 2, 4, 8)
-@pytest.mark.usefixtures("poisoned_memory")
-class TestEqual:
-    @pytest.mark.parametrize("name", ARCHS)
-    @pytest.mark.parametrize("layout", HERE, ids=str)
-    def test_layout_equals_one_rank(self, layout, name):
-        assert_equal(layout, name)
+def assert_equal(config):
+    assert_equals_one_rank(with_sync_sends(config), expected=computed_once)
 
-    @pytest.mark.parametrize("name", ["llama", "qwen2", "shared"])
-    def test_more_ranks_than_heads_of_keys_equal_one_rank(self, name):
-        assert_equal(WIDE[WORLD.size], name)
 
-    @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
-    @pytest.mark.parametrize("name", ["llama", "shared"])
-    def test_sequence_parallel_equals_one_rank(self, name, tp_matmul):
-        assert_equal(WIDE[WORLD.size], name, sequence_parallel=True, tp_matmul=tp_matmul,
-                     seq_len=13)
+@pytest.mark.parametrize(("layout", "name"), slow_unless(
+    lambda layout, name: name == "llama", itertools.product(HERE, MODELS)), ids=str)
+def test_layout_equals_one_rank(poisoned_memory, layout, name):
+    assert_equal(config_for(name, layout))
+
+
+@pytest.mark.parametrize(("name", "tp_matmul"), slow_unless(
+    lambda name, tp_matmul: (name, tp_matmul) == ("tied", "ring"),
+    itertools.product(MODELS, ("plain", "ring"))), ids=str)
+def test_sequence_parallel_equals_one_rank(poisoned_memory, name, tp_matmul):
+    held = {"sequence_parallel": True, "tp_matmul": tp_matmul, "seq_len": 13}
+    assert_equal(config_for(name, WIDE, values=held))
+
+
+@pytest.mark.parametrize(("name", "method"), slow_unless(
+    lambda name, method: (name, method) == ("qwen2", "ring"),
+    itertools.product(MODELS, ("ring", "gather", "ulysses"))), ids=str)
+@pytest.mark.ranks(2, 4, 8)
+def test_context_parallel_equals_one_rank(poisoned_memory, name, method):
+    layout, cp = CP
+    kv_heads = MODELS[name].get("kv_heads", 8)
+    if method == "ulysses" and max(1, kv_heads // layout[2]) % cp:
+        pytest.skip("a rank has fewer heads of keys than ranks of cp")
+    assert_equal(config_for(name, layout, cp=cp, cp_attention=method))
+
+
+@pytest.mark.parametrize("recompute", ["block", pytest.param("attention", marks=pytest.mark.slow)])
+def test_recomputation_equals_one_rank(poisoned_memory, recompute):
+    config = config_for("tied", HERE[-1], values={"sequence_parallel": HERE[-1][2] > 1})
+    assert_equal(replace(config, memory=MemoryConfig(recompute)))
+
+
+@pytest.mark.parametrize("schedule", [
+    pytest.param(name, marks=() if name == "zb-v" else pytest.mark.slow) for name in SCHEDULES])
+@pytest.mark.ranks(2, 4, 8)
+def test_schedule_equals_one_rank(poisoned_memory, schedule):
+    layout = {2: (1, 2, 1), 4: (1, 2, 2), 8: (1, 2, 4)}[WORLD.size]
+    assert not schedule_problems(schedule, 2, 4)
+    assert_equal(config_for("qwen2", layout, 4, schedule=schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_types_train(dtype):
+    config = config_for("qwen2", WIDE)
+    worker, _ = real_step(replace(config, run=replace(config.run, dtype=dtype)))
+    assert worker.losses or worker.grid.pp_rank == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_shapes_only_run_predicts_every_record(name):
+    config = config_for(name, WIDE)
+    _, recorder = real_step(config)
+    shown = [[(one.operation, one.name, one.axis, one.peer, one.tag, one.payload_bytes,
+               one.wire_bytes, one.phase, one.mb, one.site, one.cut) for one in records]
+             for records in (recorder.records, predict(config, WORLD.rank).recorder.records)]
+    assert shown[0] == shown[1]
+
+
+def assert_caught(config):
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equals_one_rank(config)
+
+
+@pytest.mark.ranks(2)
+def test_replicas_without_their_sum_are_seen(monkeypatch):
+    plain = Comm.all_reduce
+    monkeypatch.setattr(
+        Comm, "all_reduce",
+        lambda self, x, name, op="sum": x if self.axis == "kv" else plain(self, x, name, op))
+    assert_caught(config_for("tied", WIDE))
+
+
+@pytest.mark.ranks(2)
+def test_replicas_that_count_twice_are_seen(monkeypatch):
+    plain = Param.__init__
+
+    def owned(self, *arguments, **named):
+        plain(self, *arguments, **named)
+        self.owner = self.owner or self.cut_axis is not None
+
+    monkeypatch.setattr(Param, "__init__", owned)
+    assert_caught(config_for("tied", WIDE))
+
+
+@pytest.mark.ranks(2)
+def test_positions_of_a_rank_s_own_tokens_are_seen(monkeypatch):
+    """Counted from the first token that the rank holds, not from the start of the row."""
+    for name in ("forward", "backward"):
+        plain = getattr(Rotation, name)
+        monkeypatch.setattr(Rotation, name, lambda self, x, positions, plain=plain: plain(
+            self, x, positions - positions[0]))
+    assert_caught(config_for("llama", CP[0], cp=CP[1], cp_attention="ulysses"))
