@@ -74,6 +74,13 @@ def missing_text() -> str | None:
 
 
 @functools.cache
+def missing_tensorboard() -> str | None:
+    """Return why the tests marked tensorboard cannot run here, or None."""
+    found = importlib.util.find_spec("tensorboard")
+    return None if found else "tensorboard is not installed"
+
+
+@functools.cache
 def missing_slurm() -> str | None:
     """Return why the tests marked slurm cannot run here, or None."""
     names = slurm_cluster.missing_programs()
@@ -106,7 +113,7 @@ def missing_compiler() -> str | None:
 NEEDS = {
     "gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm, "browser": missing_browser,
     "numba": missing_numba, "cupy": missing_cupy, "text": missing_text,
-    "shim": missing_compiler, "nvrtc": nvrtc.missing,
+    "tensorboard": missing_tensorboard, "shim": missing_compiler, "nvrtc": nvrtc.missing,
 }
 
 

@@ -13,11 +13,12 @@ class Evaluation:
     """The held-out losses and the texts of one run; every rank calls it at the same step.
 
     Both are functions of the weights alone, and change nothing that a step reads. file: the
-    `GrowingFile` evaluations.jsonl on world rank 0, None elsewhere.
+    `GrowingFile` evaluations.jsonl on world rank 0, None elsewhere. events: `Events` or None.
     """
 
-    def __init__(self, worker, inputs, log, file=None):
-        self.worker, self.inputs, self.log, self.file = worker, inputs, log, file
+    def __init__(self, worker, inputs, log, file=None, events=None):
+        self.worker, self.inputs, self.log = worker, inputs, log
+        self.file, self.events = file, events
         self.run, self.steps = worker.config.run, worker.config.train.steps
         source = data.data_of(worker.config.model)
         self.rows = source.Rows(worker.ops, source.evaluated(inputs.held_out, worker.config),
@@ -48,7 +49,10 @@ class Evaluation:
         """
         start = perf_counter()
         loss, count = self.worker.evaluate(self.rows)
+        line = {"step": step, "held_out_loss": loss, f"{self.unit}s": count,
+                "seconds": perf_counter() - start}
         if self.file is not None:
-            self.file.write(json.dumps({"step": step, "held_out_loss": loss, f"{self.unit}s": count,
-                                        "seconds": perf_counter() - start}) + "\n")
+            self.file.write(json.dumps(line) + "\n")
+        if self.events is not None:
+            self.events.add(line)
         return loss, count

@@ -41,10 +41,12 @@ from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
 from mpipar.console.output import GrowingFile
 from mpipar.console.progress import status_line
+from mpipar.console.tensorboard import Events, tensorboard_problems
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
     DriftError,
+    EnvironmentProblem,
     NonFiniteError,
     UsageError,
 )
@@ -99,7 +101,7 @@ class Run:
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, reading.config.run)
         reading = resume.with_saved_settings(reading, start, world.size)
-        checks = [resume.start_problems(start)]
+        checks = [resume.start_problems(start), (tensorboard_problems, EnvironmentProblem)]
         if start.candidates and reading.config.grid.schedule != AUTO:
             machine_path = None  # the saved schedule stays: there is none to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
@@ -214,9 +216,13 @@ class Run:
         self.first = self.restore() + 1
         # Every rank has the same axes, even where it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.by_axis, "world"]
-        self.growing = [self.open_file(name) for name in (METRICS, EVALUATIONS)]
-        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, self.growing[0])
-        self.evaluation = Evaluation(self.worker, self.inputs, self.log, self.growing[1])
+        metrics, evaluations = map(self.open_file, (METRICS, EVALUATIONS))
+        events = None
+        if config.run.tensorboard and self.log.speaks:
+            events = self.files.enter_context(closing(Events(self.folder, self.first)))
+        self.growing = [one for one in (metrics, evaluations, events) if one is not None]
+        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics, events)
+        self.evaluation = Evaluation(self.worker, self.inputs, self.log, evaluations, events)
         saver = Saver(
             self.worker, self.folder / CHECKPOINTS, keep=config.run.keep_checkpoints,
             background=config.run.save_async,
@@ -332,7 +338,7 @@ class Run:
         Comm: that of `flush` and of `Worker.check_weights`.
         """
         self.flush()
-        for file in filter(None, self.growing):
+        for file in self.growing:
             file.sync()
         self.worker.check_weights(self.last)
         self.recorder.enter("save")

@@ -51,6 +51,8 @@ class RunConfig:
     progress: str | None = setting(
         None, "console between steps: plain = a line every --log-interval; line = one that rewrites"
         " itself (default: line where standard output is a terminal)", choices=("plain", "line"))
+    tensorboard: bool = setting(
+        False, "write event files for TensorBoard into the run folder (extra: tensorboard)")
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call")

@@ -36,6 +36,7 @@ OTHERWISE = {  # other programs' names for what has another form here -> what to
                         " num-microbatches) rows",
     **dict.fromkeys(("grad_accumulation", "grad_accumulation_steps", "gradient_accumulation",
                      "gradient_accumulation_steps", "accumulate_grad_batches"), ACCUMULATION),
+    "tensorboard_dir": "--tensorboard: the event files go into the run folder",
     "eval_iters": "--eval-tokens, the tokens that an evaluation reads",
     "lr_decay_iters": "--lr-schedule wsd and --decay-ratio, a share of the steps",
     "min_lr": "--min-lr-ratio, a share of --lr", "bf16": "--dtype bfloat16",

@@ -18,10 +18,11 @@ class Metrics:
     """Collects steps; `flush` sends them to world rank 0, which writes the lines to `file`.
 
     axes: names of the groups that exist. file: a `GrowingFile` on world rank 0, None elsewhere.
+    events: `Events` that get the lines too, or None.
     """
 
-    def __init__(self, recorder, axes, tokens_per_step, file=None):
-        self.recorder, self.axes, self.file = recorder, list(axes), file
+    def __init__(self, recorder, axes, tokens_per_step, file=None, events=None):
+        self.recorder, self.axes, self.file, self.events = recorder, list(axes), file, events
         self.tokens_per_step = tokens_per_step
         self.before = self._totals()
         self.steps, self.numbers = [], []
@@ -56,6 +57,8 @@ class Metrics:
             objects = [self._object(step, stacked[:, i]) for i, step in enumerate(self.steps)]
             if self.file is not None:
                 self.file.write("".join(json.dumps(line) + "\n" for line in objects))
+            for line in objects if self.events else []:
+                self.events.add(line)
         self.steps, self.numbers = [], []
         return objects
 

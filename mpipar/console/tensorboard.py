@@ -1,0 +1,77 @@
+"""Event files for TensorBoard (the extra `tensorboard`): the numbers of metrics.jsonl as curves."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+from mpipar.console.output import warn
+
+FOLDER = "tensorboard"  # in the run folder; each start of a run adds a file
+TAGS = {"loss": "loss/training", "held_out_loss": "loss/held_out", "lr": "learning_rate",
+        "grad_norm": "gradient_norm", "loss_scale": "loss_scale",
+        "tokens_per_second": "speed/tokens_per_second", "step_seconds": "speed/step_seconds",
+        "comm_share_mean": "communication/share_mean", "comm_share_max": "communication/share_max"}
+
+
+def tensorboard_problems(config) -> list[str]:
+    """What is wrong if --tensorboard is given and its extra is not installed."""
+    if not config.run.tensorboard or importlib.util.find_spec("tensorboard") is not None:
+        return []
+    return [("--tensorboard: the package tensorboard is not installed: pip install"
+             " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers")]
+
+
+class Events:
+    """Writes one event file. Whatever goes wrong with it is said once, and the run goes on.
+
+    first_step: the first one that this start of the run takes. TensorBoard drops from older files
+    what they have of it and of later steps.
+    """
+
+    def __init__(self, run_folder: Path, first_step: int):
+        self.writer = None
+        self._tried(self._open, run_folder / FOLDER, first_step)
+
+    def _tried(self, write, *arguments) -> None:
+        try:
+            write(*arguments)
+        except Exception as error:  # noqa: BLE001 - the run is worth more than its curves
+            self.writer = None
+            warn(f"no more event files for TensorBoard: {error}; the run goes on")
+
+    def _open(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(exist_ok=True)
+        self.writer = EventFileWriter(str(folder))
+        self._event(first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def _event(self, step: int, **content) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+    def add(self, line: dict) -> None:
+        """Add the numbers of a line of metrics.jsonl or evaluations.jsonl."""
+        if self.writer is not None:
+            self._tried(self._add, line)
+
+    def _add(self, line: dict) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=line[name])
+                  for name, tag in TAGS.items() if line.get(name) is not None]
+        self._event(line["step"], summary=Summary(value=values))
+
+    def sync(self) -> None:
+        """Hand all events over to the system."""
+        if self.writer is not None:
+            self._tried(self.writer.flush)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self.writer is not None:
+            self._tried(self.writer.close)
