@@ -1,7 +1,9 @@
 """From what the user typed to a complete Config; one error names all mistakes at once."""
 
+import contextlib
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from mpipar.checkpoint import formats
@@ -10,9 +12,10 @@ from mpipar.config.grid import GridConfig
 from mpipar.config.reading import Reading
 from mpipar.config.resolve import Check, complete
 from mpipar.config.run import RunConfig
-from mpipar.config.sections import Config, build, settings
+from mpipar.config.sections import Config, build, is_in_force, settings
 from mpipar.config.setting import flag
-from mpipar.errors import UsageError, UserError, combine
+from mpipar.data.dataset import is_dataset, read_dataset
+from mpipar.errors import DataError, UsageError, UserError, combine
 from mpipar.ops import kernel_problems
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.schedules.catalog import num_stages, schedule_problems
@@ -33,7 +36,7 @@ def resolve(reading: Reading, world_size: int,
     config = reading.config
     found = [*reading.problems, *silent_hang(reading)]
     errors: list[UserError] = [UsageError(found)] if found else []
-    weights_notes = []
+    source_notes = []
     if config.run.init_from is not None:
         try:
             source = find_source(config.run.init_from, f"--init-from {config.run.init_from}")
@@ -42,16 +45,19 @@ def resolve(reading: Reading, world_size: int,
             if shape.get("positions") == "rope" and "seq_len" in given:
                 del shape["seq_len"]  # rotations fit rows of any length
             config = with_weights_shape(reading, shape, source)
-            weights_notes = formats.start_notes(source)
+            source_notes = formats.start_notes(source)
         except UserError as error:
             errors.append(error)
+    elif size := data_vocabulary(reading):
+        config = replace(config, model=replace(config.model, vocab_size=size))
+        source_notes = [f"--vocab-size {size}, the vocabulary of the data"]
     own = (stage_problems, work_problems, trace_problems, loss_scale_problems, kernel_problems)
     checks = (*((check, UsageError) for check in own), *checks)
     config, notes, found = complete(config, world_size, checks, reading.bad)
     errors += found
     if errors:
         raise combine(errors)
-    return config, [*notes, *weights_notes]
+    return config, [*notes, *source_notes]
 
 
 def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
@@ -72,6 +78,21 @@ def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
         raise UsageError(found)
     named = {name: value for name, value in typed.items() if value is not None}
     return build(named | shape | {"init_from": source})
+
+
+def data_vocabulary(reading: Reading) -> int | None:
+    """The vocabulary of prepared data, if it decides that of the model.
+
+    It does so where the user names no --vocab-size, and the model's would be smaller.
+    """
+    config = reading.config
+    prepared = next(filter(is_dataset, config.run.data), None)
+    if prepared is None or "vocab_size" in reading.given or not is_in_force(config, "vocab_size"):
+        return None
+    with contextlib.suppress(DataError):  # what is wrong with it is said where it is read
+        found = read_dataset(Path(prepared))[0].vocab_size
+        return found if found > config.model.vocab_size else None
+    return None
 
 
 def silent_hang(reading: Reading) -> list[str]:

@@ -30,6 +30,7 @@ from mpipar.commands.run_folder import (
     full_disk_is_an_output_error,
     go_on_in,
     make_run_folder,
+    said,
     write_result,
 )
 from mpipar.commands.saving import Saving
@@ -107,7 +108,8 @@ class Run:
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
         checks.append(machine_problems(machine_path))
-        inputs = session.agree(lambda: prepare(reading, world.size, session.host_rank, checks))
+        inputs = session.agree(lambda: prepare(
+            reading, world.size, session.host_rank, checks, next(iter(start.candidates), None)))
         if start.finished >= inputs.config.train.steps:
             if world.rank == 0:
                 print(f"{start.folder}: this run ended with step {start.finished}; nothing is left"
@@ -142,7 +144,8 @@ class Run:
         source = next(iter(self.start.candidates), self.config.run.init_from)
         beside = read_companions(companions_of(source) if source else None, self.inputs.tokenizer)
         folder = make_run_folder(self.config, self.session)
-        write_companions(beside, folder / WEIGHTS)
+        with said(folder / WEIGHTS, "the tokenizer can't be written"):
+            write_companions(beside, folder / WEIGHTS)
         return folder
 
     @contextmanager

@@ -1,0 +1,103 @@
+"""Runs on a prepared folder: the model's vocabulary, the held-out part, resuming, and text."""
+
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+from in_process import assert_refused, printed
+from program import mpipar
+from tokenizers_made import save_tokenizer
+
+from mpipar.data.fingerprint import fingerprint
+from mpipar.data.source import load_source
+from mpipar.data.tokenizer import FILES, load_tokenizer
+
+STORIES = [f"Story {number}: the encoder of object {number * 7}.\n" * 3 for number in range(40)]
+SMALL = ("--layers", 1, "--d-model", 8, "--heads", 2, "--ffn", 8, "--seq-len", 16,
+         "--batch-size", 4, "--num-microbatches", 1)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to work in, with prepared data of 257 ids in `bytes`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stories.txt").write_text("<sep>".join(STORIES), encoding="utf-8")
+    prepare("bytes", "bytes")
+    return tmp_path
+
+
+def prepare(tokenizer, out):
+    printed("data", "prepare", "stories.txt", "--separator", "<sep>", "--tokenizer", tokenizer,
+            "--out", out)
+
+
+@pytest.mark.parametrize(("words", "size"), [
+    ((), 257), (("--vocab-size", 300), 300), (("--preset", "gpt2"), 50257),
+    (("--config", "a.toml"), 400)])
+def test_the_model_has_the_vocabulary_of_its_data(words, size, here):
+    (here / "a.toml").write_text("vocab-size = 400\n")
+    text = printed("train", "--print-config", "--data", "bytes", *words)
+    assert f"\nvocab-size = {size}\n" in text
+    assert ("# --vocab-size 257, the vocabulary of the data" in text) == (size == 257)
+
+
+def test_a_vocabulary_above_the_model_s_is_refused(here):
+    assert_refused(65, ["257 is above the model's of 256; type --vocab-size 257"], "train",
+                   "--data", "bytes", "--vocab-size", 256)
+
+
+def test_a_file_that_is_no_text_is_not_trained_on(here):
+    (here / "a.txt").write_bytes(b"text" * 100 + b"\xe9")
+    assert_refused(65, ["a.txt: is no UTF-8 text: byte 400 cannot be read"], "train", "--data",
+                   "a.txt")
+
+
+def test_the_fingerprint_covers_all_files(here):
+    def found(name):
+        source = load_source((name,), 257)
+        return fingerprint([source.tokens, source.held_out])["sha256"]
+
+    before = found("bytes")
+    shutil.copytree("bytes", "copy")
+    assert found("copy") == before
+    path = here / "copy" / "dataset.json"
+    path.write_text(path.read_text() + " ")  # such as another tokenizer of the same tokens
+    assert found("copy") != before
+
+
+@pytest.mark.text
+def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
+    """The run keeps the tokenizer from its first step on; another data folder is refused."""
+    save_tokenizer(here / "model")
+    prepare("model", "data")
+    result = mpipar("train", "--data", "data", "--out", "run", "--steps", 2, *SMALL,
+                    "--prompt", "The object", "--sample-tokens", 5, "--temperature", 0, cwd=here)
+    assert result.returncode == 0, result.tail()
+    assert "V 400, tied head" in result.stdout
+    source = load_source(("data",), 400)
+    assert (f"{len(source.tokens):,} to train on, {len(source.held_out):,} held out"
+            in result.stdout)
+    said = result.stdout.split("text generated from 'The object':\n")[1].split("\n\n")[0]
+    kept = load_tokenizer("run/weights")
+    assert kept.digest == load_tokenizer("model").digest
+    assert json.loads((here / "run/weights/generation_config.json").read_text())[
+        "eos_token_id"] == kept.end == 0
+    assert {path.name for path in (here / "run" / "weights").iterdir()} & {*FILES} == {
+        "tokenizer.json"}
+    again = mpipar("generate", "run", "--prompt", "The object", "--sample-tokens", 5,
+                   "--temperature", 0, cwd=here)
+    assert again.stdout.rstrip("\n") == said
+    shutil.copytree("data", "other")
+    path = here / "other" / "train-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+    words = ("train", "--resume", "auto", "--out", "run", "--steps", 3)
+    assert_refused(65, ["has other tokens than were written"], *words, "--data", "other")
+    description = json.loads((here / "other" / "dataset.json").read_text())
+    description["files"][0]["sha256"] = hashlib.sha256(content).hexdigest()
+    (here / "other" / "dataset.json").write_text(json.dumps(description))
+    assert_refused(65, ["--data: has changed since the checkpoint"], *words, "--data", "other")
+    np.testing.assert_array_equal(load_source(("other",), 400).tokens[4:], source.tokens[4:])
