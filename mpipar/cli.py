@@ -27,6 +27,7 @@ COMMANDS = {
     "trace": "show a traced run: who waited for whom, where, how long; needs no MPI",
     "compare": "compare two traced runs: what got slower, by cause; needs no MPI",
     "explain": "list every barrier of a training step of one rank; needs no MPI",
+    "plan": "choose a layout for a model, a machine and a number of devices; needs no MPI",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
 USAGE = """\
@@ -38,6 +39,7 @@ OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "data": "mpipar data prepare TEXT... --tokenizer WHAT --out FOLDER [--separator TEXT]",
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
     "compare": "mpipar compare RUN_A RUN_B [--check]",
+    "plan": "mpipar plan MODEL --machine NAME --ranks N [flags]",
 }
 WITHOUT_MPI = ("schedule", "explain", *OWN_ARGUMENTS)
 MACHINE = {  # what a command does with --machine

@@ -1,0 +1,239 @@
+"""How far the planner's closed forms are from published training steps.
+
+    python -m bench.published [--worst N] [--out FOLDER]
+
+For each source: errors of step time, beside those of one constant utilization (MFU) for the source.
+Then: how good the choice among measured layouts is, whether what ran is said to fit, and whether
+reported utilization follows from its stated rule. All constants are frozen: bench.fit_planner says
+where they come from. The default folder is bench/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, median
+
+from bench import results
+from mpipar.console.tables import table
+from mpipar.plan.footprint import footprint
+from mpipar.plan.published import (
+    RECOMPUTE,
+    Run,
+    published_runs,
+    read_rows,
+    read_runs,
+    shape_of,
+)
+from mpipar.plan.shape import utilization
+from mpipar.plan.step_time import shortest
+
+OUT = Path(__file__).parent / "results"
+COUNTED = (  # a part of the column `source`, how it counts FLOPs; all others: "model"
+    ("2104.04473", "hardware"), ("2201.11990", "hardware"), ("Megatron-Bridge", "causal"),
+    ("v25.02.01 nemotron", "whole-heads"))
+GROUPS = (  # title, a part of the column `source`, of `system`
+    ("vTrain, many nodes", "ground_truth_multi", ""),
+    ("Korthikanti et al.", "2205.05198", ""),
+    ("PTD-P table 1", "2104.04473 table 1", ""),
+    ("PTD-P table 2, 3-d", "2104.04473 table 2", "PTD-P"),
+    ("PTD-P table 2, ZeRO-3", "2104.04473 table 2", "ZeRO-3"),
+    ("NeMo, H100", "dgxc", "NeMo"),
+    ("zero bubble", "2401.10241", ""),
+    ("llm-foundry, FSDP", "llm-foundry", ""),
+    ("torchtitan", "torchtitan", ""),
+    ("MegaScale's Megatron-LM", "2402.15627", "Megatron-LM"),
+    ("MegaScale", "2402.15627", "MegaScale"),
+)
+
+
+def group_of(run: Run) -> str:
+    """The title of a run's source."""
+    for title, source, system in GROUPS:
+        if source in run.source and system in run.row["system"]:
+            return title
+    return "others"
+
+
+def by_group(runs) -> dict[str, list[Run]]:
+    """{title: runs}, in the order of GROUPS."""
+    found = {title: [] for title, *_ in (*GROUPS, ("others",))}
+    for run in runs:
+        found[group_of(run)].append(run)
+    return {title: runs for title, runs in found.items() if runs}
+
+
+def mean_error(errors) -> float:
+    """Mean of the errors' sizes, in percent."""
+    return 100 * fmean(abs(error) for error in errors)
+
+
+def constant_utilization(runs) -> float:
+    """Mean error in percent of the best single utilization for all runs of a source."""
+    ideal = [run.shape.step_flops(int(run.row["gbs"]))
+             / (run.layout.ranks * float(run.row["peak_tflops"]) * 1e12) for run in runs]
+    return min(mean_error(floor / share / run.seconds - 1
+                          for run, floor in zip(runs, ideal, strict=True))
+               for share in (floor / run.seconds for run, floor in zip(runs, ideal, strict=True)))
+
+
+def accuracy(runs) -> dict:
+    """The errors of some runs, in percent."""
+    errors = [run.error for run in runs]
+    worst = max(runs, key=lambda run: abs(run.error))
+    return {"runs": len(runs), "mean %": mean_error(errors),
+            "median %": 100 * median(map(abs, errors)), "worst %": 100 * worst.error,
+            "worst row": worst.row["id"], "bias %": 100 * fmean(errors),
+            "one MFU for the source, mean %": constant_utilization(runs)}
+
+
+def regrets(runs, least: int) -> list[tuple[float, Run, Run, int]]:
+    """(regret, chosen, best, layouts) of each job with at least so many measured layouts.
+
+    The regret is the measured step of the layout that the closed forms choose, over the shortest
+    measured one, less one.
+    """
+    jobs = defaultdict(list)
+    for run in runs:
+        row = run.row
+        jobs[row["model"], row["seq"], row["gbs"], row["n_gpu"]].append(run)
+    found = []
+    for runs_of_job in jobs.values():
+        if len(runs_of_job) >= least:
+            chosen = runs_of_job[shortest({
+                place: run.step for place, run in enumerate(runs_of_job)})]
+            best = min(runs_of_job, key=lambda run: run.seconds)
+            found.append((chosen.seconds / best.seconds - 1, chosen, best, len(runs_of_job)))
+    return found
+
+
+def choice(runs, least: int) -> dict:
+    """Regrets of some jobs, in percent."""
+    found = [100 * one[0] for one in regrets(runs, least)]
+    return {"jobs": len(found), "mean_percent": fmean(found), "worst_percent": max(found)}
+
+
+def does_fit(run: Run, rows: int | None = None) -> bool:
+    """Whether a run is said to fit in its device, with a microbatch of other rows if given."""
+    layout = run.layout if rows is None else run.layout._replace(rows=rows)
+    gib = footprint(run.shape, layout, run.stack).total / (1 << 30)
+    return gib <= run.cluster.memory_gib
+
+
+def memory(runs) -> dict:
+    """What is said of the memory of runs that took place.
+
+    largest: of runs that sum gradients over microbatches, how many fit, and would not with
+    microbatches of twice the rows.
+    """
+    many = [run for run in runs
+            if "llm-foundry" in run.source and run.layout.num_microbatches > 1]
+    measured = [run for run in runs if run.row["mem_gib"] and "2401.10241" in run.source]
+    return {"runs": len(runs), "fit": sum(map(does_fit, runs)), "of_many_microbatches": len(many),
+            "largest": sum(does_fit(run) and not does_fit(run, 2 * run.layout.rows)
+                           for run in many),
+            "worst_gib": max((run.gib - float(run.row["mem_gib"]) for run in measured), key=abs)}
+
+
+def order_of_schedules(runs, least: float = 0.02) -> tuple[int, int]:
+    """(right, all) pairs of one job's schedules whose measured steps differ by more than `least`.
+
+    right: those of which the closed forms say the same.
+    """
+    jobs, right, pairs = defaultdict(list), 0, 0
+    for run in runs:
+        jobs[run.row["model"], run.row["gbs"]].append(run)
+    for runs_of_job in jobs.values():
+        for place, one in enumerate(runs_of_job):
+            for two in runs_of_job[place + 1:]:
+                if abs(one.seconds / two.seconds - 1) > least:
+                    pairs += 1
+                    right += (one.seconds < two.seconds) == (one.predicted < two.predicted)
+    return right, pairs
+
+
+def rule_of(row: dict[str, str]) -> str:
+    """The rule of MFU_RULES by which a source counts FLOPs."""
+    for part, rule in COUNTED:
+        if part in row["source"]:
+            return rule
+    return "model"
+
+
+def reported(row: dict[str, str]) -> float | None:
+    """FLOPs by a source's rule over those that it reports, as a ratio; None where it has none.
+
+    Shares of rows in 8 bits are of the peak in 8 bits, which is twice that in 16.
+    """
+    shape = shape_of(row) if row["step_s"] and row["gbs"] else None
+    if shape is None:
+        return None
+    flops = shape.step_flops(int(row["gbs"]), rule_of(row),
+                             RECOMPUTE.get(row["recompute"], "none"))
+    share = utilization(flops, float(row["step_s"]), int(row["n_gpu"]), float(row["peak_tflops"]))
+    if row["mfu_reported"]:
+        return share / float(row["mfu_reported"]) / (2 if "fp8" in row["precision"] else 1)
+    if row["tflops_gpu_reported"]:
+        return share * float(row["peak_tflops"]) / float(row["tflops_gpu_reported"])
+    return None
+
+
+def utilization_rows() -> list[dict]:
+    """For each source that reports a utilization: how well its rule gives it again."""
+    found = defaultdict(list)
+    for row in read_rows("published.csv"):
+        ratio = reported(row)
+        if ratio is not None:
+            found[row["source"].partition(" table")[0].partition(":")[0][:60], rule_of(row)].append(
+                ratio)
+    return [{"source": source, "rule": rule, "rows": len(ratios),
+             "median %": 100 * (median(ratios) - 1),
+             "worst %": 100 * max((ratio - 1 for ratio in ratios), key=abs)}
+            for (source, rule), ratios in found.items()]
+
+
+def answers(groups: dict[str, list[Run]]) -> list[dict]:
+    """What is said of choices, memory and the order of schedules, a row each."""
+    right, pairs = order_of_schedules(groups["zero bubble"])
+    found = memory(published_runs())
+    rows = []
+    for title, runs, least in (("vTrain, many nodes", groups["vTrain, many nodes"], 2),
+                               ("vTrain, one node", read_runs("single_node.csv"), 3)):
+        one = choice(runs, least)
+        rows += [{"question": f"{title}: {kind} regret of the choice among the layouts of a job",
+                  "answer": f"{one[kind + '_percent']:.1f} % of {one['jobs']} jobs"}
+                 for kind in ("mean", "worst")]
+    rows += [
+        {"question": "runs that took place and are said to fit",
+         "answer": f"{found['fit']} of {found['runs']}"},
+        {"question": "llm-foundry: the microbatch fits, and one of twice the rows does not",
+         "answer": f"{found['largest']} of {found['of_many_microbatches']}"},
+        {"question": "zero bubble: largest difference from the measured memory",
+         "answer": f"{found['worst_gib']:+.1f} GiB"},
+        {"question": "zero bubble: pairs of schedules more than 2 % apart, in the right order",
+         "answer": f"{right} of {pairs}"}]
+    return rows
+
+
+def main() -> None:
+    """Print the tables and write the files."""
+    parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--worst", type=int, default=0, help="also print so many runs of a source")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
+    args = parser.parse_args()
+    groups = by_group(published_runs())
+    accuracies = [{"source": title} | accuracy(runs)
+                  for title, runs in (groups | {"all": published_runs()}).items()]
+    for name, rows in (("published", accuracies), ("published_answers", answers(groups)),
+                       ("published_mfu", utilization_rows())):
+        print(table([tuple(rows[0]), *(tuple(map(results.text, row.values())) for row in rows)]))
+        print()
+        results.write(args.out / f"{name}.json", "bench.published", rows)
+    for title, runs in groups.items():
+        for run in sorted(runs, key=lambda run: -abs(run.error))[:args.worst]:
+            print(f"{title}: {run.row['id']} {run.row['model']} {run.error:+.1%} {run.layout}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`mpipar plan MODEL --machine NAME --ranks N`: which layout, why, and how sure; without MPI."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+
+from mpipar.checkpoint.formats import model_settings
+from mpipar.config.presets import PRESETS
+from mpipar.config.resolve import config_problems
+from mpipar.config.sections import build
+from mpipar.config.sizes import read_bytes
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError, suggestion
+from mpipar.files.bounded import read_toml
+from mpipar.files.text import brief
+from mpipar.plan import report as plan_report
+from mpipar.plan.cluster import STACKS, load_cluster, machine_names
+from mpipar.plan.search import FIXED, SCHEDULES, Question, search
+from mpipar.plan.shape import MFU_RULES, Shape
+
+MOST_RANKS = 1 << 17
+RECOMPUTE = ("none", "attention", "block")
+
+
+def add_arguments(parser) -> None:
+    """Add the model, the machine, and what is given of the layout."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a preset, a TOML file of mpipar train, or a folder with"
+        " Hugging Face's config.json")
+    add("--machine", required=True, metavar="NAME|FILE",
+        help=f"{', '.join(machine_names())}, or a TOML file of the same form")
+    add("--ranks", type=int, required=True, metavar="N", help="devices of the job")
+    add("--batch-size", type=int, metavar="ROWS", help="rows of a step (default: the preset's)")
+    add("--seq-len", type=int, metavar="T", help="tokens of a row (default: the model's)")
+    add("--stack", choices=tuple(STACKS), default="megatron",
+        help="software whose efficiency is assumed (default megatron)")
+    add("--memory-limit", metavar="BYTES", help="of a device, as 40G (default: the machine's)")
+    add("--headroom", type=float, default=5.0, metavar="PERCENT",
+        help="memory that stays free (default 5)")
+    for name in ("dp", "pp", "cp", "tp", "chunks"):
+        add(f"--{name}", type=int, metavar="N", help=argparse_help(name))
+    add("--rows", type=int, metavar="N", help="rows of a microbatch")
+    add("--schedule", choices=SCHEDULES, help="take this schedule")
+    add("--recompute", choices=RECOMPUTE, help="take this recomputation")
+    add("--zero", type=int, choices=(0, 1, 3), help="take this sharding of states")
+    add("--sequence-parallel", action="store_true", default=None, help="take sequence parallelism")
+    add("--mfu-rule", choices=tuple(MFU_RULES), default="model",
+        help="which FLOPs count as used: " + "; ".join(
+            f"{name} = {text}" for name, text in MFU_RULES.items()))
+    add("--top", type=int, default=5, metavar="K", help="layouts to print (default 5)")
+    add("--json", action="store_true", help="print everything as JSON and nothing else")
+    add("--csv", action="store_true", help="print the layouts as CSV and nothing else")
+
+
+def argparse_help(name: str) -> str:
+    """The help of a flag that fixes an axis."""
+    return "stages of each pipeline rank" if name == "chunks" else f"take {name} = N"
+
+
+def run(args) -> int:
+    """Print the plan; return 0 if a layout fits, else 1.
+
+    Raises UsageError with everything that is wrong, and DataError for files that cannot be read.
+    """
+    question, typed = question_of(args)
+    plan = search(question, args.top)
+    if args.json:
+        print(json.dumps(plan_report.as_dict(question, plan), indent=1))
+    elif args.csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
+    else:
+        print(plan_report.report(question, plan, typed))
+    return EXIT_OK if plan.best else EXIT_CHECK_FAILED
+
+
+def question_of(args) -> tuple[Question, str]:
+    """What the flags ask, and the flags of `mpipar train` that name the model."""
+    config, typed = config_of(args.model)
+    problems = []
+    model = config.model
+    if model.model != "decoder":
+        problems.append(f"MODEL {brief(args.model)}: is a {model.model}; plans are for decoders")
+    elif args.seq_len is not None:
+        model = replace(model, seq_len=args.seq_len, max_positions=None)
+    batch = args.batch_size or config.train.batch_size or PRESETS[config.run.preset]["batch_size"]
+    limits = {"--ranks": (args.ranks, 1, MOST_RANKS), "--batch-size": (batch, 1, 1 << 24),
+              "--seq-len": (getattr(model, "seq_len", 1), 1, 1 << 24), "--top": (args.top, 1, 100)}
+    problems += [f"{flag} {brief(str(value))}: must be from {low} to {high:,}"
+                 for flag, (value, low, high) in limits.items() if not low <= value <= high]
+    if not 0 <= args.headroom < 100:
+        problems.append(f"--headroom {args.headroom:g}: is a share of the memory in percent; use a"
+                        " number from 0 to 99")
+    cluster = load_cluster(args.machine)
+    gib = cluster.memory_gib
+    if args.memory_limit is not None:
+        try:
+            gib = read_bytes(args.memory_limit) / (1 << 30)
+        except ValueError as error:
+            problems.append(f"--memory-limit {brief(args.memory_limit)}: {error}")
+    fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+    problems += fixed_problems(args, fixed)
+    if problems:
+        raise UsageError(problems)
+    return Question(Shape.of(model.completed()), cluster, STACKS[args.stack], args.ranks, batch,
+                    gib * (1 - args.headroom / 100), fixed, args.mfu_rule), typed
+
+
+def fixed_problems(args, fixed: dict) -> list[str]:
+    """What is wrong with the given parts of a layout."""
+    found = []
+    product = 1
+    for name in ("dp", "pp", "cp", "tp", "chunks", "rows"):
+        if name in fixed and fixed[name] < 1:
+            found.append(f"--{name} {fixed[name]}: must be at least 1")
+        elif name in ("dp", "pp", "cp", "tp"):
+            product *= fixed.get(name, 1)
+    if "chunks" in fixed and fixed.get("schedule") != "interleaved":
+        found.append(f"--chunks {fixed['chunks']}: only interleaved takes any number; add"
+                     " --schedule interleaved, or leave it out")
+    if not found and args.ranks > 0 and args.ranks % product:
+        found.append(f"--ranks {args.ranks}: is not a multiple of {product}, the ranks of the given"
+                     f" axes; use {-(-args.ranks // product) * product}, or leave an axis out")
+    return found
+
+
+def config_of(text: str):
+    """(Config, flags that name it) of a preset, a TOML file or a folder. Raises UserErrors."""
+    quoted = shlex.quote(text)
+    if text in PRESETS:
+        return build({"preset": text}), f"--preset {quoted}"
+    if text.endswith(".toml"):
+        values = {name.replace("-", "_"): value
+                  for name, value in read_toml(text, UsageError).items()}
+        config, flags = build(values), f"--config {quoted}"
+    elif os.path.isdir(text) or os.path.basename(text) == "config.json":
+        folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
+        config, flags = build(model_settings(folder)), f"--init-from {shlex.quote(folder)}"
+    else:
+        close = suggestion(text, list(PRESETS))
+        raise UsageError(f"MODEL {brief(text)}: is no preset{close}; use one of"
+                         f" {', '.join(PRESETS)}, a file that ends in .toml, or a folder with"
+                         " config.json")
+    if wrong := config_problems(config):
+        raise DataError([f"MODEL {brief(text)}: {one}" for one in wrong])
+    return config, flags

@@ -1,0 +1,89 @@
+"""How long the passes of a pipeline take: a bound from below, and the simulator.
+
+The bound costs microseconds, the simulator up to a second. So a search ranks by the bound, and
+simulates until no bound is left that could still win.
+"""
+
+from __future__ import annotations
+
+from mpipar.pipeline.check import check_programs, runnable_order
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.instructions import is_compute
+from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.plan.block_time import BlockTimes
+from mpipar.plan.layout import LINEAR, Layout
+
+LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")  # schedules whose chunks are free
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "interleaved-zb")  # schedules whose backward has two halves
+
+
+def stage_costs(block: BlockTimes, counts: tuple[int, ...]) -> Costs:
+    """Seconds of each stage's passes; the last one also has the head, a third in each pass."""
+    def stages(seconds: float) -> tuple[float, ...]:
+        found = [count * seconds for count in counts]
+        found[-1] += block.head / 3
+        return tuple(found)
+    return Costs(stages(block.f.total), stages(block.i.total + block.again.total),
+                 stages(block.w.total))
+
+
+def bound(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
+    """Seconds that the passes take at least.
+
+    A rank computes all its passes. Where stages lie one behind the other, it first waits until a
+    microbatch has come down to it. What it gave last still goes up; with a split backward its own
+    weight gradients may fill that time.
+    """
+    costs, m, p = stage_costs(block, counts), layout.num_microbatches, layout.pp
+    passes = [f + i + w for f, i, w in zip(costs.f, costs.i, costs.w, strict=True)]
+    if layout.schedule not in LINEAR:
+        return m * max(sum(passes[stage] for stage in layout.held(rank)) for rank in range(p))
+    found, there = 0.0, 0.0
+    for rank in range(p):
+        found = max(found, there + m * sum(passes[rank::p]))
+        there += costs.f[rank] if layout.schedule in SPLIT else passes[rank]
+    return found
+
+
+class Pipelines:
+    """Simulated schedules. The order of a schedule's passes is made and proved once."""
+
+    def __init__(self):
+        self.orders: dict[tuple, list[tuple]] = {}
+
+    def simulated(self, layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
+        """Seconds of the schedule's timeline."""
+        return self.makespan(layout, layout.num_microbatches, stage_costs(block, counts))
+
+    def makespan(self, layout: Layout, num_microbatches: int, costs: Costs) -> float:
+        """The simulated seconds of a step of so many microbatches.
+
+        With many of them a step grows by the same time for each further round of pp of them. So
+        two short steps say how long a long one is.
+        """
+        if num_microbatches > 5 * layout.pp:
+            rounds, rest = divmod(num_microbatches, layout.pp)
+            short, longer = (self.makespan(layout, count * layout.pp + rest, costs)
+                             for count in (3, 4))
+            return longer + (rounds - 4) * (longer - short)
+        seconds = {"F": costs.f, "I": costs.i, "W": costs.w,
+                   "B": tuple(map(sum, zip(costs.i, costs.w, strict=True)))}
+        clock, arrival = [0.0] * layout.pp, {}
+        for rank, kind, stage, received, sent in self.passes_in_order(layout, num_microbatches):
+            now = max([clock[rank], *map(arrival.pop, received)]) + seconds[kind][stage]
+            clock[rank] = now
+            for message in sent:
+                arrival[message] = now
+        return max(clock)
+
+    def passes_in_order(self, layout: Layout, num_microbatches: int) -> list[tuple]:
+        """(rank, kind, stage, messages it needs, messages it gives) of each pass, in order."""
+        key = layout.schedule, layout.pp, num_microbatches, layout.chunks
+        if key not in self.orders:
+            free = layout.chunks if layout.schedule in LOOPED else None
+            schedule = make_schedule(*key[:3], free)
+            check_programs(schedule)
+            self.orders[key] = [
+                (rank, instr.kind, instr.stage, tuple(received), tuple(sent))
+                for rank, instr, received, sent in runnable_order(schedule) if is_compute(instr)]
+        return self.orders[key]

@@ -1,0 +1,152 @@
+"""Published measurements of training steps, and what the closed forms say of the same runs.
+
+The rows lie in mpipar/plan/data; SOURCES.md there names source and licence of each. A row has a
+model, a layout, a machine and a measured step.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from typing import NamedTuple
+
+from mpipar.plan.cluster import MACHINES, STACKS, Cluster, Stack, load_cluster
+from mpipar.plan.footprint import footprint
+from mpipar.plan.layout import Layout
+from mpipar.plan.shape import Shape
+from mpipar.plan.step_time import StepTime, step_time
+
+DATA = MACHINES.parent / "data"
+MACHINE_OF = {"A100-80-SXM": "a100-80", "A100-40-SXM": "a100-40", "H100-80-SXM": "h100",
+              "H100-96-SXM-HBM2e-500W": "h100-96"}
+SIXTEEN_BITS = ("bf16", "fp16", "amp_bf16", "bf16 PURE")
+ACTIVATION = {"gpt": "gelu", "llama": "swiglu", "sqrelu": "relu2"}
+RECOMPUTE = {"full": "block", "selective": "attention", "selective?": "attention", "none": "none"}
+
+
+class Run(NamedTuple):
+    """A measured step: a row of a file, and what the planner calls its parts."""
+
+    row: dict[str, str]
+    shape: Shape
+    layout: Layout
+    cluster: Cluster
+    stack: Stack
+    seconds: float
+
+    @property
+    def source(self) -> str:
+        return self.row["source"]
+
+    @property
+    def step(self) -> StepTime:
+        """The step in closed form."""
+        return step_time(self.shape, self.layout, self.cluster, self.stack)
+
+    @property
+    def predicted(self) -> float:
+        """Seconds of the step in closed form."""
+        return self.step.total
+
+    @property
+    def error(self) -> float:
+        """The predicted step over the measured one, less one."""
+        return self.predicted / self.seconds - 1
+
+    @property
+    def gib(self) -> float:
+        """Predicted memory of the fullest rank."""
+        return footprint(self.shape, self.layout, self.stack).total / (1 << 30)
+
+
+def stack_of(row: dict[str, str]) -> str:
+    """The name of a row's software stack, by its columns `system` and `attn` and nothing else.
+
+    A row that does not say how it attends is of the kind that its device's time had.
+    """
+    system, attention = row["system"], row["attn"]
+    for part, name in (("FSDP", "fsdp"), ("torchtitan", "torchtitan"), ("DeepSpeed", "deepspeed"),
+                       ("sail-sg", "zero-bubble")):
+        if part in system:
+            return name
+    unfused = attention == "unfused" or (not attention and row["device"].startswith("A100"))
+    return "megatron-unfused" if unfused else "megatron"
+
+
+def stack_for(row: dict[str, str]) -> Stack:
+    """The Stack of a row; weights, gradients and moments all of 16 bits where it says so."""
+    stack = STACKS[stack_of(row)]
+    if row["precision"].endswith("PURE"):
+        return stack.with_states(2, 2, 4)
+    return stack
+
+
+def layout_of(row: dict[str, str]) -> Layout:
+    """The Layout of a row. What it does not say is what it needs least: one chunk, no recompute."""
+    dp, rows = int(row["dp"]), int(row["mbs"])
+    microbatches = max(1, round(int(row["gbs"]) / (dp * rows)))
+    zero = {"0": 0, "1": 1, "2": 2, "3": 3}.get(row["zero"], 1)
+    if zero == 2 and row["system"] == "MegaScale":  # shards what 1 shards, and gathers no weights
+        zero = 1
+    return Layout(
+        dp, int(row["pp"]), int(row["cp"] or 1), int(row["tp"]), rows, microbatches,
+        row["schedule"].partition("?")[0].partition(" ")[0], int(row["chunks"] or 1),
+        row["seq_par"] == "1", RECOMPUTE.get(row["recompute"], "none"), zero)
+
+
+def shape_of(row: dict[str, str]) -> Shape | None:
+    """The Shape of a row's model; None where it is not dense, or not stated."""
+    if row["arch"] not in ACTIVATION or not row["layers"]:
+        return None
+    width, heads = int(row["hidden"]), int(row["heads"])
+    return Shape(int(row["layers"]), width, int(row["ffn"]), heads, int(row["kv_heads"]),
+                 width // heads, int(row["vocab"]), int(row["seq"]), ACTIVATION[row["arch"]],
+                 tied=row["arch"] == "gpt")
+
+
+def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
+    """The Run of a row; None where it lacks what a prediction needs, or is of another kind.
+
+    clusters: by the name of the device.
+    """
+    shape = shape_of(row)
+    if (shape is None or row["device"] not in clusters or row["precision"] not in SIXTEEN_BITS
+            or not all(row[name] for name in ("mbs", "step_s", "dp"))):
+        return None
+    cluster = clusters[row["device"]]
+    if row["net_per_gpu_gbps"]:
+        cluster = cluster.with_network(float(row["net_per_gpu_gbps"]))
+    run = Run(row, shape, layout_of(row), cluster, stack_for(row), float(row["step_s"]))
+    if not row["recompute"] and run.gib > cluster.memory_gib:  # it must have run something again
+        run = run._replace(layout=run.layout._replace(recompute="block"))
+    return run
+
+
+def read_runs(name: str) -> list[Run]:
+    """The runs of a file of mpipar/plan/data that can be predicted."""
+    clusters = {device: load_cluster(machine) for device, machine in MACHINE_OF.items()}
+    found = (run_of(row, clusters) for row in read_rows(name) if row["status"] == "ok")
+    return [run for run in found if run]
+
+
+def read_rows(name: str) -> list[dict[str, str]]:
+    """The rows of a file of mpipar/plan/data."""
+    with (DATA / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def published_runs() -> tuple[Run, ...]:
+    """The published runs of dense models in 16 bits, on machines that the package knows."""
+    return tuple(read_runs("published.csv"))
+
+
+def nearest_runs(shape: Shape, layout: Layout, cluster: Cluster, count: int = 3) -> list[Run]:
+    """The published runs that are most like a layout: by device, size, ranks and parallelism."""
+    def distance(run: Run) -> float:
+        other = run.layout
+        pairs = ((shape.parameters, run.shape.parameters), (layout.ranks, other.ranks),
+                 (layout.tp, other.tp), (layout.pp, other.pp), (shape.tokens, run.shape.tokens))
+        apart = sum(abs(math.log2(one / two)) for one, two in pairs)
+        apart += 4 * (run.cluster.name != cluster.name)
+        return apart + 2 * ((layout.zero > 1) != (other.zero > 1))
+    return sorted(published_runs(), key=distance)[:count]

@@ -1,0 +1,248 @@
+"""What a plan says: the chosen layout, what its time and memory go to, and why not another one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from mpipar.config.layout import sizes_text, typed
+from mpipar.console.tables import short_count, table
+from mpipar.plan.footprint import GIB, RESERVE, footprint, rank_footprint
+from mpipar.plan.layout import Layout, blocks_of_stages
+from mpipar.plan.pipeline_time import Pipelines
+from mpipar.plan.published import nearest_runs
+from mpipar.plan.search import Candidate, Plan, Question, layouts
+from mpipar.plan.shape import MFU_RULES, utilization
+from mpipar.plan.step_time import StepTime, step_time
+
+PARTS = {"compute": "products, attention, elementwise", "again": "forward passes again",
+         "tp": "tp barriers", "cp": "cp messages", "bubble": "idle in the pipeline",
+         "hops": "messages between stages", "sums": "gradient sums", "update": "update"}
+FACTORS = (2, 3, 4, 8, 16, 32, 64)  # how many times as many devices are tried
+INPUTS = {  # what a verdict rests on: name -> a Cluster with a factor on it
+    "rate of products": lambda cluster, by: replace(
+        cluster, product_tflops=cluster.product_tflops * by),
+    "memory bandwidth": lambda cluster, by: replace(
+        cluster, hbm_gbytes_s=cluster.hbm_gbytes_s * by),
+    "links in a node": lambda cluster, by: replace(cluster, links=(
+        faster(cluster.links[0], by), *cluster.links[1:])),
+    "links between nodes": lambda cluster, by: replace(cluster, links=(
+        *cluster.links[:-1], faster(cluster.links[-1], by))),
+}
+
+
+def faster(link, by: float):
+    """A link with another rate."""
+    return replace(link, gbytes_s=link.gbytes_s * by)
+
+
+def report(question: Question, plan: Plan, model_flags: str) -> str:
+    """The whole answer as text."""
+    blocks = [headline(question)]
+    if not plan.best:
+        return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
+    best = plan.best[0]
+    blocks += [verdict(question, best), command(question, best.layout, model_flags),
+               parts_table(question, best), stages_table(question, best),
+               "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
+               rejections(plan), changes(question, plan), confidence(question, best)]
+    return "\n\n".join(blocks)
+
+
+def headline(question: Question) -> str:
+    """Model, machine and batch."""
+    shape, cluster = question.shape, question.cluster
+    return (f"{shape.parameters / 1e9:.2f} billion parameters, {question.batch_size} rows of"
+            f" {shape.tokens} tokens a step, on {question.ranks} x {cluster.name}\n"
+            f"the machine's figures: {cluster.basis}")
+
+
+def verdict(question: Question, best: Candidate) -> str:
+    """What the best layout gives."""
+    seconds = best.step.total
+    tokens = question.batch_size * question.shape.tokens / seconds
+    return (f"it fits: {best.memory.total / GIB:.1f} of {question.gib:.1f} GiB on the fullest rank;"
+            f" {seconds:.3f} s a step, {short_count(tokens)} tokens/s,"
+            f" {short_count(tokens / question.ranks)} on each device\n"
+            f"MFU {100 * mfu(question, best):.1f} % of {peak(question):.0f} TFLOP/s, with"
+            f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}")
+
+
+def peak(question: Question) -> float:
+    """TFLOP/s of a device in 16 bits."""
+    peaks = question.cluster.peak_tflops
+    return peaks.get("bfloat16") or peaks["float16"]
+
+
+def mfu(question: Question, one: Candidate) -> float:
+    """The share of the devices' peak in 16 bits, by the question's rule."""
+    flops = question.shape.step_flops(
+        question.batch_size, question.mfu_rule, one.layout.recompute)
+    return utilization(flops, one.step.total, question.ranks, peak(question))
+
+
+def bound_by(step: StepTime) -> str:
+    """The part of a step that takes longest, of those that a layout can change; else compute."""
+    parts = step._asdict()
+    others = {name: parts[name] for name in PARTS if name != "compute"}
+    largest = max(others, key=others.get)
+    return largest if others[largest] > 0.1 * step.total else "compute"
+
+
+def command(question: Question, layout: Layout, model_flags: str) -> str:
+    """The command line that trains with this layout."""
+    words = [f"mpiexec -n {question.ranks} mpipar train {model_flags} {typed(layout._asdict())}",
+             f"--batch-size {question.batch_size} --seq-len {question.shape.tokens}",
+             f"--num-microbatches {layout.num_microbatches} --dtype bfloat16"]
+    if layout.pp > 1:
+        chunks = f" --chunks {layout.chunks}" if layout.schedule == "interleaved" else ""
+        words.append(f"--schedule {layout.schedule}{chunks}")
+    words += ["--sequence-parallel"] * layout.sequence_parallel
+    words += [f"--recompute {layout.recompute}"] * (layout.recompute != "none")
+    words += [f"--zero {layout.zero}"] * bool(layout.zero)
+    return " \\\n    ".join(words)
+
+
+def parts_table(question: Question, best: Candidate) -> str:
+    """Seconds of the step, and bytes of the fullest rank."""
+    memory = [*best.memory._asdict().items(), ("reserve", RESERVE)]
+    time = [(PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
+            for name, seconds in best.step._asdict().items()]
+    rows = [("a step's seconds", "", "", "GiB of the fullest rank", "")]
+    for place in range(max(len(time), len(memory))):
+        left = time[place] if place < len(time) else ("", "", "")
+        right = ((memory[place][0], f"{memory[place][1] / GIB:.2f}") if place < len(memory)
+                 else ("", ""))
+        rows.append((*left, *right))
+    return table(rows)
+
+
+def stages_table(question: Question, best: Candidate) -> str:
+    """Blocks and memory of each pipeline rank."""
+    layout, shape = best.layout, question.shape
+    counts = blocks_of_stages(shape.layers, layout.stages)
+    rows = [("pipeline rank", "blocks", "states GiB", "stash GiB", "buffers GiB", "all GiB")]
+    for rank in range(layout.pp):
+        found = rank_footprint(shape, layout, question.stack, rank, counts)
+        states = found.weights + found.gradients + found.optimizer
+        rows.append((str(rank), str(layout.blocks_of(rank, counts)), *(
+            f"{size / GIB:.1f}" for size in (states, found.stash, found.buffers, found.total))))
+    if len(rows) > 10:  # the ends differ, and the middle ones change evenly
+        rows = [*rows[:5], ("...", *[""] * 5), *rows[-3:]]
+    return table(rows)
+
+
+def layout_words(layout: Layout) -> str:
+    """A layout in a line of a table."""
+    schedule = layout.schedule if layout.pp > 1 else ""
+    chunks = f" v{layout.chunks}" if layout.schedule == "interleaved" else ""
+    words = [sizes_text(layout._asdict()), schedule + chunks,
+             f"{layout.num_microbatches} x {layout.rows} rows",
+             "sp" if layout.sequence_parallel else "",
+             f"recompute {layout.recompute}" if layout.recompute != "none" else "",
+             f"zero {layout.zero}" if layout.zero else ""]
+    return ", ".join(word for word in words if word)
+
+
+def ranking(question: Question, plan: Plan) -> str:
+    """The layouts, with what each loses and gains against the first."""
+    first = plan.best[0]
+    rows = [("layout", "step s", "GiB", "MFU %", "against the first")]
+    rows += [(layout_words(one.layout), f"{one.step.total:.3f}", f"{one.memory.total / GIB:.1f}",
+              f"{100 * mfu(question, one):.1f}",
+              "" if one is first else why_not(first, one)) for one in plan.best]
+    return table(rows)
+
+
+def why_not(first: Candidate, other: Candidate) -> str:
+    """The parts that make another layout slower, and those that give back some of it."""
+    more = {name: two - one for (name, one), two in zip(
+        first.step._asdict().items(), other.step, strict=True)}
+    worse = max(more, key=more.get)
+    better = min(more, key=more.get)
+    text = f"{more[worse]:+.2f} s {PARTS[worse]}"
+    if more[better] < -0.005:
+        text += f", {more[better]:+.2f} s {PARTS[better]}"
+    return text
+
+
+def rejections(plan: Plan) -> str:
+    """How many layouts were looked at, and why most were not."""
+    counts = "\n".join(f"  {count:>7,}  {reason}" for reason, count in plan.rejected.items())
+    return (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
+            f" be shorter than these\nrejected:\n{counts}")
+
+
+def impossible(question: Question, plan: Plan) -> str:
+    """Why nothing fits, and what the layout with the least memory lacks."""
+    if plan.least is None:
+        return "no layout can be run: see the reasons below"
+    one = plan.least
+    return (f"no layout fits: the one that needs least has {one.memory.total / GIB:.1f} GiB on its"
+            f" fullest rank, and {question.gib:.1f} are there\n  {layout_words(one.layout)}\n"
+            f"its states alone are {states_of(one) / GIB:.1f} GiB; use {enough(question)}, or"
+            " devices with more memory")
+
+
+def enough(question: Question) -> str:
+    """The number of devices on which the same job fits, as words."""
+    for factor in FACTORS:
+        more = question._replace(ranks=question.ranks * factor, fixed={})
+        if any(footprint(more.shape, layout, more.stack).total <= more.gib * GIB
+               for layout in layouts(more, Counter())):
+            return f"{more.ranks} devices"
+    return f"more than {question.ranks * FACTORS[-1]} devices"
+
+
+def states_of(one: Candidate) -> float:
+    """Bytes of weights, gradients and optimizer of the fullest rank."""
+    return one.memory.weights + one.memory.gradients + one.memory.optimizer
+
+
+def changes(question: Question, plan: Plan) -> str:
+    """What the step would be, and which printed layout would win, with inputs 20 % off."""
+    pipelines = Pipelines()
+    rows = [("if this were", "20 % less: s", "20 % more: s", "then first")]
+    for name, changed in INPUTS.items():
+        steps = []
+        for by in (0.8, 1.2):
+            cluster = changed(question.cluster, by)
+            steps.append([step_time(question.shape, one.layout, cluster, question.stack,
+                                    pipelines.simulated).total for one in plan.best])
+        winners = {min(range(len(found)), key=found.__getitem__) for found in steps} - {0}
+        rows.append((name, *(f"{found[0]:.3f}" for found in steps),
+                     ", ".join(sizes_text(plan.best[place].layout._asdict())
+                               for place in sorted(winners)) or "the same"))
+    return table(rows)
+
+
+def confidence(question: Question, best: Candidate) -> str:
+    """How far the closed forms are from published runs that are like this one."""
+    rows = [("published runs that are most like it", "measured s", "closed form s", "error %")]
+    rows += [(f"{run.row['model']}, {run.layout.ranks} x {run.row['device']}, "
+              + sizes_text(run.layout._asdict()), f"{run.seconds:.3f}", f"{run.predicted:.3f}",
+              f"{100 * run.error:+.1f}")
+             for run in nearest_runs(question.shape, best.layout, question.cluster)]
+    return table(rows)
+
+
+def csv_rows(question: Question, plan: Plan) -> list[list]:
+    """A header, and a row for each layout, with units in the names."""
+    names = [*Layout._fields, "step_s", *(f"{name}_s" for name in StepTime._fields), "memory_gib",
+             "mfu_percent"]
+    return [names, *([*one.layout, f"{one.step.total:.6g}", *(f"{part:.6g}" for part in one.step),
+                      f"{one.memory.total / GIB:.3f}",
+                      f"{100 * mfu(question, one):.2f}"] for one in plan.best)]
+
+
+def as_dict(question: Question, plan: Plan) -> dict:
+    """Everything as plain values; seconds, bytes."""
+    return {
+        "model": question.shape._asdict() | {"parameters": question.shape.parameters},
+        "machine": question.cluster.name, "basis": question.cluster.basis,
+        "ranks": question.ranks, "batch_size": question.batch_size, "memory_gib": question.gib,
+        "layouts": [{"layout": one.layout._asdict(), "step_s": one.step.total,
+                     "parts_s": one.step._asdict(), "memory_bytes": one.memory._asdict(),
+                     "total_bytes": one.memory.total, "mfu": mfu(question, one)}
+                    for one in plan.best],
+        "fitting": plan.fitting, "simulated": plan.simulated, "rejected": plan.rejected}

@@ -1,0 +1,198 @@
+"""Which layout: every one that fits is ranked by a bound, and the simulator judges the first ones.
+
+The order of work keeps the answer exact within the model. A layout that cannot be run or does not
+fit is counted with its reason. The others are sorted by a bound of their step from below. They are
+simulated in that order until the next bound exceeds the best simulated steps. Of each grid dp x pp
+x cp x tp only the best layout is kept, so that the answers differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mpipar.config.layout import cuts_heads, divisors
+from mpipar.plan.cluster import Cluster, Stack
+from mpipar.plan.footprint import Footprint, footprint
+from mpipar.plan.layout import Layout
+from mpipar.plan.pipeline_time import Pipelines, bound
+from mpipar.plan.shape import Shape
+from mpipar.plan.step_time import TIE, StepTime, step_time
+
+CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+MOST_ROWS = 64  # of a microbatch
+LONG = 8192  # tokens from which a row is worth cutting
+FIXED = ("dp", "pp", "cp", "tp", "rows", "schedule", "chunks", "sequence_parallel", "recompute",
+         "zero")
+
+
+class Question(NamedTuple):
+    """What is asked. gib: memory that a rank may use. fixed: fields of a Layout that are given.
+
+    mfu_rule: one of MFU_RULES.
+    """
+
+    shape: Shape
+    cluster: Cluster
+    stack: Stack
+    ranks: int
+    batch_size: int
+    gib: float
+    fixed: dict
+    mfu_rule: str = "model"
+
+
+class Candidate(NamedTuple):
+    """A layout that fits, with the parts of its step and of its fullest rank's memory."""
+
+    layout: Layout
+    step: StepTime
+    memory: Footprint
+
+
+class Plan(NamedTuple):
+    """The answer: the best layouts, best first, and the number of rejected ones by reason.
+
+    least: a layout that is closest to fitting, where none does.
+    """
+
+    best: list[Candidate]
+    fitting: int
+    simulated: int
+    rejected: dict[str, int]
+    least: Candidate | None
+
+
+def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
+    """(dp, pp, cp, tp) of every grid of so many ranks that the model's sizes allow."""
+    shape, fixed = question.shape, question.fixed
+    for tp in divisors(question.ranks):
+        for pp in divisors(question.ranks // tp):
+            for cp in divisors(question.ranks // tp // pp):
+                dp = question.ranks // tp // pp // cp
+                if any(fixed.get(name, size) != size for name, size in (
+                        ("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp))):
+                    continue
+                if not cuts_heads(tp, shape.heads, shape.kv_heads):
+                    rejected["tp does not divide the heads"] += 1
+                elif not fills_nodes(tp, question.cluster.per_node()) and "tp" not in fixed:
+                    rejected["tp does not fill a node evenly, or crosses more than two"] += 1
+                elif pp > shape.layers:
+                    rejected["more stages than blocks"] += 1
+                elif question.batch_size % dp:
+                    rejected["dp does not divide the batch"] += 1
+                elif shape.tokens % (2 * cp):
+                    rejected["cp does not divide the tokens"] += 1
+                elif cp > 1 and shape.tokens // cp < LONG // 2 and "cp" not in fixed:
+                    rejected["rows too short for cp"] += 1
+                else:
+                    yield dp, pp, cp, tp
+
+
+def fills_nodes(tp: int, per_node: int) -> bool:
+    """Whether groups of tp lie inside nodes, or fill two of them."""
+    return per_node % tp == 0 or tp == 2 * per_node
+
+
+def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
+    """Every layout that can be run; what cannot is counted."""
+    fixed, stack = question.fixed, question.stack
+    recomputes = ("none", "block") if stack.fused else ("none", "attention", "block")
+    for dp, pp, cp, tp in axes(question, rejected):
+        share = question.batch_size // dp
+        for rows in divisors(share):
+            if rows > MOST_ROWS or fixed.get("rows", rows) != rows:
+                continue
+            for schedule, chunks in schedules(question, pp, share // rows, rejected):
+                for recompute in given(fixed, "recompute", recomputes):
+                    for zero in given(fixed, "zero", (0, 1, 3) if dp * cp > 1 else (0,)):
+                        if zero == 3 and pp > 1:
+                            rejected["zero 3 gathers weights again for each microbatch"] += 1
+                            continue
+                        for parallel in given(fixed, "sequence_parallel",
+                                              (False, True) if tp > 1 else (False,)):
+                            yield Layout(dp, pp, cp, tp, rows, share // rows, schedule, chunks,
+                                         parallel, recompute, zero)
+
+
+def given(fixed: dict, name: str, choices: tuple) -> tuple:
+    """The fixed value of a field, or all its choices."""
+    return (fixed[name],) if name in fixed else choices
+
+
+def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterator[tuple[str, int]]:
+    """(schedule, chunks) that m microbatches can run on pp ranks."""
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in given(question.fixed, "schedule", SCHEDULES):
+        if name == "interleaved":
+            for chunks in given(question.fixed, "chunks", CHUNKS):
+                if pp * chunks > question.shape.layers:
+                    rejected["more stages than blocks"] += 1
+                elif m % pp:
+                    rejected["interleaved needs a multiple of pp microbatches"] += 1
+                else:
+                    yield name, chunks
+        elif name == "zb-v":
+            if 2 * pp > question.shape.layers:
+                rejected["more stages than blocks"] += 1
+            elif m < 2 * pp:
+                rejected["zb-v needs 2 pp microbatches"] += 1
+            else:
+                yield name, 2
+        elif m < pp:
+            rejected["fewer microbatches than pipeline ranks"] += 1
+        else:
+            yield name, 1
+
+
+def search(question: Question, count: int = 5) -> Plan:
+    """The `count` layouts with the shortest simulated step."""
+    rejected, ranked, fitting = Counter(), [], 0
+    shape, cluster, stack = question.shape, question.cluster, question.stack
+    least, pipelines = None, Pipelines()
+    for layout in layouts(question, rejected):
+        memory = footprint(shape, layout, stack)
+        if memory.total > question.gib * (1 << 30):
+            rejected["does not fit in memory"] += 1
+            if least is None or memory.total < least[1].total:
+                least = layout, memory
+            continue
+        fitting += 1
+        ranked.append((step_time(shape, layout, cluster, stack, bound).total, layout, memory))
+    ranked.sort(key=lambda one: one[0])
+    best: dict[tuple, Candidate] = {}
+    tried = 0
+    for below, layout, memory in ranked:
+        known = best.get(layout.grid)
+        if len(best) >= count and below > kth_best(best, count) * (1 + TIE):
+            break
+        if known is None or below < known.step.total:
+            tried += 1
+            step = step_time(shape, layout, cluster, stack, pipelines.simulated)
+            found = Candidate(layout, step, memory)
+            if known is None or found.step.total < known.step.total:
+                best[layout.grid] = found
+    closest = None
+    if least and not best:
+        closest = Candidate(least[0], step_time(shape, least[0], cluster, stack, bound), least[1])
+    ordered = ties_first(sorted(best.values(), key=lambda one: one.step.total))
+    return Plan(ordered[:count], fitting, tried, dict(rejected.most_common()), closest)
+
+
+def kth_best(best: dict[tuple, Candidate], count: int) -> float:
+    """Seconds of the step of the last layout that would be printed."""
+    return sorted(one.step.total for one in best.values())[count - 1]
+
+
+def ties_first(best: list[Candidate]) -> list[Candidate]:
+    """Of those within TIE of the shortest, the one that needs the network least comes first."""
+    if not best:
+        return best
+    limit = best[0].step.total * (1 + TIE)
+    first = min((one for one in best if one.step.total <= limit),
+                key=lambda one: (one.step.between, one.step.total))
+    return [first, *(one for one in best if one is not first)]

@@ -1,0 +1,96 @@
+"""What a decoder is to the planner: its sizes, its parameters, and the FLOPs of a token.
+
+Letters: D width of the stream, F of the feed-forward network, V vocabulary, T tokens of a row.
+There are a heads of queries and k of keys and values, each of width h.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+GATED = ("swiglu",)  # activations whose network has a third product
+MFU_RULES = {
+    "model": "3 x forward of all products and of attention over the whole square; the head once",
+    "causal": "attention over the half of the square that a token may see",
+    "hardware": "and the forward passes that run again",
+    "embedding": "and a product with the input embedding, as if its look-up were one",
+    "whole-heads": "keys and values as wide as queries, whatever the model has",
+}
+
+
+class Shape(NamedTuple):
+    """The sizes of a decoder. positions: rows of a learned table of positions, 0 without one."""
+
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tokens: int
+    activation: str = "gelu"
+    tied: bool = True
+    positions: int = 0
+
+    @classmethod
+    def of(cls, model) -> Shape:
+        """The Shape of a resolved DecoderConfig."""
+        learned = getattr(model, "positions", "learned") == "learned"
+        return cls(
+            model.layers, model.d_model, model.ffn, model.heads,
+            getattr(model, "kv_heads", None) or model.heads,
+            getattr(model, "head_dim", None) or model.d_model // model.heads,
+            model.vocab_size, model.seq_len, getattr(model, "activation", "gelu"), model.tied,
+            model.seq_len if learned else 0)
+
+    @property
+    def up(self) -> int:
+        """Columns of the product that widens: 2F where a gate doubles it."""
+        return self.ffn * (2 if self.activation in GATED else 1)
+
+    @property
+    def qkv(self) -> int:
+        """Columns of the product that makes queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Width of all query heads together, which is D but for models with another head width."""
+        return self.heads * self.head_dim
+
+    @property
+    def block_parameters(self) -> int:
+        """Weights of the products of a block; biases and norms are less than a thousandth."""
+        return self.width * (self.qkv + self.attended + self.up + self.ffn)
+
+    @property
+    def table_parameters(self) -> int:
+        """Weights of the token table, and of the head where it has its own."""
+        return self.vocab * self.width * (1 if self.tied else 2) + self.positions * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the whole model."""
+        return self.layers * self.block_parameters + self.table_parameters
+
+    def step_flops(self, rows: int, rule: str = "model", recompute: str = "none") -> float:
+        """FLOPs of a step over `rows` rows by one of MFU_RULES.
+
+        A product of a token with n weights takes 2n FLOPs forward and 4n backward. Scores and
+        values of a token take 4Tah forward over the whole square. Source: arXiv 2104.04473
+        appendix, with the products of grouped heads and of a gate.
+        """
+        products = 2 * self.block_parameters
+        if rule == "whole-heads":
+            products += 4 * self.width * (self.heads - self.kv_heads) * self.head_dim
+        attention = 4 * self.tokens * self.attended * (0.5 if rule == "causal" else 1)
+        head = 2 * self.vocab * self.width * (2 if rule == "embedding" else 1)
+        again = {"none": 0, "attention": attention, "block": products + attention}[recompute]
+        forwards = 3 * (products + attention) + (again if rule == "hardware" else 0)
+        return rows * self.tokens * (self.layers * forwards + 3 * head)
+
+
+def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) -> float:
+    """The share of the devices' peak that a step's FLOPs are (MFU)."""
+    return flops / (seconds * devices * peak_tflops * 1e12)

@@ -1,0 +1,182 @@
+"""How long a step of a layout takes: passes, bubble, messages, sums and update in closed form.
+
+The time of a linear schedule is that of the rank on the critical path. The stages before it run
+forward once. Then it computes without a pause, and the stages before it run backward once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpipar.plan.block_time import SIZE, BlockTimes, block_times, gather_seconds
+from mpipar.plan.cluster import Cluster, Stack
+from mpipar.plan.collectives import all_gather, exchange
+from mpipar.plan.layout import Layout, blocks_of_stages
+from mpipar.plan.shape import Shape
+
+UPDATE = 0.919  # how often masters, moments and gradients cross memory in an update
+SLOWED = 1.2  # how much of a transfer that runs beside products these are slower by
+TIE = 0.03  # steps that are closer than this are the same to the closed forms
+STEP = 0.005  # seconds of what happens once in a step: data, norm, logging
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step by part; they add up to `total`."""
+
+    compute: float  # of the busiest rank: products, attention, elementwise, starts
+    again: float
+    tp: float
+    cp: float
+    bubble: float
+    hops: float
+    sums: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def between(self) -> float:
+        """Seconds of what goes between nodes."""
+        return self.hops + self.sums
+
+
+def shortest(steps: dict) -> object:
+    """The key of the shortest of some StepTimes.
+
+    Among those within TIE of the shortest the one wins that needs the network least: there the
+    measured steps vary most.
+    """
+    least = min(step.total for step in steps.values())
+    close = {key: step for key, step in steps.items() if step.total <= (1 + TIE) * least}
+    return min(close, key=lambda key: (close[key].between, close[key].total))
+
+
+def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
+              pipeline: Callable | None = None) -> StepTime:
+    """The step of a layout.
+
+    pipeline: (layout, block times, blocks of each stage) -> seconds of all passes; by default the
+    closed form. See pipeline_time.py for a bound from below and for the simulator.
+    """
+    block = block_times(shape, layout, cluster, stack)
+    if layout.zero > 1:
+        return sharded_step(shape, layout, cluster, stack, block)
+    counts = blocks_of_stages(shape.layers, layout.stages)
+    busy = busy_seconds(layout, block, counts)
+    rank = max(range(layout.pp), key=lambda rank: busy[rank])
+    blocks, m = layout.blocks_of(rank, counts), layout.num_microbatches
+    head = (rank == layout.last_rank) * m * block.head
+    return StepTime(
+        m * blocks * compute_of(block) + head, m * blocks * block.again.total,
+        m * blocks * tp_of(block), m * blocks * (block.f.cp + block.i.cp),
+        (pipeline or closed)(layout, block, counts) - busy[rank],
+        hop_seconds(shape, layout, cluster, stack),
+        sum_seconds(shape, layout, cluster, stack, blocks),
+        update_seconds(shape, layout, cluster, stack, blocks) + STEP)
+
+
+def busy_seconds(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
+    """Seconds that each pipeline rank computes. The last stage also has the head."""
+    m, whole = layout.num_microbatches, block.all.total
+    found = [m * whole * layout.blocks_of(rank, counts) for rank in range(layout.pp)]
+    found[layout.last_rank] += m * block.head
+    return found
+
+
+def closed(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
+    """Seconds of all passes of a linear or looped schedule, in closed form."""
+    busy, waits = busy_seconds(layout, block, counts), bubble_of(layout, block, counts)
+    return max(one + two for one, two in zip(busy, waits, strict=True))
+
+
+def compute_of(block: BlockTimes) -> float:
+    """Computing of a block's three passes, without what runs again."""
+    once = block.f.plus(block.i).plus(block.w)
+    return once.total - once.tp - once.cp
+
+
+def tp_of(block: BlockTimes) -> float:
+    """Barriers of tp in a block's three passes, without what runs again."""
+    return block.f.tp + block.i.tp + block.w.tp
+
+
+def bubble_of(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
+    """Seconds that each pipeline rank waits: the stages before it, forward and back.
+
+    A schedule that splits the backward fills the way back with weight gradients. zb-2p fills both
+    ways, because the next step begins before this one has ended everywhere.
+    """
+    f, i, w = block.f.total, block.i.total + block.again.total, block.w.total
+    back = {"zb-1p": max(0.0, i - w), "zb-h1": max(0.0, i - w), "zb-2p": -f, "zb-h2": 0.0,
+            "interleaved-zb": max(0.0, i - w)}.get(layout.schedule, i + w)
+    there, found = 0, []
+    for count in counts[:layout.pp]:
+        found.append(there * (f + back))
+        there += count
+    if layout.schedule in ("gpipe", "1f1b", "none") or layout.chunks > 1 or layout.pp == 1:
+        return found
+    # Their last rank does not set the pace: every rank has the same gap somewhere.
+    return [found[-1]] * layout.pp
+
+
+def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
+    """Seconds of messages between stages that nothing hides.
+
+    They go down once and up once. With chunks each rank also has a message on each side of each
+    pass, and a stack without overlap waits for them.
+    """
+    if layout.pp == 1:
+        return 0.0
+    stride = layout.tp * layout.data_ranks
+    tokens = layout.rows * shape.tokens / layout.cp
+    message = tokens * shape.width * SIZE / layout.tp  # each rank of tp sends a part of it
+    count = 2 * (layout.pp * layout.chunks - 1)
+    if layout.chunks > 1 and not stack.overlap:
+        count += 2 * layout.num_microbatches * layout.chunks
+    return count * exchange(cluster, message, stride)
+
+
+def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, blocks: int) -> float:
+    """Seconds of sums over the data ranks, behind the last backward."""
+    elements = rank_parameters(shape, layout, blocks)
+    sums = all_gather(cluster, elements * stack.wire_bytes, layout.data_ranks, layout.tp)
+    weights = all_gather(cluster, elements * SIZE, layout.data_ranks, layout.tp)
+    if layout.zero == 0:
+        return 2 * sums
+    return (sums + weights) * (0.2 if stack.overlap else 1.0)
+
+
+def rank_parameters(shape: Shape, layout: Layout, blocks: int) -> float:
+    """Parameters of a rank with so many blocks; the ends of the pipeline also have a table."""
+    tables = shape.table_parameters / min(2, layout.pp)
+    return (blocks * shape.block_parameters + tables) / layout.tp
+
+
+def update_seconds(shape, layout, cluster, stack, blocks: int) -> float:
+    """Seconds of clearing gradients, norm, and optimizer: bytes over the memory's rate."""
+    elements = rank_parameters(shape, layout, blocks) / (layout.data_ranks if layout.zero else 1)
+    moved = elements * (stack.gradient_bytes + stack.optimizer_bytes) * UPDATE
+    return moved / (cluster.hbm_gbytes_s * 1e9)
+
+
+def sharded_step(shape, layout, cluster, stack, block: BlockTimes) -> StepTime:
+    """A step whose weights are sharded over the data ranks and gathered block by block.
+
+    Gathers and sums run beside the products of neighbouring blocks and slow them down.
+    """
+    gather, scatter = gather_seconds(shape, layout, cluster, stack)
+    m, passes = layout.num_microbatches, (layout.num_microbatches if layout.zero == 3 else 1)
+    forward, whole = block.f.total, block.all.total
+    exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - (whole - forward))
+    moved = 2 * gather + scatter
+    beside = exposed + SLOWED * (moved - exposed) if stack.overlap else moved
+    tables = passes * all_gather(
+        cluster, shape.table_parameters * SIZE / layout.tp, layout.data_ranks, layout.tp)
+    return StepTime(
+        m * (shape.layers * compute_of(block) + block.head), m * shape.layers * block.again.total,
+        m * shape.layers * tp_of(block), m * shape.layers * (block.f.cp + block.i.cp), 0.0, 0.0,
+        passes * shape.layers * beside + tables,
+        update_seconds(shape, layout, cluster, stack, shape.layers) + STEP)

@@ -1,0 +1,82 @@
+"""`mpipar plan`: what it prints and refuses."""
+
+import csv
+import io
+import json
+
+import pytest
+from in_process import printed, refusal
+
+WORDS = ("plan", "llama-8b", "--machine", "h100", "--ranks", "16", "--batch-size", "32")
+
+
+def test_a_plan_is_a_command_line_with_reasons():
+    text = printed(*WORDS)
+    assert "it fits: " in text
+    assert "mpiexec -n 16 mpipar train --preset llama-8b --layout dp=" in text
+    for words in ("gradient sums", "pipeline rank", "against the first", "rejected:",
+                  "if this were", "published runs that are most like it", "MFU "):
+        assert words in text
+    assert all(len(line) < 240 for line in text.splitlines())
+
+
+def test_json_and_csv_say_the_same():
+    found = json.loads(printed(*WORDS, "--json"))
+    rows = list(csv.DictReader(io.StringIO(printed(*WORDS, "--csv"))))
+    assert len(rows) == len(found["layouts"]) == 5
+    first = found["layouts"][0]
+    assert float(rows[0]["step_s"]) == pytest.approx(first["step_s"], rel=1e-5)
+    assert first["step_s"] == pytest.approx(sum(first["parts_s"].values()))
+    product = 1
+    for axis in ("dp", "pp", "cp", "tp"):
+        product *= int(rows[0][axis])
+    assert product == 16
+
+
+def test_given_parts_of_the_layout_stay():
+    given = ("--tp", "4", "--recompute", "block", "--zero", "1")
+    found = json.loads(printed(*WORDS, *given, "--json"))
+    assert {(one["layout"]["tp"], one["layout"]["recompute"], one["layout"]["zero"])
+            for one in found["layouts"]} == {(4, "block", 1)}
+
+
+def test_what_cannot_fit_says_so_and_how_many_would():
+    text = printed("plan", "llama-70b", "--machine", "h100", "--ranks", "8", "--batch-size", "64",
+                   code=1)
+    assert "no layout fits" in text
+    assert "its states alone are" in text
+    assert "use 24 devices" in text or "use 32 devices" in text
+
+
+def test_a_folder_and_a_file_name_the_model(tmp_path):
+    (tmp_path / "model.toml").write_text("layers = 4\nd-model = 1024\nheads = 16\nseq-len = 512\n")
+    text = printed("plan", tmp_path / "model.toml", "--machine", "a100-80", "--ranks", "2",
+                   "--batch-size", "8")
+    assert f"--config {tmp_path}/model.toml" in text
+
+
+@pytest.mark.parametrize(("words", "problems"), [
+    (("plan", "nosuch", "--machine", "h100", "--ranks", "8"), ["is no preset"]),
+    (("plan", "llama-8", "--machine", "h100", "--ranks", "8"), ["did you mean llama-8b?"]),
+    (("plan", "digits", "--machine", "h100", "--ranks", "0"), ["is a convnet", "--ranks 0"]),
+    ((*WORDS, "--dp", "0", "--headroom", "200", "--memory-limit", "x"),
+     ["--dp 0", "--headroom 200", "--memory-limit x"]),
+    ((*WORDS, "--tp", "3"), ["is not a multiple of 3"]),
+    ((*WORDS, "--chunks", "2"), ["add --schedule interleaved"]),
+    (("plan", "llama-8b", "--machine", "h10", "--ranks", "8"), ["did you mean h100?"]),
+    (("plan", "llama-8b", "--machine", "none.toml", "--ranks", "8"), ["none.toml"]),
+])
+def test_refusals_name_everything(words, problems, tmp_path):
+    text = " ".join(refusal(*words, folder=tmp_path).problems)
+    for problem in problems:
+        assert problem in text
+
+
+def test_a_machine_of_ones_own(tmp_path):
+    from mpipar.plan.cluster import MACHINES
+    (tmp_path / "mine.toml").write_text((MACHINES / "h200.toml").read_text())
+    text = printed("plan", "llama-8b", "--machine", tmp_path / "mine.toml", "--ranks", "8")
+    assert "on 8 x mine" in text
+    (tmp_path / "bad.toml").write_text('basis = "none"\n')
+    assert "has no" in str(refusal("plan", "llama-8b", "--machine", tmp_path / "bad.toml",
+                                   "--ranks", "8"))
