@@ -24,6 +24,7 @@ from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
 from mpipar.job.session import guard
+from mpipar.layers.units import WholeUnits
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.instructions import lower
@@ -83,7 +84,8 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     pass_seconds = cell * world.size / schedule.num_stages  # a chunk is that part of the layers
     stages = {stage: Sleeper(ops, pass_seconds, stage == last)
               for stage in schedule.stages_of(grid.pp_rank)}
-    engine = Engine(ops, stages, schedule, comms.pp, recorder, NoSync())
+    engine = Engine(ops, stages, schedule, comms.pp, recorder, NoSync(),
+                    WholeUnits(ops, stages, comms.alone, recorder))
     program = lower(schedule, grid.pp_rank)
     seconds, busy = [], []
     for _ in range(repeats):

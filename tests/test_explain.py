@@ -138,7 +138,9 @@ SHARED = [((2, 2, 1), 1, "1f1b", {}), ((2, 1, 2), 2, "1f1b", {"sequence_parallel
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("memory", [MemoryConfig(zero=1)], ids=str)
+@pytest.mark.parametrize("memory", [
+    MemoryConfig(zero=1), MemoryConfig(zero=3), MemoryConfig("block", zero=3, zero_keep="stage"),
+    MemoryConfig(zero=3, zero_grads="sharded")], ids=lambda one: f"{one.zero}-{one.zero_keep}")
 @pytest.mark.parametrize(("layout", "cp", "schedule", "settings"), SHARED, ids=str)
 def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, dtype):
     config = configure(layout, schedule, "pair")

@@ -72,7 +72,7 @@ SHARED = {"data": {"dp": 4}, "both": {"dp": 2, "cp": 2, "seq_len": 8}, "tied": {
           "tokens cut": {"dp": 3, "tp": 2, "sequence_parallel": True, "batch_size": 12}}
 
 
-@pytest.mark.parametrize("level", [1])
+@pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("layout", SHARED)
 def test_every_data_rank_owns_an_equal_share(layout, level):
     """Together the ranks own each number once, in pieces of equal length."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from mpipar.config.setting import setting
 
+OF_ZERO_3 = ("zero", 3)
+
 
 @dataclass(frozen=True)
 class MemoryConfig:
@@ -16,7 +18,14 @@ class MemoryConfig:
         None, "with --recompute: only the first so many blocks of each stage (default: all)", low=1,
         high=2**16)
     zero: int = setting(
-        0, "what the ranks of dp x cp share out: 1 = master weights and moments", choices=(0, 1))
+        0, "what the ranks of dp x cp share out: 1 = master weights and moments; 3 = also weights,"
+        " and gradients if wanted", choices=(0, 1, 3))
+    zero_grads: str = setting(
+        "full", "gradients that a rank keeps until the end of a step; sharded: its pieces alone",
+        choices=("full", "sharded"), only=OF_ZERO_3)
+    zero_keep: str = setting(
+        "none", "none: weights are gathered for each pass of a block; stage: once per step, from"
+        " the first pass of a stage to the last", choices=("none", "stage"), only=OF_ZERO_3)
 
 
 def memory_problems(config) -> list[str]:
@@ -40,4 +49,7 @@ def sharing_problems(config) -> list[str]:
     if memory.zero and grid.dp * grid.cp == 1:
         found.append(f"--zero {memory.zero}: shares out what the ranks of dp x cp keep alike, and"
                      f" dp {grid.dp} x cp {grid.cp} is one rank; use --dp 2 or --cp 2, or --zero 0")
+    if memory.zero == 3 and grid.schedule == "auto":
+        found.append("--zero 3: gathers weights in each pass, and --schedule auto measures passes"
+                     " without that; name a schedule, or use --zero 1")
     return found

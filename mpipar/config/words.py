@@ -43,7 +43,7 @@ OTHERWISE = {  # other programs' names for what has another form here -> what to
     "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
     "untie_embeddings_and_output_weights": "--no-tied", "swiglu": "--activation swiglu",
     "disable_bias_linear": "--bias none", "add_qkv_bias": "--bias qkv",
-    "use_distributed_optimizer": "--zero 1",
+    "fsdp": "--zero 3", "use_distributed_optimizer": "--zero 1",
 }
 NOT_BUILT = {  # known names for what these programs do not do -> what to do instead
     "dropout": "leave it out", "attention_dropout": "leave it out",

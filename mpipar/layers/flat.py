@@ -89,15 +89,14 @@ class FlatParams:
 
         run: what the buffer holds, by default all.
         """
-        first, stop = (0, self.total) if run is None else (run.start, run.stop)
-        for param, start in self.starts.items():
-            if first <= start < stop:
-                place = start - first
-                setattr(param, kind, buffer[place:place + param.size].reshape(param.local_shape))
-                if param.leads:
-                    last = param.leads.params[-1]
-                    assert self.starts[last] + last.size == start + param.leads.size, param.name
-                    setattr(param.leads, kind, buffer[place:place + param.leads.size])
+        run = run or slice(0, self.total)
+        for param in self.params_in(run):
+            place = self.starts[param] - run.start
+            setattr(param, kind, buffer[place:place + param.size].reshape(param.local_shape))
+            if param.leads:
+                last = param.leads.params[-1]
+                assert self.starts[last] + last.size - self.starts[param] == param.leads.size
+                setattr(param.leads, kind, buffer[place:place + param.leads.size])
 
     def _runs(self, key):
         """Contiguous runs of parameters with equal key(param): (key value, slice) of each.
@@ -121,6 +120,26 @@ class FlatParams:
     def is_whole(self, buffer) -> bool:
         """Whether a buffer holds all parameters, and not this rank's pieces alone."""
         return buffer.size == self.total
+
+    def params_in(self, run) -> list:
+        """The parameters that lie in a run of the flat order."""
+        return [param for param, start in self.starts.items() if run.start <= start < run.stop]
+
+    def length(self, segment: int) -> int:
+        """Elements of a segment."""
+        run = self.segments[segment].run
+        return run.stop - run.start
+
+    def title(self, segment: int) -> str:
+        """The layer of a segment's first parameter, as in block3, for the name of a barrier."""
+        return self.params_in(self.segments[segment].run)[0].name.split(".")[0]
+
+    def displace(self, kind, run) -> None:
+        """Take `kind` from every Param and Joined in a run of the flat order."""
+        for param in self.params_in(run):
+            setattr(param, kind, None)
+            if param.leads:
+                setattr(param.leads, kind, None)
 
     def views(self, buffer):
         """Yield (Param, its view of its local shape) of a whole buffer with this order."""

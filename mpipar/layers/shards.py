@@ -25,8 +25,8 @@ class Sharding(NamedTuple):
     """How a Config shares out what stages keep.
 
     level: of ZeRO, 0 where every rank keeps everything. index, count: of this rank among those that
-    share. bucket: most elements of a segment of level 1. whole_grads: whether level 3 keeps whole
-    gradients. keep_stage: whether it keeps the weights of a stage from its first pass to its last.
+    share. bucket: most elements of a segment of level 1. whole_grads: whether a rank keeps whole
+    gradients during a step.
     """
 
     level: int = 0
@@ -34,7 +34,6 @@ class Sharding(NamedTuple):
     count: int = 1
     bucket: int = 1
     whole_grads: bool = True
-    keep_stage: bool = False
 
     def segments(self, runs, total: int) -> list[Segment]:
         """The segments of a flat buffer of `total` elements, in its order.

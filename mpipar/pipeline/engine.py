@@ -49,12 +49,14 @@ class Engine:
     """Executes programs over the stages that this rank holds.
 
     stages: {stage: Stage}. schedule: gives rank_of(stage, mb). comm: the pipeline group. gradsync:
-    it is told when the gradients of a unit, or of a stage, are complete on this rank.
+    it is told when the gradients of a unit, or of a stage, are complete on this rank. weights: told
+    when a pass enters and leaves a unit, see `layers/units.py`.
     """
 
-    def __init__(self, ops, stages, schedule, comm, recorder, gradsync):
+    def __init__(self, ops, stages, schedule, comm, recorder, gradsync, weights):
         self.ops, self.stages, self.schedule = ops, stages, schedule
         self.comm, self.recorder, self.gradsync = comm, recorder, gradsync
+        self.weights = weights
         self.last_stage = schedule.num_stages - 1
         if comm.size > 1:
             highest = self._tag("B", self.last_stage, schedule.num_microbatches)
@@ -87,14 +89,18 @@ class Engine:
     def enter(self, unit):
         """Called by a stage before a pass of one of its units, between two layers."""
         self._progress()
+        self.weights.enter(self.passing, unit)
+        if self.passing.kind in ("B", "W"):
+            self.gradsync.begin_unit(self.passing.stage, unit)
 
     def leave(self, unit):
         """Called by a stage after a pass of one of its units.
 
         After a stage's last backward (B or W), the gradients of the unit are complete.
         """
-        if self.passing in self.last_passes:
-            self.gradsync.start_unit(self.passing.stage, unit)
+        self.weights.leave(self.passing, unit)
+        if self.passing.kind in ("B", "W"):
+            self.gradsync.end_unit(self.passing.stage, unit, self.passing in self.last_passes)
 
     def _progress(self):
         """Let messages move: MPI may do that only while it is called.
@@ -208,6 +214,13 @@ class Engine:
         self._f(forward)
         self.recorder.stage, self.recorder.mb = backward.stage, backward.mb
         self._b(backward)
+
+    def _unshard(self, instr):
+        self.recorder.enter("F")
+        self.weights.unshard(instr.stage)
+
+    def _reshard(self, instr):
+        self.weights.reshard(instr.stage)
 
     def _reduce_grad(self, instr):
         self.recorder.enter("sync")

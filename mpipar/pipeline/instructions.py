@@ -18,6 +18,7 @@ class Instr(NamedTuple):
 
     F forward, B full backward, I input gradient, W weight gradient. OVERLAP_F_B: F(stage, mb), then
     B(stage_b, mb_b). REDUCE_GRAD: the stage's gradients are complete on this rank.
+    UNSHARD, RESHARD: the stage's weights are gathered, and given up.
     SEND_F (s, mb): output of stage s, to the rank of stage s+1. RECV_F (s, mb): input of stage s.
     SEND_B (s, mb): input gradient of s, to the rank of s-1. RECV_B (s, mb): output gradient of s.
     """
@@ -205,3 +206,21 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
         lowered.append(instr)
         lowered += sends(schedule, instr)
     return lowered
+
+
+def with_weights_kept(program) -> list[Instr]:
+    """A program with UNSHARD before each stage's first pass that reads weights, and RESHARD behind
+    its last one. W reads none.
+    """
+    places: dict[int, list[int]] = {}
+    for place, instr in enumerate(program):
+        for kind, stage, _ in parts(instr):
+            if kind in ("F", "B", "I"):
+                places.setdefault(stage, []).append(place)
+    found = []
+    for place, instr in enumerate(program):
+        found += [Instr("UNSHARD", stage) for stage, all_of in places.items() if all_of[0] == place]
+        found.append(instr)
+        found += [Instr("RESHARD", stage) for stage, all_of in places.items()
+                  if all_of[-1] == place]
+    return found

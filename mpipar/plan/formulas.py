@@ -71,23 +71,38 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
                                f"{m[1]} * ({text})", m[0] * size)
     copies = grid.dp_size * grid.cp_size
     if copies > 1:
-        found["data" if grid.cp_size > 1 else "dp"] = _data(config, prediction, copies)
+        found["data" if grid.cp_size > 1 else "dp"] = _data(config, prediction, copies, *m)
     if grid.world_size > 1:
         found["world"] = Expected("1 (the norm)", 1)
     return found
 
 
-def _data(config, prediction, group_size: int) -> Expected:
-    """The Expected of the ranks that sum gradients, and share out what they keep (--zero)."""
-    itemsize, sum_itemsize = _itemsizes(config)
+def _data(config, prediction, group_size: int, m: int, m_text: str) -> Expected:
+    """The Expected of the ranks that sum gradients, and share out what they keep (--zero).
+
+    S is the number of segments, U that of the segments that all units read. Those of a tied table
+    count for each of its users. Source: arXiv 1910.02054, for a split backward and m microbatches.
+    """
+    (itemsize, sum_itemsize), memory = _itemsizes(config), config.memory
     factor = (group_size - 1) / group_size
-    if config.memory.zero == 0:  # the number of calls depends on buckets and further groups
+    if memory.zero == 0:  # the number of calls depends on buckets and further groups
         return Expected(sent_formula="2(q-1)/q * gradients",
                         sent=2 * factor * prediction.num_params * sum_itemsize)
     segments = [one for stage in prediction.segments.values() for one in stage]
     numbers = sum(run.stop - run.start for *_, run in segments)
-    return Expected("2 * segments", 2 * len(segments), "(q-1)/q * (gradients + weights)",
-                    factor * numbers * (sum_itemsize + itemsize))
+    if memory.zero == 1:
+        return Expected("2S", 2 * len(segments), "(q-1)/q * (gradients + weights)",
+                        factor * numbers * (sum_itemsize + itemsize))
+    lengths = [one for units in prediction.reads.values() for unit in units for one in unit]
+    gathers, gathers_text = (1, "") if memory.zero_keep == "stage" else (2 * m, f"2*{m_text} ")
+    calls, sums, text = len(segments), numbers, "gradients"
+    calls_text = f"{gathers_text}U + S"
+    if memory.zero_grads == "sharded":
+        calls, sums, text = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
+        calls_text = f"{gathers_text}U + {m_text} U"
+    return Expected(calls_text, gathers * len(lengths) + calls,
+                    f"(q-1)/q * ({gathers_text}weights + {text})",
+                    factor * (gathers * sum(lengths) * itemsize + sums * sum_itemsize))
 
 
 def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int,

@@ -14,6 +14,7 @@ from mpipar import ops as ops_module
 from mpipar.checkpoint.save import num_elements, own_pieces
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.layers.units import unit_segments
 from mpipar.train.worker import Worker
 
 
@@ -24,7 +25,7 @@ class Prediction:
     peak_bytes: {label: bytes} at the instant of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     num_params: of its stages, without padding. segments: {stage: segments of its buffers}, see
-    `layers/shards.py`.
+    `layers/shards.py`. reads: {stage: [lengths of the segments that a unit reads, ...]}.
     """
 
     world_rank: int
@@ -34,6 +35,7 @@ class Prediction:
     groups: dict
     num_params: int
     segments: dict
+    reads: dict
 
     @property
     def peak_total(self) -> int:
@@ -53,4 +55,7 @@ def predict(config, world_rank: int) -> Prediction:
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
                       {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
                       sum(stage.flat.size for stage in worker.stages.values()),
-                      {number: stage.flat.segments for number, stage in worker.stages.items()})
+                      {number: stage.flat.segments for number, stage in worker.stages.items()},
+                      {number: [[flat.length(segment) for flat, segment in needs]
+                                for needs in units]
+                       for number, units in unit_segments(worker.stages).items()})

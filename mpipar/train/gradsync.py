@@ -37,6 +37,17 @@ class GradSync:
             if (stage, unit) not in self.started:
                 self.start_unit(stage, unit)
 
+    def begin_unit(self, stage: int, unit: int) -> None:
+        """Called before a pass makes weight gradients of a unit."""
+
+    def end_unit(self, stage: int, unit: int, last: bool) -> None:
+        """Called behind a pass that made weight gradients of a unit. last: of the stage.
+
+        Comm: that of `start_unit` behind the last pass, whose sums are complete.
+        """
+        if last:
+            self.start_unit(stage, unit)
+
     def start_unit(self, stage: int, unit: int) -> None:
         """Post the buckets of a unit's finished gradients.
 
@@ -120,44 +131,6 @@ class GradSync:
         for stage in self.stages.values():
             for summed in stage.flat.summed:
                 self.ops.scale(summed, factor)
-
-
-class ScatterSync(GradSync):
-    """Gradient sums that the ranks of the data group share out: each rank gets its own pieces.
-
-    Sums over further groups come last, of these pieces alone. All ranks of such a group own the
-    same pieces of what they sum.
-    """
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.counts = True  # no two ranks of the data group have the same piece
-
-    def post(self, flat, unit: int) -> None:
-        """Comm: one reduce_scatter per segment over the data group."""
-        for segment in flat.segments:
-            if segment.unit == unit and len(segment.groups) == 1:
-                self.scatter(flat.grad[segment.run])
-
-    def scatter(self, grad) -> None:
-        """Post the sum of a segment of gradients. Comm: one reduce_scatter over the data group."""
-        data = self.comms.data
-        self.pending.append(data.ireduce_scatter(grad.reshape(data.size, -1), "grads.bucket"))
-
-    def finish(self) -> None:
-        """Return when every own piece is the sum over all its groups.
-
-        Comm: the sums of segments with further groups over the data group; then, for each of these
-        groups, one all_reduce per segment.
-        """
-        late = [(segment, stage.flat, number) for _, stage in sorted(self.stages.items())
-                for number, segment in enumerate(stage.flat.segments) if len(segment.groups) > 1]
-        for segment, flat, _ in late:
-            self.scatter(flat.grad[segment.run])
-        self.wait()
-        for segment, flat, number in late:
-            for group in segment.groups[:-1]:
-                self.comms.by_axis[group].all_reduce(flat.summed[number], f"grads.{group}")
 
 
 def agree(ops, comms, values: list[float], name: str) -> list[float]:

@@ -17,17 +17,19 @@ from mpipar.comm.group import Comms
 from mpipar.errors import NonFiniteError
 from mpipar.layers.context import Context, Copies, recomputed_blocks
 from mpipar.layers.shards import Sharding
+from mpipar.layers.units import UNITS
 from mpipar.partition.context import attention_over
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
-from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.instructions import lower, with_weights_kept
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train import non_finite
-from mpipar.train.gradsync import GradSync, ScatterSync, agree
+from mpipar.train.gradsync import GradSync, agree
 from mpipar.train.learning_rate import learning_rate
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.non_finite import is_finite, seen
 from mpipar.train.optim import OPTIMIZERS
+from mpipar.train.scatter import PieceSync, ScatterSync
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Worker:
         self.mpi_world = mpi_world
         self.losses: dict = {}  # of the newest step here, by microbatch
         self.schedule = configured_schedule(config.grid)
-        self.program = lower(self.schedule, grid.pp_rank)
+        self.program = self._lowered(self.schedule)
         model = models.model_of(config.model)
         self.stage_layers = models.layer_split(config, self.schedule)
         # Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and
@@ -115,23 +117,34 @@ class Worker:
                       "kv": grid.partition("tp", sharing_ranks(config))}
         options = Options(config.run.sync_sends, config.run.check_comm)
         self.comms = Comms(grid, ops, recorder, mpi_world, options, partitions)
-        zero = config.memory.zero
-        self.shared = self.comms.data if zero else self.comms.alone  # who shares out what is kept
+        memory = config.memory
+        # Who shares out what is kept.
+        self.shared = self.comms.data if memory.zero else self.comms.alone
         tables: dict = {}
         self.stages = {
             stage: model.Stage(
                 self._context(stage), config.model, stage, self.stage_layers, tables)
             for stage in self.schedule.stages_of(grid.pp_rank)
         }
-        self.gradsync = (ScatterSync if zero else GradSync)(
+        sync = (PieceSync if memory.zero_grads == "sharded"
+                else ScatterSync if memory.zero else GradSync)
+        self.gradsync = sync(
             ops, self.stages, self.comms, recorder, config.train.bucket_bytes)
+        weights = UNITS[memory.zero_keep if memory.zero == 3 else None](
+            ops, self.stages, self.shared, recorder)
         self.engine = Engine(
-            ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync)
+            ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync, weights)
         self.optimizer = OPTIMIZERS[config.train.optimizer](
             ops, self.stages, config.train, self.shared)
         self.loss_scale = LossScale(config.run)
         # Of the global batch.
         self.num_tokens = config.train.batch_size * config.model.targets_per_row
+
+    def _lowered(self, schedule) -> list:
+        """This rank's program of a schedule, as the engine runs it."""
+        program = lower(schedule, self.grid.pp_rank)
+        kept = self.config.memory.zero == 3 and self.config.memory.zero_keep == "stage"
+        return with_weights_kept(program) if kept else program
 
     def _context(self, stage) -> Context:
         """The Context of a stage's layers.
@@ -152,7 +165,7 @@ class Worker:
         memory, itemsize = self.config.memory, self.ops.statistics.itemsize
         return Sharding(
             memory.zero, self.shared.index, self.shared.size,
-            self.config.train.bucket_bytes // itemsize)
+            self.config.train.bucket_bytes // itemsize, memory.zero_grads == "full")
 
     def close(self) -> None:
         """Free the groups when nothing more will be sent. Comm: every rank must call it."""
@@ -255,7 +268,7 @@ class Worker:
         Comm: the sends and receives of the forward passes, and the layers' forward barriers.
         """
         self.recorder.enter("eval")
-        program = lower(forward_only(self.schedule, mbs), self.grid.pp_rank)
+        program = self._lowered(forward_only(self.schedule, mbs))
         return self.engine.run(program, get_batch, training=False, caches=caches)
 
     def evaluate(self, rows) -> tuple[float, int]:

@@ -26,14 +26,20 @@ pytestmark = pytest.mark.ranks(2, 4, 8)
 # 4 heads of width 3; 8 tokens are 2 pieces for each of up to 4 ranks.
 MODEL = DecoderConfig(layers=4, d_model=12, heads=4, ffn=31, seq_len=8, vocab_size=29)
 HELD = replace(MODEL, sequence_parallel=True)
-ONE = MemoryConfig(zero=1)
+ONE, THREE = MemoryConfig(zero=1), MemoryConfig(zero=3)
+PIECES, KEPT = replace(THREE, zero_grads="sharded"), replace(THREE, zero_keep="stage")
 # Ranks: [((dp, pp, tp), cp, schedule, model, memory)]
 CASES = {
-    2: [((2, 1, 1), 1, "1f1b", MODEL, ONE), ((1, 1, 1), 2, "1f1b", MODEL, ONE)],
+    2: [((2, 1, 1), 1, "1f1b", MODEL, ONE), ((1, 1, 1), 2, "1f1b", MODEL, ONE),
+        ((2, 1, 1), 1, "1f1b", MODEL, THREE), ((2, 1, 1), 1, "gpipe", MODEL, PIECES),
+        ((1, 1, 1), 2, "1f1b", MODEL, KEPT)],
     4: [((2, 2, 1), 1, "1f1b", MODEL, ONE), ((2, 1, 2), 1, "1f1b", HELD, ONE),
         ((2, 1, 1), 2, "gpipe", MODEL, ONE), ((2, 2, 1), 1, "dualpipe", MODEL, ONE),
         ((2, 2, 1), 1, "zb-h1", MODEL, replace(ONE, recompute="block")),
-        ((2, 2, 1), 1, "zb-v", MODEL, ONE)],
+        ((2, 2, 1), 1, "zb-v", MODEL, ONE), ((2, 2, 1), 1, "zb-v", MODEL, PIECES),
+        ((2, 2, 1), 1, "dualpipe", MODEL, replace(KEPT, zero_grads="sharded")),
+        ((2, 1, 2), 1, "1f1b", HELD, replace(PIECES, recompute="block")),
+        ((1, 2, 1), 2, "interleaved", MODEL, KEPT), ((2, 2, 1), 1, "zb-h1", MODEL, THREE)],
     8: [((2, 2, 1), 2, "interleaved", MODEL, ONE), ((2, 2, 2), 1, "zb-h1", HELD, ONE)],
 }
 HERE = CASES.get(WORLD.size, [])
