@@ -74,6 +74,9 @@ def parse(argv):
                         help="rows of a microbatch for the passes (1,2,4)")
     parser.add_argument("--tp", type=whole_numbers, default=(1,), metavar="1,2",
                         help="tensor-parallel ranks for the passes (1)")
+    parser.add_argument("--only-steps", action="store_true",
+                        help="only what the prediction of a step reads: messages, all-reduces and "
+                        "passes")
     parser.add_argument("--no-compute", action="store_true",
                         help="no products, no reductions, no passes")
     args = parser.parse_args(argv)
@@ -145,7 +148,7 @@ def main(argv, session) -> int:
     ops = ops_module.make("cpu", config.run.dtype)
     products, units, reduction = (), [], []
     if configs:
-        products = measure_products(world, ops)
+        products = () if args.only_steps else measure_products(world, ops)
         units = [measure_units(world, ops, one, own)
                  for one, own in budget.part(COMPUTING).shares(configs)]
         world.Barrier()

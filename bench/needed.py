@@ -21,7 +21,7 @@ from mpipar.config.layout import divisors
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import DataError, UsageError
 from mpipar.plan.link import goes_alone, measure_hop
-from mpipar.plan.machine import Eager
+from mpipar.plan.machine import HOP, Eager
 
 COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
 CONTENDED = ("all-reduce", "iall-reduce")
@@ -41,16 +41,18 @@ def pairs_by_link(places, world_size: int) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def sections(pairs, world_size: int, sizes) -> list[Section]:
+def sections(pairs, world_size: int, sizes, only_steps: bool = False) -> list[Section]:
     """Messages on each pair, collectives on groups, and a layout's groups alone and together.
 
-    Groups have every size that divides the world.
+    Groups have every size that divides the world. only_steps: without what no step's prediction
+    reads.
     """
     found = [Section(name, case, (pair,), sizes, "pair")
-             for pair in pairs for name, case in PAIR_CASES.items()]
+             for pair in pairs for name, case in PAIR_CASES.items()
+             if not only_steps or name == HOP]
     counts = divisors(world_size)[1:]
     for count in counts:
-        for name in COLLECTIVES:
+        for name in CONTENDED if only_steps else COLLECTIVES:
             case = GROUP_CASES[name]
             found.append(Section(name, case, (tuple(range(count)),),
                                  sizes if case.sized else (0,)))
@@ -58,7 +60,7 @@ def sections(pairs, world_size: int, sizes) -> list[Section]:
         layout = {"pp": 1, "dp": world_size // counts[0], "cp": 1, "tp": counts[0]}
         found += plans.layout_sections(CONTENDED, layout, CONTENTION_SIZES)
         found += [one for one in plans.chain_sections(world_size, CONTENTION_SIZES)
-                  if one.mode]
+                  if one.mode and not only_steps]
     return found
 
 
@@ -118,7 +120,7 @@ def measure_rows(session, dtype: str, args, budget) -> tuple[list[dict], list[di
     bench, places = open_bench(session, dtype)
     world = session.world
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None))
-    chosen = sections(pairs_by_link(places, world.size), world.size, sizes)
+    chosen = sections(pairs_by_link(places, world.size), world.size, sizes, args.only_steps)
     heads = [bench.head([], 0)] if world.rank == 0 else []
     if heads:
         writer.head(heads[0])

@@ -26,15 +26,16 @@ def line(subject: Subject, detail: str, predicted_us: float, measured_us: float,
             "extrapolated": extrapolated}
 
 
-def judge(lines) -> list[dict]:
+def judge(lines, step_tolerance: float = STEP_TOLERANCE) -> list[dict]:
     """For each subject: median and largest error, tolerance, and whether it is kept."""
     found: dict = {}
     for one in lines:
         subject = Subject(one["what"], one["ranks"], one["link"])
         found.setdefault(subject, []).append(abs(one["error"]))
     return [{**subject._asdict(), "cases": len(errors), "median_error": statistics.median(errors),
-             "largest_error": max(errors), "tolerance": tolerance_of(subject.what) or "-",
-             "verdict": verdict(statistics.median(errors), tolerance_of(subject.what))}
+             "largest_error": max(errors),
+             "tolerance": (tolerance := tolerance_of(subject.what, step_tolerance)) or "-",
+             "verdict": verdict(statistics.median(errors), tolerance)}
             for subject, errors in found.items()]
 
 
@@ -45,10 +46,10 @@ def verdict(error: float, tolerance: float | None) -> str:
     return "kept" if error <= tolerance else "NOT KEPT"
 
 
-def tolerance_of(what: str) -> float | None:
+def tolerance_of(what: str, step_tolerance: float) -> float | None:
     """The tolerated error; None for mere information: a chain, algorithms' formulas, products."""
     if what.startswith("step"):
-        return STEP_TOLERANCE
+        return step_tolerance
     information = what.startswith(("stage-chain", "all-reduce as", "product"))
     return None if information else OPERATION_TOLERANCE
 

@@ -2,14 +2,15 @@
 
     mpiexec -n 2 python -m bench.verify machine.json
     python -m bench.verify machine.json --launches 5 --start "mpiexec -n 2"
+    python -m bench.verify --goals --launches 5 --json bench/results/verify_steps.json
 
 --seconds is the time of the whole command, all launches together.
 
 Every fitted operation is predicted at sizes between the fitted ones. The messages of a pipeline
-schedule and a training step of each layout follow. Products of shapes that were not measured are
-for information only. So is the time of each all-reduce algorithm by the fitted messages and
-reduction. Exit code 1 says that the median error of an operation or of a step is above its
-tolerance.
+schedule and a training step of each layout and schedule follow. Products of shapes that were not
+measured are for information only. So is the time of each all-reduce algorithm by the fitted
+messages and reduction. Exit code 1 says that the median error of an operation or of a step is above
+its tolerance.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import plans, results
+from bench import goals, plans, results
 from bench.algorithms import all_reduce_models
 from bench.budget import Budget, add_seconds, seconds_problems
 from bench.cases import COMM
-from bench.compute import HELD_OUT_SIDES, measure_products, step_config, step_seconds
+from bench.compute import HELD_OUT_SIDES, measure_products
 from bench.curves import REDUCTION, quietest
 from bench.groups import link_of
 from bench.launches import START, alone, launcher_words, run_job
@@ -45,12 +46,9 @@ from bench.plans import GROUP_CASES, PAIR_CASES, Section
 from bench.predicted import BOTH_WAYS, CHAIN, predicted
 from bench.records import Writer
 from bench.verdicts import Subject, judge, line, shown
+from bench.verify_steps import verify_steps
 from mpipar import ops as ops_module
 from mpipar.config import flags
-from mpipar.config.model import model_config
-from mpipar.config.run import RunConfig
-from mpipar.config.sections import Config
-from mpipar.config.train import TrainConfig
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -62,7 +60,6 @@ from mpipar.errors import (
 from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP
-from mpipar.plan.step import step_estimate
 
 CHAIN_BYTES = (3000, 200_000)
 MESSAGES = 0.6  # of the time, at most
@@ -72,12 +69,17 @@ LEAST_SECONDS = 1.0  # of a launch, however late it begins
 def parse(argv):
     """Read and check the flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.verify", description=__doc__)
-    parser.add_argument("machine", metavar="MACHINE", help="cost model of bench.calibrate")
+    parser.add_argument("machine", nargs="?", metavar="MACHINE",
+                        help="cost model of bench.calibrate; --goals makes its own")
     parser.add_argument("--sizes", type=flags.count, default=8,
                         help="held-out sizes of each operation at most (8)")
     add_seconds(parser)
     parser.add_argument("--no-steps", action="store_true",
                         help="leave out products and training steps")
+    parser.add_argument("--only-steps", action="store_true", help="training steps alone")
+    parser.add_argument("--goals", action="store_true",
+                        help="calibrate and compare steps of 2 ranks, of 4 ranks, and of 2 ranks "
+                        "across a cable of three rates (needs root for the cable)")
     parser.add_argument("--launches", type=int, default=0, metavar="K",
                         help="start K fresh jobs with --start and judge all of them together")
     parser.add_argument("--start", metavar="COMMAND",
@@ -89,7 +91,14 @@ def parse(argv):
     found = seconds_problems(args.seconds)
     if args.launches < 0:
         found.append(f"--launches {args.launches}: must not be below 0")
-    if args.start and not args.launches:
+    if bool(args.machine) == args.goals:
+        found.append("give the cost model MACHINE of bench.calibrate, or --goals, which makes its "
+                     "own")
+    if args.no_steps and (args.only_steps or args.goals):
+        found.append("--no-steps: leaves out what --only-steps and --goals compare; give one")
+    if args.start and args.goals:
+        found.append(f"--start {args.start}: --goals starts its jobs itself; leave it out")
+    if args.start and not (args.launches or args.goals):
         found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
                      "or type the command in front of python")
     if found:
@@ -176,31 +185,6 @@ def verify_products(world, machine) -> list[dict]:
             for one in measure_products(world, ops, HELD_OUT_SIDES)]
 
 
-def verify_steps(world, machine, budget) -> list[dict]:
-    """Compare a training step of each layout that the measured passes allow. Comm: the steps."""
-    cases, found, world_size = [], [], world.size
-    largest = {(str(units.model), units.tp): units
-               for units in sorted(machine.units, key=lambda units: units.rows)}
-    for units in largest.values():
-        settings = {name: tuple(value) if isinstance(value, list) else value
-                    for name, value in units.model.items()}  # JSON has no tuples
-        model = model_config(settings | {"layers": max(4, world_size)})
-        layouts = [{"dp": world_size // units.tp, "tp": units.tp}]
-        layouts += [{"pp": world_size}] if units.tp == 1 else []
-        for axes in layouts if world_size % units.tp == 0 else []:
-            config = step_config(
-                Config(model, train=TrainConfig(optimizer=units.optimizer, warmup_steps=0),
-                       run=RunConfig(dtype=units.dtype)), units.rows, world_size, **axes)
-            cases.append((axes, config, units))
-    for (axes, config, units), own in budget.shares(cases):
-        seconds = step_seconds(world, ops_module.make("cpu", units.dtype), config, own)
-        guess = step_estimate(machine, config)
-        name = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
-        found.append(line(Subject(f"step {name}", world_size, "-"), f"{units.rows} rows",
-                          guess.total * 1e6, seconds * 1e6, bool(guess.extrapolated)))
-    return found
-
-
 def write_lines(path: str, lines) -> None:
     """Write one JSON object on each line. Raises OutputError."""
     try:
@@ -225,6 +209,8 @@ def prepared(args, world_rank: int = 0):
 def one_launch(session, args) -> list[dict] | None:
     """All comparisons of this job, on world rank 0 (others: some); None when interrupted."""
     machine = session.agree(lambda: prepared(args, session.world.rank))
+    if args.only_steps:
+        return verify_steps(session.world, machine, Budget(session.world, args.seconds))
     fitted = machine.provenance
     bench, places = open_bench(session, fitted.get("dtype", "float32"),
                                fitted.get("buffers", ["rotated"])[0],  # a model cannot hold several
@@ -270,7 +256,8 @@ def fresh_launch(session, args, launch: int, seconds: float) -> list[dict]:
         path = Path(folder) / "details.jsonl"
         command = [*launcher_words(args.start), sys.executable, "-m", "bench.verify",
                    args.machine, f"--sizes={args.sizes}", f"--seconds={seconds:.3f}",
-                   *(["--no-steps"] if args.no_steps else [])]
+                   *(f"--{name}" for name in ("no-steps", "only-steps")
+                     if getattr(args, name.replace("-", "_")))]
         try:
             ended = run_job(session, [*command, "--details", str(path)],
                             stdout=subprocess.DEVNULL)
@@ -287,6 +274,8 @@ def fresh_launch(session, args, launch: int, seconds: float) -> list[dict]:
 def main(argv, session) -> int:
     """Predict, measure, compare. Every rank must run it."""
     args = parse(argv)
+    if args.goals:
+        return goals.run(session, args)
     if args.launches:
         lines = all_launches(session, args)
     else:

@@ -53,7 +53,7 @@ class Events:
         self.arrived: set[Message] = set()  # and not yet taken
         self.waiting: dict[Message, int] = {}  # the rank that waits for it
         self.free: dict[tuple[int, int], Real] = {}  # when a link has sent what it was given
-        self.departures = 0
+        self.departures = self.ended = 0
         self.units = costs.by_stage("units", schedule.num_stages)
         self.rendezvous = costs.is_rendezvous()
         self.open: set[Message] = set()  # posted receives
@@ -76,11 +76,12 @@ class Events:
         if self.waiting:
             raise ScheduleError(circle(self.schedule, self.waiting))
 
-    # Ranks that compute at the same time get equal shares of the cores.
+    # Ranks that compute at the same time get equal shares of the cores. So do those that have ended
+    # their program: they wait in a collective of all ranks, where MPI asks again and again.
 
     def _slowdown(self) -> Real:
         """How much longer a pass takes now than on a core of its own."""
-        return max(1, len(self.computing) / self.costs.cores)
+        return max(1, (len(self.computing) + self.ended) / self.costs.cores)
 
     def _next_end(self) -> Real:
         """When the next pass ends if no other begins."""
@@ -117,6 +118,7 @@ class Events:
             if self.rendezvous and instr.kind in WIRE_KINDS:
                 self._post_receives(instr)
             self._done(pp_rank, self.now)
+        self.ended += 1
 
     def _parts(self, instr: Instr) -> int:
         """In how many parts a pass is simulated: more than one only if somebody waits for MPI."""
