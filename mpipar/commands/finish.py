@@ -23,7 +23,7 @@ from mpipar.inference.sampling import Sampling
 def report_step(world, worker, fact, memory, steps, log) -> None:
     """Print the measured barriers of a step, overlap and memory.
 
-    fact: what this rank reported before the run. memory: `PeakMemory` of the first step. steps:
+    fact: what this rank reported before the run. memory: `PeakMemory` of the first steps. steps:
     number of steps.
     Comm: one gather over the world.
     """
@@ -56,7 +56,7 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
             note = crowded([fact["host"] for fact in facts], [fact["cores"] for fact in facts])
             if note:
                 log(note)
-        log("\nmemory per rank, peak of the first step:")
+        log("\nmemory per rank, peak of a step:")
         log(console.measured_memory(facts))
 
 

@@ -304,12 +304,11 @@ class Run:
         """Record a step, and print it if its turn has come. Comm: that of `Metrics.flush`."""
         step, steps, run = result.step, self.config.train.steps, self.config.run
         self.metrics.add(result)
-        if step == self.first:
-            self.memory.stop()
-        else:  # the first step also pays for things that later ones reuse
+        stops = step == steps or result.asks.stop
+        if not self.memory.after_step(stops):  # a watched step takes longer
             self.durations = [*self.durations[-50:], result.step_seconds]
         seconds = median(self.durations or [result.step_seconds])
-        unit, stops = finish.UNITS[self.config.model.model], step == steps or result.asks.stop
+        unit = finish.UNITS[self.config.model.model]
         if step % run.log_interval == 0 or step == self.first or stops:
             lines = self.flush()
             if lines:

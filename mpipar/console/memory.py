@@ -11,11 +11,12 @@ ARRAYS = np.lib.tracemalloc_domain  # by which NumPy marks the data of arrays
 
 
 class PeakMemory:
-    """Peak bytes in arrays between `start` and `stop`.
+    """Peak bytes in arrays of a training step.
 
-    On the CPU Python's allocator tracing counts them. It slows small allocations down, so it is on
-    for the first step only. The peak of every later step is the same. On a GPU the peak is the size
-    of CuPy's pool.
+    On the CPU Python's allocator tracing counts them, for the first two steps: it slows small
+    allocations down. Only the second step's peak counts, if there is one. In the first step a
+    compiler, such as Numba's, takes memory that is no array and gives it back. On a GPU the peak is
+    the size of CuPy's pool.
 
     peak: bytes of arrays. objects: bytes of everything else that Python has made meanwhile and
     still holds, such as what Numba's compiler keeps. They are not part of `peak`.
@@ -23,22 +24,35 @@ class PeakMemory:
 
     def __init__(self, ops):
         self.ops = ops
-        self.peak = self.objects = 0
+        self.peak = self.objects = self.steps = 0
 
     def start(self) -> None:
+        """Begin before any array of the run exists."""
         if self.ops.device == "cpu":
             tracemalloc.start(1)
 
+    def after_step(self, is_last: bool) -> bool:
+        """Whether this step was watched. is_last: whether no step follows."""
+        self.steps += 1
+        if self.steps > 2:
+            return False
+        if self.steps == 2 or is_last:
+            self.stop()
+        elif self.ops.device == "cpu":
+            tracemalloc.reset_peak()
+        return True
+
     def stop(self) -> None:
-        if self.ops.device == "cpu":
+        """Take the peak since `start`, or since the first step."""
+        if self.ops.device != "cpu":
+            self.peak = self.ops.xp.get_default_memory_pool().total_bytes()
+        else:
             together = tracemalloc.get_traced_memory()[1]
             others = tracemalloc.DomainFilter(inclusive=False, domain=ARRAYS)
             traces = tracemalloc.take_snapshot().filter_traces([others]).traces
             tracemalloc.stop()
             self.objects = sum(trace.size for trace in traces)
             self.peak = together - self.objects
-        else:
-            self.peak = self.ops.xp.get_default_memory_pool().total_bytes()
 
 
 def process_peak() -> int:
