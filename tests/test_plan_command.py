@@ -55,6 +55,29 @@ def test_a_folder_and_a_file_name_the_model(tmp_path):
     assert f"--config {tmp_path}/model.toml" in text
 
 
+def test_the_page_needs_nothing_and_obeys_nobody(tmp_path):
+    printed(*WORDS, "--html", tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert text.count("<svg") == 3
+    assert "GiB may be used" in text
+    assert "http" not in text.replace("http-equiv", "")
+    hostile = tmp_path / "<b>x.toml"
+    hostile.write_text("layers = 2\nd-model = 64\nheads = 4\n")
+    printed("plan", hostile, "--machine", "a100-80", "--ranks", "1", "--batch-size", "2", "--html",
+            tmp_path / "other.html")
+    assert "<b>x" not in (tmp_path / "other.html").read_text()
+
+
+def test_the_batch_is_chosen_by_its_rate():
+    text = printed("plan", "gpt2", "--machine", "a100-80", "--ranks", "8", "--pp", "4", "--tp", "1",
+                   "--rows", "4", "--schedule", "1f1b", "--batch-range", "64:512")
+    lines = text.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("rows of a step")) + 1:]
+    rates = [float(line.split()[2]) for line in table]
+    assert rates == sorted(rates)
+    assert len(rates) == 4
+
+
 @pytest.mark.parametrize(("words", "problems"), [
     (("plan", "nosuch", "--machine", "h100", "--ranks", "8"), ["is no preset"]),
     (("plan", "llama-8", "--machine", "h100", "--ranks", "8"), ["did you mean llama-8b?"]),
@@ -63,6 +86,7 @@ def test_a_folder_and_a_file_name_the_model(tmp_path):
      ["--dp 0", "--headroom 200", "--memory-limit x"]),
     ((*WORDS, "--tp", "3"), ["is not a multiple of 3"]),
     ((*WORDS, "--chunks", "2"), ["add --schedule interleaved"]),
+    ((*WORDS, "--batch-range", "8:4"), ["--batch-range 8:4", "give one of them"]),
     (("plan", "llama-8b", "--machine", "h10", "--ranks", "8"), ["did you mean h100?"]),
     (("plan", "llama-8b", "--machine", "none.toml", "--ranks", "8"), ["none.toml"]),
 ])

@@ -8,17 +8,20 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from mpipar.checkpoint.formats import model_settings
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import build
 from mpipar.config.sizes import read_bytes
+from mpipar.console import output
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError, suggestion
 from mpipar.files.bounded import read_toml
 from mpipar.files.text import brief
 from mpipar.plan import report as plan_report
 from mpipar.plan.cluster import STACKS, load_cluster, machine_names
+from mpipar.plan.page import page
 from mpipar.plan.search import FIXED, SCHEDULES, Question, search
 from mpipar.plan.shape import MFU_RULES, Shape
 
@@ -35,6 +38,8 @@ def add_arguments(parser) -> None:
         help=f"{', '.join(machine_names())}, or a TOML file of the same form")
     add("--ranks", type=int, required=True, metavar="N", help="devices of the job")
     add("--batch-size", type=int, metavar="ROWS", help="rows of a step (default: the preset's)")
+    add("--batch-range", metavar="A:B", help="take the rows of a step, from A to B by doubling,"
+        " that give the most tokens a second; the fewest within 1 %%")
     add("--seq-len", type=int, metavar="T", help="tokens of a row (default: the model's)")
     add("--stack", choices=tuple(STACKS), default="megatron",
         help="software whose efficiency is assumed (default megatron)")
@@ -52,6 +57,7 @@ def add_arguments(parser) -> None:
         help="which FLOPs count as used: " + "; ".join(
             f"{name} = {text}" for name, text in MFU_RULES.items()))
     add("--top", type=int, default=5, metavar="K", help="layouts to print (default 5)")
+    add("--html", metavar="FILE", help="also write the answer as a page with pictures")
     add("--json", action="store_true", help="print everything as JSON and nothing else")
     add("--csv", action="store_true", help="print the layouts as CSV and nothing else")
 
@@ -67,14 +73,43 @@ def run(args) -> int:
     Raises UsageError with everything that is wrong, and DataError for files that cannot be read.
     """
     question, typed = question_of(args)
-    plan = search(question, args.top)
+    question, plan, batches = chosen_batch(args, question)
+    if args.html:
+        output.write_text(Path(args.html), page(question, plan, typed))
     if args.json:
         print(json.dumps(plan_report.as_dict(question, plan), indent=1))
     elif args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
     else:
         print(plan_report.report(question, plan, typed))
+        if len(batches) > 1:
+            print(f"\n{plan_report.batch_table(batches)}")
     return EXIT_OK if plan.best else EXIT_CHECK_FAILED
+
+
+def chosen_batch(args, question: Question):
+    """(question, plan, {rows of a step: plan}) of the rows that --batch-range leaves to choose."""
+    if args.batch_range is None:
+        return question, search(question, args.top), {}
+    first, last = batch_range(args.batch_range)
+    plans, rows = {}, first
+    while rows <= last:
+        plans[rows] = search(question._replace(batch_size=rows), args.top)
+        rows *= 2
+    rates = {rows: rows / plan.best[0].step.total for rows, plan in plans.items() if plan.best}
+    most = max(rates.values(), default=0.0)
+    best = min((rows for rows, rate in rates.items() if rate >= 0.99 * most), default=first)
+    return question._replace(batch_size=best), plans[best], plans
+
+
+def batch_range(text: str) -> tuple[int, int]:
+    """A and B of --batch-range. Raises UsageError."""
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and len(text) < 20
+            and 1 <= int(first) <= int(last) <= int(first) << 12):
+        raise UsageError(f"--batch-range {brief(text)}: must be A:B with 1 <= A <= B, as in"
+                         " 256:2048")
+    return int(first), int(last)
 
 
 def question_of(args) -> tuple[Question, str]:
@@ -103,6 +138,13 @@ def question_of(args) -> tuple[Question, str]:
             problems.append(f"--memory-limit {brief(args.memory_limit)}: {error}")
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
     problems += fixed_problems(args, fixed)
+    if args.batch_range is not None:
+        try:
+            batch = batch_range(args.batch_range)[0]
+        except UsageError as error:
+            problems += error.problems
+        if args.batch_size is not None:
+            problems.append("--batch-size and --batch-range: give one of them")
     if problems:
         raise UsageError(problems)
     return Question(Shape.of(model.completed()), cluster, STACKS[args.stack], args.ranks, batch,

@@ -166,6 +166,16 @@ def why_not(first: Candidate, other: Candidate) -> str:
     return text
 
 
+def batch_table(plans: dict[int, Plan]) -> str:
+    """The best step for each number of rows."""
+    rows = [("rows of a step", "step s", "rows/s", "layout")]
+    for count, plan in plans.items():
+        best = plan.best[0] if plan.best else None
+        rows.append((str(count), *((f"{best.step.total:.3f}", f"{count / best.step.total:.1f}",
+                                    layout_words(best.layout)) if best else ("", "", "none fits"))))
+    return table(rows)
+
+
 def rejections(plan: Plan) -> str:
     """How many layouts were looked at, and why most were not."""
     counts = "\n".join(f"  {count:>7,}  {reason}" for reason, count in plan.rejected.items())

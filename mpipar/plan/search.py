@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mpipar.config.layout import cuts_heads, divisors
 from mpipar.plan.cluster import Cluster, Stack
-from mpipar.plan.footprint import Footprint, footprint
+from mpipar.plan.footprint import GIB, Footprint, footprint
 from mpipar.plan.layout import Layout
 from mpipar.plan.pipeline_time import Pipelines, bound
 from mpipar.plan.shape import Shape
@@ -55,7 +55,8 @@ class Candidate(NamedTuple):
 class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
-    least: a layout that is closest to fitting, where none does.
+    least: a layout that is closest to fitting, where none does. front: (bound of the step, GiB,
+    layout) of each layout of which no other has less of both.
     """
 
     best: list[Candidate]
@@ -63,6 +64,7 @@ class Plan(NamedTuple):
     simulated: int
     rejected: dict[str, int]
     least: Candidate | None
+    front: list[tuple[float, float, Layout]]
 
 
 def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
@@ -156,7 +158,7 @@ def search(question: Question, count: int = 5) -> Plan:
     least, pipelines = None, Pipelines()
     for layout in layouts(question, rejected):
         memory = footprint(shape, layout, stack)
-        if memory.total > question.gib * (1 << 30):
+        if memory.total > question.gib * GIB:
             rejected["does not fit in memory"] += 1
             if least is None or memory.total < least[1].total:
                 least = layout, memory
@@ -180,7 +182,18 @@ def search(question: Question, count: int = 5) -> Plan:
     if least and not best:
         closest = Candidate(least[0], step_time(shape, least[0], cluster, stack, bound), least[1])
     ordered = ties_first(sorted(best.values(), key=lambda one: one.step.total))
-    return Plan(ordered[:count], fitting, tried, dict(rejected.most_common()), closest)
+    return Plan(ordered[:count], fitting, tried, dict(rejected.most_common()), closest,
+                trade_off(ranked))
+
+
+def trade_off(ranked: list[tuple]) -> list[tuple[float, float, Layout]]:
+    """Of (bound, layout, memory) in ascending order, those with less memory than all before."""
+    found, least = [], float("inf")
+    for below, layout, memory in ranked:
+        if memory.total < least:
+            least = memory.total
+            found.append((below, least / GIB, layout))
+    return found
 
 
 def kth_best(best: dict[tuple, Candidate], count: int) -> float:
