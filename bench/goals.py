@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import results, two_hosts
-from bench.launches import alone, run_job
+from bench.launches import alone, environment_of_jobs, run_job
 from bench.verdicts import judge, shown
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem
 
@@ -104,7 +103,7 @@ def job_of(folder: Path, setting: Setting):
     """A function (session, words of python -m) -> exit code that runs the words on all ranks."""
     launcher = Path(sys.prefix) / "bin" / "mpiexec"
     launcher = str(launcher) if launcher.exists() else "mpiexec"
-    environment = os.environ | {"PYTHONPATH": str(results.ROOT)}
+    environment = environment_of_jobs() | {"PYTHONPATH": str(results.ROOT)}
     with contextlib.ExitStack() as stack:
         prefix = [launcher, "-n", str(setting.ranks)]
         if setting.mbit_per_second:

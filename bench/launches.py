@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import statistics
@@ -12,6 +13,7 @@ import time
 from bench import findings, records, results
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from mpipar.job.environment import THREAD_VARIABLES
 
 START = "mpiexec -n 2"  # the default of --start
 LOOK_SECONDS = 0.2  # between two looks at a running job: rare looks do not disturb its measurement
@@ -46,14 +48,26 @@ def own_command(args, argv, launch: int) -> list[str]:
             "--launch", str(launch)]
 
 
-def run_job(session, command, **options) -> int:
+def environment_of_jobs() -> dict[str, str]:
+    """This process's environment without the number of threads that `bench` chose for it alone.
+
+    Each rank of a job has fewer cores, and chooses its own. What the user set stays.
+    """
+    chosen = dict.fromkeys(THREAD_VARIABLES, str(len(os.sched_getaffinity(0))))
+    own = chosen.items() <= os.environ.items()
+    return {name: value for name, value in os.environ.items() if not (own and name in chosen)}
+
+
+def run_job(session, command, env=None, **options) -> int:
     """The exit code of a command; options: of Popen. Raises OSError where it cannot be started.
+
+    env: its environment, that of `environment_of_jobs` by default.
 
     On a terminal a Ctrl-C reaches this process and the command. The command must not get it twice:
     launchers take a second one as "at once". So the signal is passed on only if the command has not
     ended within the time of a regular end.
     """
-    job = subprocess.Popen(command, **options)
+    job = subprocess.Popen(command, env=env or environment_of_jobs(), **options)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         left = PATIENCE_SECONDS
         while left > 0 and job.poll() is None:

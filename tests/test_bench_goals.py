@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 
@@ -9,9 +10,11 @@ import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command
 
 from bench import goals, two_hosts, verify
+from bench.launches import environment_of_jobs
 from bench.verdicts import Subject, line
 from bench.verify_steps import SCHEDULES, layouts
 from mpipar.errors import UsageError
+from mpipar.job.environment import THREAD_VARIABLES
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP
 
@@ -30,6 +33,14 @@ def test_every_schedule_and_layout_is_a_step():
     assert [name for name, _ in layouts(2, 1)] == ["dp=2", *(f"pp=2 {name}" for name in SCHEDULES)]
     assert layouts(2, 2) == [("tp=2", {"dp": 1, "tp": 2})]
     assert layouts(4, 1)[-1] == ("dp=2,pp=2 1f1b", {"dp": 2, "pp": 2, "schedule": "1f1b"})
+
+
+def test_ranks_of_a_job_choose_their_own_number_of_threads(monkeypatch):
+    for name in THREAD_VARIABLES:
+        monkeypatch.setenv(name, str(len(os.sched_getaffinity(0))))
+    assert not set(THREAD_VARIABLES) & set(environment_of_jobs())
+    monkeypatch.setenv(THREAD_VARIABLES[0], "77")
+    assert environment_of_jobs()[THREAD_VARIABLES[0]] == "77"
 
 
 class Alone:
