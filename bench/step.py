@@ -3,6 +3,7 @@
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
+    python -m bench.step --cable 200,1000         # on two hosts: see bench/step_cable.py
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba; on several ranks both
 data and tensor parallelism. If PyTorch is installed, its side runs eagerly. It computes attention
@@ -31,40 +32,36 @@ import importlib.util
 import math
 import statistics
 import sys
-import time
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import blas, gpu, results
-from bench.step_sides import OurSide, configure, random_batch, step_flops, torch_side
+from bench.step_cable import on_each_cable
+from bench.step_sides import (
+    PARTS,
+    OurSide,
+    add_sizes,
+    configure,
+    losses,
+    measure_steps,
+    random_batch,
+    step_flops,
+    torch_side,
+)
 from mpipar.comm.facts import gather_numbers
-from mpipar.comm.hosts import quiet_barrier
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
 
-PARTS = ("forward_backward", "update")
-CHECK_STEPS, WARM_UP_STEPS = 3, 2
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of losses
-SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
 
 
 def parse(argv):
     """Read the flags: sizes of the model and of the measurement."""
     parser = flags.Parser(prog="python -m bench.step", description=__doc__)
-    for name, default, text in (
-        ("layers", 6, "transformer blocks"),
-        ("d-model", 384, "model width"),
-        ("heads", 6, "attention heads"),
-        ("seq-len", 256, "tokens per row"),
-        ("batch-size", 4, "rows per step"),
-        ("vocab-size", 256, "tokens in the vocabulary"),
-        ("repeats", 20, "timed steps"),
-    ):
-        parser.add_argument(f"--{name}", type=flags.count, default=default,
-                            help=f"{text} ({default})")
+    add_sizes(parser)
     parser.add_argument("--threads", type=flags.count,
                         help="threads of PyTorch, and of all ranks together (number of ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -72,11 +69,22 @@ def parse(argv):
                         help="of weights and activations (float32); on a CPU 16 bits show numerics,"
                         " not speed: NumPy widens and rounds around every function")
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
+    parser.add_argument("--cable", type=cables, metavar="MBIT[,MBIT]",
+                        help="time mpipar's step on two hosts that a cable of each of these rates"
+                        " joins, without and with what hides messages (see bench/step_cable.py)")
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         parser.error("--peak-tflops must be above 0")
+    if args.cable and (args.device, args.dtype, args.threads) != ("cpu", "float32", None):
+        parser.error("--cable measures float32 on the CPU, with one thread for each rank; leave out"
+                     " --device, --dtype and --threads")
     return args
+
+
+def cables(text: str) -> list[int]:
+    """Rates in Mbit/s. Raises what `flags.count` raises."""
+    return [flags.count(one) for one in text.split(",")]
 
 
 def our_sides(args, batch, world, host_rank=0) -> dict:
@@ -97,18 +105,6 @@ def our_sides(args, batch, world, host_rank=0) -> dict:
     return sides
 
 
-def losses(sides, names, world) -> dict[str, list[float]]:
-    """Name -> losses of the first steps, on every rank that runs the side. Comm: the sides'."""
-    found = {name: [] for name in names}
-    for step in range(1, CHECK_STEPS + 1):
-        for name in names:
-            quiet_barrier(world)
-            if name in sides:
-                found[name].append(sides[name].forward_backward(step))
-                sides[name].update(step)
-    return found
-
-
 def disagreement(found, wanted, dtype) -> str | None:
     """The difference between the losses of a few full updates, or None.
 
@@ -119,33 +115,6 @@ def disagreement(found, wanted, dtype) -> str | None:
             if not abs(a - b) <= TOLERANCE[dtype] * abs(b):
                 return f"{name}, step {step}: loss {a!r}, {b!r} in PyTorch"
     return None
-
-
-def measure_steps(sides, names, repeats, world) -> np.ndarray:
-    """(names, repetitions, three) of this rank: seconds of both parts, and those in communication.
-
-    The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step
-    of each side, and the sides' own.
-    """
-    first = CHECK_STEPS + 1
-    seconds = np.zeros((len(names), repeats, 3))
-    for step in range(first, first + WARM_UP_STEPS + repeats):
-        for number, name in enumerate(names):
-            time.sleep(SETTLE_SECONDS)
-            quiet_barrier(world)
-            if name not in sides:
-                continue
-            side, times = sides[name], [time.perf_counter()]
-            recorder = getattr(side, "recorder", None)
-            before = recorder.comm_ns() if recorder else 0
-            for part in PARTS:
-                getattr(side, part)(step)
-                side.synchronize()
-                times.append(time.perf_counter())
-            inside = (recorder.comm_ns() - before) * 1e-9 if recorder else 0.0
-            if step >= first + WARM_UP_STEPS:
-                seconds[number, step - first - WARM_UP_STEPS] = (*np.diff(times), inside)
-    return seconds
 
 
 def device_facts(args) -> dict:
@@ -252,6 +221,8 @@ def print_sides(args, found, num_ranks, facts):
 def main(argv, session) -> int:
     """Measure on all ranks; returns the exit code."""
     args = parse(argv)
+    if args.cable:
+        return on_each_cable(session, args)
     world = session.start()
     results.check_writable(args.json, session)
     args.threads = args.threads or world.size

@@ -6,11 +6,15 @@ A side has `forward_backward(step)`, which returns the loss and finishes all gra
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from bench.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
+from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
+from mpipar.config import flags
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import DecoderConfig
 from mpipar.config.resolve import resolve
@@ -23,16 +27,35 @@ from mpipar.plan.predict import predict
 from mpipar.train.learning_rate import learning_rate
 from mpipar.train.worker import Worker
 
+PARTS = ("forward_backward", "update")
+CHECK_STEPS, WARM_UP_STEPS = 3, 2
+SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
+
+
+def add_sizes(parser) -> None:
+    """Add the flags of the model's sizes and of the number of steps."""
+    for name, default, text in (
+        ("layers", 6, "transformer blocks"),
+        ("d-model", 384, "model width"),
+        ("heads", 6, "attention heads"),
+        ("seq-len", 256, "tokens per row"),
+        ("batch-size", 4, "rows per step"),
+        ("vocab-size", 256, "tokens in the vocabulary"),
+        ("repeats", 20, "timed steps"),
+    ):
+        parser.add_argument(f"--{name}", type=flags.count, default=default,
+                            help=f"{text} ({default})")
+
 
 def configure(args, layout: dict, num_ranks: int):
-    """The resolved configuration of the model in a layout ({"dp": 2}, {"tp": 2}, {})."""
+    """The resolved configuration of the model in a layout: settings of the grid."""
     model = DecoderConfig(layers=args.layers, d_model=args.d_model, heads=args.heads,
                         seq_len=args.seq_len, vocab_size=args.vocab_size)
     train = TrainConfig(batch_size=args.batch_size, warmup_steps=0)
-    axes = {"dp": 1, "pp": 1, "tp": 1} | layout
+    axes = {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 1} | layout
     run = RunConfig(device=args.device, dtype=args.dtype)
     config, _ = resolve(
-        Config(model, GridConfig(num_microbatches=1, **axes), train, run), num_ranks)
+        Config(model, GridConfig(**axes), train, run), num_ranks)
     return config
 
 
@@ -54,14 +77,16 @@ class OurSide:
         grid = Grid.of(config.grid, world.rank)
         self.worker = Worker(config, grid, ops, self.recorder, world if world.size > 1 else None)
         self.worker.initialize()
-        rows = len(batch.tokens) // config.grid.dp
-        own = slice(grid.dp_rank * rows, (grid.dp_rank + 1) * rows)
-        self.batch = Batch(*(ops.asarray(x) for x in (
-            batch.tokens[own], batch.targets[own], batch.positions)))
+        count = config.grid.num_microbatches
+        rows = len(batch.tokens) // (config.grid.dp * count)
+        starts = [(grid.dp_rank * count + mb) * rows for mb in range(count)]
+        self.batches = [Batch(*(ops.asarray(x) for x in (
+            batch.tokens[start:start + rows], batch.targets[start:start + rows],
+            batch.positions))) for start in starts]
 
     def forward_backward(self, step):
         """Return the mean loss of all rows; keep the gradient norm for `update`."""
-        loss, self.norm, _ = self.worker.gradients(step, lambda mb: self.batch)
+        loss, self.norm, _ = self.worker.gradients(step, self.batches.__getitem__)
         return loss
 
     def update(self, step):
@@ -93,3 +118,42 @@ def step_flops(args) -> int:
     two products; the hidden half counts.
     """
     return sum(predict(configure(args, {}, 1), 0).flops.values())
+
+
+def losses(sides, names, world) -> dict[str, list[float]]:
+    """Name -> losses of the first steps, on every rank that runs the side. Comm: the sides'."""
+    found = {name: [] for name in names}
+    for step in range(1, CHECK_STEPS + 1):
+        for name in names:
+            quiet_barrier(world)
+            if name in sides:
+                found[name].append(sides[name].forward_backward(step))
+                sides[name].update(step)
+    return found
+
+
+def measure_steps(sides, names, repeats, world) -> np.ndarray:
+    """(names, repetitions, three) of this rank: seconds of both parts, and those in communication.
+
+    The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step
+    of each side, and the sides' own.
+    """
+    first = CHECK_STEPS + 1
+    seconds = np.zeros((len(names), repeats, 3))
+    for step in range(first, first + WARM_UP_STEPS + repeats):
+        for number, name in enumerate(names):
+            time.sleep(SETTLE_SECONDS)
+            quiet_barrier(world)
+            if name not in sides:
+                continue
+            side, times = sides[name], [time.perf_counter()]
+            recorder = getattr(side, "recorder", None)
+            before = recorder.comm_ns() if recorder else 0
+            for part in PARTS:
+                getattr(side, part)(step)
+                side.synchronize()
+                times.append(time.perf_counter())
+            inside = (recorder.comm_ns() - before) * 1e-9 if recorder else 0.0
+            if step >= first + WARM_UP_STEPS:
+                seconds[number, step - first - WARM_UP_STEPS] = (*np.diff(times), inside)
+    return seconds
