@@ -2,13 +2,15 @@
 
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
+    python -m bench.step --arch llama --kv-heads 2 --compiled
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
     python -m bench.step --cable 200,1000         # on two hosts: see bench/step_cable.py
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba; on several ranks both
-data and tensor parallelism. If PyTorch is installed, its side runs eagerly. It computes attention
-explicitly (product, mask, softmax, product), as mpipar does. On a GPU another row has that model
-compiled. All sides start from the same weights, and must give PyTorch's losses over three updates
+data and tensor parallelism. If PyTorch is installed, its side `torch` runs eagerly. It computes
+attention explicitly (product, mask, softmax, product), as mpipar does. `torch fused attention` has
+PyTorch's own function in its place. On a GPU, or with --compiled, both are also compiled as a
+whole. All sides start from the same weights, and must give PyTorch's losses over three updates
 before anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all.
 
 With 16 bits both sides update float32 weights and compute with a rounded copy; PyTorch does not use
@@ -16,9 +18,10 @@ autocast. Losses must then agree to one rounding of the type. float16 keeps mpip
 scale all the time.
 
 Columns are medians over the repetitions. Of several ranks the slowest counts, from a barrier to its
-last update. over_torch: step_ms over that of PyTorch eager. best_over_torch: the same of the best
-repetitions. blas: the library that multiplies, and the processor that it chose its loops for.
-in_communication: share of the step inside barriers or waiting for messages.
+last update. over_torch: step_ms over that of `torch`. best_over_torch: the same of the best
+repetitions. over_best: step_ms over that of PyTorch's fastest side. blas: the library that
+multiplies, and the processor that it chose its loops for. in_communication: share of the step
+inside barriers or waiting for messages.
 tflops: operations of the products, 6 B T P + 12 L B T^2 D (P: elements of the matrices of blocks
 and head), per second. mfu: tflops over the peak of the devices of all ranks that computed. The peak
 of a device is --peak-tflops, else that of the maker's data sheet for --dtype (bench/gpu.py; dense,
@@ -62,6 +65,7 @@ def parse(argv):
     """Read the flags: sizes of the model and of the measurement."""
     parser = flags.Parser(prog="python -m bench.step", description=__doc__)
     add_sizes(parser)
+    parser.add_argument("--compiled", action="store_true", help="compile PyTorch's sides as well")
     parser.add_argument("--threads", type=flags.count,
                         help="threads of PyTorch, and of all ranks together (number of ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -132,7 +136,8 @@ def libraries(args, names) -> dict[str, str]:
     """Name of a side -> the library that its products run in."""
     if args.device == "cuda":
         return dict.fromkeys(names, "cuBLAS")
-    return {name: blas.torch_blas() if name == "torch" else blas.numpy_blas() for name in names}
+    return {name: blas.torch_blas() if name.startswith("torch") else blas.numpy_blas()
+            for name in names}
 
 
 def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
@@ -141,6 +146,8 @@ def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
     parts = seconds.max(axis=0)
     steps = seconds[..., :2].sum(axis=-1).max(axis=0)
     theirs = steps[names.index("torch")] if "torch" in names else None
+    fastest = min((statistics.median(one) for name, one in zip(names, steps, strict=True)
+                   if name.startswith("torch")), default=None)
     found = []
     for number, name in enumerate(names):
         step_s = statistics.median(steps[number])
@@ -155,7 +162,8 @@ def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
             "step_ms": step_s * 1e3,
             **({} if theirs is None else {
                 "over_torch": step_s / statistics.median(theirs),
-                "best_over_torch": min(steps[number]) / min(theirs)}),
+                "best_over_torch": min(steps[number]) / min(theirs),
+                "over_best": step_s / fastest}),
             "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
             "tokens_per_s": args.batch_size * args.seq_len / step_s,
             "tflops": tflops,
@@ -172,9 +180,11 @@ def their_sides(args, batch, world) -> tuple[list[str], dict]:
     import torch
 
     torch.set_num_threads(args.threads)
-    kinds = {"torch": False} | ({"torch compiled": True} if args.device == "cuda" else {})
-    return list(kinds), {name: torch_side(torch, args, batch, args.device, compiled)
-                         for name, compiled in kinds.items() if world.rank == 0}
+    kinds = {"torch": {}, "torch fused attention": {"fused": True}}
+    if args.compiled or args.device == "cuda":
+        kinds |= {f"{name}, compiled": {"compiled": True} | how for name, how in kinds.items()}
+    return list(kinds), {name: torch_side(torch, args, batch, **how)
+                         for name, how in kinds.items() if world.rank == 0}
 
 
 def compare_sides(args, world, host_rank) -> int:
@@ -203,8 +213,9 @@ def compare_sides(args, world, host_rank) -> int:
 
 def print_sides(args, found, num_ranks, facts):
     """Print the table and write the file."""
-    print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
-          f"{args.seq_len} tokens, V {args.vocab_size}, {args.dtype}, {num_ranks} rank(s), "
+    heads = f"{args.heads} heads" + (f" ({args.kv_heads} kv)" if args.kv_heads else "")
+    print(f"{args.arch}, {args.layers} layers, D {args.d_model}, {heads}, batch {args.batch_size} x"
+          f" {args.seq_len} tokens, V {args.vocab_size}, {args.dtype}, {num_ranks} rank(s), "
           f"{args.threads} thread(s), {args.repeats} steps, "
           + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_torch" in found[0]
              else "PyTorch is not installed"))

@@ -15,8 +15,9 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
+from mpipar.config.arch import ARCHS
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import model_config
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
@@ -34,6 +35,8 @@ SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
 
 def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
+    parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
+    parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
     for name, default, text in (
         ("layers", 6, "transformer blocks"),
         ("d-model", 384, "model width"),
@@ -49,8 +52,9 @@ def add_sizes(parser) -> None:
 
 def configure(args, layout: dict, num_ranks: int):
     """The resolved configuration of the model in a layout: settings of the grid."""
-    model = DecoderConfig(layers=args.layers, d_model=args.d_model, heads=args.heads,
-                        seq_len=args.seq_len, vocab_size=args.vocab_size)
+    model = model_config({
+        "arch": args.arch, "layers": args.layers, "d_model": args.d_model, "heads": args.heads,
+        "kv_heads": args.kv_heads, "seq_len": args.seq_len, "vocab_size": args.vocab_size})
     train = TrainConfig(batch_size=args.batch_size, warmup_steps=0)
     axes = {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 1} | layout
     run = RunConfig(device=args.device, dtype=args.dtype)
@@ -99,15 +103,18 @@ class OurSide:
         self.ops.synchronize()
 
 
-def torch_side(torch, args, batch, device="cpu", compiled=False) -> TorchDecoder:
-    """PyTorch's step, from the weights that every layout of ours starts from."""
+def torch_side(torch, args, batch, **how) -> TorchDecoder:
+    """PyTorch's step, from the weights that every layout of ours starts from.
+
+    how: whether it is compiled and whether attention is fused, see `TorchDecoder`.
+    """
     config = configure(args, {}, 1)
     alone = Worker(config, Grid(0), make("cpu", "float32"), Recorder())
     alone.initialize()
     weights = {param.name: param.data for stage in alone.stages.values()
                for param in stage.flat.params}
-    return TorchDecoder(torch, config, batch, weights, device=device, compiled=compiled,
-                        dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value)
+    return TorchDecoder(torch, config, batch, weights, device=args.device,
+                        dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value, **how)
 
 
 def step_flops(args) -> int:

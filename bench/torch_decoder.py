@@ -1,12 +1,14 @@
 """The same decoder in PyTorch: the tests and the benchmarks compare with it.
 
-Attention is explicit (product, mask, softmax, product), as mpipar computes it.
+Attention is explicit (product, mask, softmax, product), as mpipar computes it, or PyTorch's own
+fused function. Products of Llama are those of its modules: one for each of q, k, v, gate and up.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from mpipar.ops.llama_ops import rope_table
 from mpipar.train.learning_rate import learning_rate
 
 
@@ -16,17 +18,19 @@ class TorchDecoder:
     weights: our parameters by name, whole, in their logical shapes; they are copied. config:
     resolved; its TrainConfig holds for PyTorch too. compiled: by torch.compile. dtype: the type
     that the model computes in; if it is not the weights' own, a rounded copy of them is used.
-    loss_scale: the loss is multiplied by it, and the gradients are divided by it.
+    loss_scale: the loss is multiplied by it, and the gradients are divided by it. fused: whether
+    attention is scaled_dot_product_attention.
     """
 
     def __init__(self, torch, config, batch, weights, *, device="cpu", compiled=False,
-                 dtype=None, loss_scale=1.0):
+                 dtype=None, loss_scale=1.0, fused=False):
         self.torch, self.functional, self.config = torch, torch.nn.functional, config
         self.device, self.loss_scale = device, loss_scale
         self.tokens, self.targets = (
             torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets))
         seq_len = batch.tokens.shape[1]
         self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).triu(1)
+        self.attend = self._fused if fused else self._explicit
         self.loss = torch.compile(self._loss) if compiled else self._loss
         self.shapes = {name: w.shape for name, w in weights.items()}
         self.leaves = {
@@ -34,6 +38,7 @@ class TorchDecoder:
             for name, w in weights.items()
         }
         self.dtype = dtype or self.leaves["embedding.tokens"].dtype
+        self.angles = self._angles(seq_len)
         train = config.train
         decayed = [w for w in self.leaves.values() if w.ndim > 1]
         plain = [w for w in self.leaves.values() if w.ndim == 1]
@@ -45,20 +50,25 @@ class TorchDecoder:
     def _is_product(name, ndim):
         return name.startswith("block") and name.endswith(".w") and ndim > 1
 
-    @classmethod
-    def _their_layout(cls, name, w):
+    def _their_layout(self, name, w):
         """A matrix as torch.nn.Linear keeps it, (out, in), so that its product adds the bias."""
         if name.endswith(".b"):
             w = w.reshape(-1)
-        elif cls._is_product(name, w.ndim):
-            inputs = w.ndim - 1 if name.endswith(".proj.w") else 1
-            w = w.reshape(int(np.prod(w.shape[:inputs])), -1).T
+        elif self._is_product(name, w.ndim):
+            behind = name.endswith(".proj.w")  # its inputs are heads; others have theirs outside
+            if self.config.model.rows == "out":
+                outputs = 1 if behind or w.ndim == 2 else w.ndim - 1
+                w = w.reshape(int(np.prod(w.shape[:outputs])), -1)
+            else:
+                inputs = w.ndim - 1 if behind else 1
+                w = w.reshape(int(np.prod(w.shape[:inputs])), -1).T
         return np.ascontiguousarray(w)
 
     def _our_layout(self, name, x):
         """An array of PyTorch's in the logical shape of our parameter."""
         shape = self.shapes[name]
-        return (x.T if self._is_product(name, len(shape)) else x).reshape(shape)
+        turned = self._is_product(name, len(shape)) and self.config.model.rows == "in"
+        return (x.T if turned else x).reshape(shape)
 
     def gradients(self):
         """Name -> gradient of every parameter, in our layout."""
@@ -75,31 +85,75 @@ class TorchDecoder:
         return self.leaves[name].to(self.dtype)
 
     def _linear(self, x, name):
-        return self.functional.linear(x, self._weight(f"{name}.w"), self._weight(f"{name}.b"))
+        bias = self._weight(f"{name}.b") if f"{name}.b" in self.leaves else None
+        return self.functional.linear(x, self._weight(f"{name}.w"), bias)
 
     def _norm(self, x, name):
-        w = self._weight(f"{name}.w")
+        w, eps = self._weight(f"{name}.w"), self.config.model.norm_eps
         if self.config.model.norm == "rms":
-            return self.functional.rms_norm(x, w.shape, w, 1e-5)
-        return self.functional.layer_norm(x, w.shape, w, self._weight(f"{name}.b"), 1e-5)
+            return self.functional.rms_norm(x, w.shape, w, eps)
+        return self.functional.layer_norm(x, w.shape, w, self._weight(f"{name}.b"), eps)
 
-    def _block(self, x, name):
+    def _angles(self, seq_len):
+        """Cosine and sine (T, d), each half of a head alike, or None without rotation."""
         model = self.config.model
-        qkv = self._linear(self._norm(x, f"{name}.norm1"), f"{name}.attn.qkv")
-        qkv = qkv.view(*x.shape[:2], 3, model.heads, -1)  # (B, T, 3, H, d)
-        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+        if model.positions != "rope":
+            return None
+        table = rope_table(seq_len, model.head_dim, model.rope_theta, model.rope_scaling)
+        both = np.concatenate([table, table], axis=-1)
+        return [self.torch.tensor(both[:, i], dtype=self.dtype, device=self.device)
+                for i in range(2)]
+
+    def _turned(self, x):
+        """x (B, H, T, d) turned by its positions, as transformers does it."""
+        if self.angles is None:
+            return x
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = self.angles
+        return x * cos + self.torch.cat((-second, first), dim=-1) * sin
+
+    def _heads(self, x, name):
+        """q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
+        if f"{name}.qkv.w" in self.leaves:
+            qkv = self._linear(x, f"{name}.qkv").view(*x.shape[:2], 3, self.config.model.heads, -1)
+            return [qkv[:, :, i].transpose(1, 2) for i in range(3)]
+        width = self.config.model.head_dim
+        return [self._linear(x, f"{name}.{part}").unflatten(-1, (-1, width)).transpose(1, 2)
+                for part in "qkv"]
+
+    def _explicit(self, q, k, v):
+        """Attention in its parts; keys and values are repeated for the queries that share them."""
+        group = q.shape[1] // k.shape[1]
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
         probs = self.torch.softmax(scores.masked_fill(self.hidden, -float("inf")), dim=-1)
-        heads = (probs @ v).transpose(1, 2).reshape(x.shape)
+        return probs @ v
+
+    def _fused(self, q, k, v):
+        return self.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    def _wide(self, x, name):
+        """What the last product of a block reads."""
+        h = self._linear(x, f"{name}.up")
+        if self.config.model.activation == "swiglu":
+            return self.functional.silu(self._linear(x, f"{name}.gate")) * h
+        return self.functional.gelu(h, approximate="tanh")
+
+    def _block(self, x, name):
+        q, k, v = self._heads(self._norm(x, f"{name}.norm1"), f"{name}.attn")
+        heads = self.attend(self._turned(q), self._turned(k), v).transpose(1, 2).flatten(2)
         x = x + self._linear(heads, f"{name}.attn.proj")
-        h = self._linear(self._norm(x, f"{name}.norm2"), f"{name}.ffn.up")
-        return x + self._linear(self.functional.gelu(h, approximate="tanh"), f"{name}.ffn.down")
+        h = self._wide(self._norm(x, f"{name}.norm2"), f"{name}.ffn")
+        return x + self._linear(h, f"{name}.ffn.down")
 
     def _loss(self):
         """Mean loss of the batch, a tensor of one element."""
         table = self._weight("embedding.tokens")
-        positions = self._weight("embedding.positions")[:self.tokens.shape[1]]
-        x = self.functional.embedding(self.tokens, table) + positions
+        x = self.functional.embedding(self.tokens, table)
+        if "embedding.positions" in self.leaves:
+            x = x + self._weight("embedding.positions")[:self.tokens.shape[1]]
         for index in range(self.config.model.layers):
             x = self._block(x, f"block{index}")
         head = table if self.config.model.tied else self._weight("head.table")

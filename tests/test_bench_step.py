@@ -40,6 +40,9 @@ class Alone:
         receive[...] = send
 
 
+THEIRS = ["torch", "torch fused attention"]
+
+
 def rows_of(path, sides):
     """The rows of a result file by side, after checks that hold for every row."""
     rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
@@ -60,7 +63,8 @@ def test_one_rank_is_timed_beside_pytorch(tmp_path):
     done = run_command(argv, timeout=100)
     assert done.returncode == 0, done.tail()
     assert "1 rank(s), 1 thread(s), 2 steps, losses equal" in done.stdout
-    rows = rows_of(path, ["mpipar numpy", "torch"])
+    rows = rows_of(path, ["mpipar numpy", *THEIRS])
+    assert min(rows[side]["over_best"] for side in THEIRS) == 1
     assert all(row["in_communication"] == 0 for row in rows.values())
 
 
@@ -71,8 +75,19 @@ def test_two_ranks_are_timed_beside_pytorch_on_two_threads(tmp_path):
     done = run_ranks(2, argv, timeout=100)
     assert done.returncode == 0, done.tail()
     assert "2 rank(s), 2 thread(s)" in done.stdout
-    rows = rows_of(path, ["mpipar numpy, dp 2", "mpipar numpy, tp 2", "torch"])
-    assert all((row["in_communication"] > 0) == (side != "torch") for side, row in rows.items())
+    rows = rows_of(path, ["mpipar numpy, dp 2", "mpipar numpy, tp 2", *THEIRS])
+    assert all((row["in_communication"] > 0) == (side not in THEIRS) for side, row in rows.items())
+
+
+@pytest.mark.peers
+def test_llama_is_the_same_model_on_all_sides():
+    args = step.parse([*SIZES.split(), "--arch", "llama", "--kv-heads", "1", "--threads", "1"])
+    batch = step.random_batch(args)
+    names, sides = step.their_sides(args, batch, Alone())
+    sides |= step.our_sides(args, batch, Alone())
+    assert names == THEIRS
+    found = step.losses(sides, list(sides), Alone())
+    assert step.disagreement(found, found["torch"], args.dtype) is None
 
 
 @pytest.mark.peers

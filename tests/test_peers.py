@@ -8,6 +8,7 @@ from helpers import assert_all_close, assert_close
 from bench.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.config.arch import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.data.rows import Batch
 from mpipar.ops import make
@@ -19,6 +20,9 @@ TOL = 1e-9
 SHAPES = {
     "odd": {"layers": 2, "d_model": 15, "heads": 3, "ffn": 22, "seq_len": 7, "vocab_size": 29},
     "rms": {"layers": 2, "d_model": 15, "heads": 3, "seq_len": 7, "vocab_size": 29, "norm": "rms"},
+    "llama": {"layers": 2, "d_model": 12, "heads": 6, "kv_heads": 2, "head_dim": 4, "ffn": 22,
+              "seq_len": 7, "vocab_size": 29, "arch": "llama", **ARCHS["llama"], "bias": "all",
+              "rope_theta": 50.0, "rope_scaling": (4.0, 1.0, 3.0, 12.0), "norm_eps": 1e-2},
     "one of each": {"layers": 1, "d_model": 4, "heads": 1, "ffn": 1, "seq_len": 1, "vocab_size": 2},
     "wide heads": {"layers": 1, "d_model": 34, "heads": 2, "seq_len": 19, "vocab_size": 64},
     "deep": {"layers": 5, "d_model": 24, "heads": 8, "ffn": 50, "seq_len": 33, "vocab_size": 257},
@@ -52,7 +56,7 @@ def both_sides(rng, num_microbatches=2, **values):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_every_gradient(shape, tied, rng):
-    ours, params, get_batch, theirs = both_sides(rng, tied=tied, **SHAPES[shape])
+    ours, params, get_batch, theirs = both_sides(rng, **SHAPES[shape] | {"tied": tied})
     loss, norm, _ = ours.gradients(1, get_batch)
     assert_close(loss, theirs.forward_backward(1), TOL, "loss")
     expected = theirs.gradients()
@@ -63,10 +67,10 @@ def test_loss_and_every_gradient(shape, tied, rng):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("shape", ["odd", "deep"])
+@pytest.mark.parametrize("shape", ["odd", "deep", "llama"])
 def test_weights_after_three_steps(shape, clip, tied, rng):
     ours, params, get_batch, theirs = both_sides(
-        rng, optimizer="adamw", clip=clip, weight_decay=0.3, tied=tied, **SHAPES[shape])
+        rng, optimizer="adamw", clip=clip, weight_decay=0.3, **SHAPES[shape] | {"tied": tied})
     before = theirs.weights()
     for step in (1, 2, 3):
         loss = theirs.forward_backward(step)
