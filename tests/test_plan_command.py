@@ -68,6 +68,15 @@ def test_the_page_needs_nothing_and_obeys_nobody(tmp_path):
     assert "<b>x" not in (tmp_path / "other.html").read_text()
 
 
+def test_the_code_itself_confirms_the_answer():
+    text = printed(*WORDS, "--confirm", "--recompute", "block", "--pp", "2", "--dp", "2")
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("mpipar's own step"))
+    own = float(lines[first + 1].split()[2])
+    said = next(i for i, line in enumerate(lines) if line.startswith("pipeline rank"))
+    assert own == pytest.approx(float(lines[said + 1].split()[2]), rel=0.02)
+
+
 def test_the_batch_is_chosen_by_its_rate():
     text = printed("plan", "gpt2", "--machine", "a100-80", "--ranks", "8", "--pp", "4", "--tp", "1",
                    "--rows", "4", "--schedule", "1f1b", "--batch-range", "64:512")

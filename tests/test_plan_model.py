@@ -18,7 +18,8 @@ from mpipar.plan import pipeline_time
 from mpipar.plan.block_time import BlockTimes, Times
 from mpipar.plan.cluster import STACKS, load_cluster, machine_names
 from mpipar.plan.collectives import all_gather, all_reduce
-from mpipar.plan.footprint import GIB, footprint
+from mpipar.plan.confirm import confirm
+from mpipar.plan.footprint import GIB, footprint, rank_footprint
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.published import published_runs, read_runs
 from mpipar.plan.search import SCHEDULES, Question, layouts, search
@@ -172,6 +173,27 @@ def test_recomputation_zero_and_tp_save_memory():
     for saving in (plain._replace(recompute="block"), plain._replace(zero=1),
                    plain._replace(zero=3), plain._replace(dp=4, tp=2), plain._replace(dp=4, cp=2)):
         assert footprint(shape, saving, stack).total < total, saving
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(dp=2, rows=2, num_microbatches=4), Layout(dp=4, tp=2, num_microbatches=2, zero=1),
+    Layout(dp=2, pp=3, num_microbatches=6, schedule="zb-h1", recompute="block"),
+    Layout(dp=2, pp=2, tp=2, num_microbatches=4, schedule="interleaved", chunks=2,
+           sequence_parallel=True, recompute="block", zero=1)],
+    ids=lambda one: "-".join(map(str, (*one.grid, one.schedule, one.zero))))
+def test_states_are_those_of_the_code(layout):
+    config = build({"preset": "gpt2"})
+    question = Question(shape_of("gpt2"), load_cluster("h100"), STACKS["megatron"], layout.ranks,
+                        1, 80.0, {})
+    counts = blocks_of_stages(12, layout.stages)
+    found, why_not = confirm(question, config, layout)
+    assert not why_not
+    for one in found:
+        rank = one.rank // (layout.ranks // layout.pp)
+        said = rank_footprint(question.shape, layout, question.stack, rank, counts)
+        states = said.weights + said.gradients + said.optimizer
+        assert abs(states / one.states - 1) < 0.03, (one, said)  # biases and norms are not said
+        assert one.sent > 0
 
 
 def test_published_steps_are_met():

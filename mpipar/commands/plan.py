@@ -21,6 +21,7 @@ from mpipar.files.bounded import read_toml
 from mpipar.files.text import brief
 from mpipar.plan import report as plan_report
 from mpipar.plan.cluster import STACKS, load_cluster, machine_names
+from mpipar.plan.confirm import confirm
 from mpipar.plan.page import page
 from mpipar.plan.search import FIXED, SCHEDULES, Question, search
 from mpipar.plan.shape import MFU_RULES, Shape
@@ -57,6 +58,8 @@ def add_arguments(parser) -> None:
         help="which FLOPs count as used: " + "; ".join(
             f"{name} = {text}" for name, text in MFU_RULES.items()))
     add("--top", type=int, default=5, metavar="K", help="layouts to print (default 5)")
+    add("--confirm", action="store_true", help="run the first layout on shapes by mpipar's own"
+        " code, and print what its ranks would keep and send")
     add("--html", metavar="FILE", help="also write the answer as a page with pictures")
     add("--json", action="store_true", help="print everything as JSON and nothing else")
     add("--csv", action="store_true", help="print the layouts as CSV and nothing else")
@@ -82,6 +85,9 @@ def run(args) -> int:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
     else:
         print(plan_report.report(question, plan, typed))
+        if args.confirm and plan.best:
+            found = confirm(question, config_of(args.model)[0], plan.best[0].layout)
+            print(f"\n{plan_report.own_table(*found)}")
         if len(batches) > 1:
             print(f"\n{plan_report.batch_table(batches)}")
     return EXIT_OK if plan.best else EXIT_CHECK_FAILED

@@ -84,7 +84,7 @@ def rank_footprint(shape, layout, stack, rank: int, counts) -> Footprint:
     tables = shape.table_parameters if layout.pp == 1 else ends * shape.vocab * shape.width
     elements = (blocks * shape.block_parameters + tables) / layout.tp
     shards, whole = layout.data_ranks, layout.data_ranks if layout.zero >= 3 else 1
-    unit = stack.unit * shape.block_parameters / layout.tp
+    unit = max(stack.unit * shape.block_parameters, shape.vocab * shape.width) / layout.tp
     tokens = layout.rows * shape.tokens / layout.cp
     kept = stash_per_block(shape, layout, stack, layout.recompute)
     blocks_held = in_flight(layout, rank) * blocks / layout.chunks

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mpipar.config.layout import sizes_text, typed
 from mpipar.console.tables import short_count, table
+from mpipar.plan.confirm import Confirmed
 from mpipar.plan.footprint import GIB, RESERVE, footprint, rank_footprint
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
@@ -97,9 +98,12 @@ def command(question: Question, layout: Layout, model_flags: str) -> str:
     if layout.pp > 1:
         chunks = f" --chunks {layout.chunks}" if layout.schedule == "interleaved" else ""
         words.append(f"--schedule {layout.schedule}{chunks}")
+        counts = blocks_of_stages(question.shape.layers, layout.stages)
+        words.append(f"--stage-layers {','.join(map(str, counts))}")
     words += ["--sequence-parallel"] * layout.sequence_parallel
     words += [f"--recompute {layout.recompute}"] * (layout.recompute != "none")
-    words += [f"--zero {layout.zero}"] * bool(layout.zero)
+    if layout.zero:
+        words.append(f"--zero {layout.zero}" + " --zero-grads sharded" * (layout.zero == 3))
     return " \\\n    ".join(words)
 
 
@@ -130,6 +134,17 @@ def stages_table(question: Question, best: Candidate) -> str:
     if len(rows) > 10:  # the ends differ, and the middle ones change evenly
         rows = [*rows[:5], ("...", *[""] * 5), *rows[-3:]]
     return table(rows)
+
+
+def own_table(found: list[Confirmed], why_not: str) -> str:
+    """What mpipar's own code would have on its first and last pipeline rank."""
+    if why_not:
+        return f"mpipar cannot run this layout: {why_not}"
+    rows = [("mpipar's own step, on shapes", "states GiB", "the rest GiB", "sent in a step GiB")]
+    rows += [(f"rank {one.rank}", f"{one.states / GIB:.2f}", f"{one.rest / GIB:.2f}",
+              f"{one.sent / GIB:.2f}") for one in found]
+    return (f"{table(rows)}\nits plain attention keeps scores, unless --recompute attention or"
+            " block makes them again")
 
 
 def layout_words(layout: Layout) -> str:
