@@ -1,0 +1,251 @@
+"""Time the generation of text: with a cache and without it, over layouts, beside transformers.
+
+    python -m bench.generate                              # one rank beside transformers
+    python -m bench.generate --contexts 64 256 1000       # with a cache and without it
+    mpiexec -n 2 python -m bench.generate --presets llama-15m    # layouts of two ranks
+
+The weights are random; every side has the same. All take the likeliest token, so that each text has
+--new-tokens. Before anything is timed, transformers reads what mpipar has written: no other token
+may be likelier, by more than rounding. Repetitions of all sides alternate.
+
+tokens_per_s counts the new tokens of all rows over the whole time, prompts included. A row without
+a cache is timed on single tokens, each of which runs the whole text through the model. first_ms:
+until the first new token is there. next_ms: median time of each further round, which adds a token
+to every row. over_transformers: tokens_per_s over that of transformers, its time per token over
+ours. What counts are the medians over the repetitions.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from bench import results
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.comm.facts import broadcast_text
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config import flags
+from mpipar.config.presets import PRESETS
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import build
+from mpipar.data.rows import Batch
+from mpipar.errors import EXIT_CHECK_FAILED
+from mpipar.inference.generate import Text, generate
+from mpipar.inference.sampling import Sampling
+from mpipar.job.session import guard
+from mpipar.ops import make
+from mpipar.train.worker import Worker
+
+LAYOUTS = ("tp", "pp", "dp")
+TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be
+SINGLE_TOKENS = 3  # that are timed without a cache
+
+
+def parse(argv):
+    """Read the flags."""
+    parser = flags.Parser(prog="python -m bench.generate", description=__doc__)
+    parser.add_argument("--presets", nargs="+", default=["llama-15m", "llama-110m"],
+                        choices=sorted(PRESETS), help="models (llama-15m llama-110m)")
+    parser.add_argument("--batch-sizes", nargs="+", type=flags.count, default=[1, 8],
+                        help="prompts at one time (1 8)")
+    parser.add_argument("--contexts", nargs="+", type=flags.count,
+                        help="lengths of a text at which a token is timed with cache and without")
+    for name, default, text in (("prompt-tokens", 128, "tokens of each prompt"),
+                                ("new-tokens", 128, "tokens added to each prompt"),
+                                ("repeats", 5, "repetitions")):
+        parser.add_argument(f"--{name}", type=flags.count, default=default,
+                            help=f"{text} ({default})")
+    parser.add_argument("--threads", type=flags.count, help="threads of each rank (1)")
+    parser.add_argument("--json", help="write the result to this file")
+    return parser.parse_args(argv)
+
+
+class OurSide:
+    """mpipar's generation on this rank. Comm: all ranks build it and call it together."""
+
+    def __init__(self, preset, layout, world, kernels="numpy"):
+        grid = dict.fromkeys(("dp", "pp", "tp"), 1) | layout
+        self.config, _ = resolve(build(grid | {
+            "preset": preset, "num_microbatches": grid["pp"], "optimizer": "sgd",
+            "batch_size": grid["dp"] * grid["pp"]}), world.size)
+        self.worker = Worker(self.config, Grid.of(self.config.grid, world.rank),
+                             make("cpu", "float32", kernels=kernels), Recorder(),
+                             world if world.size > 1 else None)
+        self.worker.initialize()
+
+    def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
+        """(seconds of each round, all tokens of each row)."""
+        texts = [Text(number, list(prompt)) for number, prompt in enumerate(prompts)]
+        times = [time.perf_counter()]
+        times += (time.perf_counter()
+                  for _ in generate(self.worker, texts, Sampling(new_tokens)))
+        return np.diff(times).tolist(), [text.tokens for text in texts]
+
+    def single(self, prompt) -> float:
+        """Seconds of one token of one text without a cache."""
+        batch = Batch(np.array([prompt]), None, np.arange(len(prompt)))
+        start = time.perf_counter()
+        self.worker.forward([0], lambda mb: batch)[0][-1].argmax()
+        return time.perf_counter() - start
+
+
+class TheirSide:
+    """transformers' own generation from the same weights, which go through a file."""
+
+    def __init__(self, ours, threads):
+        import torch
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        self.torch = torch
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save(ours.worker, Path(folder))
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None
+
+    def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
+        """([seconds of the whole], all tokens of each row)."""
+        ids = self.torch.tensor(prompts)
+        start = time.perf_counter()
+        with self.torch.no_grad():
+            found = self.model.generate(
+                ids, attention_mask=self.torch.ones_like(ids), do_sample=False,
+                max_new_tokens=new_tokens, pad_token_id=0)
+        return [time.perf_counter() - start], found.tolist()
+
+    def disagreement(self, rows, first: int) -> float:
+        """How much likelier another token was than the one of rows from place `first` on.
+
+        As a share of the largest logit of the text.
+        """
+        with self.torch.no_grad():
+            logits = self.model(self.torch.tensor(rows)[:, :-1]).logits[:, first - 1:].numpy()
+        chosen = np.take_along_axis(logits, np.array(rows)[:, first:, None], axis=2)
+        return float((logits.max(axis=2) - chosen[..., 0]).max() / np.abs(logits).max())
+
+
+def random_prompts(config, count, length):
+    """Prompts of random tokens, the same on every rank."""
+    rng = np.random.default_rng(0)
+    return rng.integers(0, config.model.vocab_size, (count, length)).tolist()
+
+
+def measure(sides, prompts, args, world) -> dict[str, list[list[float]]]:
+    """Name of a side -> seconds of its rounds, for each repetition; the first one is not counted.
+
+    Comm: a barrier before each, and the sides' own.
+    """
+    found = {name: [] for name in sides}
+    for _ in range(args.repeats + 1):
+        for name, side in sides.items():
+            world.Barrier()
+            found[name].append(side.run(prompts, args.new_tokens)[0])
+    return {name: runs[1:] for name, runs in found.items()}
+
+
+def rows(preset, found, batch_size, args) -> list[dict]:
+    """The result of a model and a batch size as rows."""
+    totals = {name: statistics.median(map(sum, runs)) for name, runs in found.items()}
+    theirs = totals.get("transformers")
+    made = []
+    for name, runs in found.items():
+        known = len(runs[0]) > 1
+        row = {"model": preset, "side": name, "batch_size": batch_size,
+               "first_ms": statistics.median(run[0] for run in runs) * 1e3 if known else "",
+               "next_ms": statistics.median(
+                   second for run in runs for second in run[1:]) * 1e3 if known else "",
+               "tokens_per_s": batch_size * args.new_tokens / totals[name]}
+        made.append(row | ({} if theirs is None else {
+            "over_transformers": theirs / totals[name]}))
+    return made
+
+
+def beside_transformers(preset, args, world) -> tuple[list[dict], str]:
+    """(rows of one model, what is wrong: nothing is timed then)."""
+    ours = {f"mpipar {kernels}": OurSide(preset, {}, world, kernels)
+            for kernels in ("numpy", "numba")
+            if kernels == "numpy" or importlib.util.find_spec("numba")}
+    theirs = {}
+    if importlib.util.find_spec("transformers"):
+        theirs["transformers"] = TheirSide(ours["mpipar numpy"], args.threads)
+    made = []
+    for batch_size in args.batch_sizes:
+        config = ours["mpipar numpy"].config
+        prompts = random_prompts(config, batch_size, args.prompt_tokens)
+        for name, side in ours.items() if theirs else ():
+            wrong = theirs["transformers"].disagreement(
+                side.run(prompts, args.new_tokens)[1], args.prompt_tokens)
+            if not wrong <= TOLERANCE:
+                return [], f"{preset}, {name}: another token is likelier by {wrong:.1e}"
+        made += rows(preset, measure(ours | theirs, prompts, args, world), batch_size, args)
+    return made, ""
+
+
+def over_layouts(preset, args, world) -> tuple[list[dict], str]:
+    """(rows of one model, what is wrong: a layout that gives other tokens than the first)."""
+    sides = {f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
+             for axis in LAYOUTS}
+    made = []
+    for batch_size in args.batch_sizes:
+        prompts = random_prompts(next(iter(sides.values())).config, batch_size,
+                                 args.prompt_tokens)
+        made += rows(preset, measure(sides, prompts, args, world), batch_size, args)
+    return made, ""
+
+
+def over_contexts(preset, args, world) -> tuple[list[dict], str]:
+    """(a row for each length of a text: one token with cache and without, "")."""
+    side, made = OurSide(preset, {}, world), []
+    for length in (one for one in args.contexts if one <= side.config.model.seq_len):
+        prompt = random_prompts(side.config, 1, length)[0]
+        few = SINGLE_TOKENS * args.repeats
+        rounds, _ = side.run([prompt[:max(1, length - few)]], few)
+        cached = statistics.median(rounds[1:])
+        plain = statistics.median(side.single(prompt) for _ in range(SINGLE_TOKENS))
+        made.append({"model": preset, "context": length,
+                     "with_cache_tokens_per_s": 1 / cached, "without_tokens_per_s": 1 / plain,
+                     "times": plain / cached})
+    return made, ""
+
+
+def main(argv, session) -> int:
+    """Measure on all ranks; returns the exit code."""
+    args = parse(argv)
+    world = session.start()
+    results.check_writable(args.json, session)
+    args.threads = args.threads or 1
+    table = (over_contexts if args.contexts else
+             over_layouts if world.size > 1 else beside_transformers)
+    made = []
+    with threadpool_limits(args.threads):
+        for preset in args.presets:
+            more, wrong = table(preset, args, world)
+            if broadcast_text(world, wrong):
+                print(f"not timed: {wrong}", file=sys.stderr)
+                return EXIT_CHECK_FAILED
+            made += more
+    if world.rank == 0:
+        print(results.markdown_table(made))
+        if args.json:
+            versions = {name: importlib.metadata.version(name)
+                        for name in ("torch", "transformers", "numba")
+                        if importlib.util.find_spec(name)}
+            results.write(args.json, "bench.generate", made, ranks=world.size,
+                          threads=args.threads, prompt_tokens=args.prompt_tokens,
+                          new_tokens=args.new_tokens, repeats=args.repeats, **versions)
+    return 0
+
+
+if __name__ == "__main__":
+    guard(main)
