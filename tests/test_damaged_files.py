@@ -22,6 +22,8 @@ from trace_cases import pipeline_trace
 from mpipar import cli
 from mpipar.checkpoint import manifest
 from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.companions import config_texts, read_companions
+from mpipar.checkpoint.formats import start_notes
 from mpipar.comm.record import LayerOperation
 from mpipar.data import images
 from mpipar.data.source import load_source
@@ -99,12 +101,18 @@ def of_csv(folder):
     return path, [("schedule", "--from-csv", path)]
 
 
-def of_weights(name):
+def of_weights(name, **values):
     """Without the command: what `generate` and --init-from do with a folder of weights."""
     def make(folder):
-        checkpoint.save(fresh(), folder)
-        return folder / name, [lambda: loaded(folder, "float32")]
+        checkpoint.save(fresh(**values), folder)
+        return folder / name, [lambda: loaded(folder, "float32"), lambda: start_notes(folder),
+                               lambda: read_companions(folder),
+                               lambda: config_texts(folder, {"vocab_size": 17})]
     return make
+
+
+LLAMA = {"arch": "llama", "norm": "rms", "activation": "swiglu", "positions": "rope", "head_dim": 4,
+         "bias": "none", "tied": False, "rope_scaling": (4.0, 1.0, 3.0, 12.0)}
 
 
 def of_tokens(folder):
@@ -143,6 +151,9 @@ KINDS = {
     "meta.json": of_trace("trace/meta.json"), "rank": of_trace("trace/rank-00001.jsonl"),
     "metrics.jsonl": of_trace("metrics.jsonl"), "machine.json": of_machine, "TOML": of_toml,
     "CSV": of_csv, "config.json": of_weights("config.json"),
+    "config.json of Llama": of_weights("config.json", **LLAMA),
+    "index.json": of_weights("model.safetensors.index.json", max_shard_size=3000),
+    "generation_config.json": of_weights("generation_config.json"),
     "model.safetensors": of_weights("model.safetensors"), ".bin": of_tokens, ".npz": of_images,
     "manifest.json": of_manifest,
 }

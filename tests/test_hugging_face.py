@@ -11,6 +11,7 @@ from helpers import assert_all_close, assert_close
 from one_rank import loaded, logits
 from safetensors.numpy import load_file
 
+from mpipar.checkpoint import hf_llama
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import format_of
 from mpipar.checkpoint.weight_files import INDEX, WeightFiles
@@ -117,6 +118,23 @@ def test_logits(name, rng, tmp_path):
         expected = model(torch.tensor(ids[None])).logits[0].numpy()
     assert_close(logits(worker, list(ids)), expected, 1e-9, "logits")
     assert np.abs(expected).max() > 0.1
+
+
+# --- broken twins: the test above must fail
+
+
+SWAPS = {"k and v": ("attn.k", "attn.v"), "gate and up": ("ffn.gate", "ffn.up"),
+         "norms": ("norm1", "norm2")}
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("swap", SWAPS)
+def test_names_that_are_swapped_would_be_seen(swap, rng, tmp_path, monkeypatch):
+    one, other = SWAPS[swap]
+    names = {one: hf_llama.LAYER[other], other: hf_llama.LAYER[one]}
+    monkeypatch.setattr(hf_llama, "LAYER", hf_llama.LAYER | names)
+    with pytest.raises(AssertionError, match="logits: difference"):
+        test_logits("llama", rng, tmp_path)
 
 
 @pytest.mark.usefixtures("exact")
