@@ -7,17 +7,15 @@ settings are left out, and the program says so. The table's link is the setting.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from bench import results, two_hosts
-from bench.launches import alone, environment_of_jobs, run_job
+from bench.launches import alone, job_of
 from bench.verdicts import judge, shown
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem
 
@@ -75,7 +73,8 @@ def measured(session, args, setting: Setting) -> list[dict] | None:
     Raises EnvironmentProblem if a job fails.
     """
     lines, launches = [], args.launches or LAUNCHES
-    with tempfile.TemporaryDirectory() as folder, job_of(Path(folder), setting) as start:
+    with tempfile.TemporaryDirectory() as folder, job_of(
+            Path(folder), setting.ranks, setting.mbit_per_second) as start:
         machine, details = Path(folder) / "machine.json", Path(folder) / "details.jsonl"
         tp = f"1,{setting.ranks}"
         part = args.seconds / len(SETTINGS)
@@ -96,23 +95,3 @@ def measured(session, args, setting: Setting) -> list[dict] | None:
                 lines += [json.loads(text) | {"link": setting.name}
                           for text in details.read_text().splitlines()]
     return lines
-
-
-@contextlib.contextmanager
-def job_of(folder: Path, setting: Setting):
-    """A function (session, words of python -m) -> exit code that runs the words on all ranks."""
-    launcher = Path(sys.prefix) / "bin" / "mpiexec"
-    launcher = str(launcher) if launcher.exists() else "mpiexec"
-    environment = environment_of_jobs() | {"PYTHONPATH": str(results.ROOT)}
-    with contextlib.ExitStack() as stack:
-        prefix = [launcher, "-n", str(setting.ranks)]
-        if setting.mbit_per_second:
-            hosts = stack.enter_context(two_hosts.two_hosts(folder, setting.mbit_per_second))
-            prefix = hosts.mpiexec(launcher, (1, 1))
-            environment |= two_hosts.OVER_TCP
-
-        def start(session, words: list[str]) -> int:
-            return run_job(session, [*prefix, sys.executable, "-m", *words], env=environment,
-                           stdout=subprocess.DEVNULL)
-
-        yield start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -9,8 +10,9 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from bench import findings, records, results
+from bench import findings, records, results, two_hosts
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from mpipar.job.environment import THREAD_VARIABLES
@@ -107,6 +109,29 @@ def run(session, args, argv) -> int:
         print("\n# slower than what could replace it, in every launch\n"
               + findings.guideline_lines(broken))
     return code
+
+
+@contextlib.contextmanager
+def job_of(folder: Path, ranks: int, mbit_per_second: int):
+    """A function (session, words of python -m) -> exit code that runs the words on all ranks.
+
+    mbit_per_second: of the cable between two hosts with a rank each; 0 for one host.
+    """
+    launcher = Path(sys.prefix) / "bin" / "mpiexec"
+    launcher = str(launcher) if launcher.exists() else "mpiexec"
+    environment = environment_of_jobs() | {"PYTHONPATH": str(results.ROOT)}
+    with contextlib.ExitStack() as stack:
+        prefix = [launcher, "-n", str(ranks)]
+        if mbit_per_second:
+            hosts = stack.enter_context(two_hosts.two_hosts(folder, mbit_per_second))
+            prefix = hosts.mpiexec(launcher, (1, 1))
+            environment |= two_hosts.OVER_TCP
+
+        def start(session, words: list[str]) -> int:
+            return run_job(session, [*prefix, sys.executable, "-m", *words], env=environment,
+                           stdout=subprocess.DEVNULL)
+
+        yield start
 
 
 def spread(rows) -> list[dict]:

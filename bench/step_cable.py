@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results
-from bench.launches import run_job
+from bench.launches import job_of
 from bench.step_sides import (
     OurSide,
     add_sizes,
@@ -42,7 +40,7 @@ from bench.step_sides import (
     measure_steps,
     random_batch,
 )
-from bench.two_hosts import OVER_TCP, missing, two_hosts
+from bench.two_hosts import missing
 from mpipar.comm.facts import gather_numbers
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.config import flags
@@ -121,9 +119,7 @@ def on_each_cable(session, args) -> int:
     """
     if session.launcher.size > 1:
         raise UsageError(f"--cable starts its ranks itself: run it without {session.launcher.name}")
-    launcher = shutil.which("mpiexec", path=os.pathsep.join(
-        (str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
-    if reason := missing() or ("no mpiexec; install .[mpich]" if launcher is None else None):
+    if reason := missing():
         raise EnvironmentProblem(f"--cable: no network namespaces here: {reason}")
     results.check_writable(args.json)
     print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
@@ -132,7 +128,7 @@ def on_each_cable(session, args) -> int:
     rows = []
     with session.stop_on_request():
         for rate in args.cable:
-            code, found = on_cable(session, args, launcher, rate)
+            code, found = on_cable(session, args, rate)
             if session.stop_requested or code:
                 return EXIT_INTERRUPTED if session.stop_requested else abs(code)
             print(results.markdown_table(found), flush=True)
@@ -143,19 +139,16 @@ def on_each_cable(session, args) -> int:
     return EXIT_OK
 
 
-def on_cable(session, args, launcher, rate) -> tuple[int, list[dict]]:
+def on_cable(session, args, rate) -> tuple[int, list[dict]]:
     """(exit code, rows) of the ranks on two hosts with a cable of `rate` Mbit/s."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         path = Path(name) / "rows.json"
         try:
-            hosts = stack.enter_context(two_hosts(Path(name), rate))
+            start = stack.enter_context(job_of(Path(name), 2, rate))
         except subprocess.CalledProcessError as error:
             raise EnvironmentProblem(f"--cable: {error.stderr.strip()}") from error
         sizes = [f"--{size.replace('_', '-')}={getattr(args, size)}" for size in SIZES]
-        command = hosts.mpiexec(launcher, (1, 1), sys.executable, "-m", "bench.step_cable",
-                                *sizes, "--json", str(path))
-        code = run_job(session, command, env={
-            **os.environ, **OVER_TCP, "PYTHONPATH": str(results.ROOT)})
+        code = start(session, ["bench.step_cable", *sizes, "--json", str(path)])
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return code, [{"cable_mbit": rate} | row for row in rows]
 
