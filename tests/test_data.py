@@ -63,6 +63,10 @@ def test_every_layout_is_judged_on_the_same_rows(dp, num_microbatches):
         one, = alone.sweep(number)
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), one.tokens)
         np.testing.assert_array_equal(np.concatenate([part.targets for part in parts]), one.targets)
+        filled = [rows_of(tokens, dp, num_microbatches, dp_rank).filled_sweep(number)
+                  for dp_rank in range(dp)]
+        assert len({len(batches) for batches, _ in filled}) == 1, "replicas run the same passes"
+        assert [counted for _, counted in filled] == list(map(len, replicas))
 
 
 def test_a_batch_is_a_piece_of_the_text_and_its_successors(rng):

@@ -258,7 +258,7 @@ def test_non_finite_loss_ends_all_ranks(text_folder):
     code, block = one_block(result)
     assert code == 79
     assert re.search(r"step \d+: loss \S+, gradient norm \S+: .*--lr \(now 1e\+30\)", block)
-    assert not (text_folder / "run" / "weights").exists(), "weights that are NaN are of no use"
+    assert not list((text_folder / "run").glob("weights/*.safetensors*")), "they are of no use"
     steps = [line["step"] for line in metrics(text_folder / "run")]
     assert steps == list(range(1, len(steps) + 1))
     failed = int(re.search(r"step (\d+): loss", block)[1])

@@ -195,3 +195,14 @@ class Rows:
                 for mb in range(self.num_microbatches))
         return [self._batch([(first + row) * self.distance for row in some])
                 for some in rows if some]
+
+    def filled_sweep(self, number: int) -> tuple[list[Batch], int]:
+        """(microbatches, how many of them count): as many microbatches on every replica.
+
+        Replicas that share weights out must run the same passes. So one that has fewer rows in the
+        last batch than others runs the first row again, and does not count it.
+        """
+        own = self.sweep(number)
+        left = self.rows_of_sweep() - number * self.batch_size
+        most = min(self.num_microbatches, -(-left // (self.dp_size * self.num_rows)))
+        return [*own, *(self._batch([0]) for _ in range(most - len(own)))], len(own)

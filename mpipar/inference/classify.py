@@ -16,12 +16,13 @@ def accuracy(worker, rows) -> tuple[float, int]:
     """
     right, count = 0.0, rows.rows_of_sweep()
     for number in range(rows.num_sweeps()):
-        batches = rows.sweep(number)
+        batches, counted = rows.filled_sweep(number)
         outputs = worker.forward(
             range(len(batches)), lambda mb, batches=batches: replace(batches[mb], targets=None))
         for mb, logits in sorted(outputs.items()):
             ids = best(worker, logits, 1)[:, 0, 1]
             found = worker.ops.to_host(batches[mb].targets) == ids
-            right += float(found.sum()) if worker.comms.tp.index == 0 else 0.0
+            if worker.comms.tp.index == 0 and mb < counted:
+                right += float(found.sum())
     right, = agree(worker.ops, worker.comms, [right], "eval.accuracy")
     return right / count, count

@@ -283,9 +283,10 @@ class Worker:
         """
         total, count = 0.0, rows.rows_of_sweep() * self.config.model.targets_per_row
         for number in range(rows.num_sweeps()):
-            batches = rows.sweep(number)
+            batches, counted = rows.filled_sweep(number)
             losses = self.forward(range(len(batches)), batches.__getitem__)
-            total += sum(losses.values()) if self.comms.tp.index == 0 else 0.0
+            if self.comms.tp.index == 0:
+                total += sum(loss for mb, loss in losses.items() if mb < counted)
         self.recorder.stage, self.recorder.mb = -1, -1
         total, = agree(self.ops, self.comms, [total], "eval.loss")
         if not is_finite(total):

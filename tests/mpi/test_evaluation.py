@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from small_model import LAYOUTS, MODEL, WORLD, poison_unwritten, small_config, tokens, two_workers
 
+from mpipar.config.memory import MemoryConfig
 from mpipar.data.rows import Rows, evaluated
 from mpipar.pipeline.engine import Engine
 from mpipar.train import worker as worker_module
@@ -47,6 +48,19 @@ def test_every_layout_has_the_loss_of_one_rank(layout, options, monkeypatch):
         assert count == alone == (length - 1) // seq_len * seq_len
         np.testing.assert_allclose(found, expected, rtol=1e-12)
         assert len(set(WORLD.allgather(found))) == 1, "ranks must know the same number"
+
+
+@pytest.mark.ranks(2, 4)
+def test_replicas_that_share_weights_out_run_the_same_passes():
+    """--zero 3 gathers a unit for every pass. One row alone is evaluated here, on one replica."""
+    layout = {2: (2, 1, 1), 4: (2, 2, 1)}[WORLD.size]
+    workers = two_workers(replace(small_config(layout), memory=MemoryConfig(zero=3)))
+    for length in (700, 50, 8):
+        found, alone = (one.evaluate(Rows(one.ops, tokens()[:length], one.config, one.grid))
+                        for one in workers)
+        np.testing.assert_allclose(found, alone, rtol=1e-12)
+    for one in workers:
+        one.close()
 
 
 @pytest.mark.ranks(2)
