@@ -95,7 +95,7 @@ def test_data_too_short_for_a_step(words, parts, text_folder):
 
 
 @pytest.mark.parametrize(("folder", "parts"), [
-    ("nowhere", ["config.json"]), ("weights", ["config.json: is not an object"]),
+    ("nowhere", ["nothing is downloaded"]), ("weights", ["config.json: is not an object"]),
     (".", ["config.json: is not an object"]),  # a run stands for its weights
 ])
 def test_weights_that_cannot_be_read(folder, parts, text_folder):

@@ -133,6 +133,13 @@ def test_a_broken_index(text, sharded):
     assert f"{INDEX}:" in problem
 
 
+def test_weights_in_another_form(sharded):
+    folder, _ = sharded
+    (folder / INDEX).rename(folder / "pytorch_model.bin")
+    problem, = refused(folder)
+    assert "model.safetensors: No such file or directory; only safetensors are read" in problem
+
+
 def test_what_the_index_does_not_name_is_not_read(sharded):
     folder, _ = sharded
     file = min(index_of(folder)["weight_map"].values())

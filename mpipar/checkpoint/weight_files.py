@@ -43,8 +43,10 @@ class WeightFiles:
         self.file_of: dict[str, str] = {}
         with ExitStack() as stack:
             expected = index_of(self.folder, where)
+            other = "" if expected or os.path.exists(self.folder / WEIGHTS) else (
+                "only safetensors are read: let transformers save the weights so")
             for name in dict.fromkeys(expected.values()) if expected else [WEIGHTS]:
-                with problems_as(DataError, f"{where}: {name}"):
+                with problems_as(DataError, f"{where}: {name}", other):
                     self.files[name] = stack.enter_context(TensorFile(self.folder / name))
             self._match(expected)
             self.stack = stack.pop_all()

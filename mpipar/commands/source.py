@@ -30,6 +30,9 @@ def find_source(path: str, where: str) -> str:
     found = next((one for one in options if os.path.exists(one / "config.json")), None)
     steps = committed_steps(folder / CHECKPOINTS)
     if found is None and not steps:
+        if not os.path.exists(folder):
+            raise DataError(f"{where}: there is no such folder, and nothing is downloaded; give the"
+                            " run folder of mpipar train, a folder of weights, or a checkpoint")
         raise DataError(f"{where}: no weights here (looked for config.json in {options[0]} and"
                         f" {options[1]}, and for checkpoints in {folder / CHECKPOINTS}); give the"
                         " run folder of mpipar train, a folder of weights, or a checkpoint")
