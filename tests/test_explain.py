@@ -16,7 +16,7 @@ from mpipar.comm.grid import Grid
 from mpipar.commands.memory_limit import num_ranks
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
-from mpipar.config.model import ConvnetConfig, DecoderConfig
+from mpipar.config.model import ConvnetConfig, DecoderConfig, model_config
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
@@ -118,6 +118,22 @@ def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method
             text, size = formulas.payload(
                 record.name, record.operation, config, record.dtype.itemsize, cp)
             assert size == record.payload_bytes, text
+
+
+@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("block")], ids=str)
+@pytest.mark.parametrize(("layout", "cp", "method"), [
+    ((1, 1, 4), 1, None), ((1, 2, 4), 2, "ring"), ((2, 1, 4), 2, "gather"),
+    ((1, 1, 1), 2, "ulysses")], ids=str)
+def test_grouped_heads_follow_the_closed_forms(layout, cp, method, memory):
+    """8 heads of queries, 2 of keys and values: two ranks of tp hold the same one."""
+    config = configure((1, 1, 1), "1f1b", "pair")
+    model = model_config({
+        "arch": "llama", "layers": 4, "d_model": 20, "heads": 8, "kv_heads": 2, "head_dim": 6,
+        "ffn": 21, "seq_len": 24, "vocab_size": 31,
+        "bias": "qkv" if cp == 1 else "none"}).completed()
+    grid = replace(config.grid, **dict(zip(("dp", "pp", "tp"), layout, strict=True)), cp=cp,
+                   cp_attention=method)
+    assert_closed_forms(replace(config, grid=grid, model=model, memory=memory))
 
 
 @pytest.mark.parametrize("layers", [None, 1])

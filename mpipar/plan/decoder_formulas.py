@@ -2,9 +2,10 @@
 tests.
 
 Letters: B rows of a microbatch, T tokens that a rank of cp holds of each, D model width, F ffn
-width. q is the size of the group, e the bytes of a number, s those of a number in a sum. In a
-gather or scatter, letters include the padding to equal pieces. A column/row pair has two
-all-reduces per layer and pass (arXiv 1909.08053, 2104.04473).
+width. Q and K are the widths of the heads of queries and of keys that a rank of tp has, H d / tp
+and Hkv d / tp or at least d. q is the size of the group, e the bytes of a number, s those of a
+number in a sum. In a gather or scatter, letters include the padding to equal pieces. A column/row
+pair has two all-reduces per layer and pass (arXiv 1909.08053, 2104.04473).
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ class Sizes(NamedTuple):
     T: int
     D: int
     F: int
+    Q: int
+    K: int
     e: int
 
 
 def sizes(config, itemsize: int) -> Sizes:
-    """B, T, D, F, e of a resolved config."""
-    model, rows = config.model, rows_per_microbatch(config)
+    """B, T, D, F, Q, K, e of a resolved config."""
+    model, rows, tp = config.model, rows_per_microbatch(config), config.grid.tp
     tokens = model.seq_len // config.grid.cp
-    return Sizes(rows, tokens, model.d_model, model.ffn, itemsize)
+    heads, kv_heads = model.heads // tp, max(1, model.kv_heads // tp)
+    return Sizes(rows, tokens, model.d_model, model.ffn, heads * model.head_dim,
+                 kv_heads * model.head_dim, itemsize)
 
 
 def width(name: str, operation: str, ffn_cut: str) -> str | None:
@@ -59,8 +64,8 @@ def payload(name: str, operation: str, config, itemsize: int, group_size: int,
         # A ring sends one rank's keys and values, or their gradients; the others carry all of them.
         count = "2" if operation in ("send", "recv") else "q * 2"
         together = 1 if operation in ("send", "recv") else group_size
-        return (f"{count}*B*T*D/tp*e",
-                together * 2 * letters.B * letters.T * letters.D // tp * itemsize)
+        return (f"{count}*B*T*K*e",
+                together * 2 * letters.B * letters.T * letters.K * itemsize)
     found = width(name, operation, config.model.ffn_cut)
     if found is None:
         return None
@@ -112,11 +117,12 @@ def again(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
 def context_again(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
     """(calls, formula, bytes that a rank sends) over cp of a block that runs forward again."""
     letters, method, q = sizes(config, itemsize), config.grid.cp_attention, group_size
-    tokens = letters.B * letters.T * letters.D // config.grid.tp
+    tokens = letters.B * letters.T
     if method == "ulysses":
-        return 2, "4(q-1)/q * B*T*D/tp*e", 4 * (q - 1) / q * tokens * itemsize
+        return (2, "2(q-1)/q * B*T*(Q + K)*e",
+                2 * (q - 1) / q * tokens * (letters.Q + letters.K) * itemsize)
     calls = 2 * (q - 1) if method == "ring" else 1
-    return calls, "2(q-1) * B*T*D/tp*e", 2 * (q - 1) * tokens * itemsize
+    return calls, "2(q-1) * B*T*K*e", 2 * (q - 1) * tokens * letters.K * itemsize
 
 
 def context(config, itemsize: int, sum_itemsize: int, group_size: int) -> tuple[int, str, float]:
@@ -126,12 +132,13 @@ def context(config, itemsize: int, sum_itemsize: int, group_size: int) -> tuple[
     ulysses q, k, v and y travel forward, and their gradients backward.
     """
     letters, method = sizes(config, itemsize), config.grid.cp_attention
-    tokens, q = letters.B * letters.T * letters.D // config.grid.tp, group_size
+    tokens, q = letters.B * letters.T * letters.K, group_size
     if method == "ulysses":
-        return 4, "8(q-1)/q * B*T*D/tp*e", 8 * (q - 1) / q * tokens * itemsize
+        both = letters.B * letters.T * (letters.Q + letters.K)
+        return 4, "4(q-1)/q * B*T*(Q + K)*e", 4 * (q - 1) / q * both * itemsize
     calls, home = (4 * (q - 1) + 2 * q, 1) if method == "ring" else (3, 0)
     sums = "2q" if home else "2(q-1)"  # a ring's last message brings the sum home
-    return (calls, f"4(q-1) * B*T*D/tp*e + {sums} * B*T*D/tp*s",
+    return (calls, f"4(q-1) * B*T*K*e + {sums} * B*T*K*s",
             4 * (q - 1) * tokens * itemsize + 2 * (q - 1 + home) * tokens * sum_itemsize)
 
 
@@ -159,6 +166,15 @@ def replicated(config, blocks: int, last: int) -> int:
         return 0
     each = {"layer": 2, "rms": 1}[config.model.norm] * config.model.d_model
     return (2 * blocks + last) * each
+
+
+def shared(config, blocks: int) -> int:
+    """How many gradients of keys and values neighbours in tp sum once a step: all of one head."""
+    model = config.model
+    if config.grid.tp <= model.kv_heads:
+        return 0
+    bias = model.bias != "none"
+    return blocks * 2 * model.head_dim * (model.d_model + bias)
 
 
 def _tokens(config, group_size: int) -> int:

@@ -69,6 +69,14 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
         calls, calls_text, size, text = _blocks(parts, config, first, again)
         found["cp"] = Expected(f"{m[1]} * ({calls_text})", m[0] * calls,
                                f"{m[1]} * ({text})", m[0] * size)
+    kv_heads = config.model.whole_kv_heads
+    if 0 < kv_heads < grid.tp_size:
+        numbers = [decoder_formulas.shared(config, len(part[0])) for part in parts]
+        sharing = grid.tp_size // kv_heads
+        found["kv"] = Expected(
+            "1 for each stage with blocks", sum(count > 0 for count in numbers),
+            "2(q-1)/q * gradients of keys and values",
+            2 * (sharing - 1) / sharing * sum(numbers) * _itemsizes(config)[1])
     copies = grid.dp_size * grid.cp_size
     if copies > 1:
         found["data" if grid.cp_size > 1 else "dp"] = _data(config, prediction, copies, *m)
