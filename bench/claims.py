@@ -106,7 +106,8 @@ def memory() -> list[dict]:
         fullest = max((predict(config, rank) for rank in range(prod(layout.values()))),
                       key=lambda prediction: prediction.peak_total)
         rows.append({"layout": layout_name(layout) + variant} | {
-            f"{label}_MiB": fullest.peak_bytes.get(label, 0) / 2**20 for label in MEMORY_LABELS
+            f"{label}_MiB": fullest.peak_bytes.get(label, 0) / 2**20
+            for label in (*MEMORY_LABELS, "scratch")
         } | {"peak_MiB": fullest.peak_total / 2**20})
     return rows
 

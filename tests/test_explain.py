@@ -283,4 +283,5 @@ def test_the_copy_for_saving_in_the_background_is_predicted():
     small = ["--layers", 1, "--d-model", 8, "--heads", 2, "--dp", 2]
     plain, copied = (printed("explain", *small, *more) for more in ((), ("--save-async",)))
     assert "snapshot" not in plain
-    assert re.search(r"memory at the peak: .*buffers [^,]+, snapshot [\d.]+ KiB; together", copied)
+    assert re.search(r"memory at the peak: .*buffers [^,]+, scratch [^,]+, snapshot [\d.]+ KiB; "
+                     "together", copied)

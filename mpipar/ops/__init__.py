@@ -24,8 +24,9 @@ def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False, ho
     "float64"; with "bfloat16" and "float16" they stay in float32.
     recorder: has `phase`, under which the shapes book their FLOPs; the other two ignore it.
     kernels: what runs the elementwise chains, one of KERNELS; None chooses. "shapes" count the
-    bytes of "fused" kernels if that is asked for, else those of NumPy. gemm, tf32, host_rank: how
-    "cuda" multiplies and on which GPU, as in `CupyOps`.
+    bytes of "fused" kernels if that is asked for, else those of NumPy. If a kind of the CPU is
+    named, they count its scratch too. gemm, tf32, host_rank: how "cuda" multiplies and on which
+    GPU, as in `CupyOps`.
 
     Raises EnvironmentProblem when "cuda" is asked for without CuPy or a usable GPU, or "numba"
     without Numba.
@@ -39,7 +40,8 @@ def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False, ho
             return FusedOps(gemm, tf32, host_rank)
         return CupyOps(dtype, gemm, tf32, host_rank)
     assert device == "shapes", f"device {device!r} is none of 'cpu', 'cuda', 'shapes'"
-    return ShapeOps(dtype, recorder, FusedOps if kernels == "fused" else ArrayOps)
+    return ShapeOps(dtype, recorder, FusedOps if kernels == "fused" else ArrayOps,
+                    keeps_scratch=kernels in KERNELS["cpu"])
 
 
 def _default(device, dtype):

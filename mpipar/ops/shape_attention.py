@@ -3,6 +3,8 @@
 Letters and the two forms are those of `array_attention`.
 """
 
+from mpipar.ops.numpy_attention import QUERY_TILE
+
 
 class ShapeAttention:
     """Each function allocates what the one of `NumpyAttention` or the fused kernels allocates."""
@@ -18,6 +20,7 @@ class ShapeAttention:
     def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, *, out=None):
         """Return (dq, dk, dv), or `out`; four products."""
         scores = self._scores(4, q, k, v, q_pos, k_pos)
+        self._lend_tiles(q, k, "scores")
         assert dy.shape == q.shape, (dy.shape, q.shape)
         if q.shape[-1] > self.tiled_head_width:
             assert saved.shape == scores, (saved.shape, scores)
@@ -30,6 +33,7 @@ class ShapeAttention:
     def attention_block_forward(self, q, k, v, q_pos, k_pos):
         """Return (y (B, Tq, H, d), lse (B, H, Tq)); two products."""
         scores = self._scores(2, q, k, v, q_pos, k_pos)
+        self._lend_tiles(q, k, "scores")
         return self.empty(q.shape, self.statistics), self.empty(scores[:-1], self.statistics)
 
     def attention_merge(self, y, lse, y2, lse2):
@@ -46,9 +50,19 @@ class ShapeAttention:
     def attention_block_backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos):
         """Return (dq, dk, dv); five products, one of which makes the scores again."""
         scores = self._scores(5, q, k, v, q_pos, k_pos)
+        self._lend_tiles(q, k, "scores", "probs")
         assert dy.shape == q.shape, (dy.shape, q.shape)
         assert lse.shape == delta.shape == scores[:-1], (lse.shape, delta.shape, scores)
         return tuple(self.empty(x.shape, self.statistics) for x in (q, k, v))
+
+    def _lend_tiles(self, q, k, *of_scores):
+        """Count the buffers of a tile of queries, and that of its part of the keys' gradients."""
+        _, queries, heads, width = q.shape
+        tile = heads * min(queries, QUERY_TILE)
+        self._lend("query", tile * width)
+        self._lend("keys", k.shape[1] * k.shape[2] * width)
+        for name in of_scores:
+            self._lend(name, tile * k.shape[1])
 
     def _scores(self, products, q, k, v, q_pos, k_pos):
         """Count products of all queries with all keys; return (B, H, Tq, Tk)."""

@@ -1,8 +1,8 @@
 """The array functions on shapes only: no numbers, but FLOPs, bytes and live memory.
 
 The real engine and the real layers run on these, so the cost model is the code itself. Every
-function allocates what the one of `NumpyOps` allocates. Its tile buffers are not counted, because a
-constant bounds them. The table of `functions` gives the shapes and types of results.
+function allocates what the one of `NumpyOps` allocates. Buffers that `NumpyOps` keeps between calls
+count as *scratch*, on request. The table of `functions` gives the shapes and types of results.
 """
 
 from collections import Counter
@@ -12,6 +12,7 @@ import numpy as np
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.functions import FUNCTIONS, flops, shape_of
 from mpipar.ops.image_ops import IMAGE_SIZES
+from mpipar.ops.numpy_ops import PRODUCT_TILE
 from mpipar.ops.shape_array import Ledger, ShapeArray
 from mpipar.ops.shape_attention import ShapeAttention
 
@@ -22,10 +23,11 @@ class ShapeOps(ShapeAttention):
     flops: phase -> FLOPs of products (2 M K N each).
     live: label -> bytes alive now.
     peak: label -> bytes alive when their sum was largest.
-    like: the class of array functions whose bytes are counted.
+    like: the class of array functions whose bytes are counted. keeps_scratch: whether these are
+    those of `NumpyOps`, with buffers of their own.
     """
 
-    def __init__(self, dtype, recorder=None, like=ArrayOps):
+    def __init__(self, dtype, recorder=None, like=ArrayOps, keeps_scratch=False):
         self.takes_16_bits, self.tiled_head_width = like.takes_16_bits, like.tiled_head_width
         self.xp = None
         self.dtype = self.statistics = np.dtype(dtype)
@@ -33,6 +35,7 @@ class ShapeOps(ShapeAttention):
         self.recorder = recorder
         self.flops = Counter()
         self._ledger = Ledger()
+        self._scratch = {} if keeps_scratch else None
 
     @property
     def live(self):
@@ -82,6 +85,18 @@ class ShapeOps(ShapeAttention):
 
     def synchronize(self):
         """Do nothing."""
+
+    def _lend(self, name, size):
+        """Count the buffer of this name as `NumpyOps._buffer` keeps it: its largest size yet."""
+        if self._scratch is not None and size > getattr(self._scratch.get(name), "size", 0):
+            self._scratch[name] = self.empty((size,), label="scratch")
+
+    def matmul_tn_add(self, x, y, out):
+        """Add a product to out, by way of a buffer for a block of its rows."""
+        rows, columns = out.shape if out.strides[0] >= out.strides[1] else out.shape[::-1]
+        self._lend("product", columns * min(rows, max(64, PRODUCT_TILE // max(1, columns))))
+        function = FUNCTIONS["matmul_tn_add"]
+        return self._call(function, function.bind((x, y, out), {}))
 
     def _call(self, function, given):
         """Return what a function of the table returns; count its FLOPs and bytes."""

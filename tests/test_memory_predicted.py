@@ -1,0 +1,57 @@
+"""Predicted bytes of arrays beside measured ones, for every kind of kernels of the CPU."""
+
+import importlib.util
+
+import pytest
+
+from mpipar import data
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import build
+from mpipar.console.memory import PeakMemory
+from mpipar.plan.predict import predict
+from mpipar.train.worker import Worker
+
+SHARE, LEAST_BYTES = 0.05, 1 << 20  # the larger of the two is how far a prediction may be off
+TINY = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16, "num_microbatches": 4}
+WIDE = TINY | {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 128}
+CASES = {
+    "tiny": TINY, "rms": TINY | {"norm": "rms"}, "wide": WIDE,
+    "recompute": WIDE | {"recompute": "block"}, "bfloat16": TINY | {"dtype": "bfloat16"},
+    "sgd": TINY | {"optimizer": "sgd"}, "llama": TINY | {"arch": "llama"},
+    "long": TINY | {"layers": 1, "seq_len": 512, "batch_size": 4},
+}
+
+
+def measured(config) -> PeakMemory:
+    """The memory of a worker's first two steps."""
+    ops = ops_module.make_for(config.run)
+    memory = PeakMemory(ops)
+    memory.start()
+    worker = Worker(config, Grid.of(config.grid, 0), ops, Recorder())
+    worker.initialize()
+    blank_batch = data.data_of(config.model).blank_batch
+    for step in (1, 2):
+        worker.train_step(step, lambda mb: blank_batch(ops, config))
+        assert memory.after_step(step == 2)
+    assert not memory.after_step(True)
+    return memory
+
+
+USUAL = {("tiny", "numpy"), ("long", "numpy")}
+
+
+@pytest.mark.parametrize(("case", "kernels"), [
+    pytest.param(case, kernels, marks=() if (case, kernels) in USUAL else pytest.mark.slow)
+    for case in CASES for kernels in ops_module.KERNELS["cpu"]])
+def test_predicted_peak_is_the_measured_one(case, kernels):
+    """Python's objects and those of Numba's compiler count apart."""
+    if kernels == "numba" and not importlib.util.find_spec("numba"):
+        pytest.skip("needs the extra cpu: Numba")
+    config, _ = resolve(build(CASES[case] | {"kernels": kernels}), 1)
+    predicted, found = predict(config, 0).peak_total, measured(config)
+    assert abs(found.peak - predicted) <= max(SHARE * predicted, LEAST_BYTES), (
+        f"predicted {predicted / 2**20:.2f} MiB, measured {found.peak / 2**20:.2f} MiB")
+    assert found.objects > 0
