@@ -44,6 +44,24 @@ def test_a_layer_too_large_for_one_rank_names_a_layout_that_trains(tmp_path):
     assert "held-out loss" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_context_too_long_for_its_ranks_names_what_makes_it_fit_on_them(tmp_path):
+    """Neither recomputation nor ZeRO nor context parallelism is enough alone."""
+    text = tmp_path / "text"
+    text.write_text("A long context: its rows are cut, and so is what the ranks keep.\n" * 800)
+    words = """--layers 6 --d-model 192 --heads 4 --seq-len 1024 --batch-size 4 --steps 2
+        --num-microbatches 1 --sample-tokens 0 --memory-limit 52M""".split()
+    limited = ("train", *words, "--data", text)
+    code, block = one_block(mpipar(*limited, "--layout", "dp=4", ranks=4, cwd=tmp_path))
+    assert code == 69
+    flags = re.search(r"on as many ranks it fits with (--layout [^(]+) \(", block)[1]
+    assert flags == ("--layout dp=1,pp=1,cp=4,tp=1 --zero 3 --zero-grads sharded"
+                     " --recompute block")
+    done = mpipar(*limited, *flags.split(), ranks=4, cwd=tmp_path)
+    assert done.returncode == 0, done.tail()
+    assert "held-out loss" in done.stdout
+
+
 def test_a_pass_that_does_not_fit_names_the_layer(tmp_path):
     words = "--layers 6 --d-model 64 --heads 2 --seq-len 256 --batch-size 32 --num-microbatches 1"
     result = mpipar("train", *words.split(), "--steps", 1, "--memory-limit", 60 << 20, cwd=tmp_path)

@@ -20,6 +20,7 @@ from mpipar.comm.record import place
 from mpipar.commands.resolve import stage_problems
 from mpipar.config.layout import typed
 from mpipar.config.resolve import resolve
+from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
 from mpipar.plan.predict import predict
@@ -101,7 +102,13 @@ class MemoryLimit:
             f" ({nbytes(self.budget)}{self._beside()})"),
             (f"this layout is predicted to need {nbytes(predicted.peak_total)} on its fullest rank:"
             f" {parts}")]
+        here = [f"{words} ({nbytes(peak)})" for words, peak in cheaper_ways(
+            self.config, self.budget)]
+        if here:
+            found.append(f"on as many ranks it fits with {', or with '.join(here)}")
         layouts = smallest_layouts(self.config, self.budget)
+        if not layouts and here:
+            return found
         if not layouts:
             sizes = {"decoder": "--batch-size, --seq-len or --d-model",
                      "convnet": "--batch-size or --channels"}
@@ -187,6 +194,31 @@ def fullest(config):
     firsts = [grid.world_rank for grid in places
               if not any(grid.axis_rank(axis) for axis in AXES if axis != "pp")]
     return max((predict(config, one) for one in firsts), key=lambda one: one.peak_total)
+
+
+# What makes a run smaller on the same ranks, from what costs least to what costs most.
+CHEAPER = ({"recompute": "attention"}, {"recompute": "block"}, {"zero": 1}, {"zero": 3},
+           {"zero": 3, "zero_grads": "sharded"},
+           {"zero": 3, "zero_grads": "sharded", "recompute": "block"})
+
+
+def cheaper_ways(config, budget: int) -> list[tuple]:
+    """(flags to add, predicted peak bytes) that let a run fit on the ranks that it has.
+
+    The first settings that fit, and the first with which the ranks of dp cut rows (cp) instead.
+    """
+    given, found = config.grid, []
+    grids = [{}, {"dp": 1, "cp": given.dp * given.cp}] if given.dp > 1 else [{}]
+    for axes in grids:
+        for changes in CHEAPER + ({},) * bool(axes):
+            memory = replace(config.memory, **changes)
+            fits = _first_fit(replace(config, memory=memory), [axes], budget)
+            if fits:
+                words = [typed(vars(fits[0]))] if axes else []
+                words += [f"{flag(name)} {value}" for name, value in changes.items()]
+                found.append((" ".join(words), fits[1]))
+                break
+    return found
 
 
 def smallest_layouts(config, budget: int) -> list[tuple]:

@@ -95,7 +95,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
             given, dp=dp, pp=pp, tp=tp, cp_attention=method))
         if not misfits:
             misfits += [*layout.context_problems(config.model, config.grid),
-                        *sharing_problems(config)]
+                        *(() if "zero" in bad else sharing_problems(config))]
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])
         for check, error in checks:

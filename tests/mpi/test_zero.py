@@ -16,10 +16,20 @@ from small_model import (
     with_sync_sends,
 )
 
+from mpipar import ops as ops_module
+from mpipar.comm.group import Pending
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import DecoderConfig
+from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
+from mpipar.layers.recompute import Recomputed
+from mpipar.layers.shards import Sharding
+from mpipar.layers.stash import Stash
+from mpipar.layers.units import GatheredUnits, largest
+from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.plan.predict import predict
+from mpipar.train.optim import Sgd
+from mpipar.train.scatter import PieceSync, ScatterSync
 from mpipar.train.verify import TOLERANCE, differences, full_tensors
 
 pytestmark = pytest.mark.ranks(2, 4, 8)
@@ -43,7 +53,19 @@ CASES = {
     8: [((2, 2, 1), 2, "interleaved", MODEL, ONE), ((2, 2, 2), 1, "zb-h1", HELD, ONE)],
 }
 HERE = CASES.get(WORLD.size, [])
-every_case = pytest.mark.parametrize("case", HERE, ids=lambda case: f"{case[:3]}")
+# A small part is for every session, by place; the slow ones run all, and each schedule with each.
+FIRST = {2: (0, 2, 3, 4), 4: (1, 6, 7, 8), 8: (0,)}.get(WORLD.size, ())
+EVERY = [((2, 2, 1), 1, schedule, MODEL, memory)
+         for number, schedule in enumerate(SCHEDULES)
+         for memory in (replace((ONE, THREE)[number % 2], recompute="block"), PIECES, KEPT)]
+everything = pytest.mark.parametrize("case", [
+    pytest.param(case, id=f"{case[:3]}-{case[-1].zero}",
+                 marks=() if case in [HERE[place] for place in FIRST] else pytest.mark.slow)
+    for case in [*HERE, *(EVERY if WORLD.size == 4 else ())]])
+every_case = pytest.mark.parametrize("case", [
+    pytest.param(case, id=f"{case[:3]}-{case[-1].zero}",
+                 marks=() if place in FIRST else pytest.mark.slow)
+    for place, case in enumerate(HERE)])
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +81,7 @@ def config_for(case, num_microbatches=4, **train):
     return replace(config, memory=memory, train=replace(config.train, **train))
 
 
-@every_case
+@everything
 def test_layout_equals_one_rank(case):
     assert_equals_one_rank(with_sync_sends(config_for(case)), expected=computed_once)
 
@@ -82,7 +104,7 @@ def test_three_steps_with_clipping_equal_one_rank(case):
     assert not WORLD.bcast([f"{one.name}: {one.error:.1e}" for one in wrong])
 
 
-@every_case
+@everything
 def test_shapes_only_run_predicts_every_record(case):
     config = config_for(case)
     _, recorder = real_step(config)
@@ -90,3 +112,162 @@ def test_shapes_only_run_predicts_every_record(case):
                one.dtype, one.phase, one.mb, one.site, one.cut) for one in records]
              for records in (recorder.records, predict(config, WORLD.rank).recorder.records)]
     assert shown[0] == shown[1]
+
+
+@pytest.mark.ranks(2)
+def test_what_is_shared_out_is_what_is_predicted():
+    """The peak of arrays falls by the predicted bytes, to 5 % or 1 MiB, whichever is larger."""
+    model = replace(MODEL, d_model=96, ffn=384, seq_len=64, vocab_size=997)
+    measured, predicted = [], []
+    for memory in (MemoryConfig(), ONE, THREE, PIECES):
+        config = small_config((2, 1, 1), 2, rows_per_mb=1, model=model)
+        config = replace(config, memory=memory, train=replace(
+            config.train, optimizer="adamw", bucket_bytes=1 << 20))
+        predicted.append(predict(config, WORLD.rank).peak_total)
+        peak = PeakMemory(ops_module.make("cpu", "float64"))
+        peak.start()
+        real_step(config)
+        peak.stop()
+        measured.append(peak.peak)
+    assert predicted == sorted(predicted, reverse=True)
+    for less in (1, 2, 3):
+        saved = predicted[0] - predicted[less]
+        assert saved > 1 << 20
+        assert abs(measured[0] - measured[less] - saved) <= max(0.05 * saved, 1 << 20)
+
+
+@pytest.mark.ranks(2)
+def test_weights_gradients_and_state_follow_the_closed_forms():
+    """N parameters in segments that two ranks share, u of the largest units; moments count two."""
+    for memory in (ONE, THREE, PIECES):
+        config = config_for(((2, 1, 1), 1, "1f1b", MODEL, memory), optimizer="adamw")
+        found = predict(config, WORLD.rank)
+        total = 8 * sum(run.stop - run.start for _, _, run in found.segments[0])
+        units = [8 * sum(lengths) for lengths in found.reads[0]]
+        two, one = max(units[::2]) + max(units[1::2]), max(units)
+        assert found.peak_bytes["optimizer"] == 2 * total // 2
+        assert found.peak_bytes["weights"] == (total if memory is ONE else total // 2 + two)
+        assert found.peak_bytes["gradients"] == (total // 2 + one if memory is PIECES else total)
+
+
+# --- planted bugs
+
+def assert_caught(memory, number=2):
+    case = ((2, 1, 1), 1, "1f1b", MODEL, memory)
+    with pytest.raises(AssertionError, match=r"tensors differ"):
+        assert_equals_one_rank(config_for(case, number), expected=computed_once)
+
+
+@pytest.mark.parametrize("memory", [ONE, PIECES], ids=["1", "3"])
+@pytest.mark.ranks(2)
+def test_own_piece_off_by_one(monkeypatch, memory):
+    plain = Sharding.own
+    monkeypatch.setattr(Sharding, "own", lambda self, segments: plain(
+        self._replace(index=(self.index + 1) % self.count), segments))
+    assert_caught(memory)
+
+
+@pytest.mark.ranks(2)
+def test_weights_gathered_before_the_update(monkeypatch):
+    def step(self, lr, step):
+        for number, stage in self.stages.items():
+            flat = stage.flat
+            for segment, (*_, run) in enumerate(flat.segments):
+                self.shared.iall_gather(
+                    flat.data[run].reshape(self.shared.size, -1), "weights.bucket").wait()
+                self.update(number, flat, segment, lr, step)
+
+    monkeypatch.setattr(Sgd, "step", step)
+    assert_caught(ONE)
+
+
+@pytest.mark.ranks(2)
+def test_norm_of_the_first_rank_s_pieces(monkeypatch):
+    plain = ScatterSync.square_sum
+
+    def square_sum(self):
+        self.counts = self.comms.data.index == 0
+        return plain(self)
+
+    monkeypatch.setattr(ScatterSync, "square_sum", square_sum)
+    assert_caught(ONE)
+
+
+@pytest.mark.ranks(2)
+def test_two_units_in_one_buffer(monkeypatch):
+    def make_room(self):
+        size = largest(needs for units in self.needs.values() for needs in units)
+        return [self.ops.empty((size,), label="weights")] * 2
+
+    monkeypatch.setattr(GatheredUnits, "make_room", make_room)
+    assert_caught(THREE)
+
+
+@pytest.mark.ranks(2)
+def test_no_gather_before_the_input_gradient(monkeypatch):
+    """The buffer still has what it held before, which is another unit's."""
+    plain = GatheredUnits.post
+
+    def post(self, stage, unit, room):
+        if self.recorder.phase == "F":
+            plain(self, stage, unit, room)
+            return
+        first, posted = 0, []
+        for flat, number in self.needs[stage][unit]:
+            whole = room[first:first + flat.length(number)]
+            first += whole.size
+            posted.append((Pending(None, None, None, whole), flat, number, whole))
+        self.coming[stage, unit] = posted
+
+    monkeypatch.setattr(GatheredUnits, "post", post)
+    assert_caught(THREE)
+
+
+@pytest.mark.parametrize("memory", [ONE, PIECES], ids=["1", "3"])
+@pytest.mark.ranks(2)
+def test_means_in_place_of_sums(monkeypatch, memory):
+    sync = PieceSync if memory is PIECES else ScatterSync
+    plain = sync.finish
+
+    def finish(self):
+        plain(self)
+        self._scale(1 / self.comms.data.size)
+
+    monkeypatch.setattr(sync, "finish", finish)
+    assert_caught(memory)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_another_unit_left_in_the_scratch_buffer(monkeypatch):
+    plain = PieceSync.begin_unit
+
+    def begin_unit(self, stage, unit):
+        kept, self.ops.fill = self.ops.fill, lambda x, value: None
+        plain(self, stage, unit)
+        self.ops.fill = kept
+
+    monkeypatch.setattr(PieceSync, "begin_unit", begin_unit)
+    assert_caught(PIECES)
+
+
+@pytest.mark.ranks(2)
+def test_weight_gradients_of_a_stash_that_another_microbatch_made(monkeypatch):
+    plain = Recomputed.backward_input
+    newest = {}
+
+    def backward_input(self, dy, stash):
+        dx = plain(self, dy, stash)
+        newest[self] = dict(stash[self, "inner"])
+        return dx
+
+    def backward_weight(self, stash):
+        stash.pop((self, "inner"))
+        inner = Stash(stash.batch)
+        inner.update(newest[self])
+        self.block.backward_weight(inner)
+
+    monkeypatch.setattr(Recomputed, "backward_input", backward_input)
+    monkeypatch.setattr(Recomputed, "backward_weight", backward_weight)
+    case = ((1, 2, 1), 1, "zb-h1", MODEL, MemoryConfig("block"))
+    with pytest.raises(AssertionError, match=r"tensors differ"):
+        assert_equals_one_rank(config_for(case), expected=computed_once)

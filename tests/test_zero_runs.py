@@ -1,0 +1,47 @@
+"""ZeRO through the front door: the losses of one rank, and a killed run that goes on without it."""
+
+import pytest
+from program import metrics, mpipar
+from test_resume_runs import ended, needs_mpiexec, prepare
+
+from mpipar.checkpoint.manifest import committed_steps
+
+pytestmark = [pytest.mark.slow, needs_mpiexec]
+TEXT = """--data text.txt --layers 4 --d-model 16 --heads 4 --ffn 24 --seq-len 8 --batch-size 8
+    --num-microbatches 2 --sample-tokens 0 --steps 10 --dtype float64""".split()
+
+
+def losses(folder):
+    return [line["loss"] for line in metrics(folder)]
+
+
+def test_each_loss_of_the_default_text_is_that_of_one_rank(tmp_path):
+    words = "--dtype float64 --steps 20 --sample-tokens 0 --out".split()
+    shared = "--layout dp=2,cp=2,tp=2 --zero 3 --recompute block".split()
+    for name, more, ranks in (("one", [], None), ("eight", shared, 8)):
+        done = mpipar("train", *words, name, *more, ranks=ranks, cwd=tmp_path)
+        assert done.returncode == 0, done.tail()
+    one, eight = losses(tmp_path / "one"), losses(tmp_path / "eight")
+    assert len(one) == 20
+    assert max(abs(a - b) for a, b in zip(one, eight, strict=True)) < 1e-10
+
+
+def test_a_killed_run_goes_on_without_what_it_shared_out(tmp_path):
+    """Killed under --zero 3 --cp 2, it goes on with tp 2 x pp 2, as one rank would have."""
+    prepare(tmp_path)
+    alone = mpipar("train", *TEXT, "--out", "alone", cwd=tmp_path)
+    assert alone.returncode == 0, alone.tail()
+    shared = "--layout dp=2,cp=2 --zero 3 --zero-grads sharded --save-interval 2".split()
+    ended(tmp_path, "kill", 5, *TEXT, "--out", "run", *shared, ranks=4)
+    steps = [step for step, _ in committed_steps(tmp_path / "run" / "checkpoints")]
+    assert steps
+    assert steps[-1] < 10
+    refused = mpipar("train", "--resume", "auto", "--out", "run", "--layout", "tp=2,pp=2", ranks=4,
+                     cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "or --zero 0" in refused.tail()
+    done = mpipar("train", "--resume", "auto", "--out", "run", "--layout", "tp=2,pp=2", "--zero", 0,
+                  ranks=4, cwd=tmp_path)
+    assert done.returncode == 0, done.tail()
+    assert max(abs(a - b) for a, b in zip(
+        losses(tmp_path / "alone"), losses(tmp_path / "run"), strict=True)) < 1e-10
