@@ -36,6 +36,7 @@ class Cluster:
 
     peak_tflops: by number format. product_*: a product of 16-bit numbers takes product_us +
     FLOPs / product_tflops + bytes / product_gbytes_s. attention_tflops: fused attention forward.
+    fused_attention: whether software that does not say it keeps scores out of the memory.
     layer_us: what starting the operations of a block's forward adds. basis: what the figures rest
     on.
     """
@@ -49,6 +50,7 @@ class Cluster:
     product_tflops: float
     product_gbytes_s: float
     attention_tflops: float
+    fused_attention: bool
     layer_us: float
     links: tuple[Link, ...]
 

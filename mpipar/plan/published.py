@@ -59,23 +59,23 @@ class Run(NamedTuple):
         return footprint(self.shape, self.layout, self.stack).total / (1 << 30)
 
 
-def stack_of(row: dict[str, str]) -> str:
-    """The name of a row's software stack, by its columns `system` and `attn` and nothing else.
+def stack_of(row: dict[str, str], cluster: Cluster) -> str:
+    """The name of a row's software stack, by its columns `system` and `attn`.
 
-    A row that does not say how it attends is of the kind that its device's time had.
+    Megatron-LM without a word on attention has the usual kind of its device.
     """
     system, attention = row["system"], row["attn"]
     for part, name in (("FSDP", "fsdp"), ("torchtitan", "torchtitan"), ("DeepSpeed", "deepspeed"),
                        ("sail-sg", "zero-bubble")):
         if part in system:
             return name
-    unfused = attention == "unfused" or (not attention and row["device"].startswith("A100"))
-    return "megatron-unfused" if unfused else "megatron"
+    fused = attention != "unfused" if attention else cluster.fused_attention
+    return "megatron" if fused else "megatron-unfused"
 
 
-def stack_for(row: dict[str, str]) -> Stack:
+def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
     """The Stack of a row; weights, gradients and moments all of 16 bits where it says so."""
-    stack = STACKS[stack_of(row)]
+    stack = STACKS[stack_of(row, cluster)]
     if row["precision"].endswith("PURE"):
         return stack.with_states(2, 2, 4)
     return stack
@@ -116,7 +116,7 @@ def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
     cluster = clusters[row["device"]]
     if row["net_per_gpu_gbps"]:
         cluster = cluster.with_network(float(row["net_per_gpu_gbps"]))
-    run = Run(row, shape, layout_of(row), cluster, stack_for(row), float(row["step_s"]))
+    run = Run(row, shape, layout_of(row), cluster, stack_for(row, cluster), float(row["step_s"]))
     if not row["recompute"] and run.gib > cluster.memory_gib:  # it must have run something again
         run = run._replace(layout=run.layout._replace(recompute="block"))
     return run
