@@ -25,6 +25,7 @@ from mpipar.plan.confirm import confirm
 from mpipar.plan.page import page
 from mpipar.plan.search import FIXED, SCHEDULES, Question, search
 from mpipar.plan.shape import MFU_RULES, Shape
+from mpipar.plan.sites import Sites
 
 MOST_RANKS = 1 << 17
 RECOMPUTE = ("none", "attention", "block")
@@ -58,6 +59,8 @@ def add_arguments(parser) -> None:
         help="which FLOPs count as used: " + "; ".join(
             f"{name} = {text}" for name, text in MFU_RULES.items()))
     add("--top", type=int, default=5, metavar="K", help="layouts to print (default 5)")
+    add("--sites", metavar="N:GBITS:MS", help="the devices are in N sites, each with a link of so"
+        " many Gbit/s and milliseconds to the others; say which axis crosses it")
     add("--confirm", action="store_true", help="run the first layout on shapes by mpipar's own"
         " code, and print what its ranks would keep and send")
     add("--html", metavar="FILE", help="also write the answer as a page with pictures")
@@ -88,6 +91,8 @@ def run(args) -> int:
         if args.confirm and plan.best:
             found = confirm(question, config_of(args.model)[0], plan.best[0].layout)
             print(f"\n{plan_report.own_table(*found)}")
+        if args.sites and plan.best:
+            print(f"\n{plan_report.sites_table(question, plan, sites_of(args.sites))}")
         if len(batches) > 1:
             print(f"\n{plan_report.batch_table(batches)}")
     return EXIT_OK if plan.best else EXIT_CHECK_FAILED
@@ -118,6 +123,19 @@ def batch_range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+def sites_of(text: str) -> Sites:
+    """The sites of --sites. Raises UsageError."""
+    try:
+        count, gbits, milliseconds = text.split(":")
+        sites = Sites(int(count), float(gbits), float(milliseconds))
+    except ValueError:
+        sites = Sites(0, 0, 0)
+    if not (2 <= sites.count <= 1024 and 0 < sites.gbits <= 1e6 and 0 <= sites.milliseconds <= 1e4):
+        raise UsageError(f"--sites {brief(text)}: must be sites, Gbit/s and milliseconds, as in"
+                         " 2:400:10")
+    return sites
+
+
 def question_of(args) -> tuple[Question, str]:
     """What the flags ask, and the flags of `mpipar train` that name the model."""
     config, typed = config_of(args.model)
@@ -144,6 +162,11 @@ def question_of(args) -> tuple[Question, str]:
             problems.append(f"--memory-limit {brief(args.memory_limit)}: {error}")
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
     problems += fixed_problems(args, fixed)
+    if args.sites is not None:
+        try:
+            sites_of(args.sites)
+        except UsageError as error:
+            problems += error.problems
     if args.batch_range is not None:
         try:
             batch = batch_range(args.batch_range)[0]

@@ -14,6 +14,7 @@ from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.published import nearest_runs
 from mpipar.plan.search import Candidate, Plan, Question, layouts
 from mpipar.plan.shape import MFU_RULES, utilization
+from mpipar.plan.sites import Sites, crossings, needed_gbits
 from mpipar.plan.step_time import StepTime, step_time
 
 PARTS = {"compute": "products, attention, elementwise", "again": "forward passes again",
@@ -145,6 +146,24 @@ def own_table(found: list[Confirmed], why_not: str) -> str:
               f"{one.sent / GIB:.2f}") for one in found]
     return (f"{table(rows)}\nits plain attention keeps scores, unless --recompute attention or"
             " block makes them again")
+
+
+def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
+    """For each layout, which axis crosses the link between sites, and what that costs."""
+    rows = [("layout", "across", "GiB one way", "link s", "step s", "loss %",
+             "Gbit/s for 5 %")]
+    for one in plan.best:
+        for found in crossings(question, one, sites):
+            step = one.step.total + found.exposed
+            rows.append((layout_words(one.layout), found.axis, f"{found.sent / GIB:.1f}",
+                         f"{found.seconds:.2f}", f"{step:.3f}",
+                         f"{100 * found.exposed / step:.1f}",
+                         f"{needed_gbits(question, one, sites, found.axis):.3g}"))
+    if len(rows) == 1:
+        return f"no axis of these layouts has a multiple of {sites.count} ranks"
+    rows[1:] = sorted(rows[1:], key=lambda row: float(row[4]))
+    return (f"{sites.count} sites with {sites.gbits:g} Gbit/s and {sites.milliseconds:g} ms between"
+            f" them, the best first\n{table(rows, left=2)}")
 
 
 def layout_words(layout: Layout) -> str:

@@ -1,0 +1,62 @@
+"""Sites joined by a slow link: what crosses it, by hand."""
+
+import math
+
+import pytest
+from in_process import printed, refusal
+
+from mpipar.plan.cluster import STACKS, load_cluster
+from mpipar.plan.layout import Layout
+from mpipar.plan.search import Candidate, Question
+from mpipar.plan.shape import Shape
+from mpipar.plan.sites import Sites, crossings, needed_gbits
+from mpipar.plan.step_time import step_time
+
+SHAPE = Shape(32, 4096, 16384, 32, 32, 128, 50304, 2048)
+LAYOUT = Layout(dp=4, pp=4, tp=2, num_microbatches=16)
+QUESTION = Question(SHAPE, load_cluster("a100-80"), STACKS["megatron-unfused"], 32, 64, 80.0, {})
+ONE = Candidate(LAYOUT, step_time(SHAPE, LAYOUT, QUESTION.cluster, QUESTION.stack), None)
+
+
+def test_bytes_by_hand():
+    found = {one.axis: one for one in crossings(QUESTION, ONE, Sites(2, 400.0, 10.0))}
+    assert found["dp"].sent == SHAPE.parameters * 2  # 2 bytes, half of it twice
+    assert math.isclose(found["dp"].seconds, found["dp"].sent / 50e9 + 0.02)
+    assert found["pp"].sent == 16 * 4 * 2048 * 4096 * 2
+
+
+def test_an_axis_crosses_only_if_its_ranks_divide():
+    odd = ONE._replace(layout=LAYOUT._replace(dp=3, pp=4))
+    assert [one.axis for one in crossings(QUESTION, odd, Sites(2, 400.0, 0.0))] == ["pp"]
+    assert crossings(QUESTION, odd, Sites(5, 400.0, 0.0)) == []
+
+
+def test_a_faster_link_costs_less_and_a_fast_one_nothing_but_its_latency():
+    for axis in ("dp", "pp"):
+        exposed = [{one.axis: one for one in crossings(QUESTION, ONE, Sites(2, gbits, 0.0))}[
+            axis].exposed for gbits in (1.0, 10.0, 100.0, 1e6)]
+        assert exposed == sorted(exposed, reverse=True)
+        assert exposed[-1] < 1e-3
+
+
+def test_the_needed_rate_costs_five_percent():
+    for axis in ("dp", "pp"):
+        gbits = needed_gbits(QUESTION, ONE, Sites(2, 1.0, 0.0), axis)
+        found = {one.axis: one for one in crossings(QUESTION, ONE, Sites(2, gbits, 0.0))}
+        assert math.isclose(found[axis].exposed, 0.05 * ONE.step.total, rel_tol=0.01)
+
+
+def test_the_command_says_which_axis_crosses():
+    words = ("plan", "gpt2-medium", "--machine", "a100-80", "--ranks", "16", "--batch-size", "64",
+             "--pp", "2", "--tp", "2", "--rows", "2", "--schedule", "1f1b", "--cp", "1")
+    text = printed(*words, "--sites", "2:10:5")
+    assert "2 sites with 10 Gbit/s and 5 ms between them" in text
+    for wrong in ("2:x:1", "1:10:5", "2:0:5", "2:10"):
+        assert f"--sites {wrong}" in str(refusal(*words, "--sites", wrong))
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_more_sites_carry_more(axis):
+    two, four = ({one.axis: one for one in crossings(QUESTION, ONE, Sites(count, 100.0, 1.0))}[axis]
+                 for count in (2, 4))
+    assert four.exposed > two.exposed
