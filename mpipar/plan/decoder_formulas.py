@@ -2,8 +2,8 @@
 tests.
 
 Letters: B rows of a microbatch, T tokens that a rank of cp holds of each, D model width, F ffn
-width. Q and K are the widths of the heads of queries and of keys that a rank of tp has, H d / tp
-and Hkv d / tp or at least d. q is the size of the group, e the bytes of a number, s those of a
+width. Q is the width of all heads of queries of a rank of tp, H d / tp. K is that of its heads of
+keys, Hkv d / tp, at least d. q is the size of the group, e the bytes of a number, s those of a
 number in a sum. In a gather or scatter, letters include the padding to equal pieces. A column/row
 pair has two all-reduces per layer and pass (arXiv 1909.08053, 2104.04473).
 """
