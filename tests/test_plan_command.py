@@ -77,6 +77,15 @@ def test_the_code_itself_confirms_the_answer():
     assert own == pytest.approx(float(lines[said + 1].split()[2]), rel=0.02)
 
 
+def test_how_often_to_save():
+    text = printed(*WORDS, "--failure-hours", "1600", "--save-seconds", "18")
+    # 16 devices: a failure every 100 hours; sqrt(2 * 18 * 360,000) = 3,600 seconds
+    assert "every 100.0 hours: save every 60.0 minutes" in text
+    assert "take 1.0 % of the time" in text
+    wrong = refusal(*WORDS, "--failure-hours", "-1", "--save-seconds", "0").problems
+    assert len(wrong) == 2
+
+
 def test_the_batch_is_chosen_by_its_rate():
     text = printed("plan", "gpt2", "--machine", "a100-80", "--ranks", "8", "--pp", "4", "--tp", "1",
                    "--rows", "4", "--schedule", "1f1b", "--batch-range", "64:512")

@@ -61,6 +61,10 @@ def add_arguments(parser) -> None:
     add("--top", type=int, default=5, metavar="K", help="layouts to print (default 5)")
     add("--sites", metavar="N:GBITS:MS", help="the devices are in N sites, each with a link of so"
         " many Gbit/s and milliseconds to the others; say which axis crosses it")
+    add("--failure-hours", type=float, metavar="H", help="a device fails once in so many hours:"
+        " say how often to save")
+    add("--save-seconds", type=float, default=30.0, metavar="S",
+        help="with --failure-hours: what a save takes (default 30)")
     add("--confirm", action="store_true", help="run the first layout on shapes by mpipar's own"
         " code, and print what its ranks would keep and send")
     add("--html", metavar="FILE", help="also write the answer as a page with pictures")
@@ -91,6 +95,9 @@ def run(args) -> int:
         if args.confirm and plan.best:
             found = confirm(question, config_of(args.model)[0], plan.best[0].layout)
             print(f"\n{plan_report.own_table(*found)}")
+        if args.failure_hours and plan.best:
+            print("\n" + plan_report.saving(question, plan.best[0].step.total, args.save_seconds,
+                                            args.failure_hours))
         if args.sites and plan.best:
             print(f"\n{plan_report.sites_table(question, plan, sites_of(args.sites))}")
         if len(batches) > 1:
@@ -150,6 +157,9 @@ def question_of(args) -> tuple[Question, str]:
               "--seq-len": (getattr(model, "seq_len", 1), 1, 1 << 24), "--top": (args.top, 1, 100)}
     problems += [f"{flag} {brief(str(value))}: must be from {low} to {high:,}"
                  for flag, (value, low, high) in limits.items() if not low <= value <= high]
+    problems += [f"{flag} {value:g}: must be more than 0" for flag, value in (
+        ("--failure-hours", args.failure_hours or 1.0), ("--save-seconds", args.save_seconds))
+        if not 0 < value < 1e12]
     if not 0 <= args.headroom < 100:
         problems.append(f"--headroom {args.headroom:g}: is a share of the memory in percent; use a"
                         " number from 0 to 99")

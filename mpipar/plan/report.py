@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -164,6 +165,20 @@ def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
     rows[1:] = sorted(rows[1:], key=lambda row: float(row[4]))
     return (f"{sites.count} sites with {sites.gbits:g} Gbit/s and {sites.milliseconds:g} ms between"
             f" them, the best first\n{table(rows, left=2)}")
+
+
+def saving(question: Question, step_seconds: float, save_seconds: float, hours: float) -> str:
+    """How often to save, if a device fails once in so many hours.
+
+    Source: Young 1974, Daly 2006: the interval with the least loss is sqrt(2 * save * time between
+    failures of the job).
+    """
+    between = 3600 * hours / question.ranks
+    interval = math.sqrt(2 * save_seconds * between)
+    lost = save_seconds / interval + interval / 2 / between
+    return (f"a failure of the job every {between / 3600:.1f} hours: save every {interval / 60:.1f}"
+            f" minutes, --save-interval {max(1, round(interval / step_seconds))}; saving and lost"
+            f" work then take {100 * lost:.1f} % of the time")
 
 
 def layout_words(layout: Layout) -> str:
