@@ -122,6 +122,17 @@ def of_tokens(folder):
     return path, [lambda: np.asarray(load_source((str(path),), 1000).tokens)]
 
 
+def of_dataset(folder):
+    """A prepared folder, whose description is damaged."""
+    (folder / "text.txt").write_text("a text, again and again. " * 40)
+    out = folder / "prepared"
+    with contextlib.redirect_stdout(io.StringIO()):
+        cli.main(["data", "prepare", str(folder / "text.txt"), "--tokenizer", "bytes", "--out",
+                  str(out)], StandIn())
+    return out / "dataset.json", [lambda: np.asarray(load_source((str(out),), 300).tokens),
+                                  ("train", "--print-config", "--data", out)]
+
+
 def of_images(folder):
     path = folder / "images.npz"
     np.savez_compressed(path, x=np.zeros((60, 8, 8), np.uint8), y=np.zeros(60, np.int64))
@@ -155,6 +166,7 @@ KINDS = {
     "index.json": of_weights("model.safetensors.index.json", max_shard_size=3000),
     "generation_config.json": of_weights("generation_config.json"),
     "model.safetensors": of_weights("model.safetensors"), ".bin": of_tokens, ".npz": of_images,
+    "dataset.json": of_dataset,
     "manifest.json": of_manifest,
 }
 

@@ -1,9 +1,11 @@
 """Documents in pieces: separators across pieces, windows that overlap, and what is held out."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_made import save_tokenizer
+from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar.data.documents import (
     HELD_OUT,
@@ -144,6 +146,15 @@ def test_ids_of_windows_are_those_of_the_documents(texts, size, tokenizer):
 def test_windows_without_a_common_id_still_give_back_the_text(text, size, overlap, tokenizer):
     ids, = ids_of(tokenizer, whole([text]), size, overlap)
     assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.text
+def test_windows_of_a_tokenizer_that_does_not_cut_words_apart(tmp_path):
+    save_like_llama(tmp_path)
+    tokenizer, text = load_tokenizer(tmp_path), json.__doc__ * 3 + "\u00e4 \u4e2d\u6587" * 9
+    for size, overlap in ((900, 200), (512, 300)):
+        ids, = ids_of(tokenizer, whole([text]), size, overlap)
+        assert ids == tokenizer.encode(text)
 
 
 @pytest.mark.text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers_made import TEXTS, save_like_gpt2, save_tokenizer
+from tokenizers_made import TEXTS, save_like_gpt2, save_like_llama, save_tokenizer
 
 from mpipar.data.tokenizer import (
     END,
@@ -95,6 +95,21 @@ def test_ids_are_those_of_transformers(save, tmp_path):
         assert tokenizer.decode(plain) == theirs.decode(plain)
     assert tokenizer.end not in tokenizer.encode(f"a{END}b")
     assert tokenizer.end in tokenizer.encode_prompt(f"a{END}b")
+
+
+@pytest.mark.text
+def test_a_prompt_begins_as_the_files_say(tmp_path):
+    """Llama's tokenizers put an id before a prompt; no document of the data has it."""
+    transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
+    save_like_llama(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in TEXTS:
+        expected = theirs(text)["input_ids"]
+        assert tokenizer.encode_prompt(text) == expected
+        assert [1, *tokenizer.encode(text)] == expected
+        assert tokenizer.decode(expected[1:]) == theirs.decode(expected[1:])
+    assert tokenizer.end == 2
 
 
 @pytest.mark.text

@@ -45,3 +45,26 @@ def save_like_gpt2(folder, vocab_size: int = 400):
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     merges = "\n".join(" ".join(pair) for pair in made["merges"])
     (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+
+
+def save_like_llama(folder):
+    """Write a tokenizer.json as Llama 2's: blanks are letters, words are not cut apart, a first id.
+
+    Of a letter that it does not know it gives the bytes.
+    """
+    tokenizers = pytest.importorskip("tokenizers", reason="text: tokenizers is not installed")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(
+        unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)])
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, show_progress=False, max_token_length=16, special_tokens=[
+            "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])
+    made.train_from_iterator(json.__doc__.split("\n"), trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(folder / "tokenizer.json"))
