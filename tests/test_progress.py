@@ -203,6 +203,7 @@ def test_a_run_at_a_terminal(here):
     assert max(map(len, shown)) < 60
 
 
+@pytest.mark.slow
 def test_plain_lines_at_a_terminal(here):
     text = in_terminal([*PROGRAM, "train", *TINY, "--progress", "plain", "--out", "run"], here)
     assert "\x1b" not in text
