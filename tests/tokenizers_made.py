@@ -53,8 +53,7 @@ def save_like_llama(folder):
     Of a letter that it does not know it gives the bytes.
     """
     tokenizers = pytest.importorskip("tokenizers", reason="text: tokenizers is not installed")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(
-        unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -63,7 +62,7 @@ def save_like_llama(folder):
          decoders.Strip(" ", 1, 0)])
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=600, show_progress=False, max_token_length=16, special_tokens=[
-            "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])
+            "<pad>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])
     made.train_from_iterator(json.__doc__.split("\n"), trainer)
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)])
