@@ -21,7 +21,7 @@ from mpipar.config.layout import divisors
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import DataError, UsageError
 from mpipar.plan.link import goes_alone, measure_hop
-from mpipar.plan.machine import HOP, Eager
+from mpipar.plan.machine import HOP, STREAM, Eager
 
 COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
 CONTENDED = ("all-reduce", "iall-reduce")
@@ -49,7 +49,7 @@ def sections(pairs, world_size: int, sizes, only_steps: bool = False) -> list[Se
     """
     found = [Section(name, case, (pair,), sizes, "pair")
              for pair in pairs for name, case in PAIR_CASES.items()
-             if not only_steps or name == HOP]
+             if not only_steps or name in (HOP, STREAM)]
     counts = divisors(world_size)[1:]
     for count in counts:
         for name in CONTENDED if only_steps else COLLECTIVES:

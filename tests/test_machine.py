@@ -184,6 +184,11 @@ def test_a_pipeline_is_not_faster_than_its_links():
     assert [costs_of(one, config, message).is_rendezvous() for one in (cable, asked)] == [0, 1]
     for one in (cable, asked):
         assert step_estimate(one, config).pipeline > 2 * 16 * message * us * 1e-6
+    stream = replace(slow, operation="bandwidth", pieces=tuple(
+        replace(piece, us_per_byte=2 * us) for piece in slow.pieces))
+    streamed = costs_of(replace(cable, curves=(*cable.curves, stream)), config, message)
+    assert streamed.hop() == pytest.approx(costs_of(cable, config, message).hop())
+    assert streamed.time_on_link() == pytest.approx(stream.estimate(message).seconds)
 
 
 def test_more_ranks_than_cores_share_them_and_the_prediction_says_so(path):

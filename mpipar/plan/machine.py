@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mpipar.errors import UsageError
 
 HOP = "latency"  # the name of one message between two ranks
+STREAM = "bandwidth"  # the name of one of many messages, one behind the other
 
 
 def settings_of(model) -> dict:

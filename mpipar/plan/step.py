@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mpipar.comm.grid import Grid
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.machine import HOP, Machine
+from mpipar.plan.machine import HOP, STREAM, Machine
 from mpipar.plan.measure import unit_counts, unit_memory
 from mpipar.plan.predict import Prediction, predict
 from mpipar.plan.sharing import crowding, pipeline_cores, sharing_note
@@ -74,12 +74,17 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
 def link_costs(machine: Machine, message_bytes: int) -> dict:
     """The fields of Costs for messages of this size by the slowest kind of link.
 
-    Of a fitted line, the latency belongs to each message alone; the time per byte keeps the link.
+    A message alone takes the time of a hop. It keeps the link as long as one of a stream. That may
+    be longer, because a shaped link lets the first bytes after a pause pass at once. Without a
+    measured stream, the fitted line's time per byte keeps the link.
     """
     curve = machine.curve(HOP)
-    piece = curve.piece(message_bytes)
-    return {"latency": piece.latency_us * 1e-6, "message_bytes": message_bytes,
-            "bandwidth": 1e6 / piece.us_per_byte if piece.us_per_byte else None,
+    hop = curve.estimate(message_bytes).seconds
+    busy = curve.piece(message_bytes).us_per_byte * message_bytes * 1e-6
+    if any((one.operation, one.link) == (STREAM, curve.link) for one in machine.curves):
+        busy = machine.estimate(STREAM, message_bytes, link=curve.link).seconds
+    return {"latency": hop - busy, "message_bytes": message_bytes,
+            "bandwidth": message_bytes / busy if busy else None,
             "eager_bytes": machine.eager_bytes(curve.link)}
 
 
