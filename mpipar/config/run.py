@@ -13,7 +13,8 @@ class RunConfig:
     """Input, output and the machine."""
 
     preset: str = setting("tiny", "start from these values", choices=tuple(PRESETS))
-    data: tuple[str, ...] = setting((), "text or token files or folders (default: Python's docs)")
+    data: tuple[str, ...] = setting(
+        (), "text or token files, folders, or a prepared folder (default: Python's docs)")
     val_data: tuple[str, ...] = setting(
         (), "held-out data: like --data, which is then trained on whole (default: the last tenth of"
         " --data, or what a prepared folder holds out)")
