@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, Finished, run_command, run_ranks
 from safetensors.numpy import load_file
 
@@ -19,6 +20,8 @@ LAYOUTS = (  # (dp, pp, tp)
     (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3),
     (1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2),
 )  # fmt: skip
+USUAL = {(1, 1, 1), (1, 1, 3), (1, 4, 1), (2, 2, 2)}  # the rest runs with the slow tests
+CASES = [one if one in USUAL else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

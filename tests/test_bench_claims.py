@@ -6,6 +6,7 @@ import pytest
 
 from bench import claims, results
 
+pytestmark = pytest.mark.slow
 M, L = 8, claims.MODEL["layers"]
 
 

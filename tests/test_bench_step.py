@@ -145,8 +145,8 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("words", "peak"), [
-    ([], 67), pytest.param(["--dtype", "bfloat16"], 989, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "peak"), [([], 67), (["--dtype", "bfloat16"], 989)])
 def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak):
     """A stand-in for CuPy is used, so the times say nothing about a GPU."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from helpers import find_launcher, run_command
-from program import LAYOUTS, LIMIT, PROGRAM, cells, environment, metrics, section
+from program import CASES, LIMIT, PROGRAM, cells, environment, metrics, section
 
 from mpipar.console.tables import step_line
 
@@ -54,7 +54,7 @@ def test_console_has_a_line_per_log_interval(layout, run_of):
         assert match[2] == f"{lines[int(match[1]) - 1]['loss']:.4f}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+@pytest.mark.parametrize("layout", CASES[1:], ids=str)
 def test_barrier_table_adds_up_to_the_metrics(layout, run_of):
     folder, text = run_of(layout)
     rows = [cells(line) for line in section(text, "barriers of a step")]
@@ -117,7 +117,7 @@ def test_memory_is_shown_before_it_is_taken(tmp_path):
     assert float(row[1].removesuffix(" GiB")) == pytest.approx(24 * 4 * 65536**2 / 2**30, rel=0.01)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", CASES, ids=str)
 def test_held_out_loss_and_text_are_those_of_one_rank(layout, run_of):
     _, text = run_of(layout)
     _, expected = run_of((1, 1, 1))

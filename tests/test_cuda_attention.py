@@ -140,7 +140,8 @@ def both_directions(loader, rng):
 
 @pytest.mark.shim
 @pytest.mark.parametrize(("file", "edit"), [
-    *NO_BARRIER, *(pytest.param(*twin, marks=pytest.mark.slow) for twin in (NO_WAIT, MASK_LOST))])
+    NO_BARRIER[0], *(pytest.param(*twin, marks=pytest.mark.slow)
+                     for twin in (*NO_BARRIER[1:], NO_WAIT, MASK_LOST))])
 def test_broken_twin_gives_wrong_results(rng, file, edit):
     """The result must be wrong in at least one of the two orders of threads."""
     errors = []
@@ -154,7 +155,8 @@ def test_broken_twin_gives_wrong_results(rng, file, edit):
 @pytest.mark.shim
 @pytest.mark.parametrize(("file", "edit", "wrong"), [
     (FORWARD, ("job.head / (heads / kv_heads)", "job.head % kv_heads"), {"y", "lse", "dq"}),
-    (BACKWARD, ("++member < members", "++member < members && false"), {"dk", "dv"})],
+    pytest.param(BACKWARD, ("++member < members", "++member < members && false"), {"dk", "dv"},
+                 marks=pytest.mark.slow)],
     ids=["another key head", "one head of each group"])
 def test_broken_twin_of_a_group_gives_wrong_results(rng, file, edit, wrong):
     case = Grouped(rng, "float32", (1, 20, 33, 6, 2, 24))
@@ -168,13 +170,13 @@ def test_broken_twin_of_a_group_gives_wrong_results(rng, file, edit, wrong):
     assert wrong <= {name for name, error in errors.items() if error > 100 * case.bound}
 
 
+@pytest.mark.slow
 @pytest.mark.shim
 @pytest.mark.parametrize(("sanitizer", "message", "file", "edit"), [
     ("thread", "data race", *NO_BARRIER[1]),
-    pytest.param("address", "heap-buffer-overflow", FORWARD,
-                 ("if (row < to.tokens && column", "if (row <= to.tokens && column"),
-                 marks=pytest.mark.slow),
-    pytest.param("thread", "data race", *NO_BARRIER[2], marks=pytest.mark.slow)])
+    ("address", "heap-buffer-overflow", FORWARD,
+     ("if (row < to.tokens && column", "if (row <= to.tokens && column")),
+    ("thread", "data race", *NO_BARRIER[2])])
 def test_sanitizer_sees_the_broken_twin(rng, sanitizer, message, file, edit):
     case = Case(rng, "float32", (1, 34, 1, 32))
 

@@ -246,7 +246,8 @@ def call(kernel, loader):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("file", "kernel", "edit"), TWINS)
+@pytest.mark.parametrize(("file", "kernel", "edit"), [
+    TWINS[0], *(pytest.param(*twin, marks=pytest.mark.slow) for twin in TWINS[1:])])
 def test_missing_barrier_gives_wrong_results(file, kernel, edit):
     """The result must be wrong in at least one of the two orders of threads."""
     right = call(kernel, HostLoader())

@@ -39,7 +39,8 @@ def attention(request, monkeypatch):
 
 @pytest.mark.shim
 @pytest.mark.parametrize(("sizes", "kind"), [
-    (SMALL, "ties"), (LARGE, "increasing"), (LARGE, "shuffled")])
+    (SMALL, "ties"),
+    *(pytest.param(LARGE, kind, marks=pytest.mark.slow) for kind in ("increasing", "shuffled"))])
 def test_every_function_equals_plain(cupy, attention, sizes, kind):
     ops = make("cuda", "float32")
     assert isinstance(ops, FusedOps)

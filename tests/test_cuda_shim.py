@@ -33,6 +33,7 @@ def test_missing_barrier_gives_nan(order):
     assert np.isnan(x).sum() == 32
 
 
+@pytest.mark.slow
 def test_thread_sanitizer_sees_the_missing_barrier():
     x = np.arange(64, dtype=np.float32)
     assert run_sanitized("thread", "trial.cu", "reverse<64>", (1,), (64,), [x]) == (0, "")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_all_close, assert_close, find_launcher
 from layout_runs import SMALL
-from program import LAYOUTS, layout_flags, metrics, mpipar, weights
+from program import CASES, layout_flags, metrics, mpipar, weights
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TOLERANCE = 1e-10
@@ -21,7 +21,7 @@ def one_rank(run_of):
     return run_of((1, 1, 1))[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+@pytest.mark.parametrize("layout", CASES[1:], ids=str)
 def test_losses_and_weights_equal_one_rank(layout, run_of, one_rank):
     folder, _ = run_of(layout)
     lines, expected = metrics(folder), metrics(one_rank)
@@ -46,7 +46,7 @@ def test_the_comparison_would_see_a_difference(one_rank, tmp_path, text_file):
         assert_all_close(weights(tmp_path / "run"), weights(one_rank), 1e-3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", CASES, ids=str)
 def test_metrics_have_their_fields(layout, run_of):
     folder, _ = run_of(layout)
     dp, pp, tp = layout

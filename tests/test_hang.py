@@ -30,7 +30,7 @@ def faulty(fault, *arguments, tmp_path, ranks=2):
                      env={"PYTHONPATH": str(REPOSITORY)})
 
 
-@pytest.mark.parametrize("fault", ["sleep", "spin"])
+@pytest.mark.parametrize("fault", ["sleep", pytest.param("spin", marks=pytest.mark.slow)])
 def test_a_stuck_rank_is_named_with_what_it_does(fault, tmp_path):
     result = faulty(fault, *QUICK, "--layout", "tp=2", tmp_path=tmp_path)
     text = result.stderr

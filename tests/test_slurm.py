@@ -13,7 +13,7 @@ from slurm_cluster import CUT_REQUEST, SlurmCluster, slurm_cluster
 
 from bench import records
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(180)]
 
 TINY = (
     "--steps 4 --log-interval 2 --layers 2 --d-model 16 --heads 2 --seq-len 16 --batch-size 4"
