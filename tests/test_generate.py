@@ -3,6 +3,7 @@
 tests/mpi/test_weights_and_text.py shows that every layout draws the same tokens.
 """
 
+import json
 import os
 import shutil
 
@@ -119,10 +120,70 @@ def test_float32_is_the_default(models):
     ("bytes --temperature -1", 2, ["--temperature -1", "at least 0"]),
     ("bytes --layers 2", 2, ["--layers: mpipar generate does not use it"]),
     ("bytes --tp 4", 2, ["tp 4", "1 was started"]),
+    ("bytes --prompt=12345678", 2, ["--prompt: has 8 tokens", "reads at most 7", "shorten it"]),
+    ("bytes --prompt a --prompts p.txt", 2, ["--prompt and --prompts p.txt: give one of them"]),
+    ("bytes --answers a.jsonl", 2, ["--answers a.jsonl: is for --prompts FILE"]),
+    ("bytes --prompts nowhere.txt", 65, ["nowhere.txt: No such file"]),
+    ("bytes --top-p 0", 2, ["--top-p 0.0: must be greater than 0"]),
+    ("bytes --top-k 0 --stop-token x", 2, ["--top-k 0", "--stop-token"]),
+    ("bytes --batch-size 3 --num-microbatches 2", 2, ["--batch-size 3", "multiple of"]),
 ])  # fmt: skip
 def test_bad_input_is_refused(words, code, parts, models):
     run, *rest = words.split()
     assert_refused(code, parts, "generate", models[0] / run, *rest)
+
+
+def test_cp_is_refused_with_what_to_type(models):
+    assert_refused(2, ["--cp 2", "use --dp for more texts, or --tp or --pp"],
+                   "generate", models[0] / "bytes", "--cp", "2", "--prompt", "a", ranks=2)
+
+
+@pytest.mark.parametrize(("name", "text", "code", "parts"), [
+    ("p.txt", "a\n\n123456789\n", 2, ["p.txt: line 3: has 9 tokens"]),
+    ("p.txt", " \n\n", 65, ["p.txt: holds no prompt"]),
+    ("p.txt", b"a\n\xff\n", 65, ["p.txt: is not UTF-8 text: byte 2"]),
+    ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}\n', 65, ["p.jsonl: line 2", '"prompt"']),
+    ("p.jsonl", '{"prompt": "a"}\nb\n', 65, ["p.jsonl: line 2", "is not JSON"]),
+    ("p.txt", "12345678\n" * 15, 2, ["p.txt: line 10", "and 5 more"]),
+])  # fmt: skip
+def test_files_of_prompts_that_are_refused(name, text, code, parts, models, tmp_path):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert_refused(code, parts, "generate", models[0] / "bytes", "--prompts", name,
+                   folder=tmp_path)
+
+
+def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
+    """Two batches; each answer is the text of its prompt alone."""
+    prompts = ["a", "\u00e9", "12345", "b c", "1234567"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n"
+                                              for one in prompts))
+    (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
+    words = ["generate", models[0] / "bytes", "--dtype", "float64", "--temperature", "0",
+             "--sample-tokens", "3", "--batch-size", "3"]
+    done = mpipar(*words, "--prompts", "p.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.tail()
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["prompt"] for one in found] == prompts
+    assert [one["end"] for one in found] == ["length", "length", "length", "length", "seq_len"]
+    for one in found:
+        text = expected_text(models, "bytes", one["prompt"], 3)
+        assert harmless(one["prompt"] + one["text"]) + "\n" == text
+        assert len(one["tokens"]) == (1 if one["end"] == "seq_len" else 3)
+    done = mpipar(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.tail()
+    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
+    again = mpipar(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
+    assert again.returncode == 65
+    assert "--answers a.jsonl: File exists; give a new file" in again.stderr
+
+
+def test_a_stop_token_ends_the_text_and_is_not_shown(models):
+    words = ["--prompt", "1 2 3", "--temperature", "0", "--sample-tokens", "4"]
+    whole = generated(models, "ids", *words).split()
+    assert len(whole) == 7
+    stop = whole[5]
+    shown = generated(models, "ids", *words, "--stop-token", f"600,{stop}").split()
+    assert shown == whole[:3 + whole[3:].index(stop)]
 
 
 @pytest.mark.parametrize(("value", "dtype"), [
@@ -165,3 +226,14 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     assert text.startswith("600 ")
     assert_refused(2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once",
                    "--out", tmp_path / "typed")
+
+
+def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):
+    """The default one, which nobody typed, gives way to the held-out part."""
+    words = ["--steps", "1", "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "3",
+             "--sample-tokens", "4", "--batch-size", "4"]
+    assert_refused(2, ["--prompt: has 4 tokens", "reads at most 3"], "train", *words,
+                   "--prompt", "abcd", "--out", tmp_path / "typed")
+    result = mpipar("train", *words, "--out", tmp_path / "run")
+    assert result.returncode == 0, result.tail()
+    assert "text generated from '" in result.stdout

@@ -12,8 +12,9 @@ from mpipar.commands.source import companions_of
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, is_in_force
 from mpipar.data.dataset import is_dataset
-from mpipar.data.tokenizer import Ids, Tokenizer, prompt_ids, tokenizer_of
+from mpipar.data.tokenizer import Ids, Tokenizer, tokenizer_of
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
+from mpipar.inference.prompts import encode_prompts
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,13 @@ def tokenizer_of_run(config, started=None) -> Tokenizer | None:
 def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:
     """The prompt's tokens; none for a model without text, or if the default prompt does not fit.
 
-    The default prompt is text. A model of token ids starts from the held-out part instead.
+    The default prompt is text of four letters. A model of token ids, or of fewer tokens, starts
+    from the held-out part instead.
     """
     run = config.run
-    default = run.prompt == RunConfig().prompt and isinstance(tokenizer, Ids)
-    if tokenizer is None or default or not run.sample_tokens:
+    if tokenizer is None or not run.sample_tokens:
         return []
-    return prompt_ids(tokenizer, run.prompt, config.model.vocab_size)
+    if run.prompt == RunConfig().prompt and (isinstance(tokenizer, Ids) or len(
+            tokenizer.encode_prompt(run.prompt)) > config.model.seq_len):
+        return []
+    return encode_prompts(tokenizer, [("--prompt", run.prompt)], config.model)[0].ids

@@ -51,6 +51,7 @@ class Group:
         self.texts, self.spoken = texts, {*texts[rows.start:rows.stop]}
         self.own = own = [texts[min(row, len(texts) - 1)] for row in rows]
         self.room = {text: text.room(sampling, self.seq_len) for text in texts}
+        self.cut_short = {text for text in texts if self.room[text] < sampling.num_tokens}
         self.length = max(len(text.tokens) for text in own)  # slots filled after the next round
         self.firsts = np.array([self.length - len(text.tokens) for text in own])
         self.fresh = self.length
@@ -89,8 +90,7 @@ class Group:
             if ids[text] in sampling.stop:
                 text.end = STOP
             elif not self.room[text]:
-                full = len(text.tokens) > self.seq_len
-                text.end = FULL if full else LENGTH
+                text.end = FULL if text in self.cut_short else LENGTH
         self.length, self.fresh = self.length + 1, 1
         return grown
 
