@@ -144,12 +144,12 @@ class DecoderConfig(ModelConfig):
 
     def _head_problems(self) -> list[str]:
         """What is wrong between heads and widths."""
+        found, width = [], self.head_dim or self.d_model // self.heads
         if self.head_dim is None and self.d_model % self.heads:
             legal = listing(divisors(self.d_model), self.heads)
-            return [(f"--heads {self.heads}: must divide --d-model {self.d_model}; use {legal}, or"
-                     " give --head-dim")]
-        found, width = [], self.head_dim or self.d_model // self.heads
-        if self.positions == "rope" and width % 2:
+            found.append(f"--heads {self.heads}: must divide --d-model {self.d_model}; use {legal},"
+                         " or give --head-dim")
+        elif self.positions == "rope" and width % 2:
             found.append(f"--positions rope: rotates pairs of a head's numbers, and a head has"
                          f" {width}; use --head-dim {width + 1}")
         if self.heads % self.whole_kv_heads:

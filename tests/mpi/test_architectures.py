@@ -88,6 +88,15 @@ def test_recomputation_equals_one_rank(poisoned_memory, recompute):
     assert_equal(replace(config, memory=MemoryConfig(recompute)))
 
 
+@pytest.mark.parametrize(("name", "zero"), slow_unless(
+    lambda name, zero: (name, zero) == ("tied", 3),
+    itertools.product(("llama", "tied"), (1, 3))), ids=str)
+@pytest.mark.ranks(2, 4)
+def test_shared_state_equals_one_rank(poisoned_memory, name, zero):
+    layout = {2: (2, 1, 1), 4: (2, 1, 2)}[WORLD.size]
+    assert_equal(replace(config_for(name, layout), memory=MemoryConfig(zero=zero)))
+
+
 @pytest.mark.parametrize("schedule", [
     pytest.param(name, marks=() if name == "zb-v" else pytest.mark.slow) for name in SCHEDULES])
 @pytest.mark.ranks(2, 4, 8)
