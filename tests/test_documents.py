@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers_made import save_like_llama, save_tokenizer
 
@@ -143,6 +143,7 @@ def test_ids_of_windows_are_those_of_the_documents(texts, size, tokenizer):
 @settings(max_examples=100)
 @given(text=st.text(min_size=1, alphabet="ab \u00e4\U0001f600\n", max_size=300),
        size=st.integers(1, 30), overlap=st.integers(1, 30))
+@example(text="a    a", size=1, overlap=3)
 def test_windows_without_a_common_id_still_give_back_the_text(text, size, overlap, tokenizer):
     ids, = ids_of(tokenizer, whole([text]), size, overlap)
     assert tokenizer.decode(ids) == text

@@ -17,17 +17,18 @@ BATCH = 16 * WINDOW  # characters that the library gets at once, for its threads
 class Encoded:
     """A window and its ids (n,). span_of(number) -> (from, to): the characters of an id.
 
-    skipped: ids at the beginning that the window before has already.
+    skipped: ids at the beginning that the window before has already. begin: where the others begin.
     """
 
     window: Window
     ids: np.ndarray
     span_of: Callable[[int], tuple[int, int]]
     skipped: int = 0
+    begin: int = 0
 
-    def behind(self, number: int) -> Encoded:
-        """Without the first ids."""
-        return replace(self, ids=self.ids[number:], skipped=self.skipped + number)
+    def behind(self, number: int, character: int) -> Encoded:
+        """Without the first ids, which lie before this character."""
+        return replace(self, ids=self.ids[number:], skipped=number, begin=character)
 
     def span(self, place: int) -> tuple[int, int]:
         """The characters of the id at this place, in the window's text."""
@@ -71,40 +72,41 @@ def joined(tokenizer, found: Iterable[Encoded],
     """The ids of each document, window by window. size: from one window's begin to the next's."""
     before = None
     for after in found:
-        start = 0
+        start = character = 0
         if before is not None:
-            stop, between, start = meeting(tokenizer, before, after, size)
+            stop, between, start, character = meeting(tokenizer, before, after, size)
             yield np.concatenate([before.ids[:stop], between]), End.NOTHING, after.window.head
-        before = after.behind(start)
+        before = after.behind(start, character)
         if after.window.end is not End.NOTHING:
             yield before.ids, after.window.end, after.window.head
             before = None
 
 
 def meeting(tokenizer, before: Encoded, after: Encoded, size: int):
-    """(end in the ids before, ids between, begin in the ids after) of two windows.
+    """(end in the ids before, ids between, begin in the ids after, its character) of two windows.
 
     The place is the id nearest to the middle of the common text that both windows have. If they
     have none in common, as in a long row of equal letters, the text at the middle is encoded alone.
     """
     common = len(before.window.text) - size
     if not common:
-        return len(before.ids), before.ids[:0], 0
+        return len(before.ids), before.ids[:0], 0, 0
     own = _beginnings(after, 0, common)
-    same = [(abs(key[0] - common // 2), stop, own[key])
+    same = [(abs(key[0] - common // 2), stop, own[key], key[0])
             for key, stop in _beginnings(before, size, size + common).items() if key in own]
     if same:
-        _, stop, start = min(same)
-        return stop, before.ids[:0], start
+        _, stop, start, character = min(same)
+        return stop, before.ids[:0], start, character
     middle = common // 2
-    stop, start = before.first_from(size + middle), after.first_from(middle)
+    stop = before.first_from(size + middle)
     while stop and before.span(stop - 1)[1] > size + middle:  # it lies across the middle
         stop -= 1
-    first = before.span(stop - 1)[1] - size if stop else before.span(0)[0] - size
+    first = (before.span(stop - 1)[1] if stop else before.begin) - size
+    start = after.first_from(max(middle, first))
     last = after.span(start)[0] if start < len(after.ids) else len(after.window.text)
     text = before.window.text[first + size:] + after.window.text[common:]
     between = tokenizer.encode(text[:last - first])
-    return stop, np.array(between, before.ids.dtype), start
+    return stop, np.array(between, before.ids.dtype), start, last
 
 
 def _beginnings(one: Encoded, first: int, last: int) -> dict:
