@@ -5,10 +5,11 @@
     python -m bench.claims convolution [--json FILE]      # barriers of one layer: convnet, decoder
     python -m bench.claims context [--json FILE]          # pairs that ranks of a long row multiply
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
+    mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
 
 Barriers and memory come from the shapes-only run; tests prove it equal to the records of real runs.
-Hybrids and limit are real training steps.
+Hybrids, limit, and the times of sharing are real training steps.
 """
 
 from __future__ import annotations
@@ -202,6 +203,41 @@ def hybrids(world) -> list[dict] | None:
     return rows if world.rank == 0 else None
 
 
+PIECES = {"zero": 3, "zero_grads": "sharded"}
+SHARING = [
+    ({"dp": 4}, {}), ({"dp": 4}, {"recompute": "block"}), ({"dp": 4}, {"zero": 1}),
+    ({"dp": 4}, {"zero": 3}), ({"dp": 4}, {"zero": 3, "zero_keep": "stage"}), ({"dp": 4}, PIECES),
+    ({"cp": 4}, {}), ({"cp": 4}, PIECES | {"recompute": "block"}),
+]
+
+
+def sharing(world) -> list[dict] | None:
+    """What a rank of four keeps, by what it makes again and shares out, and the price of that.
+
+    Bytes, barriers and messages are predicted, of one step and rank. step_ms is measured. Rows on
+    world rank 0, None elsewhere.
+    Comm: everything of a few training steps per row.
+    """
+    rows, tokens = [], load_source((), 256).tokens
+    for layout, settings in SHARING:
+        config = configure(layout, **settings)
+        with tempfile.TemporaryDirectory() as own:
+            seconds = median_step(config, tokens, world, broadcast_text(world, own))
+            all_seconds = gather_facts(world, seconds)
+        if all_seconds is None:
+            continue
+        found = predict(config, 0)
+        bytes_of = {f"{label}_MiB": found.peak_bytes.get(label, 0) / 2**20
+                    for label in ("weights", "gradients", "optimizer", "stash")}
+        words = [f"{name.replace('_', '-')} {value}" for name, value in settings.items()]
+        rows.append({
+            "layout": layout_name(layout), "with": ", ".join(words) or "-", **bytes_of,
+            "peak_MiB": found.peak_total / 2**20, "barriers": len(found.recorder.records),
+            "sent_MiB": sum(one.wire_bytes for one in found.recorder.records) / 2**20,
+            "step_ms": max(all_seconds) * 1e3})
+    return rows if world.rank == 0 else None
+
+
 def median_step(config, tokens, world, folder: str) -> float:
     """Train STEPS steps with a trace in `folder`; median seconds of this rank's traced ones.
 
@@ -232,10 +268,10 @@ def main(argv, session) -> int:
     """Measure or compute the table that the first word names, and print it."""
     parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
     parser.add_argument("table", choices=(
-        "barriers", "memory", "convolution", "context", "hybrids", "limit"))
+        "barriers", "memory", "convolution", "context", "hybrids", "sharing", "limit"))
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
-    measured = {"hybrids": hybrids, "limit": too_large.too_large}
+    measured = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large}
     if args.table in measured:
         world = session.start()
         results.check_writable(args.json, session)

@@ -27,6 +27,16 @@ class MemoryConfig:
         "none", "none: weights are gathered for each pass of a block; stage: once per step, from"
         " the first pass of a stage to the last", choices=("none", "stage"), only=OF_ZERO_3)
 
+    @property
+    def keeps_pieces_of_gradients(self) -> bool:
+        """Whether a rank keeps only its pieces of gradients, as --zero-grads says with --zero 3."""
+        return self.zero == 3 and self.zero_grads == "sharded"
+
+    @property
+    def gathers(self) -> str | None:
+        """When weights are gathered that no rank holds whole (--zero-keep); None where all do."""
+        return self.zero_keep if self.zero == 3 else None
+
 
 def memory_problems(config) -> list[str]:
     """Flags that need another one, and layers that have nothing to make again."""

@@ -102,10 +102,10 @@ def _data(config, prediction, group_size: int, m: int, m_text: str) -> Expected:
         return Expected("2S", 2 * len(segments), "(q-1)/q * (gradients + weights)",
                         factor * numbers * (sum_itemsize + itemsize))
     lengths = [one for units in prediction.reads.values() for unit in units for one in unit]
-    gathers, gathers_text = (1, "") if memory.zero_keep == "stage" else (2 * m, f"2*{m_text} ")
+    gathers, gathers_text = (1, "") if memory.gathers == "stage" else (2 * m, f"2*{m_text} ")
     calls, sums, text = len(segments), numbers, "gradients"
     calls_text = f"{gathers_text}U + S"
-    if memory.zero_grads == "sharded":
+    if memory.keeps_pieces_of_gradients:
         calls, sums, text = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
         calls_text = f"{gathers_text}U + {m_text} U"
     return Expected(calls_text, gathers * len(lengths) + calls,

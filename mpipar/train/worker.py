@@ -126,11 +126,11 @@ class Worker:
                 self._context(stage), config.model, stage, self.stage_layers, tables)
             for stage in self.schedule.stages_of(grid.pp_rank)
         }
-        sync = (PieceSync if memory.zero_grads == "sharded"
+        sync = (PieceSync if memory.keeps_pieces_of_gradients
                 else ScatterSync if memory.zero else GradSync)
         self.gradsync = sync(
             ops, self.stages, self.comms, recorder, config.train.bucket_bytes)
-        weights = UNITS[memory.zero_keep if memory.zero == 3 else None](
+        weights = UNITS[memory.gathers](
             ops, self.stages, self.shared, recorder)
         self.engine = Engine(
             ops, self.stages, self.schedule, self.comms.pp, recorder, self.gradsync, weights)
@@ -143,7 +143,7 @@ class Worker:
     def _lowered(self, schedule) -> list:
         """This rank's program of a schedule, as the engine runs it."""
         program = lower(schedule, self.grid.pp_rank)
-        kept = self.config.memory.zero == 3 and self.config.memory.zero_keep == "stage"
+        kept = self.config.memory.gathers == "stage"
         return with_weights_kept(program) if kept else program
 
     def _context(self, stage) -> Context:
@@ -165,7 +165,7 @@ class Worker:
         memory, itemsize = self.config.memory, self.ops.statistics.itemsize
         return Sharding(
             memory.zero, self.shared.index, self.shared.size,
-            self.config.train.bucket_bytes // itemsize, memory.zero_grads == "full")
+            self.config.train.bucket_bytes // itemsize, not memory.keeps_pieces_of_gradients)
 
     def close(self) -> None:
         """Free the groups when nothing more will be sent. Comm: every rank must call it."""
