@@ -22,7 +22,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, Environm
 ROWS = 2  # of a microbatch
 END_BYTES = "1M"  # the largest sum: one unit's gradients
 LAUNCHES = 5
-CALIBRATION = 0.45 # of a setting's time
+CALIBRATION = 0.45  # of a setting's time
 
 
 class Setting(NamedTuple):
