@@ -115,15 +115,20 @@ def swiglu_backward_input(dy, h, dh, y):
     """Write the gradient of h (N, 2, F) to dh, and silu(gate) up to y (N, F)."""
     one = h.dtype.type(1.0)
     for i in range(h.shape[0]):
+        # LLVM vectorises a loop only if a few comparisons show that its arrays do not overlap. So
+        # there are two loops, and the second makes the exponential again.
+        gate, up, dgate, dup = h[i, 0], h[i, 1], dh[i, 0], dh[i, 1]
         for j in range(h.shape[2]):
-            g = h[i, 0, j]
-            e = exp(-abs(g))
+            e = exp(-abs(gate[j]))
             part = one / (one + e)
-            s = part if g >= 0 else e * part
-            silu = g * s
-            dh[i, 0, j] = dy[i, j] * h[i, 1, j] * (s + g * (e * part * part))
-            dh[i, 1, j] = dy[i, j] * silu
-            y[i, j] = silu * h[i, 1, j]
+            silu = gate[j] * (one if gate[j] >= 0 else e) * part
+            dup[j] = dy[i, j] * silu
+            y[i, j] = silu * up[j]
+        for j in range(h.shape[2]):
+            e = exp(-abs(gate[j]))
+            part = one / (one + e)
+            s = (one if gate[j] >= 0 else e) * part
+            dgate[j] = dy[i, j] * up[j] * (s + gate[j] * (e * part * part))
 
 
 @compiled(ROUND_ONCE)
