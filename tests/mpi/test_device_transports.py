@@ -19,13 +19,14 @@ from mpipar.comm import connect
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import HostTransport
+from mpipar.config.memory import MemoryConfig
 from mpipar.data.rows import Rows
 from mpipar.train.verify import SPREAD, differences, full_tensors
 from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
-CALLS = ("all_reduce", "iall_reduce", "all_gather", "reduce_scatter", "isend", "irecv", "send",
-         "recv", "broadcast", "reduce")
+CALLS = ("all_reduce", "iall_reduce", "all_gather", "iall_gather", "reduce_scatter",
+         "ireduce_scatter", "isend", "irecv", "send", "recv", "broadcast", "reduce")
 
 
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
@@ -55,6 +56,12 @@ def test_device_path_equals_one_rank(cuda_aware, layout):
 def test_device_path_with_cut_tokens_equals_one_rank(cuda_aware, layout, tp_matmul):
     model = replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul)
     check_step(cuda_aware, small_config(layout, 2, model=model))
+
+
+@pytest.mark.parametrize("memory", [MemoryConfig(zero=1), MemoryConfig(zero=3)], ids=["1", "3"])
+@pytest.mark.ranks(2)
+def test_device_path_that_shares_out_equals_one_rank(cuda_aware, memory):
+    check_step(cuda_aware, replace(small_config((2, 1, 1), 2), memory=memory))
 
 
 def check_step(cuda_aware, config):
