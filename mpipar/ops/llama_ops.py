@@ -18,13 +18,13 @@ class LlamaOps:
         y *= h[..., 1, :]
         return y
 
-    def swiglu_backward_input(self, dy, h):
+    def swiglu_backward_input(self, dy, h, out=None):
         """Return (dh (..., 2, F), and silu(gate) up (..., F) once more).
 
         With s = s(gate): silu' = s + silu (1 - s).
         """
         gate, up = h[..., 0, :], h[..., 1, :]
-        dh = self.xp.empty(h.shape, h.dtype)
+        dh = self.xp.empty(h.shape, h.dtype) if out is None else out
         s = self._logistic(gate)
         y = gate * s  # silu
         self.xp.multiply(dy, y, out=dh[..., 1, :])
