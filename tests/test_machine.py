@@ -157,6 +157,19 @@ def test_a_step_of_replicas_is_passes_sums_and_update():
     assert found.total == found.pipeline + found.barriers + found.update
 
 
+def test_zero_gathers_and_scatters_by_halves_and_updates_its_share():
+    """ZeRO-3 gathers weights in F and I of each microbatch; the sums are half of an all-reduce."""
+    whole = config_of(dp=2)
+    shared = replace(whole, memory=replace(whole.memory, zero=3))
+    usual, found = (step_estimate(machine(), config) for config in (whole, shared))
+    assert found.update == pytest.approx(usual.update / 2)
+    assert found.pipeline == usual.pipeline
+    params = usual.update / 2e-9
+    sums, passes = 0.5, 2 * 4 * 0.5
+    seconds = (sums + passes) * 4 * params * US_PER_BYTE * 1e-6
+    assert seconds < found.barriers < 1.12 * seconds  # latencies, and the tied table for both ends
+
+
 def test_a_pipeline_is_simulated_with_the_costs_that_the_machine_gives():
     config = config_of(pp=2)
     message = 2 * 64 * 128 * 4

@@ -19,7 +19,9 @@ from mpipar.plan.predict import Prediction, predict
 from mpipar.plan.sharing import crowding, pipeline_cores, sharing_note
 from mpipar.train.worker import configured_schedule
 
-BUCKET = "grads.bucket"  # the only sum that is posted first and waited for later
+BUCKET = "grads.bucket"  # a sum that is posted first and waited for later
+OF_ZERO = (".gather", ".scatter")  # ends of the names of what ZeRO-3 sends, posted too
+HALVES = ("reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,10 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     stages = costs_of(machine, config, message).merged(unit_counts(config, schedule))
     pipeline = float(simulate(schedule, stages).makespan)
     barriers = max(behind_the_pipeline(machine, step, outside) for step in steps)
-    update = max(step.num_params for step in steps) * units.update_seconds_per_parameter
+    updated = max(step.num_params for step in steps)
+    if config.memory.zero:  # each data rank updates its pieces
+        updated /= config.grid.dp * config.grid.cp
+    update = updated * units.update_seconds_per_parameter
     update *= crowding(config.grid, machine.cores)
     return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)),
                         sharing_note(config.grid, machine.cores))
@@ -132,18 +137,23 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
 def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:
     """Seconds of one rank's sums over replicas and over the world; adds to `outside`.
 
-    Groups smaller than the world all run at once, so their contention counts.
+    Those of ZeRO's gathers and scatters count too. Each moves half of the bytes of an all_reduce,
+    and the machine's file measures only the whole. Groups smaller than the world all run at once,
+    so their contention counts.
     """
     seconds = 0.0
     for record in step.recorder.records:
-        if record.name != BUCKET and record.phase not in ("sync", "opt"):
+        posted = record.name == BUCKET or record.name.endswith(OF_ZERO)
+        if not posted and record.phase not in ("sync", "opt"):
             continue
-        ranks = len(step.groups[record.axis])
-        operation = "iall-reduce" if record.name == BUCKET else (
-            record.operation.replace("_", "-"))
+        ranks, half = len(step.groups[record.axis]), record.operation in HALVES
+        operation = "all-reduce" if half else record.operation.replace("_", "-")
+        operation = "iall-reduce" if posted else operation
         found = machine.estimate(operation, record.payload_bytes, ranks)
         if found.extrapolated:
             outside.add(f"{operation} of {record.payload_bytes} bytes")
         together = 1 < ranks < len(step.groups["world"])
-        seconds += found.seconds * (machine.contention_factor(operation) if together else 1)
+        share = 0.5 if half else 1.0
+        seconds += share * found.seconds * (
+            machine.contention_factor(operation) if together else 1)
     return seconds
