@@ -1,5 +1,4 @@
-"""Rows of text and images: their sources, the rows of each step, and a bigram model to compare
-with.
+"""Data: tokens from text, the rows of each step, images, and a bigram model to compare with.
 
 The data of a model is a module with `load`, `evaluated`, `Rows`, `arrays` and `blank_batch`.
 """

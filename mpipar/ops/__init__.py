@@ -1,4 +1,4 @@
-"""Array functions of the layers, in three implementations: NumPy, CuPy and shapes only.
+"""Array functions of the layers, in four implementations: NumPy, Numba, CuPy and shapes only.
 
 Layers and models do arithmetic only through the object that `make` returns. So the same layer runs
 on a CPU, on a GPU, and without any numbers at all for the cost model.

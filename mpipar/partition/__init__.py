@@ -1,4 +1,4 @@
-"""The upper tile level: one product `y = x @ w` cut over the ranks of a group, one file per cut.
+"""The upper tile level: one product or one attention cut over a group of ranks, a file per cut.
 
 Every cut has the same three functions. The barriers of products are visible lines in these files:
 

@@ -1,1 +1,1 @@
-"""What a layout will cost: the costs of passes, and the predictions that follow from them."""
+"""What a layout will cost, and which one to choose: cost models, predictions and a search."""
