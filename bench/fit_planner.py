@@ -14,8 +14,8 @@ import math
 from contextlib import contextmanager
 from dataclasses import replace
 
+from mpipar.plan import block_time, collectives, step_time
 from mpipar.plan import cluster as clusters
-from mpipar.plan import collectives, step_time
 from mpipar.plan.published import read_rows, read_runs
 
 PRODUCTS = {"a100-80": "A100-80-SXM", "h100": "H100-SXM", "b200": "B200-SXM"}
@@ -24,7 +24,7 @@ OF_STACKS = [(stack, name) for stack in (
     "megatron", "megatron-unfused", "zero-bubble", "deepspeed", "fsdp", "torchtitan")
     for name in CONSTANTS]
 OF_MACHINES = [("a100-80", "layer_us"), ("h100", "layer_us")]
-OF_STEPS = [(collectives, "NETWORK"), (collectives, "SHARED"), (step_time, "SLOWED"),
+OF_STEPS = [(collectives, "NETWORK"), (collectives, "SHARED"), (block_time, "SLOWED"),
             (step_time, "UPDATE")]
 LEFT_OUT = ("r0011", "r0012", "r0013", "r0014", "r0015", "r0016")  # DeepSpeed ZeRO-3 of 2021
 CLOSE = 0.05  # errors beyond this count linearly: some measurements are outliers

@@ -21,6 +21,7 @@ STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
 SCORES = (8, 10)  # scale, mask, softmax and dropout over scores that lie in memory
 LOGITS = 14  # bytes that a loss moves for each logit, forward and backward
 BACKWARD = 2.5  # FLOPs of fused attention backward, over those forward: scores are made again
+SLOWED = 1.2  # seconds that products lose for a second of transfers beside them
 SUM_OF_PARTS = 1.2  # a reduce-scatter and an all-gather over an all-reduce of the same bytes
 
 
@@ -33,6 +34,7 @@ class Times(NamedTuple):
     starts: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
+    gathers: float = 0.0
 
     @property
     def total(self) -> float:
@@ -96,6 +98,8 @@ def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     again = {"none": Times(), "block": f,
              "attention": Times() if stack.fused else Times(
                  attention=attention[0], elementwise=scores[0])}[layout.recompute]
+    if layout.zero > 1:
+        f, i = with_gathers(shape, layout, cluster, stack, (f, i.plus(w).plus(again), i))
     return BlockTimes(f, i, w, again, head_seconds(shape, layout, cluster, stack, tp))
 
 
@@ -131,8 +135,21 @@ def head_seconds(shape, layout, cluster, stack, tp) -> float:
     return products + LOGITS * n * columns / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise) + tp
 
 
-def gather_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack):
-    """(gather of a block's 16-bit weights, sum of its gradients) over the data ranks."""
+def with_gathers(shape, layout, cluster, stack, passes) -> tuple[Times, Times]:
+    """(forward, input gradient) with what sharded weights add to them.
+
+    passes: forward, whole backward, input gradient. Weights are gathered for both; gradients are
+    summed behind the backward. Transfers run beside the products of neighbouring blocks, and slow
+    them down. Weights that stay for the step are gathered for its first microbatch alone.
+    """
+    forward, backward, i = passes
     elements = shape.block_parameters / layout.tp
     gather = all_gather(cluster, elements * SIZE, layout.data_ranks, layout.tp)
-    return gather, gather * stack.wire_bytes / SIZE
+    scatter = gather * stack.wire_bytes / SIZE
+    often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
+
+    def added(moved: float, beside: float) -> float:
+        exposed = max(0.0, moved - beside) if stack.overlap else moved
+        return often * (exposed + SLOWED * (moved - exposed))
+    return (forward._replace(gathers=added(gather, forward.total)),
+            i._replace(gathers=added(gather + scatter, backward.total)))

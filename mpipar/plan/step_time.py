@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpipar.plan.block_time import SIZE, BlockTimes, block_times, gather_seconds
+from mpipar.plan.block_time import SIZE, BlockTimes, block_times
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, exchange
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.shape import Shape
 
 UPDATE = 0.919  # how often masters, moments and gradients cross memory in an update
-SLOWED = 1.2  # how much of a transfer that runs beside products these are slower by
 TIE = 0.03  # steps that are closer than this are the same to the closed forms
 STEP = 0.005  # seconds of what happens once in a step: data, norm, logging
 
@@ -62,8 +61,6 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
     closed form. See pipeline_time.py for a bound from below and for the simulator.
     """
     block = block_times(shape, layout, cluster, stack)
-    if layout.zero > 1:
-        return sharded_step(shape, layout, cluster, stack, block)
     counts = blocks_of_stages(shape.layers, layout.stages)
     busy = busy_seconds(layout, block, counts)
     rank = max(range(layout.pp), key=lambda rank: busy[rank])
@@ -74,7 +71,8 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
         m * blocks * tp_of(block), m * blocks * (block.f.cp + block.i.cp),
         (pipeline or closed)(layout, block, counts) - busy[rank],
         hop_seconds(shape, layout, cluster, stack),
-        sum_seconds(shape, layout, cluster, stack, blocks),
+        m * blocks * (block.f.gathers + block.i.gathers)
+        + sum_seconds(shape, layout, cluster, stack, blocks),
         update_seconds(shape, layout, cluster, stack, blocks) + STEP)
 
 
@@ -95,7 +93,7 @@ def closed(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
 def compute_of(block: BlockTimes) -> float:
     """Computing of a block's three passes, without what runs again."""
     once = block.f.plus(block.i).plus(block.w)
-    return once.total - once.tp - once.cp
+    return once.total - once.tp - once.cp - once.gathers
 
 
 def tp_of(block: BlockTimes) -> float:
@@ -146,6 +144,10 @@ def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, bl
     weights = all_gather(cluster, elements * SIZE, layout.data_ranks, layout.tp)
     if layout.zero == 0:
         return 2 * sums
+    if layout.zero > 1:  # the tables are units, too
+        often = layout.num_microbatches if layout.zero == 3 else 1
+        tables = shape.table_parameters * SIZE / layout.tp
+        return often * all_gather(cluster, tables, layout.data_ranks, layout.tp)
     return (sums + weights) * (0.2 if stack.overlap else 1.0)
 
 
@@ -160,23 +162,3 @@ def update_seconds(shape, layout, cluster, stack, blocks: int) -> float:
     elements = rank_parameters(shape, layout, blocks) / (layout.data_ranks if layout.zero else 1)
     moved = elements * (stack.gradient_bytes + stack.optimizer_bytes) * UPDATE
     return moved / (cluster.hbm_gbytes_s * 1e9)
-
-
-def sharded_step(shape, layout, cluster, stack, block: BlockTimes) -> StepTime:
-    """A step whose weights are sharded over the data ranks and gathered block by block.
-
-    Gathers and sums run beside the products of neighbouring blocks and slow them down.
-    """
-    gather, scatter = gather_seconds(shape, layout, cluster, stack)
-    m, passes = layout.num_microbatches, (layout.num_microbatches if layout.zero == 3 else 1)
-    forward, whole = block.f.total, block.all.total
-    exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - (whole - forward))
-    moved = 2 * gather + scatter
-    beside = exposed + SLOWED * (moved - exposed) if stack.overlap else moved
-    tables = passes * all_gather(
-        cluster, shape.table_parameters * SIZE / layout.tp, layout.data_ranks, layout.tp)
-    return StepTime(
-        m * (shape.layers * compute_of(block) + block.head), m * shape.layers * block.again.total,
-        m * shape.layers * tp_of(block), m * shape.layers * (block.f.cp + block.i.cp), 0.0, 0.0,
-        passes * shape.layers * beside + tables,
-        update_seconds(shape, layout, cluster, stack, shape.layers) + STEP)
