@@ -62,6 +62,17 @@ FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the
         "loss_scale_interval"},
 }
 
+HELP_OF = {  # where a flag says something else to a command than to train
+    "generate": {
+        "prompt": "the text to continue (default 'The ')",
+        "sample_tokens": "tokens to add to each prompt (default 200)",
+        "seed": "fixes the draws, for every layout (default 0)",
+        "batch_size": "prompts that are continued at the same time (default: 8 for each group and"
+                      " dp copy)",
+        "num_microbatches": "groups of prompts in the pipeline at the same time (default: pp)",
+        "cp": "must be 1, because a text grows by one token at a time"},
+}
+
 
 def exit_codes() -> str:
     """The table that every --help ends with."""
@@ -89,7 +100,8 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
                           description=COMMANDS[name], epilog=exit_codes())
     if name == "generate":
         parser.usage = "mpipar generate RUN --prompt TEXT | --prompts FILE [flags]"
-        parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train")
+        parser.add_argument("run_folder", metavar="RUN", help="a run folder of mpipar train, a"
+                            " folder of weights, or a checkpoint")
         parser.add_argument("--prompts", metavar="FILE", help="continue each line of a file, or"
                             " the prompt of each object of a .jsonl file; writes lines of JSON")
         parser.add_argument("--answers", metavar="FILE", help="where --prompts writes; must be new"
@@ -97,7 +109,8 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
     elif name in OWN_ARGUMENTS:
         parser.usage = OWN_ARGUMENTS[name]
         importlib.import_module(f"mpipar.commands.{name}").add_arguments(parser)
-    if name in FLAGS_OF and flags.add_flags(parser, FLAGS_OF[name], every):
+    if name in FLAGS_OF and flags.add_flags(
+            parser, FLAGS_OF[name], every, HELP_OF.get(name, {})):
         parser.epilog += f"\n\nmpipar {name} --help-all lists every flag."
     if name == "explain":
         parser.add_argument("--rank", type=int, default=0, help="world rank to explain (default 0)")

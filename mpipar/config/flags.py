@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import types
 
 from mpipar.config.model import FAMILIES, ModelConfig
 from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
@@ -25,7 +26,7 @@ USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the
 MORE = {  # flags that are not fields
     "layout": {"default": argparse.SUPPRESS, "metavar": "dp=2,pp=2,tp=2",
                "help": "short for --dp 2 --pp 2 --tp 2"},
-    "config": {"metavar": "FILE.toml", "help": "read these keys first; flags go before them"},
+    "config": {"metavar": "FILE.toml", "help": "read these keys first; flags override them"},
     "print_config": {"action": "store_true",
                      "help": "print the resulting configuration as TOML and stop"},
 }
@@ -69,12 +70,13 @@ def all_groups() -> list[tuple[str, str, list[str]]]:
     return [*found, ("configuration", "", list(MORE))]
 
 
-def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=True) -> bool:
+def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=True,
+              help_of=types.MappingProxyType({})) -> bool:
     """Add the flags of the named fields and those of MORE; return whether the help hides some.
 
     every: the help shows all of them, by section. If not, and there are many, it shows the USUAL
     ones. Values stay text here, and those not given are absent from the namespace. So read() sees
-    all mistakes at once and knows what the user said.
+    all mistakes at once and knows what the user said. help_of: {field: help in place of its own}.
     """
     hidden = [name for name in [*FIELDS, *MORE] if name in names or name in MORE]
     groups = all_groups() if every or len(hidden) <= MANY else USUAL
@@ -83,7 +85,7 @@ def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=Tr
         if chosen:
             group = parser.add_argument_group(title, text)
             for name in chosen:
-                _add_flag(group, name)
+                _add_flag(group, name, **({"help": help_of[name]} if name in help_of else {}))
                 hidden.remove(name)
     for name in hidden:
         _add_flag(parser, name, help=argparse.SUPPRESS)

@@ -181,7 +181,7 @@ class ConvnetConfig(ModelConfig):
     channels: int = setting(32, "channels D of the stream between convolutions", low=1, high=2**16)
     classes: int = setting(10, "classes V of images; padded for tp", low=2, high=2**22)
     image_shape: tuple[int, ...] = setting(
-        (8, 8, 1), "height, width and channels of an image", low=1, high=2**14)
+        (8, 8, 1), "height, width and channels of an image (default 8,8,1)", low=1, high=2**14)
     stem_stride: int = setting(
         1, "step of the first convolution; 2 = a quarter of the work", low=1, high=2**14)
 

@@ -35,9 +35,9 @@ class RunConfig:
     init_from: str | None = setting(
         None, "weights to start from, which fix the shape: of a run, a folder, or a checkpoint")
     max_shard_size: int = setting(
-        5 << 30, "bytes of a file of weights; more goes to several files and an index", low=1,
-        below=2**63, in_bytes=True)
-    resume: str = setting("never", "go on behind a checkpoint: never, auto (the newest of --out),"
+        5 << 30, "bytes of a file of weights; more goes to several files and an index (default 5G)",
+        low=1, below=2**63, in_bytes=True)
+    resume: str = setting("never", "go on from a checkpoint: never, auto (the newest of --out),"
                           " or the folder of a run or of a step")
     save_interval: int = setting(
         0, "steps between two checkpoints; 0 = at the end and on a stop", low=0)
@@ -71,17 +71,19 @@ class RunConfig:
         None, "bytes of a rank's arrays: more is an error that names the layouts that fit, and"
         " --schedule auto plans with it (default: no limit)", low=1, below=2**63, in_bytes=True)
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
-    prompt: str = setting("The ", "start of the text generated at the end", only=OF_TEXT)
+    prompt: str = setting("The ", "start of the text generated at the end (default 'The ')",
+                          only=OF_TEXT)
     sample_tokens: int = setting(
         200, "tokens generated at the end; 0 = none", low=0, high=2**20, only=OF_TEXT)
     sample_interval: int = setting(
         0, "steps between two generated texts; 0 = only one, at the end", low=0, only=OF_TEXT)
     temperature: float = setting(
-        0.8, "of the generated text; 0 = always the likeliest token", low=0.0, only=OF_TEXT)
+        0.8, "of the generated text: higher = more random; 0 = always the likeliest token",
+        low=0.0, only=OF_TEXT)
     top_k: int = setting(
-        50, "a token is drawn from so many of the likeliest", low=1, high=2**20, only=OF_TEXT)
+        50, "each token is drawn from the N likeliest", low=1, high=2**20, only=OF_TEXT)
     top_p: float = setting(
-        1.0, "and of these only from the first that reach this share", above=0.0, high=1.0,
+        1.0, "and of these only from the first whose probabilities reach X", above=0.0, high=1.0,
         only=OF_TEXT)
     stop_token: tuple[int, ...] = setting(
         (), "ids that end a text (default: the tokenizer's end of text)", low=0, only=OF_TEXT)

@@ -37,5 +37,5 @@ class TrainConfig:
         1e-8, "AdamW: added to the root of the square's mean", low=2.0**-126, only=OF_ADAMW)
     clip: float = setting(1.0, "largest global gradient norm; 0 = no clipping", low=0.0)
     bucket_bytes: int = setting(
-        4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages", low=1,
-        in_bytes=True)
+        4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages (default"
+        " 4M)", low=1, in_bytes=True)

@@ -24,6 +24,7 @@ SYNONYMS = {  # other programs' names -> field
     "logging_steps": "log_interval", "sample_every": "sample_interval", "zero_stage": "zero",
     "num_key_value_heads": "kv_heads", "n_kv_heads": "kv_heads", "num_query_groups": "kv_heads",
     "kv_channels": "head_dim", "rotary_base": "rope_theta", "rms_norm_eps": "norm_eps",
+    "cp_comm_type": "cp_attention",
     "layer_norm_epsilon": "norm_eps", "norm_epsilon": "norm_eps", "hidden_act": "activation",
     "activation_function": "activation", "intermediate_size": "ffn",
     "position_embedding_type": "positions", "tie_word_embeddings": "tied", "model_type": "arch",
@@ -43,17 +44,17 @@ OTHERWISE = {  # other programs' names for what has another form here -> what to
     "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
     "untie_embeddings_and_output_weights": "--no-tied", "swiglu": "--activation swiglu",
     "disable_bias_linear": "--bias none", "add_qkv_bias": "--bias qkv",
+    **dict.fromkeys(("recompute_granularity", "recompute_activations"),
+                    "--recompute attention, or --recompute block"),
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model"),
+                    "--data FOLDER, which mpipar data prepare makes with a tokenizer"),
     "fsdp": "--zero 3", "use_distributed_optimizer": "--zero 1",
 }
 NOT_BUILT = {  # known names for what these programs do not do -> what to do instead
     "dropout": "leave it out", "attention_dropout": "leave it out",
     "hidden_dropout": "leave it out", "compile": "leave it out", "fp8": "use --dtype bfloat16",
-    "fp8_format": "use --dtype bfloat16", "cp_comm_type": "leave it out",
+    "fp8_format": "use --dtype bfloat16",
     "num_experts": "leave it out", "expert_model_parallel_size": "leave it out",
-    "recompute_granularity": "leave it out; --memory-limit names layouts that fit",
-    "recompute_activations": "leave it out; --memory-limit names layouts that fit",
-    "tokenizer_type": "--data takes text as bytes, or files of token ids",
-    "tokenizer_model": "--data takes text as bytes, or files of token ids",
     "wandb_project": "leave it out: a run folder has metrics.jsonl",
 }
 COUNTERPARTS = {  # a field -> its name in the other family of models
