@@ -38,7 +38,7 @@ OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "ckpt": "mpipar ckpt ls|verify|export RUN [--step N] [--out FOLDER] [flags]",
     "data": "mpipar data prepare TEXT... --tokenizer WHAT --out FOLDER [--separator TEXT]",
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
-    "compare": "mpipar compare RUN_A RUN_B [--check]",
+    "compare": "mpipar compare RUN_A RUN_B [--machine FILE] [--check]",
     "plan": "mpipar plan MODEL --machine NAME --ranks N [flags]",
 }
 WITHOUT_MPI = ("schedule", "explain", *OWN_ARGUMENTS)

@@ -3,18 +3,23 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 from in_process import assert_refused, printed
+from machine_models import machine
 from program import environment
 from test_trace import SMALL
 from trace_cases import MS, blocking, record, span, trace
 
 from mpipar.commands import compare
-from mpipar.errors import EXIT_CHECK_FAILED
+from mpipar.commands.compare import config_of
+from mpipar.errors import EXIT_CHECK_FAILED, UsageError
+from mpipar.plan import machine_file
+from mpipar.plan.machine import settings_of
 from mpipar.trace import comparison
 from mpipar.trace.analysis import analyse
 
@@ -221,6 +226,34 @@ def test_the_command_names_the_slow_rank_and_its_pass(folders):
     assert lines[start + 1].startswith("rank 1: forward of stage 0 ")
     printed("compare", folders["none"], folders["delay"], "--check", code=EXIT_CHECK_FAILED)
     printed("compare", folders["delay"], folders["none"], "--check")
+
+
+def test_a_cost_model_explains_a_part_and_names_the_rest(folders, tmp_path):
+    """The planted sleep is in no model: all of it stays, and the parts of both runs are equal."""
+    known = machine()
+    config = config_of(folders["none"])
+    own = replace(known.units[0], model=settings_of(config.model), dtype=config.run.dtype, tp=2)
+    machine_file.save(replace(known, units=(own,)), str(tmp_path / "machine.json"))
+    text = printed("compare", folders["none"], folders["delay"], "--machine",
+                   tmp_path / "machine.json")
+    rows = {line.split("  ")[0]: line.split()[-3:] for line in text.splitlines()}
+    parts = {"passes of the busiest rank", "idle in the pipeline", "messages between stages",
+             "sums over replicas", "update", "all parts"}
+    assert parts < set(rows)
+    assert {rows[part][2] for part in parts} == {"+0.00"}
+    assert float(rows["measured, and not in the model"][2]) > 50
+    other = replace(own, tp=1)
+    machine_file.save(replace(known, units=(other,)), str(tmp_path / "other.json"))
+    wrong = refusal_after("compare", folders["none"], folders["delay"], "--machine",
+                          tmp_path / "other.json")
+    assert "has no passes of this model" in wrong
+
+
+def refusal_after(*words):
+    """The error that ends a command after it has printed something."""
+    with pytest.raises(UsageError) as caught:
+        printed(*words)
+    return str(caught.value)
 
 
 def test_a_run_is_as_fast_as_itself(folders):

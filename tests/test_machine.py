@@ -17,7 +17,7 @@ from mpipar.plan import machine_file
 from mpipar.plan.machine import Eager
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.sharing import crowding
-from mpipar.plan.step import costs_of, step_estimate
+from mpipar.plan.step import costs_of, step_estimate, step_parts
 from mpipar.train.worker import configured_schedule
 
 FLAGS = "--batch-size 16 --num-microbatches 4"  # with dp 2: microbatches of 2 rows
@@ -223,6 +223,16 @@ def test_more_ranks_than_cores_share_them_and_the_prediction_says_so(path):
     assert text.splitlines()[-1].startswith("2 ranks share 1 core: in the prediction")
     text = printed("explain", *CHOOSE, path)
     assert "\nmore ranks than cores: in the prediction" in text
+
+
+def test_the_parts_of_a_step_add_up():
+    for axes in ({"dp": 2}, {"pp": 2}, {"pp": 2, "dp": 2}):
+        config = config_of(**axes)
+        parts, found = step_parts(machine(), config), step_estimate(machine(), config)
+        assert sum(parts.values()) == pytest.approx(found.total)
+        assert min(parts.values()) >= 0
+        for name in ("idle in the pipeline", "messages between stages"):
+            assert (parts[name] > 0) == ("pp" in axes)
 
 
 def test_groups_that_are_not_the_world_disturb_each_other():

@@ -8,9 +8,15 @@ from __future__ import annotations
 import os
 import textwrap
 
+from mpipar.config.reading import values_of
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import build
 from mpipar.console.tables import table
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
+from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import brief, harmless
+from mpipar.plan import machine_file
+from mpipar.plan.step import step_parts
 from mpipar.trace import comparison, trace_file
 from mpipar.trace.analysis import analyse
 from mpipar.trace.comparison import Side
@@ -25,6 +31,8 @@ def add_arguments(parser) -> None:
                         " several with the same settings, separated by commas")
     parser.add_argument("run_b", metavar="RUN_B", help="the run that is judged against it, or"
                         " several launches of it")
+    parser.add_argument("--machine", metavar="FILE", help="cost model of bench.calibrate: say how"
+                        " much of the difference it explains, part by part")
     parser.add_argument("--check", action="store_true",
                         help="exit with 1 if a step of B is slower than one of A beyond the spread")
 
@@ -41,6 +49,8 @@ def run(args) -> int:
         print_runs(before, after)
         slower = print_step(before, after) == "slower"
         print_causes(before, after)
+    if args.machine:
+        print_explained(machine_file.load(args.machine), before, after)
     return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK
 
 
@@ -102,6 +112,34 @@ def print_causes(before: Side, after: Side) -> None:
     print(change_table("cause", comparison.items(before, after)))
     print("\nwhat others waited for, ms per step, summed over ranks, most lost first:")
     print(change_table("cause of waiting", comparison.waited_for(before, after)))
+
+
+def print_explained(machine, before: Side, after: Side) -> None:
+    """Print what the cost model says of both runs, and what it leaves unexplained.
+
+    Raises UsageError if the cost model lacks a run's model or layout.
+    """
+    parts = [step_parts(machine, config_of(side[0].trace.folder)) for side in (before, after)]
+    step, _, _ = comparison.step_time(before, after)
+    predicted = [comparison.Change(part, 1e3 * parts[0][part], 1e3 * parts[1][part])
+                 for part in parts[0]]
+    total = comparison.Change("all parts", *(1e3 * sum(side.values()) for side in parts))
+    rest = comparison.Change("measured, and not in the model", step.before_ms - total.before_ms,
+                             step.after_ms - total.after_ms)
+    print("\nwhat the cost model says of a step, ms:")
+    rows = [("part", "A ms", "B ms", "change ms")]
+    rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}")
+             for one in (*predicted, total, rest)]
+    print(table(rows))
+
+
+def config_of(folder):
+    """The complete Config of a run folder. Raises DataError, and UsageError for its values."""
+    path = folder / "config.toml"
+    with problems_as(DataError, str(path)):
+        config = build(values_of(read_text(path)))
+    grid = config.grid
+    return resolve(config, grid.dp * grid.pp * grid.cp * grid.tp)[0]
 
 
 def change_table(title: str, changes: list[comparison.Change]) -> str:

@@ -134,6 +134,22 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
                         sharing_note(config.grid, machine.cores))
 
 
+def step_parts(machine: Machine, config) -> dict[str, float]:
+    """Seconds of a predicted step by part; raises UsageError as `step_estimate` does.
+
+    The pipeline's time is that of the busiest rank's passes, its wait for others where messages
+    take no time, and what messages add.
+    """
+    whole = step_estimate(machine, config)
+    schedule = configured_schedule(config.grid)
+    stages = costs_of(machine, config, 0).merged(unit_counts(config, schedule))
+    timeline = simulate(schedule, replace(stages, latency=0, bandwidth=None))
+    passes, silent = float(max(timeline.busy)), float(timeline.makespan)
+    return {"passes of the busiest rank": passes, "idle in the pipeline": silent - passes,
+            "messages between stages": whole.pipeline - silent,
+            "sums over replicas": whole.barriers, "update": whole.update}
+
+
 def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:
     """Seconds of one rank's sums over replicas and over the world; adds to `outside`.
 
