@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from in_process import printed, refusal
+from in_process import at_once, printed, refusal
 
 WORDS = ("plan", "llama-8b", "--machine", "h100", "--ranks", "16", "--batch-size", "32")
 
@@ -105,6 +105,12 @@ def test_the_batch_is_chosen_by_its_rate():
     ((*WORDS, "--tp", "3"), ["is not a multiple of 3"]),
     ((*WORDS, "--chunks", "2"), ["add --schedule interleaved"]),
     ((*WORDS, "--batch-range", "8:4"), ["--batch-range 8:4", "give one of them"]),
+    ((*WORDS[:6], "--batch-range", "99999999:99999999"), ["B <= 16,777,216"]),
+    ((*WORDS[:6], "--batch-size", "0", "--failure-hours", "0"),
+     ["--batch-size 0", "--failure-hours 0"]),
+    ((*WORDS, "--json", "--csv", "--confirm"), ["--json and --csv", "--confirm: adds to the text"]),
+    ((*WORDS, "--save-seconds", "5"), ["belongs to --failure-hours"]),
+    ((*WORDS, "--pp", "1", "--schedule", "zb-v"), ["--pp is 1"]),
     (("plan", "llama-8b", "--machine", "h10", "--ranks", "8"), ["did you mean h100?"]),
     (("plan", "llama-8b", "--machine", "none.toml", "--ranks", "8"), ["none.toml"]),
 ])
@@ -122,3 +128,39 @@ def test_a_machine_of_ones_own(tmp_path):
     (tmp_path / "bad.toml").write_text('basis = "none"\n')
     assert "has no" in str(refusal("plan", "llama-8b", "--machine", tmp_path / "bad.toml",
                                    "--ranks", "8"))
+
+
+@pytest.mark.parametrize(("old", "new", "problem"), [
+    ("hbm_gbytes_s = 4800.0", "hbm_gbytes_s = -1", "hbm_gbytes_s is -1"),
+    ("joins = 8\ngbytes_s = 410.0", "joins = 8\ngbytes_s = 0", "links[0].gbytes_s is 0"),
+    ("float16 = ", "float15 = ", "neither bfloat16 nor float16"),
+])
+def test_a_machine_that_cannot_be(old, new, problem, tmp_path):
+    from mpipar.plan.cluster import MACHINES
+    text = (MACHINES / "h200.toml").read_text()
+    assert old in text
+    (tmp_path / "mine.toml").write_text(text.replace(old, new))
+    assert problem in str(refusal("plan", "llama-8b", "--machine", tmp_path / "mine.toml",
+                                  "--ranks", "8"))
+
+
+def test_zero_on_one_rank_is_no_answer():
+    text = printed("plan", "gpt2", "--machine", "h100", "--ranks", "1", "--zero", "1", code=1)
+    assert "no layout can be run" in text
+    assert "zero needs two ranks" in text
+
+
+def test_rows_that_weights_do_not_take_are_refused(tmp_path):
+    model = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32,
+             "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 256,
+             "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = ("plan", tmp_path, "--machine", "h100", "--ranks", "2", "--seq-len")
+    assert "rows of 64 tokens at most" in str(refusal(*words, "128"))
+    assert "--seq-len 32" in printed(*words, "32")
+
+
+def test_a_huge_batch_takes_no_time():
+    with at_once():
+        printed(*WORDS[:6], "--batch-size", str(1 << 24), "--pp", "2", "--tp", "1", "--dp", "8",
+                "--schedule", "1f1b", "--top", "1")

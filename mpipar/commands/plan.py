@@ -28,6 +28,8 @@ from mpipar.plan.shape import MFU_RULES, Shape
 from mpipar.plan.sites import Sites
 
 MOST_RANKS = 1 << 17
+MOST_ROWS = 1 << 24  # of a step
+SAVE_SECONDS = 30.0
 RECOMPUTE = ("none", "attention", "block")
 
 
@@ -63,7 +65,7 @@ def add_arguments(parser) -> None:
         " many Gbit/s and milliseconds to the others; say which axis crosses it")
     add("--failure-hours", type=float, metavar="H", help="a device fails once in so many hours:"
         " say how often to save")
-    add("--save-seconds", type=float, default=30.0, metavar="S",
+    add("--save-seconds", type=float, metavar="S",
         help="with --failure-hours: what a save takes (default 30)")
     add("--confirm", action="store_true", help="run the first layout on shapes by mpipar's own"
         " code, and print what its ranks would keep and send")
@@ -84,7 +86,7 @@ def run(args) -> int:
     """
     question, typed = question_of(args)
     question, plan, batches = chosen_batch(args, question)
-    if args.html:
+    if args.html is not None:
         output.write_text(Path(args.html), page(question, plan, typed))
     if args.json:
         print(json.dumps(plan_report.as_dict(question, plan), indent=1))
@@ -96,8 +98,9 @@ def run(args) -> int:
             found = confirm(question, config_of(args.model)[0], plan.best[0].layout)
             print(f"\n{plan_report.own_table(*found)}")
         if args.failure_hours and plan.best:
-            print("\n" + plan_report.saving(question, plan.best[0].step.total, args.save_seconds,
-                                            args.failure_hours))
+            print("\n" + plan_report.saving(
+                question, plan.best[0].step.total, args.save_seconds or SAVE_SECONDS,
+                args.failure_hours))
         if args.sites and plan.best:
             print(f"\n{plan_report.sites_table(question, plan, sites_of(args.sites))}")
         if len(batches) > 1:
@@ -124,9 +127,9 @@ def batch_range(text: str) -> tuple[int, int]:
     """A and B of --batch-range. Raises UsageError."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and len(text) < 20
-            and 1 <= int(first) <= int(last) <= int(first) << 12):
-        raise UsageError(f"--batch-range {brief(text)}: must be A:B with 1 <= A <= B, as in"
-                         " 256:2048")
+            and 1 <= int(first) <= int(last) <= min(int(first) << 12, MOST_ROWS)):
+        raise UsageError(f"--batch-range {brief(text)}: must be A:B with 1 <= A <= B <="
+                         f" {MOST_ROWS:,}, as in 256:2048")
     return int(first), int(last)
 
 
@@ -151,15 +154,18 @@ def question_of(args) -> tuple[Question, str]:
     if model.model != "decoder":
         problems.append(f"MODEL {brief(args.model)}: is a {model.model}; plans are for decoders")
     elif args.seq_len is not None:
+        if typed.startswith("--init-from"):
+            problems += row_problems(model, args.seq_len)
         model = replace(model, seq_len=args.seq_len, max_positions=None)
-    batch = args.batch_size or config.train.batch_size or PRESETS[config.run.preset]["batch_size"]
-    limits = {"--ranks": (args.ranks, 1, MOST_RANKS), "--batch-size": (batch, 1, 1 << 24),
+    batch = config.train.batch_size or PRESETS[config.run.preset]["batch_size"]
+    batch = batch if args.batch_size is None else args.batch_size
+    limits = {"--ranks": (args.ranks, 1, MOST_RANKS), "--batch-size": (batch, 1, MOST_ROWS),
               "--seq-len": (getattr(model, "seq_len", 1), 1, 1 << 24), "--top": (args.top, 1, 100)}
     problems += [f"{flag} {brief(str(value))}: must be from {low} to {high:,}"
                  for flag, (value, low, high) in limits.items() if not low <= value <= high]
     problems += [f"{flag} {value:g}: must be more than 0" for flag, value in (
-        ("--failure-hours", args.failure_hours or 1.0), ("--save-seconds", args.save_seconds))
-        if not 0 < value < 1e12]
+        ("--failure-hours", args.failure_hours), ("--save-seconds", args.save_seconds))
+        if value is not None and not 0 < value < 1e12]
     if not 0 <= args.headroom < 100:
         problems.append(f"--headroom {args.headroom:g}: is a share of the memory in percent; use a"
                         " number from 0 to 99")
@@ -171,7 +177,7 @@ def question_of(args) -> tuple[Question, str]:
         except ValueError as error:
             problems.append(f"--memory-limit {brief(args.memory_limit)}: {error}")
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
-    problems += fixed_problems(args, fixed)
+    problems += [*fixed_problems(args, fixed), *unused_problems(args)]
     if args.sites is not None:
         try:
             sites_of(args.sites)
@@ -190,6 +196,31 @@ def question_of(args) -> tuple[Question, str]:
                     gib * (1 - args.headroom / 100), fixed, args.mfu_rule), typed
 
 
+def row_problems(model, seq_len: int) -> list[str]:
+    """What keeps weights from reading rows of so many tokens. model: theirs."""
+    if model.positions == "learned" and seq_len != model.seq_len:
+        return [(f"--seq-len {seq_len}: the weights have learned positions of {model.seq_len}"
+                 " tokens; leave it out")]
+    if model.positions == "rope" and seq_len > model.completed().max_positions:
+        return [(f"--seq-len {seq_len}: the weights are made for rows of"
+                 f" {model.completed().max_positions} tokens at most; use that, or leave it out")]
+    return []
+
+
+def unused_problems(args) -> list[str]:
+    """Flags that would change nothing beside the others."""
+    found = ["--json and --csv: give one of them"] if args.json and args.csv else []
+    alone = "--json" if args.json else "--csv" if args.csv else None
+    given = {"--confirm": args.confirm, "--sites": args.sites is not None,
+             "--failure-hours": args.failure_hours is not None}
+    found += [f"{flag}: adds to the text, and {alone} prints none; give one of them"
+              for flag, is_given in given.items() if is_given and alone]
+    if args.save_seconds is not None and args.failure_hours is None:
+        found.append(f"--save-seconds {args.save_seconds:g}: belongs to --failure-hours; add it, or"
+                     " leave it out")
+    return found
+
+
 def fixed_problems(args, fixed: dict) -> list[str]:
     """What is wrong with the given parts of a layout."""
     found = []
@@ -202,6 +233,9 @@ def fixed_problems(args, fixed: dict) -> list[str]:
     if "chunks" in fixed and fixed.get("schedule") != "interleaved":
         found.append(f"--chunks {fixed['chunks']}: only interleaved takes any number; add"
                      " --schedule interleaved, or leave it out")
+    if fixed.get("pp") == 1 and "schedule" in fixed:
+        found.append(f"--schedule {fixed['schedule']}: orders the passes of several stages, and"
+                     " --pp is 1; give one of them")
     if not found and args.ranks > 0 and args.ranks % product:
         found.append(f"--ranks {args.ranks}: is not a multiple of {product}, the ranks of the given"
                      f" axes; use {-(-args.ranks // product) * product}, or leave an axis out")

@@ -6,7 +6,7 @@ what a software stack achieves on any machine. `docs/planning.md` says how these
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from mpipar.errors import DataError, UsageError, suggestion
@@ -126,4 +126,20 @@ def load_cluster(name: str) -> Cluster:
         cluster = built(Cluster, {"name": path.stem} | values, "the file")
         if not cluster.links:
             raise ValueError("links must name at least one level")
+    if wrong := _problems(cluster):
+        raise DataError([f"{path}: {one}" for one in wrong])
     return cluster
+
+
+def _problems(cluster: Cluster) -> list[str]:
+    """What no machine has: a rate of 0, a time below 0, no rate of numbers of 16 bits."""
+    parts = {"": cluster} | {f"links[{place}].": link for place, link in enumerate(cluster.links)}
+    numbers = [(start + one.name, getattr(part, one.name)) for start, part in parts.items()
+               for one in fields(part)]
+    numbers += [(f"peak_tflops.{name}", rate) for name, rate in cluster.peak_tflops.items()]
+    wrong = [f"{name} is {value:g}, which cannot be" for name, value in numbers
+             if type(value) in (int, float) and (
+                 value < 0 or (value == 0 and not name.endswith(("_us", "joins"))))]
+    if not cluster.peak_tflops.keys() & {"bfloat16", "float16"}:
+        wrong.append("peak_tflops names neither bfloat16 nor float16")
+    return wrong

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpipar.pipeline.closed_form import PEAKS, Counts
-from mpipar.pipeline.schedules.looped import group_sizes
 from mpipar.plan.block_time import SIZE
 from mpipar.plan.cluster import Stack
 from mpipar.plan.layout import Layout, blocks_of_stages
@@ -62,8 +61,9 @@ def in_flight(layout: Layout, rank: int) -> int:
     name = SAME_PEAK.get(layout.schedule, layout.schedule)
     if layout.chunks > 1 and name == "1f1b":
         name = "interleaved"
-    counts = Counts(layout.pp, layout.num_microbatches, layout.chunks,
-                    group_sizes(layout.pp, layout.num_microbatches)[0])
+    m = layout.num_microbatches
+    first = -(-m // max(1, m // layout.pp))  # of `group_sizes`, which a huge m makes long
+    counts = Counts(layout.pp, m, layout.chunks, first)
     peak = PEAKS[name].value(counts)
     # Later ranks of a pipeline that starts its backwards early hold fewer.
     return max(1, peak - rank) if name in ("1f1b", "interleaved") else peak

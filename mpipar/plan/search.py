@@ -110,6 +110,9 @@ def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
             for schedule, chunks in schedules(question, pp, share // rows, rejected):
                 for recompute in given(fixed, "recompute", recomputes):
                     for zero in given(fixed, "zero", (0, 1, 3) if dp * cp > 1 else (0,)):
+                        if zero and dp * cp == 1:
+                            rejected["zero needs two ranks of dp x cp to share"] += 1
+                            continue
                         for parallel in given(fixed, "sequence_parallel",
                                               (False, True) if tp > 1 else (False,)):
                             yield Layout(dp, pp, cp, tp, rows, share // rows, schedule, chunks,
