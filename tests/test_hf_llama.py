@@ -129,6 +129,8 @@ REFUSED = {
     "theta": ("qwen2", {"rope_theta": "1e6"}, "rope_theta is '1e6'"),
     "theta 0": ("qwen2", {"rope_theta": 0}, "rope-theta 0.0: must be greater than 0"),
     "heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+    "no heads": ("llama", {"num_attention_heads": 0, "head_dim": None},
+                 "num_attention_heads is 0"),
     "kv heads": ("mistral", {"num_key_value_heads": ...}, "num_key_value_heads is None"),
     "layers of text": ("llama", {"num_hidden_layers": "16"}, "num_hidden_layers is '16'"),
     "enormous": ("llama", {"hidden_size": 1 << 40}, "d-model 1099511627776: must be at most"),

@@ -174,6 +174,7 @@ def test_a_large_file_is_read_in_pieces(here):
      ["train:1e4: a new tokenizer has", "did you mean --separator"]),
     ("prepare stories.txt nowhere --tokenizer byte --out out --separator=",
      ["nowhere: no such file", "byte: no such file", "--separator '': is empty"]),
+    ("prepare stories.txt --tokenizer bytes --out=", ["--out: is missing"]),
     ("list stories.txt --tokenizer bytes --out out", ["data list: prepare is what"]),
 ])  # fmt: skip
 def test_all_mistakes_of_the_arguments_at_once(words, parts, here):

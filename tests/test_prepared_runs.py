@@ -101,3 +101,11 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     (here / "other" / "dataset.json").write_text(json.dumps(description))
     assert_refused(65, ["--data: has changed since the checkpoint"], *words, "--data", "other")
     np.testing.assert_array_equal(load_source(("other",), 400).tokens[4:], source.tokens[4:])
+
+
+def test_a_large_vocabulary_has_no_table_of_pairs(here):
+    """The square of 50,257 numbers would take 20 GB."""
+    done = mpipar("train", "--data", "bytes", *SMALL, "--vocab-size", 600, "--steps", 1,
+                  "--sample-tokens", 0, "--eval-tokens", 64, cwd=here)
+    assert done.returncode == 0, done.tail()
+    assert "byte-bigram" not in done.stdout

@@ -48,7 +48,8 @@ def test_a_model_without_files_takes_bytes_or_ids():
     assert ids.encode("464 318") == [464, 318]
     assert ids.decode([464, 318]) == "464 318"
     assert prompt_ids(ids, "464 318", 50257) == [464, 318]
-    for prompt, words in (("Hello", "takes ids"), ("50257", "takes ids"), ("", "takes ids")):
+    for prompt, words in (("Hello", "takes ids"), ("50257", "takes ids"), ("", "takes ids"),
+                          ("9" * 5000, "takes ids")):
         with pytest.raises(UsageError, match=words):
             prompt_ids(ids, prompt, 50257)
     for prompt in ("", "\xff"):

@@ -26,6 +26,14 @@ def test_each_loss_of_the_default_text_is_that_of_one_rank(tmp_path):
     assert max(abs(a - b) for a, b in zip(one, eight, strict=True)) < 1e-10
 
 
+def test_its_barriers_are_shown(tmp_path):
+    words = "--steps 2 --layers 1 --batch-size 8 --sample-tokens 0 --eval-tokens 64 --dp 2 --zero 1"
+    done = mpipar("train", *words.split(), ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.tail()
+    assert "gradient reduce-scatter: its rank computed in" in done.stdout
+    assert "weights.bucket  all_gather" in done.stdout
+
+
 def test_a_killed_run_goes_on_without_what_it_shared_out(tmp_path):
     """Killed under --zero 3 --cp 2, it goes on with tp 2 x pp 2, as one rank would have."""
     prepare(tmp_path)

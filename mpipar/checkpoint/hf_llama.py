@@ -99,8 +99,8 @@ class LlamaForm:
     def settings(self, found: dict) -> dict:
         """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
         values = {name: found.get(key) for name, key in NUMBERS.items()}
-        values["head_dim"] = values["head_dim"] or found["hidden_size"] // found[
-            "num_attention_heads"]
+        values["head_dim"] = values["head_dim"] or found["hidden_size"] // (
+            found["num_attention_heads"] or 1)  # that of 0 heads is refused below
         if self.kind == "llama":  # the first Llamas do not name them
             values["kv_heads"] = values["kv_heads"] or values["heads"]
         for name, key in NUMBERS.items():

@@ -84,7 +84,7 @@ def argument_problems(args) -> list[str]:
     elif args.tokenizer != BYTES and not os.path.exists(args.tokenizer):
         found.append(f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
                      f" a tokenizer.json, a folder with it, or {TRAIN}4096")
-    if args.out is None:
+    if not args.out or "\0" in args.out:
         found.append("--out: is missing; name a new folder")
     elif os.path.lexists(args.out):
         found.append(f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"

@@ -15,6 +15,7 @@ from mpipar.console.memory import process_peak
 from mpipar.console.shares import crowded, share_facts, share_table
 from mpipar.data import images
 from mpipar.data.bigram import bigram_loss
+from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.inference.classify import accuracy
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
@@ -29,8 +30,9 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
     """
     fact = fact | {
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
-                     if key.phase in ("F", "I", "recompute", "W", "sync")],
-        "buckets_ns": worker.recorder.flight_ns(worker.comms.data.axis, ("all_reduce",)),
+                     if key.phase in ("F", "I", "recompute", "W", "sync", "opt")],
+        "buckets_ns": worker.recorder.flight_ns(
+            worker.comms.data.axis, ("all_reduce", "reduce_scatter")),
         "ring_ns": worker.recorder.flight_ns("tp", POINT_TO_POINT),
         "measured": memory.peak, "objects": memory.objects, "process": process_peak(),
         "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
@@ -40,9 +42,10 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
     if facts:
         log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
         log(console.barriers([fact["counters"] for fact in facts], steps, len(facts)))
+        sums = f"gradient {'reduce-scatter' if worker.config.memory.zero else 'all-reduce'}"
         overlaps = [console.overlap(name, [fact[key] for fact in facts]) for name, key in (
-            ("gradient all-reduce", "buckets_ns"), ("messages of tp", "ring_ns"))]
-        log("\n" + (overlaps[0] or "gradient all-reduce: none (dp 1)"))
+            (sums, "buckets_ns"), ("messages of tp", "ring_ns"))]
+        log("\n" + (overlaps[0] or f"{sums}: none (dp 1)"))
         if overlaps[1]:
             log(overlaps[1])
         log("\nshares of a step:")
@@ -71,7 +74,8 @@ def show_decoder(worker, inputs, evaluate, log, took) -> dict:
     trained = worker.num_tokens * config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
         f" (trained on {trained:,} tokens{took})")
-    if log.speaks and inputs.tokenizer.is_bytes:
+    # A table of pairs of more ids would fill the memory.
+    if log.speaks and inputs.tokenizer.is_bytes and config.model.vocab_size <= BYTE_VOCABULARY:
         bar = bigram_loss(inputs.train_part, held_out[:count + 1], config.model.vocab_size)
         log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is"
             f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")

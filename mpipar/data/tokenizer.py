@@ -87,8 +87,9 @@ class Ids(Tokenizer):
     """Ids written as words: a model whose tokenizer is not known takes and gives `464 318`."""
 
     def encode(self, text: str) -> list[int]:
-        words = text.split()
-        return [int(word) for word in words] if all(map(str.isdecimal, words)) else []
+        words = text.split()  # a word of more digits than an id has is none, and may be endless
+        return [int(word) for word in words] if all(
+            word.isdecimal() and len(word) < 20 for word in words) else []
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(map(str, ids))

@@ -30,7 +30,8 @@ def read_prompts(path: str) -> list[tuple[str, str]]:
     Lines without text are skipped. Raises DataError.
     """
     with problems_as(DataError, path):
-        lines = read_text(path, most_bytes=MOST_BYTES).splitlines()
+        # Other ends of lines, such as U+2028, may stand inside a text of JSON.
+        lines = read_text(path, most_bytes=MOST_BYTES).replace("\r\n", "\n").split("\n")
     found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1)
              if line.strip()]
     if not found:
