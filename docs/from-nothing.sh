@@ -39,7 +39,7 @@ pkill -KILL -n -f -- "mpipar train .* --out $PWD/run "
 wait $job || echo "== killed; what is left:"
 mpipar ckpt ls run
 
-echo "== resumed behind the newest checkpoint; the settings are those of the run"
+echo "== resumed from the newest checkpoint; the settings are those of the run"
 mpiexec -n 4 mpipar train --resume auto --out run
 
 echo "== exported: the weights of the last checkpoint in Hugging Face's form, with the tokenizer"

@@ -12,16 +12,17 @@ class MemoryConfig:
     """What a rank keeps, and what it makes again instead."""
 
     recompute: str = setting(
-        "none", "before its input gradient a block runs forward again, so that it keeps only its"
-        " input; attention: only the scores are made again", choices=("none", "attention", "block"))
+        "none", "block: a block keeps only its input, and runs forward again before its input"
+        " gradient; attention: only the scores are made again",
+        choices=("none", "attention", "block"))
     recompute_layers: int | None = setting(
         None, "with --recompute: only the first so many blocks of each stage (default: all)", low=1,
         high=2**16)
     zero: int = setting(
-        0, "what the ranks of dp x cp share out: 1 = master weights and moments; 3 = also weights,"
-        " and gradients if wanted", choices=(0, 1, 3))
+        0, "ZeRO: what the ranks of dp x cp share out: 1 = master weights and moments; 3 = also"
+        " weights, and with --zero-grads sharded gradients", choices=(0, 1, 3))
     zero_grads: str = setting(
-        "full", "gradients that a rank keeps until the end of a step; sharded: its pieces alone",
+        "full", "which gradients a rank keeps until the end of a step; sharded: its own pieces",
         choices=("full", "sharded"), only=OF_ZERO_3)
     zero_keep: str = setting(
         "none", "none: weights are gathered for each pass of a block; stage: once per step, from"

@@ -66,16 +66,19 @@ class DecoderConfig(ModelConfig):
         "gelu", "inside a block: gelu(x up) down; or swiglu: (silu(x gate) x up) down",
         choices=("gelu", "swiglu"))
     positions: str = setting(
-        "learned", "a learned vector is added to each token; or rope: queries and keys are rotated",
+        "learned", "a learned vector is added to each token; or rope, rotary positions: queries and"
+        " keys are rotated",
         choices=("learned", "rope"))
     rope_theta: float = setting(
-        10000.0, "base of the slowest rotation", above=0.0, below=1e12, only=OF_ROPE)
+        10000.0, "base of the rotations: number i of a head turns by X^(-2i/d) per position",
+        above=0.0, below=1e12, only=OF_ROPE)
     rope_scaling: tuple[float, ...] = setting(
         (), "slows rotations down as Llama 3 does: factor, low and high frequency factor, original"
         " length (default: none)", above=0.0, below=2.0**40, only=OF_ROPE)
     max_positions: int | None = setting(
-        None, "tokens of a row that the rotations are made for, at least T; weights say so to other"
-        " programs (default: T, or what --rope-scaling reaches)", low=1, high=2**24, only=OF_ROPE)
+        None, "longest row that the rotary positions are for, at least T; config.json says it to"
+        " other programs (default: T, or what --rope-scaling reaches)", low=1, high=2**24,
+        only=OF_ROPE)
     bias: str = setting("all", "which products of a block add a bias; qkv: of queries, keys and"
                         " values", choices=("all", "qkv", "none"))
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")

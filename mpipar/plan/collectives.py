@@ -1,9 +1,9 @@
 """How long messages and collectives take on a cluster's links: latency and bytes over a rate.
 
 A group of q ranks whose neighbours lie `stride` ranks apart has g members in each node. Inside a
-node a ring moves its bytes over the fastest links. Across nodes a group
-that fills its nodes drives all their adapters. One that shares them with other groups gets fewer
-than g. Source of the volumes: rings (Patarasuk and Yuan 2009).
+node a ring moves its bytes over the fastest links. Across nodes a group that fills its nodes drives
+all their adapters. One that shares them with other groups gets fewer than g. Source of the volumes:
+rings (Patarasuk and Yuan 2009).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The stash of a block is that of arXiv 2205.05198, with the widths of grouped heads and of a gate. It
 has inputs of norms, of products and of the activation function, masks of dropout, and scores where
-they lie in memory. In-flight microbatches are those of closed_form.py. Letters as in
-shape.py.
+they lie in memory. In-flight microbatches are those of closed_form.py. Letters as in shape.py.
 """
 
 from __future__ import annotations
