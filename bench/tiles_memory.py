@@ -14,9 +14,11 @@ import numpy as np
 from bench.gpu import Gpu
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.fused import Fused
+from mpipar.ops.llama_ops import rope_table
 
 EPS = 1e-5
 VOCABULARY = 50304
+HALF = 32  # points of a head that are turned
 ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
@@ -99,6 +101,26 @@ def rmsnorm(gpu: Gpu, fused, plain, rows, width, dtype) -> dict[str, Kernel]:
     }
 
 
+def llama(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
+    """SwiGLU over (rows, 2, width), and the rotation of heads of whole sequences."""
+    h = gpu.random(args.rows, 2, args.width, dtype=dtype)
+    dy = gpu.random(args.rows, args.width, dtype=dtype)
+    batch, tokens = max(1, args.rows // args.seq_len), args.seq_len
+    x = gpu.random(batch, tokens, args.heads, 2 * HALF, dtype=dtype)
+    positions = gpu.xp.arange(tokens)
+    table = gpu.xp.asarray(rope_table(tokens, 2 * HALF, 1e4, ()).astype(np.float32))
+    return {
+        "swiglu_forward": Kernel(
+            returned(fused.swiglu_forward), returned(plain.swiglu_forward), (h,), 1.5 * h.nbytes),
+        "swiglu_backward_input": Kernel(
+            returned(fused.swiglu_backward_input), returned(plain.swiglu_backward_input), (dy, h),
+            3 * h.nbytes),
+        **{name: Kernel(changed(getattr(fused, name), 0), changed(getattr(plain, name), 0),
+                        (x.copy(), positions, table), 2 * x.nbytes)
+           for name in ("rope_forward", "rope_backward_input")},
+    }
+
+
 def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
     """The loss over a quarter of the rows, and attention's softmax over whole sequences."""
     count = max(1, args.rows // 4)
@@ -173,6 +195,7 @@ def rows(gpu: Gpu, args) -> list[dict]:
     for dtype in ("float32", "bfloat16"):
         for make in (partial(chains, gpu, fused, plain, args.rows, args.width),
                      partial(rmsnorm, gpu, fused, plain, args.rows, args.width),
+                     partial(llama, gpu, fused, plain, args),
                      partial(softmaxes, gpu, fused, plain, args),
                      partial(updates, gpu, fused, plain, args.rows * args.width)):
             for name, kernel in make(dtype).items():

@@ -219,7 +219,7 @@ def test_prediction_has_no_widened_copies_on_a_gpu():
     cpu, gpu, unfused = (predict(one, 0).peak_bytes for one in (config, on_gpu, plain_gpu))
     wide = 4 * 4000 * 6 * 2  # logits of a microbatch of two rows of six tokens
     assert cpu["buffers"] - gpu.get("buffers", 0) >= wide
-    assert unfused == cpu
+    assert unfused == {label: size for label, size in cpu.items() if label != "scratch"}
 
 
 @pytest.mark.parametrize(("words", "messages"), [

@@ -234,7 +234,8 @@ def test_console_of_another_encoding(encoding, text_folder):
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
               "PYTHONIOENCODING": encoding}
     (text_folder / "prompt.toml").write_text('prompt = "caf\u00e9 \u20ac"', "utf-8")
-    result = train(text_folder, *SHORT, "--out", "run", "--config", "prompt.toml", env=locale)
+    result = train(text_folder, *SHORT, "--seq-len", "16", "--out", "run", "--config",
+                   "prompt.toml", env=locale)
     assert result.returncode == 0, result.tail()
     assert "caf\u00e9 \u20ac" in (text_folder / "run" / "log.txt").read_text("utf-8")
     assert 'prompt = "caf\u00e9 \u20ac"' in (text_folder / "run" / "config.toml").read_text("utf-8")

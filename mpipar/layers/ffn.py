@@ -13,23 +13,22 @@ from mpipar.layers.linear import Linear, Part
 
 
 class FeedForward:
-    """y = gelu(x @ w_up + b_up) @ w_down + b_down. cuts: the names of the two products' cuts.
+    """y = gelu(x @ w_up + b_up) @ w_down + b_down.
 
-    config: a completed DecoderConfig.
+    cuts: the names of the two products' cuts. bias, rows: see `Linear`.
     """
 
-    def __init__(self, context, name, config, *, cuts, std, out_std):
+    def __init__(self, context, name, d_model, ffn, *, cuts, std, out_std, bias=True, rows="in"):
         self.ops, self.name = context.ops, name
-        width, form = (config.d_model,), {"bias": config.bias == "all", "rows": config.rows}
-        self.up = Linear(
-            context, f"{name}.up", width, self.wide(config), cut=cuts[0], std=std, **form)
-        self.down = Linear(
-            context, f"{name}.down", (config.ffn,), width, cut=cuts[1], std=out_std, **form)
+        self.up = Linear(context, f"{name}.up", (d_model,), self.wide(ffn), cut=cuts[0], std=std,
+                         bias=bias, rows=rows)
+        self.down = Linear(context, f"{name}.down", (ffn,), (d_model,), cut=cuts[1], std=out_std,
+                           bias=bias, rows=rows)
         self.params = [*self.up.params, *self.down.params]
 
-    def wide(self, config):
+    def wide(self, ffn):
         """What the first product makes, as `Linear` takes it."""
-        return (config.ffn,)
+        return (ffn,)
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
@@ -66,10 +65,9 @@ class GatedFeedForward(FeedForward):
     backward. What the second product reads is made again with the gradients.
     """
 
-    def wide(self, config):
+    def wide(self, ffn):
         """Gate and up side by side, as `Linear` takes them."""
-        base = self.name
-        return [Part(f"{base}.gate", (config.ffn,)), Part(f"{base}.up", (config.ffn,))]
+        return [Part(f"{self.name}.gate", (ffn,)), Part(f"{self.name}.up", (ffn,))]
 
     def forward(self, x, stash):
         """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""

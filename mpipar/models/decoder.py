@@ -47,8 +47,8 @@ class Block:
             context, f"{name}.attn", config, rotation, std=STD, out_std=out_std)
         self.norm2 = norm_layer(context, f"{name}.norm2", config)
         self.ffn = FFNS[config.activation](
-            context, f"{name}.ffn", config, cuts=context.pair(config.ffn_cut), std=STD,
-            out_std=out_std)
+            context, f"{name}.ffn", config.d_model, config.ffn, cuts=context.pair(config.ffn_cut),
+            std=STD, out_std=out_std, bias=config.bias == "all", rows=config.rows)
         self.layers = [self.norm1, self.attn, self.norm2, self.ffn]
         self.params = [param for layer in self.layers for param in layer.params]
 

@@ -108,7 +108,7 @@ def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
 def test_an_engine_that_keeps_the_phase_of_training_is_found(monkeypatch):
     plain = Engine.run
 
-    def run(self, program, get_batch, training=True):
+    def run(self, program, get_batch, training=True, caches=None):
         return plain(self, program, get_batch)
 
     monkeypatch.setattr(Engine, "run", run)
