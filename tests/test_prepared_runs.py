@@ -109,3 +109,9 @@ def test_a_large_vocabulary_has_no_table_of_pairs(here):
                   "--sample-tokens", 0, "--eval-tokens", 64, cwd=here)
     assert done.returncode == 0, done.tail()
     assert "byte-bigram" not in done.stdout
+
+
+def test_held_out_data_of_another_tokenizer_is_refused(here):
+    prepare("train:300", "other")
+    assert_refused(65, ["--val-data: another tokenizer", "--tokenizer other"], "train",
+                   "--data", "other", "--val-data", "bytes")

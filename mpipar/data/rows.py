@@ -76,6 +76,9 @@ def load(config, thorough: bool = True):
     if (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8):
         found.append("--val-data: one of it and --data is text, the other token files (.bin): give"
                      " one kind")
+    if source.tokenizer and held_out.tokenizer not in ("", source.tokenizer):
+        found.append("--val-data: another tokenizer than that of --data made its tokens; prepare it"
+                     f" with --tokenizer {run.data[0]}")
     if found:
         raise DataError(found)
     return (tokens, held_out.tokens), what

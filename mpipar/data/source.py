@@ -35,16 +35,19 @@ MOST_TEXT = 4 << 30  # bytes
 class Source:
     """Tokens to train on, those to hold out if the data says which, and a line that names them.
 
-    Both are an array (uint8) or TokenFiles, or None if there are none of them.
+    Both are an array (uint8) or TokenFiles, or None if there are none of them. tokenizer: the
+    digest of the one that made them, "" where nothing says which that is.
     """
 
     tokens: object
     held_out: object
     what: str
+    tokenizer: str = ""
 
     def validation(self) -> Source | None:
         """The tokens that the data itself holds out, as a source; None if it names none."""
-        return None if self.held_out is None else Source(self.held_out, None, self.what)
+        return None if self.held_out is None else Source(
+            self.held_out, None, self.what, self.tokenizer)
 
 
 def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) -> Source:
@@ -62,7 +65,8 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
                             f" {' '.join(path for path in paths if path != prepared[0])}")
         train, held_out, found = dataset.open_dataset(Path(paths[0]), vocab_size, thorough)
         return Source(train, held_out, f"{len(train) + len(held_out):,} tokens of"
-                      f" {sum(file.documents for file in found.files):,} documents from {paths[0]}")
+                      f" {sum(file.documents for file in found.files):,} documents from {paths[0]}",
+                      found.tokenizer)
     files, problems = text_files(paths, "--data ", only=".bin")
     if len({path.suffix == ".bin" for path in files}) > 1:
         problems.append("--data mixes token files (.bin) and text: give one kind")
