@@ -118,6 +118,14 @@ def slow_unless(chosen, cases):
     return [pytest.param(*case, marks=() if chosen(*case) else pytest.mark.slow) for case in cases]
 
 
+def last(layouts):
+    """On four ranks and more the last layout; the others are for the slow sessions."""
+    if WORLD.size < 4:
+        return list(layouts)
+    *others, kept = layouts
+    return [*(pytest.param(one, marks=pytest.mark.slow) for one in others), kept]
+
+
 def cut_model(tp_matmul="plain", **changes) -> DecoderConfig:
     """The small decoder with --sequence-parallel."""
     return replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul, **changes)

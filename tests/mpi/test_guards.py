@@ -58,7 +58,8 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [
+    "float32", pytest.param("bfloat16", marks=[pytest.mark.slow] * (WORLD.size > 2))])
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_stay_equal(name, dtype):
     layout, options = COPIES[name]

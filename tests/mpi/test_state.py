@@ -80,7 +80,8 @@ def assert_everywhere(right, what):
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [
-    *((layout, "float64") for layout in HERE), (HERE[0], "bfloat16")], ids=str)
+    *(pytest.param(layout, "float64", marks=[pytest.mark.slow] * (WORLD.size > 2))
+      for layout in HERE[1:]), (HERE[0], "float64"), (HERE[0], "bfloat16")], ids=str)
 def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
     config = config_of(layout, dtype)
     first = Trainer(config)
