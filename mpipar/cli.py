@@ -47,10 +47,11 @@ MACHINE = {  # what a command does with --machine
     "explain": "predict the time of a step; --schedule auto chooses by it",
 }
 WHOLE_RUN = {  # what matters only to many steps, their update and their run folder
-    "steps", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "eps", "out",
-    "run_name", "resume", "save_interval", "save_async", "keep_checkpoints", "log_interval",
-    "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature", "top_k", "top_p",
-    "stop_token", "max_shard_size"}
+    "steps", "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
+    "beta2", "eps", "val_data", "eval_interval", "eval_tokens", "sample_interval", "progress",
+    "tensorboard", "out", "run_name", "resume", "save_interval", "save_async", "keep_checkpoints",
+    "log_interval", "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature",
+    "top_k", "top_p", "stop_token", "max_shard_size"}
 FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
     "train": set(FIELDS),
     "generate": {"prompt", "sample_tokens", "temperature", "top_k", "top_p", "stop_token", "seed",

@@ -119,6 +119,8 @@ def test_generate_takes_a_run_and_a_layout_but_no_shape():
     (["verify", "--print-config", "--trace", "2:3", "--memory-limit=9", "--no-memory"],
      ["--trace", "--memory-limit", "--no-memory"]),
     (["explain", "--steps", "3", "--memory-limit", "9"], ["--steps"]),
+    (["verify", "--print-config", "--eval-interval", "5", "--lr-schedule", "wsd", "--tensorboard"],
+     ["--eval-interval", "--lr-schedule", "--tensorboard"]),
     (["trace", "run", "--dp", "3"], ["--dp"]),
 ])  # fmt: skip
 def test_a_flag_that_a_command_does_not_use_is_refused(words, refused_flags):

@@ -17,6 +17,7 @@ from mpipar.checkpoint import own
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.companions import read_companions
 from mpipar.checkpoint.formats import format_of, model_settings, start_notes
+from mpipar.commands.inputs import tokenizer_notes
 from mpipar.commands.resolve import resolve
 from mpipar.data.tokenizer import byte_tokenizer
 from mpipar.errors import DataError, UsageError
@@ -251,8 +252,11 @@ def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
     found = read_companions(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 256}
     assert found == own.files
+    assert "where they differ" in tokenizer_notes(str(tmp_path), own)[0]
+    assert tokenizer_notes(str(tmp_path), before) == []
     for name in before.files:
         (tmp_path / name).unlink()
+    assert tokenizer_notes(str(tmp_path), own) == []
     found = read_companions(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 9}
     assert found == own.files

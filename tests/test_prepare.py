@@ -185,6 +185,7 @@ def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
     ("zero.txt", b"text\0", "zero.txt: is no text: byte 4 is zero"),
     ("latin.txt", b"caf\xe9 au lait", "latin.txt: is no UTF-8 text: byte 3 cannot be read"),
     ("empty.txt", b"", "there is no text"), ("missing.txt", None, "no such file"),
+    ("", None, "'': is empty; name a file"),
     ("short.txt", b"a", "there is too little text"),
 ])  # fmt: skip
 def test_files_without_text(name, content, part, here):

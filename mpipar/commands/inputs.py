@@ -12,7 +12,14 @@ from mpipar.commands.source import companions_of
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, is_in_force
 from mpipar.data.dataset import is_dataset
-from mpipar.data.tokenizer import Ids, Tokenizer, tokenizer_of
+from mpipar.data.tokenizer import (
+    Ids,
+    Tokenizer,
+    files_digest,
+    has_tokenizer,
+    read_files,
+    tokenizer_of,
+)
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.inference.prompts import encode_prompts
 
@@ -60,6 +67,7 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None) -
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
                  f" {len(held_out):,} held out")
+    notes += tokenizer_notes(config.run.init_from, found["tokenizer"])
     return Inputs(config, notes, found["ops"], train_part, held_out, found["tokenizer"],
                   found["prompt"])
 
@@ -76,6 +84,16 @@ def tokenizer_of_run(config, started=None) -> Tokenizer | None:
     source = started or config.run.init_from
     folder = prepared or (companions_of(source) if source else None)
     return tokenizer_of(folder, config.model.vocab_size)
+
+
+def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str]:
+    """What a user should know if data and first weights have tokenizers with other files."""
+    folder = companions_of(source) if source and tokenizer else None
+    if folder is None or not has_tokenizer(folder) or (
+            files_digest(read_files(folder)) == tokenizer.digest):
+        return []
+    return [(f"the files of the tokenizer of --data are not those of {folder}: where they differ,"
+             " an id had another meaning for the weights")]
 
 
 def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:

@@ -123,7 +123,9 @@ def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Pa
     files, problems = [], []
     for name in paths:
         path = Path(name)
-        if os.path.isdir(path):
+        if not name:  # as of a variable of the shell that is not set; Path("") is this folder
+            problems.append(f"{flag}'': is empty; name a file or a folder")
+        elif os.path.isdir(path):
             inside = sorted(p for p in path.rglob("*")
                             if os.path.isfile(p) and not _hidden(p, path))
             files += [p for p in inside if only and p.suffix == only] or inside
