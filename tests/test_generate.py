@@ -126,6 +126,7 @@ def test_float32_is_the_default(models):
     ("bytes --prompts nowhere.txt", 65, ["nowhere.txt: No such file"]),
     ("bytes --top-p 0", 2, ["--top-p 0.0: must be greater than 0"]),
     ("bytes --top-k 0 --stop-token x", 2, ["--top-k 0", "--stop-token"]),
+    ("bytes --prompt a --stop-token 3,999", 2, ["--stop-token 999: the vocabulary ends with 255"]),
     ("bytes --batch-size 3 --num-microbatches 2", 2, ["--batch-size 3", "multiple of"]),
 ])  # fmt: skip
 def test_bad_input_is_refused(words, code, parts, models):

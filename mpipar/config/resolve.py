@@ -1,6 +1,7 @@
 """From a Config to a complete one for a number of ranks, with all its problems reported at once."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -34,9 +35,17 @@ def _relation_problems(config: Config, bad: set[str]) -> list[str]:
     """What is wrong between fields; a relation with a field in `bad` is not judged."""
     found = [] if bad & {"preset", "model"} else preset_problems(
         config.run.preset, config.model.model)
-    return [*config.model.shape_problems(bad),
+    return [*config.model.shape_problems(bad), *_stop_problems(config, bad),
             *grid_problems(config.grid, config.model.layers, bad), *found,
             *memory_problems(config), *run_problems(config.run)]
+
+
+def _stop_problems(config: Config, bad: set[str]) -> list[str]:
+    """An id that ends a text, but that the model can't say."""
+    size = getattr(config.model, "vocab_size", math.inf)
+    wrong = [] if bad & {"stop_token", "vocab_size"} else [
+        one for one in config.run.stop_token if one >= size]
+    return [f"--stop-token {wrong[0]}: the vocabulary ends with {size - 1}"] if wrong else []
 
 
 def config_problems(config: Config) -> list[str]:
