@@ -89,7 +89,8 @@ class NumpyAttention:
         top = p.max(axis=-1, initial=LOWEST)
         p -= top[..., None]
         np.exp(p, out=p)
-        total = p @ np.ones(keys, p.dtype)
+        with np.errstate(all="ignore"):  # BLAS may raise flags for numbers beside these
+            total = p @ np.ones(keys, p.dtype)
         p *= np.reciprocal(total + (total == 0))[..., None]
         return log_of_sum(top, total)
 

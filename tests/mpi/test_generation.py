@@ -53,7 +53,7 @@ def assert_as_one_rank(worker, alone, monkeypatch, prompts=PROMPTS):
 @pytest.mark.parametrize(("layout", "family"), slow_unless(
     lambda layout, family: family != "qwen2" and WORLD.size < 8,
     [(layout, family) for layout in HERE for family in FAMILIES
-     if SHAPE["heads"] % layout[2] == 0]))
+     if SHAPE["heads"] % layout[2] == 0 and (family == "gpt2" or layout[2] != 3)]))
 def test_texts_are_those_of_one_rank_without_a_cache(layout, family, monkeypatch):
     """Prompts of other lengths, in two groups; with two replicas, one repeats a row."""
     poison_unwritten(monkeypatch)
