@@ -7,9 +7,11 @@ import shutil
 import numpy as np
 import pytest
 from in_process import assert_refused, printed
+from one_rank import fresh
 from program import mpipar
 from tokenizers_made import save_tokenizer
 
+from mpipar.checkpoint.weights import save
 from mpipar.data.fingerprint import fingerprint
 from mpipar.data.source import load_source
 from mpipar.data.tokenizer import FILES, load_tokenizer
@@ -115,3 +117,10 @@ def test_held_out_data_of_another_tokenizer_is_refused(here):
     prepare("train:300", "other")
     assert_refused(65, ["--val-data: another tokenizer", "--tokenizer other"], "train",
                    "--data", "other", "--val-data", "bytes")
+
+
+def test_weights_keep_their_vocabulary(here):
+    """No flag can change it, so none is named."""
+    words = ("train", "--data", "bytes", "--init-from")
+    save(fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), here / "weights")
+    assert_refused(65, ["above the model's of 256; give data of the tokenizer"], *words, "weights")

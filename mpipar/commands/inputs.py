@@ -51,8 +51,17 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None) -
     found = {}
 
     def read_data(config):
-        found["parts"], found["what"] = data.data_of(config.model).load(
-            config, thorough=host_rank == 0)
+        try:
+            found["parts"], found["what"] = data.data_of(config.model).load(
+                config, thorough=host_rank == 0)
+        except DataError as error:
+            if config.run.init_from is None:
+                raise
+            # No flag can change the vocabulary of weights.
+            parts = [text.partition("type --vocab-size") for text in error.problems]
+            raise DataError([
+                before + (cut and "give data of the tokenizer that the weights have")
+                for before, cut, _ in parts]) from None
 
     def make_ops(config):
         found["ops"] = ops_module.make_for(config.run, host_rank)
