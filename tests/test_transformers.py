@@ -23,6 +23,7 @@ from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.train.worker import Worker
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")
+pytest.importorskip("safetensors.torch")  # its table of types is made while they have their names
 transformers = pytest.importorskip("transformers", reason="peers: transformers is not installed")
 pytestmark = pytest.mark.peers
 TOL = 1e-9
