@@ -100,6 +100,7 @@ def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
     check_step(step(device="cuda", **run), step(**run), (unit, 4 * unit))
 
 
+@pytest.mark.slow
 @pytest.mark.shim
 @pytest.mark.parametrize("change", [
     ("bias_gelu_forward", lambda ops, x, b: ops.gelu_forward(x)),

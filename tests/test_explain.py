@@ -29,6 +29,7 @@ CASES = [
     ((2, 2, 2), "1f1b", "pair"), ((2, 2, 2), "interleaved", "gather"), ((1, 2, 2), "zb-v", "pair"),
     ((1, 1, 4), "1f1b", "reduce"),
 ]  # fmt: skip
+DTYPES = ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)]
 
 
 def configure(layout, schedule, ffn_cut):
@@ -101,7 +102,7 @@ def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
     assert_closed_forms(replace(config, model=replace(config.model, **settings)))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("method", "cp"), [("ring", 2), ("ring", 4), ("gather", 4), ("ulysses", 2)])
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
@@ -153,7 +154,7 @@ SHARED = [((2, 2, 1), 1, "1f1b", {}), ((2, 1, 2), 2, "1f1b", {"sequence_parallel
           ((4, 1, 1), 1, "1f1b", {"tied": False})]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("memory", [
     MemoryConfig(zero=1), MemoryConfig(zero=3), MemoryConfig("block", zero=3, zero_keep="stage"),
     MemoryConfig(zero=3, zero_grads="sharded")], ids=lambda one: f"{one.zero}-{one.zero_keep}")
@@ -184,7 +185,7 @@ def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut, re
     assert_closed_forms(replace(config, model=model, memory=MemoryConfig(recompute)))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("schedule", "layout"), [
     ("dualpipe", (1, 2, 1)), ("dualpipe", (2, 2, 2)), ("interleaved", (1, 4, 1)),
     ("zb-v", (1, 2, 2))], ids=str)

@@ -45,6 +45,7 @@ def test_a_stuck_rank_is_named_with_what_it_does(fault, tmp_path):
     assert text.count("mpipar: stopped") == 1
 
 
+@pytest.mark.slow
 def test_a_stuck_stage_is_named_by_the_one_that_waits_for_its_message(tmp_path):
     result = faulty("sleep", *QUICK, "--layout", "pp=2", "--stage-layers", "1,1", tmp_path=tmp_path)
     assert result.returncode == 76, result.tail()

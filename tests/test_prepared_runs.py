@@ -113,6 +113,7 @@ def test_a_large_vocabulary_has_no_table_of_pairs(here):
     assert "byte-bigram" not in done.stdout
 
 
+@pytest.mark.text
 def test_held_out_data_of_another_tokenizer_is_refused(here):
     prepare("train:300", "other")
     assert_refused(65, ["--val-data: another tokenizer", "--tokenizer other"], "train",

@@ -40,6 +40,7 @@ def test_a_killed_rank_is_named_by_ls_and_by_the_next_start(text_folder):
     assert not {"status", "lock"} & {path.name for path in (text_folder / "run").iterdir()}
 
 
+@pytest.mark.slow
 @needs_mpiexec
 def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
     """Two working folders stand for two hosts without a shared disk."""
