@@ -247,9 +247,9 @@ def check_parts_of_16_bits(ops, rng, exact):
         assert_close(ops.to_host(grad), wanted, 2 * exact + 2e-5, name)
 
 
+@pytest.mark.slow
 @pytest.mark.shim
-@pytest.mark.parametrize("width", [
-    pytest.param(attention.MOST_WIDTH, marks=pytest.mark.slow), attention.MOST_WIDTH + 8])
+@pytest.mark.parametrize("width", [attention.MOST_WIDTH, attention.MOST_WIDTH + 8])
 def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
     """Shapes that no kernel takes go to the plain formula, with the same results."""
     import fake_cupy

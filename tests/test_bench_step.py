@@ -167,6 +167,7 @@ def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak)
     assert step.device_facts(typed)["peak_tflops"] == 40
 
 
+@pytest.mark.slow
 @pytest.mark.shim
 def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
     """A stand-in for CuPy is used, so the times say nothing about a GPU."""

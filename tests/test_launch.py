@@ -250,7 +250,7 @@ def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("how", ["busy", "computing"])
+@pytest.mark.parametrize("how", ["busy", pytest.param("computing", marks=pytest.mark.slow)])
 def test_ranks_whose_launcher_was_killed_end(how, tmp_path):
     """Hydra's proxy ends them; so does Open MPI for ranks that communicate, but not for others."""
     with running(2, how, tmp_path) as (process, ranks, _):

@@ -86,7 +86,7 @@ def assert_same_run(one, other, step=10):
     pytest.param([*TINY, "--dtype", "float64"], id="float64", marks=pytest.mark.slow),
     pytest.param([*TINY, "--dtype", "bfloat16"], id="bfloat16", marks=pytest.mark.slow),
     pytest.param([*TINY, "--optimizer", "sgd"], id="sgd", marks=pytest.mark.slow),
-    pytest.param(CONVNET, id="convnet"),
+    pytest.param(CONVNET, id="convnet", marks=pytest.mark.slow),
 ])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
     train(here, *words, "--out", "whole")
