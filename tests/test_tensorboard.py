@@ -27,7 +27,7 @@ def curves(folder):
 @needs_package
 def test_a_run_that_goes_on_has_each_step_once(here):
     train(here, *WORDS, "--out", "whole")
-    result = ended(here, "stop", 6, *WORDS, "--out", "run")
+    result = ended(here, "stop", 4, *WORDS, "--out", "run")  # a step with an evaluation
     assert result.returncode == 75, result.tail()
     train(here, "--resume", "auto", "--out", "run")
     assert len(list((here / "run" / "tensorboard").iterdir())) == 2

@@ -275,12 +275,12 @@ class Run:
                 self.flush()
                 self.report(f"failed in step {step} of {steps}")
                 raise
+            session.where = lambda step=step: f"evaluation after step {step}"
+            if self.evaluation.after_step(step):  # before a stop too: who goes on begins behind it
+                self.metrics.skip()
             if result.asks.stop:
                 self.stopped = True
                 break
-            session.where = lambda step=step: f"evaluation after step {step}"
-            if self.evaluation.after_step(step):
-                self.metrics.skip()
             session.where = lambda step=step: f"step {step}"
             if step < steps and self.saving.after_step(step, result.asks):
                 session.save_requested = session.save_requested and not result.asks.save
