@@ -114,7 +114,7 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
             parser, FLAGS_OF[name], every, HELP_OF.get(name, {})):
         parser.epilog += f"\n\nmpipar {name} --help-all lists every flag."
     if name == "explain":
-        parser.add_argument("--rank", type=int, default=0, help="world rank to explain (default 0)")
+        importlib.import_module("mpipar.commands.explain").add_arguments(parser)
     if name in MACHINE:
         text = f"cost model of bench.calibrate: {MACHINE[name]}"
         parser.add_argument("--machine", metavar="FILE", help=text if name == "explain" or every
@@ -162,7 +162,7 @@ def main(argv: list[str], session: Session) -> int:
             raise UsageError(unknown)
         return module.run(session if name == "doctor" else args)
     if name == "explain":
-        return module.run(reading, args.rank, args.machine)
+        return module.run(reading, args)
     if name == "generate":
         return module.run(session, reading, args)
     if name == "train":

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -248,11 +249,48 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--layout", "tp=2", "--rank", "2"], "--rank 2: the layout has ranks 0 to 1"),
+    (["--all-ranks", "--rank", "0"], "--all-ranks and --rank 0: give one of them"),
+    (["--all-ranks", "--layout", "dp=257", "--batch-size", "1028"], "at most 256 are listed"),
     (["--layout", "pp=2", "--schedule", "auto"], "--schedule auto: measures first"),
     (["--layout", "tp=3"], "--heads 4"),
 ])  # fmt: skip
 def test_mistakes_are_said(flags, message):
     assert_refused(2, [message], "explain", *flags)
+
+
+def test_all_ranks_shows_who_holds_what():
+    small = ["--layout", "pp=2,tp=2", "--layers", 3, "--d-model", 16, "--heads", 2]
+    lines = printed("explain", *small, "--all-ranks").splitlines()
+    assert lines[0].startswith("4 ranks; one step of 1f1b, ")
+    assert lines[2].split() == ["rank", "place", "stage:", "layers", "share", "parameters",
+                                "predicted", "peak"]
+    assert [line.split()[:3] for line in lines[3:]] == [
+        [str(rank), f"pp{rank // 2}", f"tp{rank % 2}"] for rank in range(4)]
+    assert "0: embedding, blocks 0-1  1/2 of " in lines[3]
+    assert "1: block 2, head, loss    2/2 of " in lines[6]
+    for rank, line in enumerate(lines[3:]):
+        alone = printed("explain", *small, "--rank", rank)
+        assert re.search(r"; together (.*)", alone)[1] == " ".join(line.split()[-2:])
+
+
+def totals(text):
+    """{what a barrier is: its calls} of the table by name."""
+    block = re.search(r"^axis +barrier .*\n((?:.+\n)*)", text, re.MULTILINE)[1]
+    lines = block.splitlines()
+    return {tuple(line.split()[:5]): int(line.split()[5]) for line in lines}
+
+
+def test_a_summary_has_totals_by_barrier_and_no_row_for_each_call():
+    small = ["--layout", "dp=2,pp=2", "--layers", 2, "--d-model", 16, "--heads", 2]
+    alone = [printed("explain", *small, "--rank", rank) for rank in range(4)]
+    short = printed("explain", *small, "--rank", 3, "--summary")
+    assert "site" in alone[3]
+    assert "site" not in short
+    assert totals(short) == totals(alone[3])
+    assert totals(short)["pp", "activations", "recv", "F", "float32"] == 4
+    together = totals(printed("explain", *small, "--all-ranks", "--summary"))
+    assert together == sum((Counter(totals(text)) for text in alone), Counter())
+    assert "none: one rank waits for nobody" in printed("explain", "--all-ranks", "--summary")
 
 
 def test_a_rank_whose_stage_has_no_weights_is_explained_too():

@@ -1,6 +1,7 @@
 """`mpipar explain`: every barrier of one training step of a rank, in order, without MPI.
 
-It runs the real step on shapes and prints what the code would do, beside the closed forms.
+It runs the real step on shapes and prints what the code would do, beside the closed forms. With
+`--all-ranks` it does that for every rank, and prints who holds what.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from mpipar import models
 from mpipar.comm.grid import AXES, Grid
 from mpipar.commands.auto import shortest, with_schedule_name
 from mpipar.commands.resolve import AUTO, resolve
-from mpipar.console.tables import barriers, describe_stage, nbytes, short_count, table
+from mpipar.console.tables import (
+    barriers,
+    describe_stage,
+    holding,
+    holdings,
+    nbytes,
+    short_count,
+    table,
+)
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.ops.shape_array import labels_of
@@ -22,14 +31,43 @@ from mpipar.plan.step import schedule_costs, step_estimate
 from mpipar.train.worker import configured_schedule
 
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
+MOST_LISTED = 256  # of --all-ranks: the step of each takes up to a second
 
 
-def run(reading, world_rank: int, machine_path: str | None = None) -> int:
-    """Print the barriers of `world_rank`; the layout gives the number of ranks.
+def add_arguments(parser) -> None:
+    """Add what the command has besides the flags of a configuration."""
+    add = parser.add_argument
+    add("--rank", type=int, metavar="R", help="world rank to explain (default 0)")
+    add("--all-ranks", action="store_true",
+        help="a row for each rank: which layers, share, parameters and memory it holds")
+    add("--summary", action="store_true",
+        help="totals by barrier, not a row for each call; with --all-ranks over all ranks")
 
-    machine_path: file of a cost model, for the time of the step and for --schedule auto.
+
+def run(reading, args) -> int:
+    """Print the barriers of one rank, or what all ranks hold; the layout gives their number.
+
+    args: those of `add_arguments`, and `machine`: the file of a cost model, for the time of the
+    step and for --schedule auto.
     """
-    machine = machine_file.load(machine_path) if machine_path else None
+    machine = machine_file.load(args.machine) if args.machine else None
+    config = configured(reading, args, machine)
+    schedule = configured_schedule(config.grid)
+    estimate = step_estimate(machine, config) if machine else None
+    if args.all_ranks:
+        print_all_ranks(config, schedule, args.summary)
+    else:
+        print_rank(config, schedule, predict(config, args.rank or 0), args.summary)
+    if estimate:
+        print(step_time(estimate))
+    return EXIT_OK
+
+
+def configured(reading, args, machine):
+    """The resolved configuration, with a schedule chosen by the machine for --schedule auto.
+
+    Raises UsageError.
+    """
     given = reading.config.grid
     axes = {axis: getattr(given, axis) or 1 for axis in AXES}
     reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
@@ -39,8 +77,13 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
                          f" has {world_size:,} ranks; at most {MOST_RANKS:,} are explained")
     config, _ = resolve(reading, world_size)
     problems = []
-    if not 0 <= world_rank < world_size:
-        problems.append(f"--rank {world_rank}: the layout has ranks 0 to {world_size - 1}")
+    if args.rank is not None and not 0 <= args.rank < world_size:
+        problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")
+    if args.all_ranks and args.rank is not None:
+        problems.append(f"--all-ranks and --rank {args.rank}: give one of them")
+    if args.all_ranks and world_size > MOST_LISTED:
+        problems.append(f"--all-ranks: the layout has {world_size:,} ranks, and at most"
+                        f" {MOST_LISTED} are listed; use --rank R for one of them")
     if config.grid.schedule == AUTO and machine is None:
         problems.append("--schedule auto: measures first, which explain does not; name a schedule, "
                         "or give --machine FILE to choose by")
@@ -50,19 +93,42 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         name, why = shortest(config, schedule_costs(machine, config))
         config = with_schedule_name(config, name)
         print("\n".join([*why, ""]))
-    grid = Grid.of(config.grid, world_rank)
-    schedule, model = configured_schedule(config.grid), models.model_of(config.model)
+    return config
+
+
+def print_all_ranks(config, schedule, summary: bool) -> None:
+    """Print what each rank holds, and with `summary` the barriers of all ranks together."""
+    world_size = Grid.of(config.grid, 0).world_size
+    facts, counters = [], []
+    for world_rank in range(world_size):
+        prediction = predict(config, world_rank)
+        facts.append(holding(config, schedule, prediction))
+        counters.append([[*key, *counter] for key, counter in prediction.recorder.counters.items()])
+    print(f"{world_size} ranks; {step_words(config, schedule)}\n")
+    print(holdings(facts))
+    if summary:
+        print("\nbarriers by name, per step, summed over ranks:")
+        print(without_times(barriers(counters, 1, world_size)))
+
+
+def step_words(config, schedule) -> str:
+    """The step that is explained, in words."""
+    return (f"one step of {schedule.name}, {config.grid.num_microbatches} microbatches of "
+            f"{rows_per_microbatch(config)} rows, {config.run.dtype}")
+
+
+def print_rank(config, schedule, prediction, summary: bool) -> None:
+    """Print the barriers, FLOPs and memory of one rank; with `summary` only totals of barriers."""
+    grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
     split = models.layer_split(config, schedule)
-    stages = schedule.stages_of(grid.pp_rank)
-    estimate = step_estimate(machine, config) if machine else None
-    prediction = predict(config, world_rank)
-    print(f"rank {world_rank} of {world_size}: {grid.describe()}; stages "
-          + "; ".join(describe_stage(stage, split, model.ENTRY) for stage in stages))
-    print(f"one step of {schedule.name}, {config.grid.num_microbatches} microbatches of "
-          f"{rows_per_microbatch(config)} rows, {config.run.dtype}\n")
+    print(f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()}; stages "
+          + "; ".join(describe_stage(stage, split, model.ENTRY)
+                      for stage in schedule.stages_of(grid.pp_rank)))
+    print(f"{step_words(config, schedule)}\n")
     if prediction.recorder.records:
-        print(in_order(prediction, config))
-        print("\nby name, per step:")
+        if not summary:
+            print(f"{in_order(prediction, config)}\n")
+        print("by name, per step:")
         counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
         print(without_times(barriers([counters], 1, 1)))
         print("\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
@@ -79,9 +145,6 @@ def run(reading, world_rank: int, machine_path: str | None = None) -> int:
         + f"; together {nbytes(prediction.peak_total)}")
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
         print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")
-    if estimate:
-        print(step_time(estimate))
-    return EXIT_OK
 
 
 def step_time(estimate) -> str:
@@ -118,7 +181,7 @@ def in_order(prediction, config) -> str:
 
 def without_times(text: str) -> str:
     """The barrier table without its last two columns, which hold times: nothing has been timed."""
-    end = text.splitlines()[0].index("ms mean")
+    end = len(text.splitlines()[0].partition("ms mean")[0])
     return "\n".join(line[:end].rstrip() for line in text.splitlines())
 
 

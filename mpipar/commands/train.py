@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from mpipar import data, models
+from mpipar import data
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.companions import read_companions, write_companions
 from mpipar.checkpoint.save import Saver
@@ -172,8 +172,6 @@ class Run:
         schedule = configured_schedule(config.grid)
         # One proof covers all ranks: a schedule that could hang never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
-        model = models.model_of(config.model)
-        split = models.layer_split(config, schedule)
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
         headline = console.headline(config, self.world.size, len(hosts), schedule.num_stages)
         log(headline)
@@ -182,14 +180,7 @@ class Run:
         predicted = predict(config, grid.world_rank)
         # The ring has room for two whole steps, so that it still holds what led to a failure.
         self.recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
-        share = f"{grid.tp_rank + 1}/{grid.tp_size} of {model.CUT}"
-        self.fact = {
-            "rank": grid.world_rank, "host": host_name(os.environ),
-            "place": grid.describe(), "share": share if grid.tp_size > 1 else "all",
-            "stages": [console.describe_stage(stage, split, model.ENTRY)
-                       for stage in schedule.stages_of(grid.pp_rank)],
-            "params": predicted.num_params, "memory": predicted.peak_bytes,
-        }
+        self.fact = console.holding(config, schedule, predicted, host_name(os.environ))
         facts = gather_facts(self.world, self.fact)
         if facts:
             self.told = {"ranks": facts, "headline": headline,

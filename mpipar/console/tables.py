@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpipar import models
+from mpipar.comm.grid import Grid
 from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
 from mpipar.ops.shape_array import labels_of
@@ -75,16 +76,33 @@ def describe_stage(stage: int, stage_layers, entry: str) -> str:
     return f"{stage}: {', '.join(parts) or 'no layers'}"
 
 
+def holding(config, schedule, prediction, host: str | None = None) -> dict:
+    """What the rank of a `Prediction` holds, as plain values; host: where it runs, if known."""
+    grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
+    split = models.layer_split(config, schedule)
+    share = f"{grid.tp_rank + 1}/{grid.tp_size} of {model.CUT}"
+    return {
+        "rank": grid.world_rank, "host": host, "place": grid.describe(),
+        "stages": [describe_stage(stage, split, model.ENTRY)
+                   for stage in schedule.stages_of(grid.pp_rank)],
+        "share": share if grid.tp_size > 1 else "all",
+        "params": prediction.num_params, "memory": prediction.peak_bytes,
+    }
+
+
 def holdings(facts: list[dict]) -> str:
-    """Which rank holds what, in one row per rank."""
-    return table(holding_rows(facts), left=5)
+    """Which rank holds what, in one row per rank. facts: a `holding` of each."""
+    rows = holding_rows(facts)
+    return table(rows, left=len(rows[0]) - 2)
 
 
 def holding_rows(facts: list[dict]) -> list[tuple]:
-    """The cells of `holdings`, the names of the columns first."""
+    """The cells of `holdings`, the names of the columns first; hosts only where they are known."""
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
     rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
               short_count(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
+    if all(fact["host"] is None for fact in facts):
+        rows = [(row[0], *row[2:]) for row in rows]
     return rows
 
 
