@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 
-from bench import plans, records, results
-from bench.budget import SECONDS, Budget, add_seconds, seconds_problems
-from bench.buffers import Arena, cache_bytes
-from bench.cases import COMM
-from bench.compute import measure_products, measure_reduction, measure_units, step_config
-from bench.curves import (
+from bench import results
+from bench.interconnect import plans, records
+from bench.interconnect.buffers import Arena, cache_bytes
+from bench.interconnect.cases import COMM
+from bench.machine.budget import SECONDS, Budget, add_seconds, seconds_problems
+from bench.machine.compute import measure_products, measure_reduction, measure_units, step_config
+from bench.machine.curves import (
     REDUCTION,
     contention,
     curves,
@@ -33,8 +34,8 @@ from bench.curves import (
     overhead,
     quietest,
 )
-from bench.fitting import LEAST_SIZES, fit
-from bench.needed import END_BYTES, measure_eager, measure_rows
+from bench.machine.fitting import LEAST_SIZES, fit
+from bench.machine.needed import END_BYTES, measure_eager, measure_rows
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags

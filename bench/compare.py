@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench import records
-from bench.statistics import discoveries, rank_sum
+from bench.interconnect import records
+from bench.interconnect.statistics import discoveries, rank_sum
 from mpipar.config import flags
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, DataError

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import records
-from bench.predicted import holds
-from bench.statistics import times_us
+from bench.interconnect import records
+from bench.interconnect.statistics import times_us
+from bench.machine.predicted import holds
 from bench.table import title
 from mpipar.config import flags
 from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError

@@ -20,8 +20,9 @@ import io
 import math
 import sys
 
-from bench import records, results
-from bench.predicted import beside
+from bench import results
+from bench.interconnect import records
+from bench.machine.predicted import beside
 from mpipar.config import flags
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK

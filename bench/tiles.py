@@ -24,10 +24,10 @@ operands start outside the device's cache.
 
 Columns: tflop_per_s: 2 M N K / time. percent_of_cublas: cuBLAS's time for the same types over this
 time. percent_of_roof: percent of the device's published dense peak for the instruction used, or of
-its memory's, where bench/gpu.py knows it. host_us: the time that Python needs to queue the call.
-flop_per_byte: FLOPs of a block's step per byte of global memory. MB, gb_per_s: every large array
-that the kernel has to read or write, once. percent_of_copy: time of a copy of as many bytes over
-this time.
+its memory's, where bench/kernels/gpu.py knows it. host_us: the time that Python needs to queue the
+call. flop_per_byte: FLOPs of a block's step per byte of global memory. MB, gb_per_s: every large
+array that the kernel has to read or write, once. percent_of_copy: time of a copy of as many bytes
+over this time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from functools import partial
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import results, tiles_gpu
-from bench.tiles_attention import HEAD_WIDTH, backward, parts
-from bench.tiles_memory import ADAMW
+from bench import results
+from bench.kernels import gpu_products
+from bench.kernels.gpu_attention import HEAD_WIDTH, backward, parts
+from bench.kernels.gpu_memory import ADAMW
 from mpipar.config.flags import count
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make, numpy_attention, numpy_tiles
@@ -214,7 +215,7 @@ def main(argv=None) -> int:
     """Measure one device; returns the exit code."""
     args = parse(argv)
     try:
-        tiles_gpu.run(args) if args.device == "cuda" else run(args)
+        gpu_products.run(args) if args.device == "cuda" else run(args)
     except ValueError as error:
         print(f"not timed: {error}", file=sys.stderr)
         return EXIT_CHECK_FAILED

@@ -27,26 +27,28 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import goals, plans, results
-from bench.algorithms import all_reduce_models
-from bench.budget import Budget, add_seconds, seconds_problems
-from bench.cases import COMM
-from bench.compute import HELD_OUT_SIDES, measure_products
-from bench.curves import REDUCTION, quietest
-from bench.groups import link_of
-from bench.launches import START, alone, launcher_words, run_job
-from bench.needed import (
+from bench import results
+from bench.interconnect import plans
+from bench.interconnect.cases import COMM
+from bench.interconnect.groups import link_of
+from bench.interconnect.launches import START, alone, launcher_words, run_job
+from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Section
+from bench.interconnect.records import Writer
+from bench.machine import goals
+from bench.machine.algorithms import all_reduce_models
+from bench.machine.budget import Budget, add_seconds, seconds_problems
+from bench.machine.compute import HELD_OUT_SIDES, measure_products
+from bench.machine.curves import REDUCTION, quietest
+from bench.machine.needed import (
     STALL_SECONDS,
     no_refused,
     open_bench,
     pairs_by_link,
     run_rounds,
 )
-from bench.plans import GROUP_CASES, PAIR_CASES, Section
-from bench.predicted import BOTH_WAYS, CHAIN, predicted
-from bench.records import Writer
-from bench.verdicts import Subject, judge, line, shown
-from bench.verify_steps import verify_steps
+from bench.machine.predicted import BOTH_WAYS, CHAIN, predicted
+from bench.machine.steps import verify_steps
+from bench.machine.verdicts import Subject, judge, line, shown
 from mpipar import ops as ops_module
 from mpipar.config import flags
 from mpipar.errors import (

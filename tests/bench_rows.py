@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench import records, statistics
+from bench.interconnect import records, statistics
 
 COMM, BARE = "mpipar.comm", "mpi4py"
 

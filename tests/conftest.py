@@ -20,7 +20,7 @@ import threadpoolctl
 from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
 from stand_in import cupy_or_stand_in  # noqa: F401 - likewise
 
-from bench import nvrtc
+from bench.kernels import nvrtc
 
 pytest_plugins = ["fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"

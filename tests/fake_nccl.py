@@ -1,4 +1,4 @@
-"""Stands in for cupy.cuda.nccl over MPI: the calls that bench/nccl.py makes, by address and count.
+"""Stands in for cupy.cuda.nccl over MPI: the calls of bench/interconnect/nccl.py, by address.
 
 On a GPU, messages outside of a group or without a partner in the same group would hang. Here
 messages are posted when the group ends, and waited for at once.

@@ -6,7 +6,7 @@ mpiexec -n 2 python tests/faulty_bench.py wrong|stall|straggler CASE... [options
 import sys
 import time
 
-from bench import interconnect
+from bench.interconnect import __main__ as interconnect
 from mpipar.comm.transport import HostTransport
 from mpipar.job.session import guard
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from bench import budget, verify
-from bench.budget import Budget
+from bench import verify
+from bench.machine import budget
+from bench.machine.budget import Budget
 from mpipar.errors import UsageError
 
 SIZES = tuple(8 << k for k in range(10))

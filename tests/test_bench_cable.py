@@ -9,8 +9,9 @@ import pytest
 from helpers import find_launcher, run_command
 from program import one_block
 
-from bench import step, step_cable
-from bench.two_hosts import missing
+from bench.interconnect.two_hosts import missing
+from bench.step import __main__ as step
+from bench.step import cable
 from mpipar.errors import UsageError
 
 SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 4 --vocab-size 31 --repeats 2"
@@ -23,12 +24,12 @@ def test_a_gain_is_that_of_the_same_repetition():
     seconds[0, 0], seconds[1, 0] = spell * (0.6, 0.2, 0.3), spell * (0.8, 0.2, 0.5)
     seconds[0, 1], seconds[1, 1] = spell * (0.6, 0.2, 0.2), spell * (0.4, 0.2, 0.1)
     flights = np.array([[[4, 0], [4, 1]], [[6, 0], [4, 3]]])
-    nothing, progress = step_cable.layout_rows("pp 2", seconds, flights)
-    assert (nothing["overlap"], progress["overlap"]) == step_cable.LAYOUTS["pp 2"][1]
+    nothing, progress = cable.layout_rows("pp 2", seconds, flights)
+    assert (nothing["overlap"], progress["overlap"]) == cable.LAYOUTS["pp 2"][1]
     assert nothing["step_ms"] == pytest.approx(1000)
     assert progress["step_ms"] == pytest.approx(800)
-    assert [nothing[name] for name in step_cable.GAINS] == [0, 0, 0]
-    assert [progress[name] for name in step_cable.GAINS] == pytest.approx([20, 20, 20])
+    assert [nothing[name] for name in cable.GAINS] == [0, 0, 0]
+    assert [progress[name] for name in cable.GAINS] == pytest.approx([20, 20, 20])
     assert (nothing["best_gain_percent"], progress["best_gain_percent"]) == pytest.approx((0, 20))
     assert nothing["in_communication"] == pytest.approx(0.8 / 1.8)
     assert (nothing["computed_percent"], progress["computed_percent"]) == (0, 50)
@@ -48,9 +49,9 @@ def test_a_cable_that_cannot_be_is_refused(words, message, capsys):
 def test_ranks_are_not_started_by_hand():
     session = SimpleNamespace(launcher=SimpleNamespace(size=2, name="mpiexec"))
     with pytest.raises(UsageError, match="starts its ranks itself: run it without mpiexec"):
-        step_cable.on_each_cable(session, step.parse(["--cable", "200"]))
+        cable.on_each_cable(session, step.parse(["--cable", "200"]))
     code, block = one_block(run_command(
-        [sys.executable, "-m", "bench.step_cable", "--json", "none.json"], timeout=60))
+        [sys.executable, "-m", "bench.step.cable", "--json", "none.json"], timeout=60))
     assert (code, "start it by python -m bench.step --cable 200" in block) == (2, True)
 
 
@@ -68,8 +69,8 @@ def test_each_side_is_timed_at_each_rate(tmp_path):
     rows = {(row["cable_mbit"], row["layout"], row["overlap"]): row
             for row in json.loads(path.read_text())["rows"]}
     assert set(rows) == {(rate, layout, name) for rate in (500, 1000)
-                         for layout, (_, names, _) in step_cable.LAYOUTS.items() for name in names}
+                         for layout, (_, names, _) in cable.LAYOUTS.items() for name in names}
     for rate in (500, 1000):
         hidden = {name: rows[rate, "dp 2", name]["computed_percent"]
-                  for name in step_cable.LAYOUTS["dp 2"][1]}
+                  for name in cable.LAYOUTS["dp 2"][1]}
         assert hidden["nothing"] == hidden["progress"] == 0 < hidden["units"]

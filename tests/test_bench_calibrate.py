@@ -13,8 +13,8 @@ from helpers import run_command, run_ranks
 from program import LIMIT, environment, one_block
 
 from bench import calibrate
-from bench.budget import LEAST_SIZES
-from bench.verify_steps import layouts
+from bench.machine.budget import LEAST_SIZES
+from bench.machine.steps import layouts
 from mpipar.errors import DataError
 from mpipar.plan import machine_file
 

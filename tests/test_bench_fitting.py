@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from bench.algorithms import all_reduce_models
-from bench.curves import contention, curves, duplex, overhead, quietest
-from bench.fitting import best_breaks, fit, held_out, robust_line
-from bench.verdicts import judge
+from bench.machine.algorithms import all_reduce_models
+from bench.machine.curves import contention, curves, duplex, overhead, quietest
+from bench.machine.fitting import best_breaks, fit, held_out, robust_line
+from bench.machine.verdicts import judge
 from bench.verify import held_out_sizes
 
 SIZES = [8 * 2**k for k in range(20)]

@@ -9,10 +9,12 @@ import sys
 import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command
 
-from bench import goals, two_hosts, verify
-from bench.launches import environment_of_jobs
-from bench.verdicts import Subject, line
-from bench.verify_steps import SCHEDULES, layouts
+from bench import verify
+from bench.interconnect import two_hosts
+from bench.interconnect.launches import environment_of_jobs
+from bench.machine import goals
+from bench.machine.steps import SCHEDULES, layouts
+from bench.machine.verdicts import Subject, line
 from mpipar.errors import UsageError
 from mpipar.job.environment import THREAD_VARIABLES
 from mpipar.plan import machine_file

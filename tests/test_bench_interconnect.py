@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from bench_rows import BARE, row, write_file
 
-from bench import cuda_probe, findings, groups, interconnect, records, session, statistics, table
-from bench.bounds import Bounds
-from bench.sampling import Plan
+from bench import table
+from bench.interconnect import __main__ as interconnect
+from bench.interconnect import cuda_probe, findings, groups, records, session, statistics
+from bench.interconnect.bounds import Bounds
+from bench.interconnect.sampling import Plan
 from mpipar import ops as ops_module
 from mpipar.errors import DataError, EnvironmentProblem, OutputError
 

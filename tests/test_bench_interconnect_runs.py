@@ -22,8 +22,9 @@ from helpers import (
 )
 from in_process import StandIn
 
-from bench import interconnect, plans, records, starts
-from bench.cases import BARE, COMM
+from bench.interconnect import __main__ as interconnect
+from bench.interconnect import plans, records, starts
+from bench.interconnect.cases import BARE, COMM
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Curve, Machine, Piece

@@ -8,7 +8,9 @@ import types
 import pytest
 from bench_rows import BARE, COMM, row, write_file
 
-from bench import compare, interconnect, launches, overhead, table
+from bench import compare, table
+from bench.interconnect import __main__ as interconnect
+from bench.interconnect import launches, overhead
 
 
 def shifted(rng, factor, launches):

@@ -6,14 +6,16 @@ import sys
 import pytest
 from helpers import run_ranks
 
-from bench import matmul, step, tiles
-from bench.cut_product import cases, shown
+from bench import tiles
+from bench.matmul import __main__ as matmul
+from bench.matmul.cut_product import cases, shown
+from bench.step import __main__ as step
 from mpipar.errors import UsageError
 
 SIZES = "--tokens 21 --inner 10 --outer 13 --repeats 2 --dtype float64".split()
 WRONG = """
 import sys
-from bench import matmul
+from bench.matmul import __main__ as matmul
 from mpipar.comm.group import Comm
 from mpipar.job.session import guard
 Comm.reduce_scatter = lambda self, x, name: x[self.index]

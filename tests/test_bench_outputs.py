@@ -5,7 +5,11 @@ import sys
 import pytest
 from helpers import run_ranks
 
-from bench import claims, kernels, matmul, reading_path, results, schedules, step, tiles
+from bench import reading_path, results, schedules, tiles
+from bench.claims import __main__ as claims
+from bench.kernels import __main__ as kernels
+from bench.matmul import __main__ as matmul
+from bench.step import __main__ as step
 from mpipar.errors import EXIT_OUTPUT, DataError, OutputError
 
 

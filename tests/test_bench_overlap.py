@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from bench_rows import BARE, COMM, row
 
-from bench import findings, plot, table
-from bench.overlap import BESIDE, COMPUTING, Work, completed, percent
+from bench import plot, table
+from bench.interconnect import findings
+from bench.interconnect.overlap import BESIDE, COMPUTING, Work, completed, percent
 from mpipar import ops as ops_module
 
 NUM_TESTS, PRODUCTS = 4, 30

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from bench.cases import pattern
-from bench.messages import MOST_MESSAGES
+from bench.interconnect.cases import pattern
+from bench.interconnect.messages import MOST_MESSAGES
 
 
 def test_no_two_senders_parts_or_messages_are_alike():

@@ -2,9 +2,11 @@
 
 import pytest
 
-from bench import calibrate, interconnect, plans, verify
-from bench.buffers import Arena
-from bench.compositions import blocks
+from bench import calibrate, verify
+from bench.interconnect import __main__ as interconnect
+from bench.interconnect import plans
+from bench.interconnect.buffers import Arena
+from bench.interconnect.compositions import blocks
 from mpipar import ops
 from mpipar.errors import UsageError
 

@@ -8,7 +8,7 @@ from bench_rows import BARE, row
 from machine_models import curve, machine
 
 from bench import plot, table, verify
-from bench.predicted import beside
+from bench.machine.predicted import beside
 
 FITTED = {"transport": "mpi-host", "dtype": "float32", "buffers": ["rotated"]}
 MODEL = replace(machine(), provenance=FITTED)

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from helpers import run_command, run_ranks
 
-from bench import blas, step
-from bench.step_sides import torch_side
+from bench.step import __main__ as step
+from bench.step import blas
+from bench.step.sides import torch_side
 from mpipar.errors import UsageError
 from mpipar.ops.numpy_ops import NumpyOps
 
 SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
 WRONG_GRADIENT = """
-from bench import step
+from bench.step import __main__ as step
 from mpipar.errors import UsageError
 from mpipar.job.session import guard
 from mpipar.ops.numpy_ops import NumpyOps

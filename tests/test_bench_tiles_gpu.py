@@ -7,7 +7,8 @@ import fake_cupy
 import pytest
 import stand_in
 
-from bench import gpu, tiles, tiles_attention, tiles_gpu, tiles_memory
+from bench import tiles
+from bench.kernels import gpu, gpu_attention, gpu_memory, gpu_products
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_ENVIRONMENT
 from mpipar.ops.cuda import ladder
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
@@ -23,14 +24,14 @@ def card(monkeypatch):
     """A device called H200 on which everything takes a millisecond."""
     stand_in.put_in(monkeypatch)
     monkeypatch.setattr(gpu, "FLUSH_BYTES", 1 << 12)
-    monkeypatch.setattr(tiles_memory, "VOCABULARY", 300)
+    monkeypatch.setattr(gpu_memory, "VOCABULARY", 300)
     return gpu.Gpu(repeats=2)
 
 
 @pytest.mark.shim
 def test_products(card, monkeypatch):
     monkeypatch.setattr(ladder, "RUNGS", {name: ladder.RUNGS[name] for name in ("naive", "mma")})
-    rows = tiles_gpu.product_rows(card, [SIZE])
+    rows = gpu_products.product_rows(card, [SIZE])
     assert [row["kernel"] for row in rows] == [
         "cuBLAS", "cuBLAS TF32", "naive", "cuBLAS", "mma"]
     flops = 2 * 40 * 24 * 16
@@ -41,16 +42,16 @@ def test_products(card, monkeypatch):
     assert roofs == pytest.approx([67, 495, 67, 989, 989])
     monkeypatch.setitem(gpu.TOLERANCE, "tf32", 0.0)
     with pytest.raises(ValueError, match=r"cuBLAS TF32 .*, tf32: off by"):
-        tiles_gpu.product_rows(card, [SIZE])
+        gpu_products.product_rows(card, [SIZE])
 
 
 @pytest.mark.slow
 @pytest.mark.shim
 def test_sweep(card, monkeypatch):
-    sweeps = {"warp": [tiles_gpu.SWEEPS["warp"][i] for i in (0, 5)],  # each one takes g++ seconds
-              "mma": [tiles_gpu.SWEEPS["mma"][0]]}
-    monkeypatch.setattr(tiles_gpu, "SWEEPS", sweeps)
-    starved, full, _ = tiles_gpu.sweep_rows(card, (130, 70, 40))
+    warp, mma = (gpu_products.SWEEPS[rung] for rung in ("warp", "mma"))
+    sweeps = {"warp": [warp[i] for i in (0, 5)], "mma": [mma[0]]}  # each one takes g++ seconds
+    monkeypatch.setattr(gpu_products, "SWEEPS", sweeps)
+    starved, full, _ = gpu_products.sweep_rows(card, (130, 70, 40))
     assert (starved["threads"], full["threads"]) == (32, 256)
     assert starved["flop_per_byte"] == pytest.approx(2 * 32 * 16 / (48 * 4))
     assert full["flop_per_byte"] == pytest.approx(32)
@@ -58,7 +59,7 @@ def test_sweep(card, monkeypatch):
 
 @pytest.mark.shim
 def test_kernels_between_the_products(card):
-    found = tiles_memory.rows(card, tiles.parse(GPU_SIZES))
+    found = gpu_memory.rows(card, tiles.parse(GPU_SIZES))
     rows = {(row["kernel"], row["dtype"]): row for row in found}
     public = {name for name in vars(Fused) if not name.startswith("_")}
     assert {name for name, _ in rows} == public
@@ -77,9 +78,9 @@ def test_kernels_between_the_products(card):
 
 @pytest.mark.shim
 def test_attention(card, monkeypatch):
-    assert tiles_attention.HEAD_WIDTH <= MOST_WIDTH
-    monkeypatch.setattr(tiles_attention, "HEAD_WIDTH", 10)  # independent of the width of the chains
-    found = tiles_attention.rows(card, tiles.parse([*GPU_SIZES, "--width", "900"]))
+    assert gpu_attention.HEAD_WIDTH <= MOST_WIDTH
+    monkeypatch.setattr(gpu_attention, "HEAD_WIDTH", 10)  # independent of the width of the chains
+    found = gpu_attention.rows(card, tiles.parse([*GPU_SIZES, "--width", "900"]))
     rows = {(row["kernel"], row["pass"], row["dtype"]): row for row in found}
     assert {name for name, _, _ in rows} == {"whole scores", "tiles", "cuda-tile"}
     scores = 2 * 2 * 12 * 12  # of batch and heads
@@ -92,12 +93,13 @@ def test_attention(card, monkeypatch):
         assert row["times_whole_scores"] == 1.0
     monkeypatch.setattr(Attention, "backward", lambda self, *arrays, **named: None)
     with pytest.raises(ValueError, match="attention backward, tiles, float32: off by"):
-        tiles_attention.rows(card, tiles.parse(GPU_SIZES))
+        gpu_attention.rows(card, tiles.parse(GPU_SIZES))
 
 
 @pytest.mark.shim
 def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
-    monkeypatch.setattr(tiles_gpu, "product_rows", lambda gpu: tiles_gpu.sweep_rows(gpu, SIZE))
+    monkeypatch.setattr(gpu_products, "product_rows",
+                        lambda gpu: gpu_products.sweep_rows(gpu, SIZE))
     monkeypatch.setattr(ladder, "grid", lambda kernel, rows, columns: (1, 1))
     assert tiles.main(GPU_SIZES) == EXIT_CHECK_FAILED
     assert ("not timed: warp (32, 16, 8, 32, 16) of (40, 16) x (16, 24), float32: off by nan"
@@ -109,7 +111,7 @@ def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
 def test_a_kernel_that_does_nothing_is_not_timed(card, monkeypatch, kernel):
     monkeypatch.setattr(Fused, kernel, lambda self, *arrays, **named: None)
     with pytest.raises(ValueError, match=f"{kernel}, float32: off by"):
-        tiles_memory.rows(card, tiles.parse(GPU_SIZES))
+        gpu_memory.rows(card, tiles.parse(GPU_SIZES))
 
 
 def test_every_call_is_timed_after_the_caches_are_emptied(card, monkeypatch):
@@ -139,8 +141,8 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     for name in ("product_rows", "sweep_rows"):
-        monkeypatch.setattr(tiles_gpu, name, lambda gpu: [{"kernel": "none"}])
-    for module in (tiles_attention, tiles_memory):
+        monkeypatch.setattr(gpu_products, name, lambda gpu: [{"kernel": "none"}])
+    for module in (gpu_attention, gpu_memory):
         monkeypatch.setattr(module, "rows", lambda gpu, args: [{"kernel": "none"}])
     assert tiles.main([*GPU_SIZES, "--json", str(tmp_path / "out")]) == 0
     machines = {path.stem: json.loads(path.read_text())["machine"]

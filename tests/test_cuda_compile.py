@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bench import kernels as bench_kernels
-from bench import nvrtc
+from bench.kernels import __main__ as bench_kernels
+from bench.kernels import nvrtc
 from mpipar.ops.cuda import kernels
 
 pytestmark = pytest.mark.nvrtc

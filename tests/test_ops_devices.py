@@ -9,7 +9,7 @@ import pytest
 from helpers import assert_close
 from ops_cases import LARGE, call_every_op, plain
 
-from bench import session
+from bench.interconnect import session
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
 from mpipar.ops import make
 from mpipar.ops.cuda.loader import Loader

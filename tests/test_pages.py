@@ -177,7 +177,9 @@ def command_problem(command):
     elif program == "python" and words[1] != "-m":
         return None if (REPOSITORY / words[1]).exists() else f"no {words[1]}"
     elif program == "python" and words[2] != "pytest":
-        file = REPOSITORY / f"{words[2].replace('.', '/')}.py"
+        module = REPOSITORY / words[2].replace(".", "/")
+        files = module.with_suffix(".py"), module / "__main__.py"
+        file = next((one for one in files if one.exists()), files[0])
         flags = [word for word in words[3:] if word.startswith("--")]
         known = set(re.findall(r"--[\w-]+", file.read_text())) if file.exists() else None
         return f"no {file}" if known is None else f"no {flags}" if {*flags} - known else None

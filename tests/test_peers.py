@@ -5,7 +5,7 @@ import pytest
 from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
-from bench.torch_decoder import TorchDecoder
+from bench.step.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.arch import ARCHS

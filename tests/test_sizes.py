@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import plans
+from bench.interconnect import plans
 from mpipar.config import flags, reading
 from mpipar.config.sizes import read_bytes
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import REPOSITORY
 from slurm_cluster import CUT_REQUEST, SlurmCluster, slurm_cluster
 
-from bench import records
+from bench.interconnect import records
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from program import TEXT, mpipar, one_block, section
 
-from bench.cut_product import NAME, PHASES, CutProduct, Sizes, whole
+from bench.matmul.cut_product import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
 from mpipar.comm.grid import piece, share
 from mpipar.comm.group import Comm

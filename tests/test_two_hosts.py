@@ -6,8 +6,8 @@ import sys
 import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command
 
-from bench import records
-from bench.two_hosts import MTU, OVER_TCP, PAYLOAD, missing, two_hosts
+from bench.interconnect import records
+from bench.interconnect.two_hosts import MTU, OVER_TCP, PAYLOAD, missing, two_hosts
 
 pytestmark = [
     pytest.mark.netns,

@@ -14,13 +14,13 @@ import pytest
 from mpi4py import MPI
 from small_model import slow_unless
 
-from bench import overlap, plans, session
-from bench.buffers import POLICIES, Arena
-from bench.cases import COMM, Setup
-from bench.compositions import TwoLevel, UnevenAllToAll
-from bench.groups import make_group, ranks_of_a_host
-from bench.posted import PostedAllReduce
-from bench.sampling import Plan, Progress, measure_cases
+from bench.interconnect import overlap, plans, session
+from bench.interconnect.buffers import POLICIES, Arena
+from bench.interconnect.cases import COMM, Setup
+from bench.interconnect.compositions import TwoLevel, UnevenAllToAll
+from bench.interconnect.groups import make_group, ranks_of_a_host
+from bench.interconnect.posted import PostedAllReduce
+from bench.interconnect.sampling import Plan, Progress, measure_cases
 from mpipar import ops as ops_module
 from mpipar.comm.record import Recorder
 

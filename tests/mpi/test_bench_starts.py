@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.sampling import Plan, Progress, batch, measure_cases
-from bench.starts import BarrierStart, DeadlineStart, NoStart
+from bench.interconnect.sampling import Plan, Progress, batch, measure_cases
+from bench.interconnect.starts import BarrierStart, DeadlineStart, NoStart
 
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_model import WORLD, poison_unwritten
 
-from bench.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
+from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
 from mpipar.comm.grid import piece, share

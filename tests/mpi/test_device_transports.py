@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from small_model import LAYOUTS, MODEL, WORLD, computed_once, small_config, tokens
 
-from bench.cut_product import PHASES, CutProduct, Sizes, cases, whole
-from bench.cut_product import connect as connect_cut
+from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, whole
+from bench.matmul.cut_product import connect as connect_cut
 from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.grid import Grid

@@ -1,0 +1,1 @@
+"""What textbooks say about partitioned training, one table each."""

@@ -1,0 +1,1 @@
+"""Messages and collectives: what they cost between the ranks of a training layout."""

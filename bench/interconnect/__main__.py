@@ -1,0 +1,296 @@
+"""Measures the interconnect of a training layout through the calls that training makes.
+
+    mpiexec -n 2 python -m bench.interconnect latency all-reduce [options]
+    mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
+    python -m bench.interconnect latency --launches 5 --start "mpiexec -n 2"
+
+Every payload is checked before it is timed. Each operation has a row through mpipar.comm and, below
+it, one by bare mpi4py calls. --json keeps every sample; bench.table, bench.plot, bench.compare and
+bench.interconnect.overhead read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+
+from bench import table
+from bench.interconnect import cuda_probe, findings, launches, plans
+from bench.interconnect.bounds import Bounds
+from bench.interconnect.buffers import POLICIES
+from bench.interconnect.compositions import TwoLevel
+from bench.interconnect.groups import WIRES, ranks_of_a_host
+from bench.interconnect.launches import START
+from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
+from bench.interconnect.sampling import Plan
+from bench.interconnect.session import Bench
+from bench.interconnect.starts import STARTS
+from mpipar.comm.connect import cuda_aware
+from mpipar.comm.facts import broadcast_text
+from mpipar.config import flags
+from mpipar.config.sizes import read_bytes
+from mpipar.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EnvironmentProblem,
+    UsageError,
+)
+from mpipar.job import gpus
+from mpipar.job.session import guard
+
+QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
+QUICK_FOOTPRINT = 16 << 20
+FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--seconds", "--target")
+
+
+def parse(argv):
+    """Read and check the flags. Raises UsageError."""
+    parser = flags.Parser(prog="python -m bench.interconnect", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE",
+                        help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
+    parser.add_argument("--layout", metavar="dp=2,tp=2",
+                        help="run on this layout's groups, one at a time and all at once")
+    parser.add_argument("--pair", default="", metavar="A,B",
+                        help="world ranks of two-rank cases (the first and the last)")
+    parser.add_argument("--inner", type=int, metavar="N",
+                        help=f"{TwoLevel.name}: consecutive world ranks of the first level "
+                             "(a host's; all, where hosts differ or cut a group unevenly)")
+    parser.add_argument("--begin-bytes", default="8", metavar="SIZE", help="smallest size (8)")
+    parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
+    parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
+    parser.add_argument("--window", type=int, default=64, help="messages in flight (64)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--transport", choices=tuple(WIRES), default="mpi-host")
+    parser.add_argument("--buffers", choices=POLICIES, default="rotated")
+    parser.add_argument("--footprint", default="0", metavar="SIZE",
+                        help="memory that rotated buffers walk through, twice per rank "
+                             "(0: the last-level cache)")
+    parser.add_argument("--seconds", type=float, default=0.5,
+                        help="time for each size and way (0.5)")
+    parser.add_argument("--target", type=float, default=0.02,
+                        help="stop when the median is known to this share (0.02)")
+    parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
+                        help="ranks start an iteration after a barrier (default), at an agreed "
+                             "instant of the common clock, or at once, for throughput")
+    parser.add_argument("--overlap", type=int, metavar="K",
+                        help=f"also measure beside equally long computing with K tests; cases: "
+                             f"{', '.join(plans.POSTED_CASES)}")
+    parser.add_argument("--bound-GBps", type=float, metavar="X",
+                        help="give busbw in percent of this one-way rate of a rank's link; it "
+                             "applies between hosts if there are several; inside a host a "
+                             "memory copy is the bound")
+    parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
+    parser.add_argument("--quick", action="store_true", help="a few sizes, little time for each")
+    parser.add_argument("--stall-seconds", type=float, default=60.0,
+                        help="end the job after so many seconds without progress (60; 0: never)")
+    parser.add_argument("--launches", type=int, metavar="K",
+                        help="start K fresh jobs with --start and keep all their rows")
+    parser.add_argument("--start", metavar="COMMAND",
+                        help=f"how --launches starts a job ({START})")
+    parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
+    args = parser.parse_args(argv)
+    if "all" in args.cases or (args.quick and not args.cases):
+        skipped = plans.WITHOUT_LAYOUT if args.layout else ()
+        some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
+        args.cases = [case for case in some if case not in skipped]
+    if found := without_effect(args, {word.split("=")[0] for word in argv}):
+        raise UsageError(found)
+    return args
+
+
+def without_effect(args, typed) -> list[str]:
+    """The problems of flags that have no effect beside the others."""
+    found = []
+    if args.start and args.launches is None:
+        found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
+                     "or type the command in front of python")
+    if quick := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
+        found.append(f"--quick has sizes and times of its own: leave out {', '.join(quick)}, or "
+                     "--quick")
+    if args.pair and args.layout is not None:
+        found.append("--pair is for two-rank cases, which --layout does not have: give one of them")
+    elif args.pair and args.cases and not {*args.cases} & {*plans.PAIR_CASES}:
+        found.append(f"--pair {args.pair}: only {', '.join(plans.PAIR_CASES)} run on a pair; add "
+                     "one of them, or leave it out")
+    if args.inner is not None and args.cases and TwoLevel.name not in args.cases:
+        found.append(f"--inner {args.inner}: is for {TwoLevel.name}; add it, or leave --inner out")
+    return found
+
+
+def chosen_sizes(args) -> tuple[int, ...]:
+    """The sizes of every case. Raises UsageError, also for the footprint."""
+    if found := plans.size_problems({"--begin-bytes": args.begin_bytes,
+                                     "--end-bytes": args.end_bytes, "--footprint": args.footprint}):
+        raise UsageError(found)
+    if args.quick:
+        return QUICK_SIZES
+    return plans.geometric(read_bytes(args.begin_bytes), read_bytes(args.end_bytes),
+                           args.factor)
+
+
+def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section]:
+    """The sections to measure; host_size: ranks of a host. Raises UsageError with all problems."""
+    inner = plans.Inner(args.inner, host_size)
+    found = plans.case_problems(args.cases, args.layout, world_size)
+    if args.overlap is not None:
+        found += plans.overlap_problems(args.cases, args.layout, args.overlap)
+    if not args.cases:
+        found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
+    if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
+        found.append("--window, --seconds and --target must be above 0")
+    if args.inner is not None and not 1 <= args.inner <= world_size:
+        found.append(f"--inner {args.inner}: there are {world_size} ranks; give a number from 1 "
+                     "to that")
+    if args.bound_GBps is not None and not 0 < args.bound_GBps < math.inf:
+        found.append("--bound-GBps must be above 0, in GB/s = 1e9 bytes per second")
+    if not 0 <= args.stall_seconds < math.inf:
+        found.append("--stall-seconds must be 0 (never) or above")
+    sizes = attempt(found, chosen_sizes, args)
+    if args.layout is not None:
+        layout = attempt(found, plans.read_layout, args.layout, world_size)
+    elif world_size > 1:
+        pair = attempt(found, plans.read_pair, args.pair, world_size)
+    if found:
+        raise UsageError(found)
+    if args.layout is not None:
+        found = plans.layout_sections(args.cases, layout, sizes, inner)
+    else:
+        found = plans.world_sections(args.cases, pair, world_size, sizes, inner)
+    return found if args.overlap is None else plans.overlapped(found, args.overlap)
+
+
+def attempt(found: list[str], function, *arguments):
+    """function(*arguments); where it raises UsageError, its problems join `found`."""
+    try:
+        return function(*arguments)
+    except UsageError as error:
+        found += error.problems
+        return None
+
+
+def refuse_unaware(transport: str, tried: str) -> None:
+    """Raises EnvironmentProblem if device memory would crash this MPI."""
+    if transport == "mpi-cuda" and tried == "no":
+        raise EnvironmentProblem("this MPI does not take device memory: a child job that sent some "
+                                 "failed; take --transport staged")
+
+
+def chosen_plan(args) -> Plan:
+    """The time limits and the start of the measurement, from the flags."""
+    if args.quick:
+        return Plan(0.05, 0.05, 5, 2, not args.no_check, args.sync)
+    return Plan(args.seconds, args.target, check=not args.no_check, sync=args.sync)
+
+
+def say_head(bench, head) -> None:
+    """Print to standard error what was found before anything is measured."""
+    hosts = {place["host"] for place in bench.places}
+    memory = f"{head['memory_copy_GBps']:.1f} GB/s, load {head['machine']['load']}"
+    lines = [
+        f"{head['library']}, {bench.world.size} ranks on {len(hosts)} host(s), {bench.transport}",
+        f"clock: {head['clock']}; start: {head['start']}",
+        f"CUDA-aware MPI: stated {head['cuda_aware_stated']}, child job {head['cuda_aware_tried']}",
+        f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}",
+        f"bound of busbw: {head['bound']}"]
+    if head["crowded"]:
+        lines.append("more ranks than cores on a host: shapes only, times say little")
+    lines += gpus.remarks(bench.places)
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def conclude(rows) -> None:
+    """Print what the rows say together: contention, pair matrices, broken guidelines."""
+    for value, case in (("median_us", "pairs latency"), ("algbw_GBps", "pairs bandwidth")):
+        for via in dict.fromkeys(row["via"] for row in rows):
+            pairs = [row for row in rows if row["case"] == case and row["via"] == via]
+            if pairs:
+                print(f"\n# {case}, {via}, {value} of {pairs[0]['size_bytes']} bytes\n"
+                      + table.matrix(pairs, value))
+                print("\n".join(f"slow: {line}" for line in findings.slow_pairs(pairs)), end="")
+    if shared := findings.contention(rows):
+        print(f"\n# contention: together over alone\n{findings.contention_lines(shared)}")
+    if broken := findings.guidelines(rows):
+        print("\n# slower than what could replace it (in this launch: see --launches)\n"
+              + findings.guideline_lines(broken))
+
+
+def begin(args, argv, bench, writer, tried: str) -> Bounds:
+    """Print and write the head (world rank 0). tried: whether MPI takes device memory."""
+    head = bench.head(argv, args.launch)
+    hosts = {place["host"] for place in bench.places}
+    bounds = Bounds(args.bound_GBps, head["memory_copy_GBps"], bench.transport, len(hosts) > 1)
+    head |= {"cuda_aware_stated": cuda_aware(), "cuda_aware_tried": tried or "not tried",
+             "bound": bounds.describe()}
+    writer.head(head)
+    say_head(bench, head)
+    return bounds
+
+
+def sweep(bench, sections, seed: int, writer, bounds: Bounds | None) -> list[dict]:
+    """Measure every section, sizes in random order; print each table once it is complete.
+
+    bounds: on world rank 0, which has the rows.
+    """
+    rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
+    for section in sections:
+        sizes = shuffled.sample(section.sizes, len(section.sizes))
+        new = [row | bounds.columns(row) for row in bench.run(section, sizes)]
+        for row in new:
+            writer.row(row)
+        rows += new
+        if new and not section.title.startswith("pairs"):
+            print(f"\n{table.as_text(new)}", flush=True)
+        if bench.stopped:
+            break
+    return rows
+
+
+def main(argv, session) -> int:
+    """Check, measure, print; 1 if a payload was wrong."""
+    args = parse(argv)
+    if args.launches is not None:
+        return launches.run(session, args, argv)
+    tried = "" if args.transport == "mpi-host" or session.launcher.rank else cuda_probe.probe(
+        cuda_probe.command())  # before MPI starts here: a child job is a job of its own
+    world = session.start()
+    host_size = ranks_of_a_host(world, session.host_ranks)
+    wanted, footprint = session.agree(lambda: (
+        chosen_sections(args, world.size, host_size), read_bytes(args.footprint)))
+    sections = wanted if args.transport != "nccl" else session.agree(
+        lambda: plans.without_schedules(wanted))
+    if world.rank == 0:
+        for line in plans.left_out(args.cases, args.layout, wanted, sections):
+            print(line, file=sys.stderr)
+    if args.quick:
+        footprint = footprint or QUICK_FOOTPRINT
+    session.agree(lambda: refuse_unaware(args.transport, tried))
+    bench = Bench(session, args.dtype, args.buffers, footprint, chosen_plan(args), args.transport,
+                  args.window)
+    writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
+    bounds = begin(args, argv, bench, writer, tried) if world.rank == 0 else None
+    with session.stop_on_request(), bench.watchdog(args.stall_seconds):
+        rows = sweep(bench, sections, args.launch, writer, bounds)
+        code = EXIT_INTERRUPTED if bench.stopped else EXIT_OK
+        if world.rank == 0:
+            code = print_outcome(args, bench, rows, writer, code)
+    return int(broadcast_text(world, str(code)))
+
+
+def print_outcome(args, bench, rows, writer, code: int) -> int:
+    """Print and write the end on world rank 0; returns the exit code."""
+    conclude(rows)
+    problems = [f"refused: {text}" for text in bench.refused]
+    writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
+    if bench.stopped:
+        print("interrupted: rows up to here are complete", file=sys.stderr)
+    for text in problems:
+        print(text, file=sys.stderr)
+    return code or (EXIT_CHECK_FAILED if problems else EXIT_OK)
+
+
+if __name__ == "__main__":
+    guard(main)

@@ -1,0 +1,175 @@
+"""Findings from several rows: contention of groups, broken guidelines, slow pairs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.interconnect.cases import BARE, BARE_UNEVEN, COMM
+from bench.interconnect.compositions import BARE_ANY, ReduceScatterAllGather, TwoLevel
+from mpipar.console.tables import table
+
+LEAST_FACTOR = 1.1  # smaller gains are not worth a change of the program
+SLOW_PAIR = 2.0  # times the median pair
+SAME_SIZE = 0.02  # rounding to a multiple of the ranks changes a size by no more than this
+
+# left <= sum of right, each (case, way or None for the same way). A library that breaks one has a
+# cheaper way to do the same thing. Source: Traeff, Gropp, Thakur, Self-consistent MPI performance
+# guidelines, TPDS 2010.
+GUIDELINES = (
+    (("all-reduce", None), (("reduce-scatter", None), ("all-gather", None))),
+    (("all-reduce", None), ((ReduceScatterAllGather.name, None),)),
+    (("reduce-scatter", BARE), (("reduce-scatter", BARE_UNEVEN),)),
+    (("reduce-scatter", None), (("all-reduce", None),)),
+    (("all-gather", None), (("all-to-all", None),)),
+    (("broadcast", None), (("all-reduce", None),)),
+    (("iall-reduce", None), (("all-reduce", None),)),
+    (("all-to-allv", BARE_ANY), (("all-to-allv", BARE),)),
+)
+
+
+class Finding(NamedTuple):
+    """A broken guideline: how much longer the left side surely takes, and what to call instead."""
+
+    case: str
+    via: str
+    size_bytes: int
+    factor: float
+    instead: str
+
+
+def _by_way(rows) -> dict:
+    """{group and buffers: {launch: {(case, way): {size: row}}}} without overlapped rows."""
+    found: dict = {}
+    for row in rows:
+        if "num_tests" in row:
+            continue
+        key = (tuple(row["ranks"]), row["mode"], row["buffers"], row["transport"], row["sync"])
+        ways = found.setdefault(key, {}).setdefault(row.get("launch"), {})
+        ways.setdefault((row["case"], row["via"]), {})[row["size_bytes"]] = row
+    return found
+
+
+def guidelines(rows) -> list[Finding]:
+    """The broken guidelines.
+
+    One is broken if, in every launch, the left side's lower bound is above the sum of the right's
+    upper bounds. The factor is the median of the launches' factors, at least LEAST_FACTOR. Two more
+    guidelines: half a message never takes longer than the whole, and the whole never longer than
+    two halves.
+    """
+    found = []
+    for by_launch in _by_way(rows).values():
+        launches = [{one[:3] + one[4:]: one for one in _broken(ways)}
+                    for ways in by_launch.values()]
+        for key, one in launches[0].items():
+            if all(key in launch for launch in launches):
+                factors = [launch[key].factor for launch in launches]
+                found.append(one._replace(factor=float(np.median(factors))))
+    return [one for one in found if one.factor >= LEAST_FACTOR]
+
+
+def _broken(ways) -> list[Finding]:
+    """The guidelines that one group breaks in one launch."""
+    found = _self_consistent(ways)
+    two_level = sorted({case for case, _ in ways if case.startswith(TwoLevel.name)})
+    guidelines = [*GUIDELINES, *((("all-reduce", None), ((case, None),)) for case in two_level)]
+    for left, right in guidelines:
+        for via in (COMM, BARE) if left[1] is None else (left[1],):
+            own = ways.get((left[0], via), {})
+            others = [ways.get((case, way or via), {}) for case, way in right]
+            for size in sorted(own):
+                parts = [_of_size(size, other) for other in others]
+                if None in parts:
+                    continue
+                if own[size]["low_us"] > sum(part["high_us"] for part in parts):
+                    instead = " + ".join(case if way is None else f"{case} ({way})"
+                                         for case, way in right)
+                    factor = own[size]["median_us"] / sum(part["median_us"] for part in parts)
+                    found.append(Finding(left[0], via, size, factor, instead))
+    return found
+
+
+def _of_size(size: int, rows: dict) -> dict | None:
+    """The row of this size; sizes within SAME_SIZE are the same. None without one."""
+    near = min(rows, key=lambda other: abs(other - size), default=None)
+    return rows[near] if near is not None and abs(near - size) <= SAME_SIZE * size else None
+
+
+def _self_consistent(ways) -> list[Finding]:
+    found = []
+    for (case, via), rows in ways.items():
+        for size, row in sorted(rows.items()):
+            double = rows.get(2 * size)
+            if double is None or size == 0:
+                continue
+            if row["low_us"] > double["high_us"]:
+                factor = row["median_us"] / double["median_us"]
+                found.append(Finding(case, via, size, factor, "the same with twice the size"))
+            if double["low_us"] > 2 * row["high_us"]:
+                factor = double["median_us"] / (2 * row["median_us"])
+                found.append(Finding(case, via, 2 * size, factor, "twice with half the size"))
+    return found
+
+
+def guideline_lines(found) -> str:
+    """Findings as a table, the largest factors first."""
+    rows = [("operation", "via", "size_B", "times as long as", "instead")]
+    rows += [(one.case, one.via, one.size_bytes, f"{one.factor:.2f}", one.instead)
+             for one in sorted(found, key=lambda one: -one.factor)]
+    return table(rows, left=2)
+
+
+def contention(rows) -> list[dict]:
+    """How much longer a group takes while the other groups communicate too; the worst group counts.
+
+    For the hops of a pipeline: all hops together against the slowest hop alone. rows: of one
+    launch.
+    """
+    alone: dict = {}
+    for row in rows:
+        if row["mode"] == "alone":
+            kind = "stage-chain hop" if row["case"] == "stage-chain hop" else row["case"]
+            key = (kind, row["axis"], row["via"], row["size_bytes"])
+            alone.setdefault(key, {})[tuple(row["ranks"])] = row["median_us"]
+    together: dict = {}
+    for row in rows:
+        if row["mode"] != "together":
+            continue
+        hops = row["case"].startswith("stage-chain hops")
+        kind = "stage-chain hop" if hops else row["case"]
+        single = alone.get((kind, row["axis"], row["via"], row["size_bytes"]), {})
+        base = max(single.values(), default=0) if hops else single.get(tuple(row["ranks"]), 0)
+        if base:
+            key = (row["case"], row["axis"], row["via"], row["size_bytes"])
+            factor = row["median_us"] / base
+            if factor > together.get(key, (0, 0, 0))[0]:
+                together[key] = factor, base, row["median_us"]
+    return [{"case": key[0], "axis": key[1], "via": key[2], "size_bytes": key[3],
+             "alone_us": base, "together_us": median, "contention": factor}
+            for key, (factor, base, median) in sorted(together.items())]
+
+
+def contention_lines(found) -> str:
+    """The contention as a table."""
+    rows = [("case", "axis", "via", "size_B", "alone_us", "together_us", "contention")]
+    rows += [(one["case"], one["axis"], one["via"], one["size_bytes"], f"{one['alone_us']:.2f}",
+              f"{one['together_us']:.2f}", f"{one['contention']:.2f}") for one in found]
+    return table(rows, left=3)
+
+
+def slow_pairs(rows) -> list[str]:
+    """Pairs that take over twice as long as the median pair on the same kind of link, slowest
+    first.
+    """
+    links: dict = {}
+    for row in rows:
+        links.setdefault(row["link"], {})[tuple(row["ranks"])] = row["median_us"]
+    found = []
+    for link, times in links.items():
+        middle = float(np.median(list(times.values())))
+        found += [(time / middle, link, pair, time) for pair, time in times.items()
+                  if time > SLOW_PAIR * middle]
+    return [f"ranks {low} and {high} ({link}): {time:.1f} us, {factor:.1f} times the median pair"
+            for factor, link, (low, high), time in sorted(found, reverse=True)]

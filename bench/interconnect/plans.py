@@ -1,0 +1,273 @@
+"""The sections of a benchmark: which groups run which case at which sizes, as plain values."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from itertools import combinations
+from typing import NamedTuple
+
+from bench.interconnect.cases import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
+from bench.interconnect.chain import Hops, Program, hops_of
+from bench.interconnect.compositions import ReduceScatterAllGather, TwoLevel, UnevenAllToAll, blocks
+from bench.interconnect.messages import (
+    Bandwidth,
+    Barrier,
+    Bidirectional,
+    FanIn,
+    FanOut,
+    Latency,
+    Ring,
+)
+from bench.interconnect.posted import Posted, PostedAllReduce
+from mpipar.comm.grid import AXES, Grid
+from mpipar.config.sizes import read_bytes
+from mpipar.errors import UsageError, suggestion
+
+PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
+GROUP_CASES = {case.name: case for case in (
+    Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, ReduceScatterAllGather, Broadcast,
+    AllToAll, UnevenAllToAll, FanIn, FanOut, Barrier)}
+CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain")
+WITHOUT_LAYOUT = (*PAIR_CASES, "pairs")  # cases that do not run on the groups of a layout
+POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
+                "stage-chain")
+PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
+CHAIN_SCHEDULES = ("1f1b", "interleaved")
+
+
+class Section(NamedTuple):
+    """One case at several sizes, on some groups at once.
+
+    title: of the table. make(setup, via) -> Case. groups: of world ranks. mode: "" or how the
+    groups of a layout run, "alone" or "together". num_tests: the number of Tests while computing,
+    for a case that is overlapped.
+    """
+
+    title: str
+    make: object
+    groups: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    axis: str = "world"
+    mode: str = ""
+    num_tests: int | None = None
+
+    @property
+    def case(self) -> type:
+        """The class of the case that `make` returns."""
+        return getattr(self.make, "func", self.make)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways to run the case: through mpipar.comm, and by bare calls."""
+        return self.case.vias
+
+
+class Inner(NamedTuple):
+    """The number of consecutive world ranks that form the first of two levels.
+
+    A number that the user states comes first; else it is that of a host. A group that hosts cut
+    unevenly is one level.
+    """
+
+    stated: int | None = None
+    host: int = 1
+
+
+LONE_RANKS = Inner()  # every rank on a host of its own
+
+
+def size_problems(texts: dict[str, str]) -> list[str]:
+    """The problems of {flag: text} of sizes."""
+    found = []
+    for flag, text in texts.items():
+        try:
+            read_bytes(text)
+        except ValueError as error:
+            found.append(f"{flag} {text!r}: {error}")
+    return found
+
+
+def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
+    """Sizes from begin to end, each `factor` times the one before, rounded to whole bytes."""
+    if begin < 1 or end < begin or factor <= 1:
+        raise UsageError(f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
+                         "1 <= --begin-bytes <= --end-bytes and --factor above 1")
+    sizes, size = [], float(begin)
+    while size <= end * 1.0001:
+        sizes.append(round(size))
+        size *= factor
+    return tuple(dict.fromkeys(sizes))
+
+
+def read_layout(text: str, world_size: int) -> dict[str, int]:
+    """dp=2,tp=2 as axis sizes whose product is the number of ranks. Raises UsageError."""
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        found = re.fullmatch(r"(\w+)=(\d+)", part.strip())
+        if not found or found[1] not in AXES or int(found[2]) < 1:
+            raise UsageError(f"--layout {text}: {part.strip()!r} is not understood; write "
+                             f"dp=2,tp=2 with the axes {', '.join(AXES)}")
+        sizes[found[1]] = int(found[2])
+    product = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
+    if product != world_size:
+        raise UsageError(f"--layout {text} is for {product} ranks, but there are {world_size}")
+    return sizes
+
+
+def read_pair(text: str, world_size: int) -> tuple[int, int]:
+    """World ranks for two-rank cases; "": the first and the last. Raises UsageError."""
+    pair = text.split(",") if text else (0, world_size - 1)
+    found = {int(one) for one in map(str, pair) if one.isdecimal() and int(one) < world_size}
+    if len(pair) != 2 or len(found) != 2:
+        raise UsageError(f"--pair {text}: give two different world ranks below {world_size}, "
+                         "as 0,1")
+    return tuple(map(int, pair))
+
+
+def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
+    """The problems of the choice of cases."""
+    found = [f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
+             for case in cases if case not in CASES]
+    if world_size < 2:
+        found.append("an interconnect needs at least 2 ranks: mpiexec -n 2 python -m "
+                     "bench.interconnect ...")
+    if layout is not None:
+        found += [f"--layout has no groups for {case!r}; run it without --layout"
+                  for case in cases if case in WITHOUT_LAYOUT]
+    return found
+
+
+def posted_cases(layout: str | None) -> tuple[str, ...]:
+    """The cases that can be overlapped, because they are posted and waited for later.
+
+    A layout's chains are whole schedules, which wait in between.
+    """
+    return POSTED_CASES if layout is None else tuple(
+        name for name in POSTED_CASES if name in GROUP_CASES)
+
+
+def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
+    """The problems of overlapping these cases with computing."""
+    some = posted_cases(layout)
+    found = [f"--overlap: {case} is not posted and waited for; only {', '.join(some)} are"
+             f"{'' if layout is None else ' with --layout'}"
+             for case in cases if case in CASES and case not in some]
+    if num_tests < 0:
+        found.append(f"--overlap {num_tests}: give the number of tests while computing, 0 or more")
+    return found
+
+
+def overlapped(sections, num_tests: int) -> list[Section]:
+    """Those of the sections that are posted and waited for, to run beside computing."""
+    return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
+            for one in sections if issubclass(one.case, Posted)]
+
+
+def world_sections(cases, pair, world_size: int, sizes, inner=LONE_RANKS) -> list[Section]:
+    """Every chosen case on all ranks; two-rank cases on `pair`."""
+    everybody = (tuple(range(world_size)),)
+    found = []
+    for name in cases:
+        if name in PAIR_CASES:
+            found.append(Section(name, PAIR_CASES[name], (tuple(pair),), sizes, "pair"))
+        elif name == "pairs":
+            for one in combinations(range(world_size), 2):
+                for case, size in zip((Latency, Bandwidth), PAIR_SIZES, strict=True):
+                    found.append(Section(f"pairs {case.name}", case, (one,), (size,), "pair"))
+        elif name == "stage-chain":
+            found += chain_sections(world_size, sizes)
+        elif name == TwoLevel.name:
+            ((title, make),) = two_level(everybody, inner).items()
+            found.append(Section(title, make, everybody, sizes))
+        else:
+            case = GROUP_CASES[name]
+            found.append(Section(name, case, everybody, sizes if case.sized else (0,)))
+    return found
+
+
+def two_level(groups, inner: Inner, axis="world") -> dict[str, object]:
+    """{title: make} of the all-reduce on two levels; the title has the sizes of both levels.
+
+    Raises UsageError where a stated number of ranks cuts the groups unevenly.
+    """
+    count = inner.stated or inner.host
+    shapes = {tuple(map(len, blocks(group, count))) for group in groups}
+    if len(shapes) > 1 or len(set(*shapes)) > 1:
+        if inner.stated is not None:
+            raise UsageError(
+                f"{TwoLevel.name}: not every group ({axis}: {', '.join(map(str, groups))}) has "
+                f"equally many ranks in each {count} consecutive ones; give another --inner")
+        count = 1 + max(map(max, groups))
+        shapes = {(len(group),) for group in groups}
+    (first,) = shapes
+    return {f"{TwoLevel.name} {first[0]}x{len(first)}": partial(TwoLevel, count=count)}
+
+
+def chain_sections(world_size: int, sizes) -> list[Section]:
+    """Each hop alone, all hops of each schedule together, and the messages of each schedule."""
+    everybody = (tuple(range(world_size)),)
+    found = [Section("stage-chain hop", partial(Hops, hops=((0, 1),)), (hop,), sizes, "pp", "alone")
+             for hop in hops_of("interleaved", world_size)]
+    for schedule in CHAIN_SCHEDULES:
+        hops = hops_of(schedule, world_size)
+        found.append(Section(f"stage-chain hops {schedule}", partial(Hops, hops=tuple(hops)),
+                             everybody, sizes, "pp", "together"))
+        found.append(Section(f"stage-chain {schedule}", partial(Program, schedule_name=schedule),
+                             everybody, sizes, "pp"))
+    return found
+
+
+def without_schedules(sections) -> list[Section]:
+    """The sections that NCCL can run.
+
+    Its messages have no tags and go in groups that both sides post alike. So the messages of a
+    whole schedule would wait for each other. Raises UsageError if no section is left.
+    """
+    found = [one for one in sections if one.case is not Program]
+    if not found:
+        raise UsageError("--transport nccl cannot send the messages of whole schedules, and there "
+                         "is nothing else to run: add a case, or take --transport staged")
+    return found
+
+
+def left_out(cases, layout: str | None, wanted, kept) -> list[str]:
+    """Lines that name cases that the layout has no groups for, or that the transport cannot run."""
+    lines = []
+    if layout is not None and "stage-chain" in cases and all(one.axis != "pp" for one in wanted):
+        lines.append("stage-chain is left out: a chain of stages needs pp=2 or more, --layout is "
+                     f"{layout}")
+    if names := sorted({one.title for one in wanted} - {one.title for one in kept}):
+        lines.append(f"left out: {', '.join(names)}: NCCL's messages have no tags, which those of "
+                     "whole schedules need")
+    return lines
+
+
+def layout_sections(cases, layout: dict[str, int], sizes, inner=LONE_RANKS) -> list[Section]:
+    """The chosen cases on every group of every axis: one group at a time, then all at once.
+
+    Raises UsageError where there is nothing to run.
+    """
+    world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
+    grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
+             for place in range(world_size)]
+    found = []
+    for axis in [axis for axis in AXES if layout[axis] > 1]:
+        groups = tuple(sorted({grid.group(axis) for grid in grids}))
+        modes = [((group,), "alone") for group in groups]
+        modes += [(groups, "together")] if len(groups) > 1 else []
+        for name in cases:
+            if name == TwoLevel.name:
+                makes = two_level(groups, inner, axis)
+            elif name == "stage-chain":
+                makes = {f"{name} {schedule}": partial(Program, schedule_name=schedule)
+                         for schedule in CHAIN_SCHEDULES} if axis == "pp" else {}
+            else:
+                makes = {name: GROUP_CASES[name]}
+            for title, make in makes.items():
+                own = sizes if getattr(make, "sized", True) else (0,)
+                found += [Section(title, make, some, own, axis, mode) for some, mode in modes]
+    if not found:
+        raise UsageError(f"--layout has no groups for {', '.join(cases)}: a chain of stages needs "
+                         "pp=2 or more")
+    return found

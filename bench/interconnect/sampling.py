@@ -1,0 +1,174 @@
+"""Takes samples: ranks start as starts.py says; every time is kept, and none is averaged.
+
+An operation can be done in several ways: through mpipar.comm, or by bare calls. The ways take turns
+in short batches, so that a slow spell of the machine hits all of them. One rank of the team decides
+how many more samples each needs and tells the others, so that no rank leaves a loop alone.
+"""
+
+from __future__ import annotations
+
+import gc
+from time import perf_counter, perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.interconnect.groups import wait_politely
+from bench.interconnect.starts import STARTS
+from bench.interconnect.statistics import half_width
+from mpipar.comm.facts import gather_facts
+
+TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is noticed
+LEAST_TURNS = 5  # so that one slow spell of the machine never covers all samples of a way
+ELSEWHERE = "payload wrong on another rank"
+MOST = 2000  # iterations kept: the file keeps each, and more would add no information
+
+
+class Plan(NamedTuple):
+    """budget: seconds for one way of one size. target: half the median's interval over the median.
+
+    least: the least number of iterations. warm_up: iterations that are not kept. sync: how they
+    start.
+    """
+
+    budget: float = 1.0
+    target: float = 0.02
+    least: int = 20
+    warm_up: int = 5
+    check: bool = True
+    sync: str = "barrier"
+
+
+class Progress:
+    """The progress that the watchdog observes."""
+
+    def __init__(self):
+        self.count, self.doing = 0, "starting"
+
+
+class Outcome(NamedTuple):
+    """The outcome of one way on this rank.
+
+    It has times (ns of its own clock), problems of the payload, and the numbers of the iterations
+    that this rank started too late.
+    """
+
+    entered: list
+    left: list
+    problems: list
+    late: list
+
+    def add(self, entered, left, late) -> None:
+        """Append a batch."""
+        self.late.extend(len(self.entered) + number for number in late)
+        self.entered.extend(entered.tolist())
+        self.left.extend(left.tolist())
+
+
+def enough(durations_s, spent_s: float, plan: Plan) -> bool:
+    """Whether one way has been measured well enough, or for long enough."""
+    count = len(durations_s)
+    if count >= plan.least and (spent_s >= plan.budget or half_width(durations_s) <= plan.target):
+        return True
+    return count >= MOST or spent_s >= 4 * plan.budget
+
+
+def batch_size(durations_s, plan: Plan) -> int:
+    """Iterations that take one turn's share of the budget."""
+    typical = max(float(np.median(durations_s)), 1e-7)
+    return max(1, min(MOST // TURNS, int(plan.budget / TURNS / typical)))
+
+
+def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Run `count` iterations; this rank's times, and which began too late. Comm: the start's."""
+    entered, left, late = np.empty(count, np.int64), np.empty(count, np.int64), []
+    settle = case.ops.synchronize if case.ops.device != "cpu" else None
+    start.begin()
+    for number in range(count):
+        case.prepare()
+        if settle:
+            settle()
+        if start.wait():
+            late.append(number)
+        entered[number] = perf_counter_ns()
+        case.run()
+        if settle:
+            settle()
+        left[number] = perf_counter_ns()
+        progress.count += 1
+    return entered, left, late
+
+
+def checked(team, case) -> list[str]:
+    """The problems of the payload; a problem on one rank is reported on all.
+
+    Comm: the case, and one all-reduce over the team.
+    """
+    from mpi4py import MPI
+
+    problems = case.check()
+    count = np.array([len(problems)], np.int64)
+    team.Allreduce(MPI.IN_PLACE, count)
+    return problems or ([ELSEWHERE] if count[0] else [])
+
+
+def told(team, orders) -> list[int]:
+    """The orders of the team's first rank, on every rank. Comm: one all-reduce over the team."""
+    from mpi4py import MPI
+
+    values = np.array(orders, np.int64)
+    team.Allreduce(MPI.IN_PLACE, values, op=MPI.MAX)
+    return values.tolist()
+
+
+def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
+            ahead_ns: int = 0) -> dict[str, Outcome]:
+    """{way: Outcome} of this rank; all ways go on until each has enough.
+
+    stopping(): whether this rank was asked to end. ahead_ns: this rank's clock minus the common
+    one.
+    Comm: the cases; on the team the start of each iteration and one all-reduce for each turn.
+    """
+    found, together = {}, STARTS[plan.sync](team, ahead_ns)
+    for via, case in cases.items():
+        progress.doing = f"check of {case.name}, {case.setup.size} bytes, {via}"
+        found[via] = Outcome([], [], checked(team, case) if plan.check else [], [])
+    running = [via for via in cases if not found[via].problems]
+    counts, spent = [plan.warm_up] * len(running), dict.fromkeys(running, 0.0)
+    gc.disable()
+    for turn in range(MOST if running else 0):  # turn 0 is the warm-up and is not kept
+        orders = []
+        for via, count in zip(running, counts, strict=True):
+            progress.doing = f"{cases[via].name}, {cases[via].setup.size} bytes, {via}"
+            start = perf_counter()
+            entered, left, late = batch(together, cases[via], count, progress)
+            if turn:
+                spent[via] += perf_counter() - start
+                found[via].add(entered, left, late)
+            orders.append(batch_size((left - entered) * 1e-9, plan))
+        kept = {via: np.subtract(found[via].left, found[via].entered) * 1e-9 for via in running}
+        done = turn >= LEAST_TURNS and all(enough(kept[via], spent[via], plan) for via in running)
+        first = team.rank == 0
+        *counts, going, stopped = told(team, [
+            *(count * first for count in orders), first and not done, stopping()])
+        if stopped or not going:
+            break
+    gc.enable()
+    return found
+
+
+def collect(world, fact: dict, progress) -> list | None:
+    """Every rank's fact on world rank 0; None elsewhere.
+
+    Comm: a polite barrier and one gather over the world.
+    """
+    progress.doing = "waiting for the other groups"
+    wait_politely(world, progress)
+    return gather_facts(world, fact)
+
+
+def on_common_clock(facts, ranks, via: str, clock) -> tuple[np.ndarray, np.ndarray]:
+    """(n, ranks) entered and left on the clock of world rank 0, ns."""
+    columns = [[[clock.common_ns(number, time) for time in facts[number][via][part]]
+                for number in ranks] for part in (0, 1)]
+    return tuple(np.array(column, np.int64).T for column in columns)

@@ -1,0 +1,248 @@
+"""The parts that one benchmark launch shares: ranks and their places, memory, clock, file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench import results
+from bench.interconnect import overlap
+from bench.interconnect.buffers import Arena, cache_bytes
+from bench.interconnect.groups import link_of, make_group, place_fact
+from bench.interconnect.sampling import (
+    ELSEWHERE,
+    Plan,
+    Progress,
+    collect,
+    measure_cases,
+    on_common_clock,
+)
+from bench.interconnect.starts import MEANING
+from bench.interconnect.statistics import (
+    bandwidths,
+    half_width,
+    last_share,
+    skew_us,
+    summary,
+    times_us,
+)
+from mpipar import ops as ops_module
+from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.record import Recorder
+from mpipar.errors import EnvironmentProblem
+from mpipar.job import hang
+
+COPY_BYTES = 64 << 20
+VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_NUM_THREADS)")
+
+
+def copy_rate() -> float:
+    """GB/s of a memory copy, best of three: an upper bound for messages inside a host."""
+    source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return COPY_BYTES / min(seconds) * 1e-9
+
+
+def largest(world, number: int) -> int:
+    """The largest of the ranks' numbers. Comm: one all-reduce over the world."""
+    from mpi4py import MPI
+
+    found = np.array([number], np.int64)
+    world.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
+    return int(found[0])
+
+
+def revision(root: Path = results.ROOT) -> str:
+    """The commit of this checkout, read without starting a process; "" outside one."""
+    try:
+        head = (root / ".git" / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        return (root / ".git" / head[5:]).read_text().strip()
+    except OSError:
+        return ""
+
+
+def make_ops(transport: str, dtype: str, host_rank: int):
+    """Array functions for the memory that the transport takes.
+
+    On a GPU these are the plain functions: messages need no kernels, which older GPUs cannot run.
+    Raises EnvironmentProblem without a usable GPU.
+    """
+    try:
+        if transport == "mpi-host":
+            return ops_module.make("cpu", dtype)
+        return ops_module.make("cuda", dtype, kernels="plain", host_rank=host_rank)
+    except EnvironmentProblem as error:  # its text names a flag of mpipar
+        text = str(error).replace("--device cuda", f"--transport {transport}")
+        raise EnvironmentProblem(text.replace("--device cpu", "--transport mpi-host")) from error
+
+
+class Bench:
+    """One launch. world: every rank; only world rank 0 has rows, prints and writes.
+
+    Comm: every rank must make it; if the GPU of one is not usable, all leave together.
+    """
+
+    def __init__(self, session, dtype: str, buffers: str, footprint: int, plan: Plan,
+                 transport: str = "mpi-host", window: int = 64):
+        self.session, self.world = session, session.world
+        self.ops = session.agree(lambda: make_ops(transport, dtype, session.host_rank))
+        self.transport, self.plan, self.window = transport, plan, window
+        self.arena = Arena(self.ops, buffers, largest(self.world, footprint or cache_bytes()))
+        self.recorder, self.progress = Recorder(), Progress()
+        self.recorder.phase = "F"
+        self.places = gather_facts(self.world, place_fact(self.world.rank, self.ops))
+        self.owners = shared_clocks(self.world, clock_identity())
+        self.ahead_ns, self.clock_before = 0, {}
+        self._look_at_clocks()
+        self.stopped, self.refused = False, []
+
+    def _look_at_clocks(self) -> None:
+        """Measure how far this rank's clock is ahead of world rank 0's. Comm: messages, one
+        broadcast.
+        """
+        self.clock_before = measure_clocks(self.world, self.owners)
+        text = json.dumps({str(owner): sample.offset_ns
+                           for owner, sample in self.clock_before.items()})
+        offsets = json.loads(broadcast_text(self.world, text))
+        self.ahead_ns = round(offsets.get(str(self.owners[self.world.rank]), 0))
+
+    def crowded(self) -> bool:
+        """Whether some host has more ranks than cores (world rank 0)."""
+        cores: dict = {}
+        for place in self.places:
+            host = cores.setdefault(place["host"], [0, set()])
+            host[0] += 1
+            host[1].update(place["cores"])
+        return any(count > len(own) for count, own in cores.values())
+
+    def head(self, argv, launch: int) -> dict:
+        """The facts of the file's first line (world rank 0)."""
+        from mpi4py import MPI
+
+        clock = CommonClock(tuple(self.owners), self.clock_before, {})
+        return {
+            "machine": results.machine(),
+            "library": " ".join(MPI.Get_library_version().splitlines()[0].split()),
+            "launcher": self.session.launcher.name, "arguments": list(argv), "launch": launch,
+            "revision": revision(), "ranks": self.world.size, "places": self.places,
+            "clock": clock.describe(), "start": MEANING[self.plan.sync],
+            "time": "last exit - first entry; latency, bandwidth, bidirectional: first rank alone",
+            "transport": self.transport, "dtype": str(self.ops.dtype),
+            "buffers": self.arena.policy, "footprint_bytes": self.arena.footprint,
+            "crowded": self.crowded(), "memory_copy_GBps": copy_rate(), "plan": self.plan._asdict(),
+            "environment": {name: value for name, value in sorted(os.environ.items())
+                            if VARIABLES.match(name)},
+        }
+
+    def watchdog(self, seconds: float):
+        """Ends the job with a message after so many seconds without progress (0: never)."""
+        return self.session.watch.following(
+            lambda: (self.progress.count, self.progress.doing),
+            lambda: hang.state_of(where=self.progress.doing), seconds)
+
+    def run(self, section, sizes=None) -> list[dict]:
+        """Measure a section; its rows on world rank 0. Comm: the whole world must call it."""
+        group = make_group(section.groups, section.axis, self.transport, self.ops, self.world,
+                           self.recorder)
+        rows = []
+        for size in section.sizes if sizes is None else sizes:
+            rows += self._one(section, group, size)
+            if self.stopped:
+                break
+        group.close()
+        return rows
+
+    def ways(self, section) -> tuple[str, ...]:
+        """The ways of this section; bare calls need memory that this MPI can read."""
+        return section.ways[:1] if self.transport in ("staged", "nccl") else section.ways
+
+    def _one(self, section, group, size: int) -> list[dict]:
+        from bench.interconnect.cases import Setup
+
+        fact: dict = {"ways": {}, "volume": {}}
+        if group.team is not None:
+            setup = Setup(group.comm, group.mpi, self.arena, size, self.window)
+            cases = {via: section.make(setup, via) for via in self.ways(section)}
+            if section.num_tests is not None:
+                cases = overlap.with_computing(group.team, section, setup, cases, self.progress)
+            outcomes = measure_cases(group.team, cases, self.plan, self.progress,
+                               lambda: self.session.stop_requested, self.ahead_ns)
+            case = next(iter(cases.values()))
+            fact = {"ways": {via: list(outcome) for via, outcome in outcomes.items()},
+                    "volume": case.volume(), "window": case.window,
+                    "per_sample": case.per_sample, "in_place": case.in_place}
+            for one in cases.values():
+                one.close()
+        facts = collect(self.world, fact, self.progress)
+        before = self.clock_before
+        self._look_at_clocks()
+        clock = CommonClock(tuple(self.owners), before, self.clock_before)
+        self._agree_to_stop()
+        return [] if facts is None else self._rows(section, group, facts, clock)
+
+    def _agree_to_stop(self) -> None:
+        self.stopped = bool(largest(self.world, self.session.stop_requested))
+
+    def _rows(self, section, group, facts, clock) -> list[dict]:
+        rows = []
+        for ranks in group.groups:
+            new, size = {}, facts[ranks[0]]["volume"]["size_bytes"]
+            for via in facts[ranks[0]]["ways"]:
+                bad = [problem for number in ranks
+                       for problem in facts[number]["ways"][via][2]]
+                count = len(facts[ranks[0]]["ways"][via][0])
+                late = sorted({one for number in group.ranks
+                               for one in facts[number]["ways"][via][3]})
+                what = f"{section.title}, {size} bytes, {via}"
+                if bad:
+                    where = next((one for one in bad if one != ELSEWHERE), ELSEWHERE)
+                    self.refused.append(f"{what}: {where}")
+                elif count and len(late) == count:
+                    self.refused.append(f"{what}: no iteration started in time; take --sync "
+                                        "barrier")
+                elif count:
+                    entered, left = on_common_clock(
+                        [fact["ways"] for fact in facts], ranks, via, clock)
+                    new[via] = self._row(section, ranks, via, facts, entered, left, late)
+            rows += overlap.completed(new, section.num_tests)
+        return rows
+
+    def _row(self, section, ranks, via, facts, entered, left, late) -> dict:
+        first = facts[ranks[0]]
+        volumes = [facts[number]["volume"] for number in ranks]
+        size = volumes[0]["size_bytes"]
+        counted = max(volume.get("counted_bytes", size) for volume in volumes)
+        slowest, share = last_share(left)
+        start = entered.min()
+        row = {
+            "case": section.title, "via": via, "transport": self.transport, "axis": section.axis,
+            "mode": section.mode, "ranks": list(ranks), "link": link_of(self.places, ranks),
+            "dtype": str(self.ops.dtype), "buffers": self.arena.policy,
+            "in_place": first["in_place"], "window": first["window"],
+            "per_sample": first["per_sample"], "size_bytes": size,
+            "count": size // self.ops.dtype.itemsize,
+            "bytes_per_rank_in": max(volume["bytes_in"] for volume in volumes),
+            "bytes_per_rank_out": max(volume["bytes_out"] for volume in volumes),
+            "bytes_on_wire_per_rank": max(volume["wire_bytes"] for volume in volumes),
+            "slowest_rank": ranks[slowest], "slowest_share": share,
+            "checked": "ok" if self.plan.check else "unchecked",
+            "sync": self.plan.sync, "late": len(late), "late_at": late,
+            "entered_ns": (entered - start).tolist(), "left_ns": (left - start).tolist(),
+        }
+        times = times_us(row)
+        line = summary(times)
+        return row | line | {
+            "converged": half_width(times) <= self.plan.target, "skew_us": skew_us(row),
+            **bandwidths(section.title, len(ranks), counted, line["median_us"])}

@@ -1,0 +1,1 @@
+"""Kernels of one device: what their compiler reports, and their speed in bench.tiles."""

@@ -1,0 +1,65 @@
+"""What NVIDIA's compiler reports for the GEMM ladder; needs the extra `nvrtc`, but no GPU.
+
+    python -m bench.kernels [--json FILE]
+
+Columns: flop_per_byte: FLOPs per byte of operands that a block reads from global memory, caches
+aside. shared_KiB: shared memory of a block. registers_*: registers per thread, for that
+architecture. No kernel spills registers to memory: tests/test_cuda_compile.py checks it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from math import prod
+
+from bench import results
+from bench.kernels import nvrtc
+from mpipar.errors import EXIT_ENVIRONMENT, OutputError
+from mpipar.ops.cuda import kernels, ladder
+
+ARCHITECTURES = ("sm_80", "sm_90")
+
+
+def rows() -> list[dict]:
+    """One row per rung, with its default tiles."""
+    compiler, found = nvrtc.Nvrtc(), []
+    for rung, kind in ladder.RUNGS.items():
+        dtype, itemsize = ("bfloat16", 2) if rung == "mma" else ("float32", 4)
+        kernel = ladder.gemm(rung, "NN", dtype)
+        usage = {arch: compiler.compile(kernels.source(kernel.file), [kernel.name], arch)[1]
+                 for arch in ARCHITECTURES}
+        static = usage[ARCHITECTURES[0]][kernel.name].shared_bytes
+        found.append({
+            "kernel": f"gemm_{rung}.cu", "operands": dtype,
+            "tiles": ", ".join(f"{name} {size}" for name, size in
+                               zip(kind.tiles.split(), kind.default, strict=True)) or "-",
+            "threads": prod(kernel.block), "flop_per_byte": ladder.flop_per_byte(kernel, itemsize),
+            "shared_KiB": (static + kernel.shared_bytes) / 1024,
+            **{f"registers_{arch}": usage[arch][kernel.name].registers for arch in ARCHITECTURES}})
+    return found
+
+
+def main(argv=None) -> int:
+    """Print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args(argv)
+    try:
+        results.check_writable(args.json)
+    except OutputError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if (missing := nvrtc.missing()) is not None:
+        print(f"{missing}: pip install '.[nvrtc]'", file=sys.stderr)
+        return EXIT_ENVIRONMENT
+    found = rows()
+    if args.json:
+        results.write(args.json, "bench.kernels", found, nvrtc=nvrtc.Nvrtc().version())
+    print(results.markdown_table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

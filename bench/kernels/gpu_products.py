@@ -1,0 +1,121 @@
+"""Part of bench.tiles, on one GPU: every rung beside cuBLAS, a sweep of tiles, other kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench import results
+from bench.kernels import gpu_attention, gpu_memory
+from bench.kernels.gpu import Gpu
+from mpipar.ops.cuda import ladder
+from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
+
+SIZES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 768, 768), (8192, 3072, 768),
+         (8192, 768, 3072), (4095, 4097, 1023))
+SWEEPS = {  # from starved to full: few multiplications per value read, few threads, few blocks
+    "warp": ((32, 16, 8, 32, 16), (64, 32, 8, 32, 16), (64, 64, 4, 32, 32), (64, 64, 8, 32, 32),
+             (128, 64, 8, 64, 32), (128, 128, 8, 64, 32), (128, 128, 16, 64, 32)),
+    "mma": ((32, 32, 16, 16, 16, 2), (64, 32, 32, 32, 16, 2), (64, 64, 32, 32, 32, 2),
+            (64, 64, 32, 32, 32, 3), (128, 64, 32, 64, 32, 3), (128, 128, 32, 64, 32, 2),
+            (128, 128, 32, 64, 32, 3), (128, 128, 32, 64, 32, 4)),
+}
+SWEEP_SIZE = (4096, 4096, 4096)
+
+
+class Products:
+    """Products on one device, each compared with cuBLAS's before it is timed."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu, self.xp = gpu, gpu.xp
+
+    def rung(self, rung, tiles=None):
+        """The product by one rung with fixed tiles."""
+        return TileGemm(self.gpu.loader, lambda layout, dtype, out_dtype, rows, columns:
+                        ladder.gemm(rung, layout, dtype, out_dtype, tiles))
+
+    def timed(self, name, gemm, a, b, expected, precision=None) -> tuple[float, float]:
+        """Seconds on device and host of gemm(a, b), whose result must equal `expected`.
+
+        precision: given where it differs from the operands' type.
+        """
+        out = self.xp.full(expected.shape, np.nan, np.float32).astype(expected.dtype)
+        gemm(a, b, out)
+        self.gpu.check(f"{name} of {a.shape} x {b.shape}", out, expected,
+                       precision or a.dtype.name)
+        return self.gpu.timed(partial(gemm, a, b, out))
+
+    def operands(self, m, n, k, dtype):
+        """Random a (m, k), b (k, n), cuBLAS's product, and its seconds on device and host.
+
+        cuBLAS's own result is compared with float64's.
+        """
+        a, b = self.gpu.random(m, k, dtype=dtype), self.gpu.random(k, n, dtype=dtype)
+        exact = self.xp.empty((m, n), np.float64)
+        BlasGemm(self.xp)(a.astype(np.float64), b.astype(np.float64), exact)
+        blas = self.timed("cuBLAS", BlasGemm(self.xp), a, b, exact.astype(a.dtype))
+        return a, b, exact.astype(a.dtype), blas
+
+
+def product_rows(gpu: Gpu, sizes=SIZES) -> list[dict]:
+    """cuBLAS, TF32, and every rung of the ladder at every size."""
+    rows, products = [], Products(gpu)
+    for m, n, k in sizes:
+        for dtype in ("float32", "bfloat16"):
+            a, b, expected, blas = products.operands(m, n, k, dtype)
+            found = [("cuBLAS", dtype, blas)]
+            if dtype == "float32":
+                tf32 = products.timed("cuBLAS TF32", BlasGemm(gpu.xp, tf32=True), a, b, expected,
+                                      "tf32")
+                found.append(("cuBLAS TF32", "tf32", tf32))
+            names = [rung for rung in ladder.RUNGS if (rung == "mma") == (dtype == "bfloat16")]
+            found += [(rung, dtype, products.timed(rung, products.rung(rung), a, b, expected))
+                      for rung in names]
+            for name, roof, (device, host) in found:
+                speed = 2 * m * n * k / device * 1e-12
+                rows.append({
+                    "kernel": name, "dtype": dtype, "M": m, "N": n, "K": k,
+                    "device_us": device * 1e6, "host_us": host * 1e6, "tflop_per_s": speed,
+                    "percent_of_cublas": 100 * blas[0] / device,
+                    "percent_of_roof": gpu.percent(speed, roof)})
+    return rows
+
+
+def sweep_rows(gpu: Gpu, size=SWEEP_SIZE) -> list[dict]:
+    """The two highest rungs with tiles from starved to full."""
+    rows, products, (m, n, k) = [], Products(gpu), size
+    for rung, sweep in SWEEPS.items():
+        dtype = "float32" if rung == "warp" else "bfloat16"
+        a, b, expected, blas = products.operands(m, n, k, dtype)
+        for tiles in sweep:
+            kernel = ladder.gemm(rung, "NN", dtype, None, tiles)
+            device, _ = products.timed(f"{rung} {tiles}", products.rung(rung, tiles), a, b,
+                                      expected)
+            speed = 2 * m * n * k / device * 1e-12
+            rows.append({
+                "kernel": rung, "tiles": " ".join(map(str, tiles)), "threads": kernel.block[0],
+                "flop_per_byte": ladder.flop_per_byte(kernel, a.itemsize),
+                "tflop_per_s": speed, "percent_of_cublas": 100 * blas[0] / device,
+                "percent_of_roof": gpu.percent(speed, dtype)})
+    return rows
+
+
+def run(args) -> None:
+    """Measure and print the tables, write them to the folder args.json.
+
+    Raises ValueError if a result is wrong, EnvironmentProblem without a usable GPU, OutputError.
+    """
+    gpu = Gpu(args.repeats)
+    if args.json:
+        results.check_writable(str(Path(args.json) / "gpu_products.json"))
+    sizes = {"tokens": args.rows, "width": args.width, "seq_len": args.seq_len, "heads": args.heads}
+    for name, measure, facts in (("products", product_rows, {}), ("tiles", sweep_rows, {}),
+                                 ("attention", partial(gpu_attention.rows, args=args), {}),
+                                 ("memory", partial(gpu_memory.rows, args=args), sizes)):
+        rows = measure(gpu)
+        print(f"\n{name} on {gpu.name}\n\n{results.markdown_table(rows)}", flush=True)
+        if args.json:
+            results.write(str(Path(args.json) / f"gpu_{name}.json"), "bench.tiles", rows,
+                          **gpu.facts(), **facts)

@@ -1,0 +1,1 @@
+"""One product, cut over ranks in every way."""

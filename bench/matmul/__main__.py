@@ -1,0 +1,164 @@
+"""Times one product and its two gradients, cut over ranks in every way; bytes and memory too.
+
+    mpiexec -n 4 python -m bench.matmul [--tokens 1024 --inner 1024 --outer 1024] [--json FILE]
+
+A row is one cut of y (T, N) = x (T, K) w (K, N). It times forward, input gradient and weight
+gradient: the median over the repetitions of the slowest rank. Before anything is timed, the results
+are compared with the product of one rank. The file keeps its rows of other numbers of ranks.
+
+Columns: sent_MiB: bytes that one rank sends by the stated algorithms. blocks_MiB: its blocks of x,
+w, y and their gradients. beside_MiB: what the cut needs beside the blocks at the worst moment.
+in_communication: share of the time inside barriers or waiting for messages. hidden: share of the
+time from posting a message to its arrival in which the rank computed instead of waiting.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench import results
+from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
+from mpipar import ops as ops_module
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
+from mpipar.config import flags
+from mpipar.errors import EXIT_CHECK_FAILED, DataError
+from mpipar.files.bounded import read_json
+from mpipar.job.session import guard
+
+TOLERANCE = {"float32": 1e-4, "float64": 1e-12}  # of the largest entry
+MIB = 2**20
+
+
+def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
+    """Bytes of the blocks, and bytes beside them at the worst moment, from the shapes-only run.
+
+    tests/mpi/test_cuts.py proves both equal to the measured bytes.
+    """
+    recorder = Recorder()
+    ops = ops_module.make("shapes", dtype, recorder)
+    _, comm = connect(*case, world_rank, ops, recorder)
+    product = CutProduct(ops, recorder, case[0], comm, sizes)
+    product.take(whole(sizes, dtype))
+    held, worst = sum(ops.live.values()), 0
+    for phase, result in zip(PHASES, ("y", "dx", None), strict=True):
+        before = sum(ops.live.values())
+        ops.reset_peak()
+        product.run(phase)
+        own = getattr(product, result).nbytes if result else 0
+        worst = max(worst, sum(ops.peak.values()) - before - own)
+        held += own
+    return held, worst
+
+
+def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
+    """This rank's figures of one cut. Comm: the cut's, and a barrier before each repetition."""
+    ops, recorder = ops_module.make("cpu", dtype), Recorder(1 << 16)
+    comms, comm = connect(*case, world.rank, ops, recorder, mpi_world=world)
+    product = CutProduct(ops, recorder, case[0], comm, sizes)
+    product.take(full)
+    for phase in PHASES:
+        product.run(phase)
+    errors = product.errors(full)
+    wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items()
+             if not error <= TOLERANCE[dtype]]
+    seconds, inside = [], []
+    recorder.clear()
+    for _ in range(repeats):
+        comms.world.barrier("start")
+        before, start = recorder.comm_ns(), time.perf_counter()
+        for phase in PHASES:
+            product.run(phase)
+        seconds.append(time.perf_counter() - start)
+        inside.append((recorder.comm_ns() - before) * 1e-9)
+    totals = recorder.totals("phase")
+    sent = sum(totals.get((phase,), Sums()).wire_bytes for phase in PHASES) // repeats
+    flight, hidden = recorder.flight_ns("tp", POINT_TO_POINT)
+    comms.close()
+    held, beside = memory(case, sizes, dtype, world.rank)
+    return {"wrong": wrong, "seconds": seconds, "inside": inside, "sent": sent,
+            "hidden": hidden / flight if flight else None,
+            "held": held, "beside": beside}
+
+
+def row(case, num_ranks, facts) -> dict:
+    """One line of the table, made from all ranks' figures."""
+    slowest = [max(times) for times in zip(*(fact["seconds"] for fact in facts), strict=True)]
+    shares = [inside / seconds for fact in facts
+              for inside, seconds in zip(fact["inside"], fact["seconds"], strict=True)]
+    hidden = [fact["hidden"] for fact in facts if fact["hidden"] is not None]
+    return {
+        "cut": case[0], "ranks": num_ranks, "grid": shown(*case),
+        "median_ms": statistics.median(slowest) * 1e3, "best_ms": min(slowest) * 1e3,
+        "sent_MiB": max(fact["sent"] for fact in facts) / MIB,
+        "blocks_MiB": max(fact["held"] for fact in facts) / MIB,
+        "beside_MiB": max(fact["beside"] for fact in facts) / MIB,
+        "in_communication": statistics.mean(shares),
+        "hidden": statistics.mean(hidden) if hidden else "-",
+    }
+
+
+def parse(argv):
+    """Read the flags: sizes of the product and of the measurement."""
+    parser = flags.Parser(prog="python -m bench.matmul", description=__doc__)
+    parser.add_argument("--tokens", type=flags.count, default=1024, help="rows T of x (1024)")
+    parser.add_argument("--inner", type=flags.count, default=1024, help="columns K of x (1024)")
+    parser.add_argument("--outer", type=flags.count, default=1024, help="columns N of w (1024)")
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
+    parser.add_argument("--repeats", type=flags.count, default=7, help="repetitions (7)")
+    parser.add_argument("--json",
+                        help="write the rows to this file; it keeps those of other rank counts")
+    return parser.parse_args(argv)
+
+
+def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
+    """Rows of the file for the same product on other numbers of ranks.
+
+    Raises DataError where the file holds something else, which would be lost.
+    """
+    if not Path(path).is_file():
+        return []
+    try:
+        found = read_json(path, most_bytes=64 << 20)
+        same = all(found["machine"].get(name) == value for name, value in sizes._asdict().items())
+        return [one for one in found["rows"] if one["ranks"] != num_ranks] if same else []
+    except (DataError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"--json {path}: exists and is not a file of bench.matmul --json; "
+                        "name another") from error
+
+
+def main(argv, session) -> int:
+    """Measure every cut that these ranks allow; exit 1 if one computes something else."""
+    args = parse(argv)
+    world = session.start()
+    sizes = Sizes(1, args.tokens, args.inner, args.outer)
+    results.check_writable(args.json, session)
+    rows = session.agree(lambda: former(args.json, sizes, world.size)
+                         if args.json and world.rank == 0 else [])
+    full = whole(sizes, args.dtype)
+    for case in cases(world.size):
+        fact = measure_product(case, sizes, args.dtype, args.repeats, world, full)
+        facts = gather_facts(world, fact)
+        wrong = np.array([len(fact["wrong"])])
+        world.Allreduce(wrong.copy(), wrong)
+        if wrong[0]:
+            for number, one in enumerate(facts or []):
+                for text in one["wrong"]:
+                    print(f"{case[0]} on grid {shown(*case)}, rank {number}: {text}")
+            return EXIT_CHECK_FAILED
+        if facts is not None:
+            rows.append(row(case, world.size, facts))
+    if world.rank == 0:
+        rows.sort(key=lambda one: one["ranks"])
+        print(results.markdown_table(rows))
+        if args.json:
+            results.write(args.json, "bench.matmul", rows, **sizes._asdict(), dtype=args.dtype)
+    return 0
+
+
+if __name__ == "__main__":
+    guard(main)

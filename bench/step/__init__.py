@@ -1,0 +1,1 @@
+"""A training step, beside the same model in PyTorch."""
