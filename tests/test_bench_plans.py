@@ -12,7 +12,7 @@ from mpipar.errors import UsageError
 
 
 def test_nccl_leaves_whole_schedules_out():
-    everything = plans.world_sections(["stage-chain"], None, 2, (8,))
+    everything = plans.world_sections(["stage-chain"], 2, (8,))
     kept = plans.without_schedules(everything)
     assert {one.title for one in everything} - {one.title for one in kept} == {
         "stage-chain 1f1b", "stage-chain interleaved"}
@@ -46,22 +46,15 @@ def test_sections_of_a_layout_are_its_groups_alone_and_together():
 
 def test_levels_are_blocks_of_consecutive_ranks():
     layout = plans.read_layout("dp=4,tp=2", 8)
-    found = plans.layout_sections(["two-level-all-reduce"], layout, (8,), plans.Inner(4))
+    found = plans.layout_sections(["two-level-all-reduce"], layout, (8,), 4)
     assert [(one.title, one.mode, one.groups[0]) for one in found if one.groups[0][0] == 0] == [
         ("two-level-all-reduce 2x2", "alone", (0, 2, 4, 6)),
         ("two-level-all-reduce 2x2", "together", (0, 2, 4, 6)),
         ("two-level-all-reduce 2x1", "alone", (0, 1)),
         ("two-level-all-reduce 2x1", "together", (0, 1))]
-    (one,) = plans.world_sections(["two-level-all-reduce"], None, 6, (8,), plans.Inner(host=2))
+    (one,) = plans.world_sections(["two-level-all-reduce"], 6, (8,), 2)
     assert one.title == "two-level-all-reduce 2x3"
     assert blocks((1, 3, 4, 7), 4) == [(1, 3), (4, 7)]
-
-
-@pytest.mark.parametrize("layout", ["dp=4", "dp=2,tp=2"])
-def test_levels_that_are_uneven_are_refused(layout):
-    sizes = plans.read_layout(layout, 4)
-    with pytest.raises(UsageError, match="another --inner"):
-        plans.layout_sections(["two-level-all-reduce"], sizes, (8,), plans.Inner(3))
 
 
 @pytest.mark.parametrize(("layout", "host_size", "titles"), [
@@ -74,14 +67,6 @@ def test_an_axis_that_hosts_cut_unevenly_is_one_level(layout, host_size, titles)
     for one in found:
         inside = {len(blocks(group, one.make.keywords["count"])) for group in one.groups}
         assert inside == {int(one.title.split("x")[1])}
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    ("ring --inner 2", "is for two-level-all-reduce"), ("all --inner 5", "from 1 to that"),
-    ("all --inner 0", "from 1 to that"), ("all --inner 3", "another --inner")])
-def test_first_level_that_cannot_be_is_refused(words, message):
-    with pytest.raises(UsageError, match=message):
-        interconnect.chosen_sections(interconnect.parse(words.split()), 4, 4)
 
 
 def test_all_that_can_be_overlapped_is_what_is_posted():
@@ -99,7 +84,7 @@ def test_all_that_can_be_overlapped_is_what_is_posted():
 @pytest.mark.parametrize(("words", "message"), [
     ("ring all-reduce --overlap 2", "all-reduce is not posted"),
     ("stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce, fan-in, fan-out are with"),
-    ("ring --overlap -1", "0 or more"), ("all --overlap 2 --inner 2", "is for two-level")])
+    ("ring --overlap -1", "0 or more")])
 def test_overlap_that_cannot_be_is_refused(words, message):
     with pytest.raises(UsageError, match=message):
         interconnect.chosen_sections(interconnect.parse(words.split()), 2, 2)
@@ -141,13 +126,6 @@ def test_seconds_that_are_none_are_refused(words, wrong):
     bench, *words = words
     with pytest.raises(UsageError, match="time of the whole command, above 0"):
         bench.parse([*words, "--seconds", wrong])
-
-
-@pytest.mark.parametrize("wrong", ["1,1", "1,01", "0,4", "0", "0,1,2", "0,x"])
-def test_pair_that_is_none_is_refused(wrong):
-    assert plans.read_pair("3,01", 4) == (3, 1)
-    with pytest.raises(UsageError, match="two different world ranks"):
-        plans.read_pair(wrong, 4)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf"])

@@ -20,7 +20,6 @@ from bench import table
 from bench.interconnect import cuda_probe, findings, launches, plans
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
-from bench.interconnect.compositions import TwoLevel
 from bench.interconnect.groups import WIRES, ranks_of_a_host
 from bench.interconnect.launches import START
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
@@ -53,11 +52,6 @@ def parse(argv):
                         help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
     parser.add_argument("--layout", metavar="dp=2,tp=2",
                         help="run on this layout's groups, one at a time and all at once")
-    parser.add_argument("--pair", default="", metavar="A,B",
-                        help="world ranks of two-rank cases (the first and the last)")
-    parser.add_argument("--inner", type=int, metavar="N",
-                        help=f"{TwoLevel.name}: consecutive world ranks of the first level "
-                             "(a host's; all, where hosts differ or cut a group unevenly)")
     parser.add_argument("--begin-bytes", default="8", metavar="SIZE", help="smallest size (8)")
     parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
     parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
@@ -111,13 +105,6 @@ def without_effect(args, typed) -> list[str]:
     if quick := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
         found.append(f"--quick has sizes and times of its own: leave out {', '.join(quick)}, or "
                      "--quick")
-    if args.pair and args.layout is not None:
-        found.append("--pair is for two-rank cases, which --layout does not have: give one of them")
-    elif args.pair and args.cases and not {*args.cases} & {*plans.PAIR_CASES}:
-        found.append(f"--pair {args.pair}: only {', '.join(plans.PAIR_CASES)} run on a pair; add "
-                     "one of them, or leave it out")
-    if args.inner is not None and args.cases and TwoLevel.name not in args.cases:
-        found.append(f"--inner {args.inner}: is for {TwoLevel.name}; add it, or leave --inner out")
     return found
 
 
@@ -134,7 +121,6 @@ def chosen_sizes(args) -> tuple[int, ...]:
 
 def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section]:
     """The sections to measure; host_size: ranks of a host. Raises UsageError with all problems."""
-    inner = plans.Inner(args.inner, host_size)
     found = plans.case_problems(args.cases, args.layout, world_size)
     if args.overlap is not None:
         found += plans.overlap_problems(args.cases, args.layout, args.overlap)
@@ -142,9 +128,6 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
         found.append("--window, --seconds and --target must be above 0")
-    if args.inner is not None and not 1 <= args.inner <= world_size:
-        found.append(f"--inner {args.inner}: there are {world_size} ranks; give a number from 1 "
-                     "to that")
     if args.bound_GBps is not None and not 0 < args.bound_GBps < math.inf:
         found.append("--bound-GBps must be above 0, in GB/s = 1e9 bytes per second")
     if not 0 <= args.stall_seconds < math.inf:
@@ -152,14 +135,12 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     sizes = attempt(found, chosen_sizes, args)
     if args.layout is not None:
         layout = attempt(found, plans.read_layout, args.layout, world_size)
-    elif world_size > 1:
-        pair = attempt(found, plans.read_pair, args.pair, world_size)
     if found:
         raise UsageError(found)
     if args.layout is not None:
-        found = plans.layout_sections(args.cases, layout, sizes, inner)
+        found = plans.layout_sections(args.cases, layout, sizes, host_size)
     else:
-        found = plans.world_sections(args.cases, pair, world_size, sizes, inner)
+        found = plans.world_sections(args.cases, world_size, sizes, host_size)
     return found if args.overlap is None else plans.overlapped(found, args.overlap)
 
 

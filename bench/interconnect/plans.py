@@ -63,20 +63,6 @@ class Section(NamedTuple):
         return self.case.vias
 
 
-class Inner(NamedTuple):
-    """The number of consecutive world ranks that form the first of two levels.
-
-    A number that the user states comes first; else it is that of a host. A group that hosts cut
-    unevenly is one level.
-    """
-
-    stated: int | None = None
-    host: int = 1
-
-
-LONE_RANKS = Inner()  # every rank on a host of its own
-
-
 def size_problems(texts: dict[str, str]) -> list[str]:
     """The problems of {flag: text} of sizes."""
     found = []
@@ -113,16 +99,6 @@ def read_layout(text: str, world_size: int) -> dict[str, int]:
     if product != world_size:
         raise UsageError(f"--layout {text} is for {product} ranks, but there are {world_size}")
     return sizes
-
-
-def read_pair(text: str, world_size: int) -> tuple[int, int]:
-    """World ranks for two-rank cases; "": the first and the last. Raises UsageError."""
-    pair = text.split(",") if text else (0, world_size - 1)
-    found = {int(one) for one in map(str, pair) if one.isdecimal() and int(one) < world_size}
-    if len(pair) != 2 or len(found) != 2:
-        raise UsageError(f"--pair {text}: give two different world ranks below {world_size}, "
-                         "as 0,1")
-    return tuple(map(int, pair))
 
 
 def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
@@ -164,13 +140,16 @@ def overlapped(sections, num_tests: int) -> list[Section]:
             for one in sections if issubclass(one.case, Posted)]
 
 
-def world_sections(cases, pair, world_size: int, sizes, inner=LONE_RANKS) -> list[Section]:
-    """Every chosen case on all ranks; two-rank cases on `pair`."""
+def world_sections(cases, world_size: int, sizes, host_ranks: int = 1) -> list[Section]:
+    """Every chosen case on all ranks; two-rank cases on the first and the last.
+
+    host_ranks: consecutive world ranks of a host.
+    """
     everybody = (tuple(range(world_size)),)
     found = []
     for name in cases:
         if name in PAIR_CASES:
-            found.append(Section(name, PAIR_CASES[name], (tuple(pair),), sizes, "pair"))
+            found.append(Section(name, PAIR_CASES[name], ((0, world_size - 1),), sizes, "pair"))
         elif name == "pairs":
             for one in combinations(range(world_size), 2):
                 for case, size in zip((Latency, Bandwidth), PAIR_SIZES, strict=True):
@@ -178,30 +157,24 @@ def world_sections(cases, pair, world_size: int, sizes, inner=LONE_RANKS) -> lis
         elif name == "stage-chain":
             found += chain_sections(world_size, sizes)
         elif name == TwoLevel.name:
-            ((title, make),) = two_level(everybody, inner).items()
-            found.append(Section(title, make, everybody, sizes))
+            found.append(Section(*two_level(everybody, host_ranks), everybody, sizes))
         else:
             case = GROUP_CASES[name]
             found.append(Section(name, case, everybody, sizes if case.sized else (0,)))
     return found
 
 
-def two_level(groups, inner: Inner, axis="world") -> dict[str, object]:
-    """{title: make} of the all-reduce on two levels; the title has the sizes of both levels.
+def two_level(groups, host_ranks: int) -> tuple[str, object]:
+    """(title, make) of the all-reduce on two levels; the title has the sizes of both levels.
 
-    Raises UsageError where a stated number of ranks cuts the groups unevenly.
+    Groups that hosts cut unevenly are one level.
     """
-    count = inner.stated or inner.host
-    shapes = {tuple(map(len, blocks(group, count))) for group in groups}
+    shapes = {tuple(map(len, blocks(group, host_ranks))) for group in groups}
     if len(shapes) > 1 or len(set(*shapes)) > 1:
-        if inner.stated is not None:
-            raise UsageError(
-                f"{TwoLevel.name}: not every group ({axis}: {', '.join(map(str, groups))}) has "
-                f"equally many ranks in each {count} consecutive ones; give another --inner")
-        count = 1 + max(map(max, groups))
+        host_ranks = 1 + max(map(max, groups))
         shapes = {(len(group),) for group in groups}
     (first,) = shapes
-    return {f"{TwoLevel.name} {first[0]}x{len(first)}": partial(TwoLevel, count=count)}
+    return f"{TwoLevel.name} {first[0]}x{len(first)}", partial(TwoLevel, count=host_ranks)
 
 
 def chain_sections(world_size: int, sizes) -> list[Section]:
@@ -243,10 +216,10 @@ def left_out(cases, layout: str | None, wanted, kept) -> list[str]:
     return lines
 
 
-def layout_sections(cases, layout: dict[str, int], sizes, inner=LONE_RANKS) -> list[Section]:
+def layout_sections(cases, layout: dict[str, int], sizes, host_ranks: int = 1) -> list[Section]:
     """The chosen cases on every group of every axis: one group at a time, then all at once.
 
-    Raises UsageError where there is nothing to run.
+    host_ranks: consecutive world ranks of a host. Raises UsageError where there is nothing to run.
     """
     world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
     grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
@@ -258,7 +231,7 @@ def layout_sections(cases, layout: dict[str, int], sizes, inner=LONE_RANKS) -> l
         modes += [(groups, "together")] if len(groups) > 1 else []
         for name in cases:
             if name == TwoLevel.name:
-                makes = two_level(groups, inner, axis)
+                makes = dict([two_level(groups, host_ranks)])
             elif name == "stage-chain":
                 makes = {f"{name} {schedule}": partial(Program, schedule_name=schedule)
                          for schedule in CHAIN_SCHEDULES} if axis == "pp" else {}

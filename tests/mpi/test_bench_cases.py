@@ -30,9 +30,8 @@ PLAN = Plan(budget=0.0005, warm_up=1, least=1)
 
 
 def sections():
-    last = WORLD.size - 1
     cases = [case for case in plans.CASES if case != "pairs"]
-    return plans.world_sections(cases, (0, last), WORLD.size, (48,), plans.Inner(2))
+    return plans.world_sections(cases, WORLD.size, (48,), 2)
 
 
 def outcomes(section, transport, ops, policy):
@@ -80,7 +79,7 @@ def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
 
 def test_wrong_payload_of_one_rank_is_everybodys():
     ops = ops_module.make("cpu", "float32")
-    (section,) = plans.world_sections(["all-gather"], None, WORLD.size, (48,))
+    (section,) = plans.world_sections(["all-gather"], WORLD.size, (48,))
     make = section.make
 
     class Wrong(make):
@@ -102,8 +101,7 @@ def test_second_level_that_is_left_out_shows():
             return self.near.all_gather(self.near.reduce_scatter(self.x, ""), "")
 
     ops = ops_module.make("cpu", "float32")
-    (section,) = plans.world_sections([TwoLevel.name], None, WORLD.size, (48,),
-                                      plans.Inner(WORLD.size // 2))
+    (section,) = plans.world_sections([TwoLevel.name], WORLD.size, (48,), WORLD.size // 2)
     assert section.title.endswith(f" {WORLD.size // 2}x2")
     for case, good in ((TwoLevel, True), (Wrong, False)):
         changed = section._replace(make=partial(case, count=WORLD.size // 2))
@@ -130,7 +128,7 @@ def test_hot_expert_gets_twice_as_much_as_each_other():
     ("stage-chain hops interleaved", (2, 2))])
 def test_bytes_on_the_wire_are_those_that_a_rank_sends(title, sent):
     ops = ops_module.make("cpu", "float32")
-    chosen = plans.world_sections([title.split()[0]], (0, WORLD.size - 1), WORLD.size, (48,))
+    chosen = plans.world_sections([title.split()[0]], WORLD.size, (48,))
     (section,) = [one for one in chosen if one.title == title]
     group = make_group(section.groups, section.axis, "mpi-host", ops, WORLD, Recorder())
     if group.comm is not None:
@@ -167,7 +165,7 @@ def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
 def test_what_is_overlapped_is_checked_too(num_tests, monkeypatch):
     ops = ops_module.make("cpu", "float32")
     beside = {COMM + overlap.BESIDE, "mpi4py" + overlap.BESIDE}
-    everything = plans.world_sections(plans.POSTED_CASES, None, WORLD.size, (48,))
+    everything = plans.world_sections(plans.POSTED_CASES, WORLD.size, (48,))
     chosen = plans.overlapped(everything, num_tests)
 
     def wrong_ways():
