@@ -1,10 +1,4 @@
-"""Writes results of benchmarks to files, and the tables of the pages from these files.
-
-    python -m bench.results            # write all tables into README.md and docs/ again
-    python -m bench.results --check    # exit 1 if a table there is not what its file says
-
-The map of the sources (bench.code_map) is written and checked with them.
-"""
+"""Writes results of benchmarks to files, and makes tables of them for the pages."""
 
 from __future__ import annotations
 
@@ -14,20 +8,14 @@ import os
 import platform
 import re
 import stat
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from bench import code_map
 from mpipar.errors import OutputError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
-# "<!-- result: FILE -->", or "<!-- result: FILE where ranks=4 -->" for a selection of its rows.
-MARK = re.compile(r"<!-- result: (\S+)( where (\w+)=(\S+))? -->\n.*?<!-- end of result -->",
-                  re.DOTALL)
-MAP = re.compile(r"<!-- map: (folders|files) -->\n.*?<!-- end of map -->", re.DOTALL)
 
 
 def machine() -> dict:
@@ -103,43 +91,3 @@ def markdown(result: dict) -> str:
     assert result["schema"] == SCHEMA, f"schema {result['schema']}, this reads {SCHEMA}"
     facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     return f"{markdown_table(result['rows'])}\n\n`{result['bench']}`: {facts}"
-
-
-def pages() -> list[Path]:
-    """README.md and the pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def update(page: str) -> str:
-    """The page with every marked table made from its result file, and the map from the sources."""
-    def write_table(match):
-        result = json.loads((ROOT / match[1]).read_text())
-        if match[2]:
-            result["rows"] = [row for row in result["rows"] if text(row[match[3]]) == match[4]]
-        head = f"{match[1]}{match[2] or ''}"
-        return f"<!-- result: {head} -->\n{markdown(result)}\n<!-- end of result -->"
-
-    def write_map(match):
-        tables = {"folders": code_map.folder_table, "files": code_map.file_tables}[match[1]]()
-        return f"<!-- map: {match[1]} -->\n{tables}\n<!-- end of map -->"
-
-    return MAP.sub(write_map, MARK.sub(write_table, page))
-
-
-def main(argv=None) -> int:
-    """Write or check the tables of all pages; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    old = 0
-    for path in pages():
-        before = path.read_text(encoding="utf-8")
-        after = update(before)
-        if "--check" not in argv:
-            path.write_text(after, encoding="utf-8")
-        elif before != after:
-            old = 1
-            print(f"{path.relative_to(ROOT)}: a table is out of date; run python -m bench.results")
-    return old
-
-
-if __name__ == "__main__":
-    sys.exit(main())

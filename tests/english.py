@@ -4,9 +4,9 @@ import ast
 import re
 
 MOST_WORDS = 25
-# Parts without sentences: fenced code, tables that bench.results generates, comments, pictures.
-NO_TEXT = re.compile(r"^```.*?^```$|<!-- (result|map): .*?<!-- end of \1 -->|<!--.*?-->"
-                     r"|!\[[^]]*\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+# Parts without sentences: fenced code, what bench.docs generates, comments, pictures.
+NO_TEXT = re.compile(r"^```.*?^```$|<!-- (?:run|measured|code|result|picture|table|map): "
+                     r".*?<!-- end -->|<!--.*?-->|!\[[^]]*\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 CODE = re.compile(r"``.+?``|`[^`]+`", re.DOTALL)
 NEW_PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>]|\d+\.)\s)")

@@ -6,7 +6,7 @@ import sys
 
 from helpers import REPOSITORY
 
-from bench.code_map import FLOORS
+from bench.docs.code_map import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow",

@@ -1,61 +1,34 @@
-"""README.md and docs/: generated parts are up to date, links lead somewhere, commands can be typed.
+"""README.md and docs/: sentences are short, links lead somewhere, commands can be typed.
 
-The broken twins below are pages that must be caught.
+The broken twins below are pages that must be caught. What bench.docs writes: test_docs.py.
 """
 
 import re
 import shlex
 import socket
 import struct
+from pathlib import Path
 
 import pytest
 from english import MOST_WORDS, NO_TEXT, long_sentences, page_paragraphs
 from helpers import REPOSITORY
 from program import mpipar
 
-from bench import code_map, results
+from bench.docs import commands as docs_commands
+from bench.docs import pages as docs_pages
+from bench.docs.blocks import blocks_of
 from mpipar import cli
 from mpipar.errors import EXIT_CODES, UsageError
 from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 
-PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
-         for path in results.pages()}
+PAGES = {str(path): docs_pages.read_page(path) for path in docs_pages.pages()}
 README = PAGES["README.md"]
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_generated_parts_are_up_to_date(name):
-    """Tables equal their result files; the map has the current files, folders and docstrings."""
-    assert results.update(PAGES[name]) == PAGES[name], "run python -m bench.results"
-
-
-def test_what_is_typed_into_a_generated_part_is_overwritten():
-    changed = {name: page.replace("| tp 2 |", "| tp 3 |").replace("| `grid.py` |", "| `gird.py` |")
-               for name, page in PAGES.items()}
-    assert sum(changed[name] != page for name, page in PAGES.items()) >= 2
-    assert {name: results.update(page) for name, page in changed.items()} == PAGES
-
-
-def test_the_map_has_a_line_for_every_file():
-    page = PAGES["docs/map.md"]
-    files = [path for folder in ("mpipar", "bench")
-             for path in code_map.files_below(REPOSITORY / folder)]
-    folders = {path.parent for path in files if path.name == "__init__.py"}
-    listed = re.findall(r"^\| `([^`]+\.\w+)` \|", page, re.MULTILINE)
-    assert len(listed) >= len(files) - len(folders)
-    for path in files:
-        assert path.name == "__init__.py" or any(
-            str(path).endswith(f"/{one}") for one in listed), f"{path}: run python -m bench.results"
-
-
-def test_a_file_that_says_nothing_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(code_map, "ROOT", tmp_path)
-    (tmp_path / "silent.py").write_text("x = 1\n")
-    with pytest.raises(LookupError, match=r"silent\.py: say in its first line"):
-        code_map.first_sentence(tmp_path / "silent.py")
+FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Their commands run from top to bottom in an empty folder, as a reader types them.
+SESSIONS = [name for name in PAGES
+            if name.startswith("docs/tour/") or name == "docs/questions.md"]
 
 
 def test_exit_codes_are_those_of_the_program():
@@ -132,8 +105,19 @@ def test_broken_links_are_found():
     assert broken_links("docs/speed.md", page) == ["gone.md", "map.md#gone", "#gone"]
 
 
-def test_every_page_is_linked_from_the_readme():
-    assert [name for name in PAGES if name != "README.md" and f"({name})" not in README] == []
+def links(name):
+    """The pages that a page links to."""
+    targets = re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", PAGES[name])
+    paths = [(REPOSITORY / name).parent / target for target in targets]
+    return {str(path.resolve().relative_to(REPOSITORY)) for path in paths if path.exists()}
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, open_pages = set(), {"README.md"}
+    while open_pages:
+        reached |= open_pages
+        open_pages = {one for name in open_pages for one in links(name)} & set(PAGES) - reached
+    assert sorted(set(PAGES) - reached) == []
 
 
 def test_the_picture_is_small():
@@ -161,6 +145,14 @@ def commands():
     return found
 
 
+def sources_of(module):
+    """The files of `python -m module`: one, or all of a package that can be run."""
+    place = REPOSITORY / module.replace(".", "/")
+    if (place / "__main__.py").exists():
+        return sorted(place.rglob("*.py"))
+    return [path for path in [Path(f"{place}.py")] if path.exists()]
+
+
 def command_problem(command):
     """The problem of a command of a page, None if it can be typed as it stands."""
     words = shlex.split(command)
@@ -177,12 +169,10 @@ def command_problem(command):
     elif program == "python" and words[1] != "-m":
         return None if (REPOSITORY / words[1]).exists() else f"no {words[1]}"
     elif program == "python" and words[2] != "pytest":
-        module = REPOSITORY / words[2].replace(".", "/")
-        files = module.with_suffix(".py"), module / "__main__.py"
-        file = next((one for one in files if one.exists()), files[0])
-        flags = [word for word in words[3:] if word.startswith("--")]
-        known = set(re.findall(r"--[\w-]+", file.read_text())) if file.exists() else None
-        return f"no {file}" if known is None else f"no {flags}" if {*flags} - known else None
+        sources = sources_of(words[2])
+        flags = {word.partition("=")[0] for word in words[3:] if word.startswith("--")}
+        known = {flag for file in sources for flag in re.findall(r"--[\w-]+", file.read_text())}
+        return f"no {words[2]}" if not sources else f"no {flags}" if flags - known else None
     elif program not in ("pip", "python", "python3", ".", "source", "sbatch", "bash"):
         return f"no program {program}"
     return None
@@ -203,13 +193,29 @@ def test_a_command_that_cannot_be_typed_is_found(command):
 
 
 @pytest.mark.parametrize("command", sorted({
-    command for _, command in commands() if "machine.json" not in command
-    and command.startswith(("mpipar schedule ", "mpipar explain "))}))
+    command for name, command in commands() if "machine.json" not in command
+    and name not in SESSIONS and command.startswith(("mpipar schedule ", "mpipar explain "))}))
 def test_commands_without_mpi_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     session = Session(Launcher("none", 0, 1, 0, 1))
     assert cli.main(shlex.split(command)[1:], session) == 0
     assert len(capsys.readouterr().out) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SESSIONS)
+def test_commands_of_a_page_do_what_it_shows(name):
+    page, workplace = PAGES[name], docs_commands.Workplace(PAGES[name])
+    codes = {block.words: int(block.options.get("exit", 0))
+             for block in blocks_of(Path(name), page) if block.kind == "run"}
+    try:
+        for command in docs_commands.typed(page):
+            code, output = workplace.run(command)
+            assert code == codes.get(command, 0), f"{command}\n{output}"
+        written = docs_pages.write_page(Path(name), page, workplace)
+    finally:
+        workplace.close()
+    assert written[Path(name)] == page, "run python -m bench.docs"
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The map of the sources: a line for each folder and each file, its first sentence.
 
-`python -m bench.results` writes it into README.md and docs/map.md. The column `lines` comes from
-bench.reading_path: the lines of a file that a default training step runs.
+`python -m bench.docs` writes it into README.md and docs/map.md. The column `lines` comes from
+bench.docs.reading_path: the lines of a file that a default training step runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
     console trace train plan inference commands cli __main__""".split()
@@ -42,7 +42,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def lines_of_a_step() -> dict[str, int]:
-    """{path in the repository: lines that a default step runs}, as bench.reading_path found."""
+    """{path in the repository: lines that a default step runs}, by bench.docs.reading_path."""
     path = ROOT / "bench" / "results" / "reading_path.json"
     return json.loads(path.read_text())["files"]
 

@@ -1,6 +1,6 @@
 """Counts the lines that one default training step runs, by file and by stop of docs/map.md.
 
-    mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
+    mpiexec -n 4 python -m bench.docs.reading_path [--json bench/results/reading_path.json]
 
 Every rank takes one step of the default layout under a profile hook. The count has the lines of all
 functions and methods that ran on any rank. It includes their comments and docstrings, because a
@@ -80,7 +80,7 @@ def ran_lines(world) -> dict[str, set]:
 
 def main(argv, session) -> int:
     """Print the stops; exit 1 if they have grown over the limit."""
-    parser = flags.Parser(prog="python -m bench.reading_path", description=__doc__)
+    parser = flags.Parser(prog="python -m bench.docs.reading_path", description=__doc__)
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     world = session.start()
@@ -98,7 +98,8 @@ def main(argv, session) -> int:
         print(f"{row['lines']:5d}  {row['stop']}  {row['what']}")
     print(f"{total:5d}  of at most {LIMIT}")
     if args.json:
-        results.write(args.json, "bench.reading_path", rows, beside={"files": files}, lines=total)
+        results.write(args.json, "bench.docs.reading_path", rows, beside={"files": files},
+                      lines=total)
     return int(total > LIMIT or not all(row["lines"] for row in rows))
 
 

@@ -1,0 +1,70 @@
+"""Outputs that name times, or that take long: kept in result files, with the machine they are of.
+
+    python -m bench.docs measure bench/results/tour/naive.json 'COMMAND' 'COMMAND'
+    python -m bench.docs measure bench/results/tour/naive.json      # its own commands once more
+
+All commands of a file run one after the other in one empty folder.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+from bench import results
+from bench.docs.blocks import Block
+from bench.docs.commands import Workplace, console
+from mpipar.errors import DataError
+
+BENCH = "bench.docs measure"
+QUICK = 10  # seconds: commands that take less also run in CI
+
+
+def measure(path: Path, commands: list[str]) -> None:
+    """Run the commands, and write their outputs. Raises DataError if one of them fails."""
+    commands = commands or [row["command"] for row in rows_of(path)]
+    workplace, rows = Workplace(), []
+    try:
+        for command in commands:
+            start = time.perf_counter()
+            code, output = workplace.run(command)
+            if code:
+                raise DataError(f"{command}: exit code {code}\n{output}")
+            host = socket.gethostname()
+            rows.append({"command": command, "seconds": round(time.perf_counter() - start, 1),
+                         "output": output.replace(f" {host} ", f" {'host':<{len(host)}} ")})
+    finally:
+        workplace.close()
+    results.write(str(path), BENCH, rows)
+
+
+def rows_of(path: Path) -> list[dict]:
+    """The commands of a file with their seconds and outputs. Raises DataError."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; name the commands to measure") from error
+    if found["bench"] != BENCH:
+        raise DataError(f"{path}: is a file of {found['bench']}, not of {BENCH}")
+    return found["rows"]
+
+
+def shown(block: Block, root: Path) -> str:
+    """The commands and outputs of a file, or `:: part N` of them, and the machine."""
+    path = root / block.words
+    try:
+        rows = rows_of(path)
+    except DataError as error:
+        raise block.problem(str(error)) from error
+    if "part" in block.options:
+        number = int(block.options["part"])
+        if not 1 <= number <= len(rows):
+            raise block.problem(f"has {len(rows)} parts")
+        rows = rows[number - 1:number]
+    parts = [console(block, row["command"], row["output"],
+                     "bash" if row["seconds"] < QUICK else "bash not-run") for row in rows]
+    machine = json.loads(path.read_text())["machine"]
+    facts = f"{machine['date']}, {machine['cores']} cores, {machine['cpu']}"
+    return "\n\n".join([*parts, f"Measured: {facts}."])

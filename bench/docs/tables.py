@@ -1,0 +1,104 @@
+"""Tables of the pages: results of benchmarks, and what the program knows about itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from bench import results
+from bench.docs import code_map
+from bench.docs.blocks import Block
+from mpipar import cli, errors
+
+MAPS = {"folders": code_map.folder_table, "files": code_map.file_tables}
+WIDEST = 400  # characters of a cell
+
+
+def result(block: Block, root: Path) -> str:
+    """The rows of a result file; `where tp=4` selects rows, `:: columns a,b` columns."""
+    name, _, condition = block.words.partition(" where ")
+    path = root / name
+    if not path.is_file():
+        raise block.problem(f"no file {name}")
+    found = json.loads(path.read_text())
+    if condition:
+        key, _, value = condition.partition("=")
+        found["rows"] = [row for row in found["rows"] if results.text(row[key]) == value]
+    if "columns" in block.options:
+        chosen = block.options["columns"].split(",")
+        found["rows"] = [{key: row[key] for key in chosen} for row in found["rows"]]
+    return results.markdown(found)
+
+
+def file_map(block: Block, root: Path) -> str:
+    """The map of the sources: folders, or files."""
+    if block.words not in MAPS:
+        raise block.problem(f"use one of {', '.join(MAPS)}")
+    return MAPS[block.words]()
+
+
+def table(block: Block, root: Path) -> str:
+    """A table of the program's own facts: `exit codes`, `commands`, `flags COMMAND`, `tour`."""
+    kind, *words = block.words.split()
+    if block.words == "tour":
+        return chapters(root / "docs" / "tour")
+    if block.words == "exit codes":
+        return rows_of(["exit code", "meaning"], errors.EXIT_CODES.items())
+    if block.words == "commands":
+        return rows_of(["command", "what it does"],
+                       ((f"`mpipar {name}`", text) for name, text in cli.COMMANDS.items()))
+    if kind == "flags" and words and words[0] in cli.COMMANDS:
+        return flags_of(words[0])
+    raise block.problem("use exit codes, commands, flags COMMAND, or tour")
+
+
+def chapters(folder: Path) -> str:
+    """A line for each chapter: its title and what stands behind it."""
+    titles = ((path, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+              for path in sorted(folder.glob("*.md")))
+    return "\n".join(f"- [{title}](tour/{path.name})" for path, title in titles)
+
+
+def rows_of(head: list[str], rows) -> str:
+    """A Markdown table of these cells."""
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def cell(value) -> str:
+    """Text that stays in its cell."""
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    return re.sub(r"(?<![`\w])<([^>]*)>", r"`<\1>`", text)
+
+
+def flags_of(command: str) -> str:
+    """The arguments and flags of a command, a table for each group of its help."""
+    parser, parts = cli.command_parser(command, every=True), []
+    for group in parser._action_groups:
+        rows = [(f"`{name_of(action)}`", help_of(parser, action)) for action in group._group_actions
+                if action.help != argparse.SUPPRESS and "--help" not in action.option_strings]
+        if rows:
+            title = {"positional arguments": "arguments", "options": "flags"}.get(
+                group.title, group.title)
+            parts.append(f"### {command}: {title}\n\n{rows_of(['flag', 'meaning'], rows)}")
+    return "\n\n".join(parts)
+
+
+def name_of(action: argparse.Action) -> str:
+    """A flag as it is typed, with the form of its value."""
+    names = ", ".join(action.option_strings) or action.metavar or action.dest
+    takes = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
+    if not takes or not action.option_strings:
+        return names
+    form = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices
+                              else action.dest.upper())
+    return f"{names} {form}"
+
+
+def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """The help of a flag, with its default filled in."""
+    return (action.help or "") % {"prog": parser.prog, "default": action.default,
+                                  "choices": action.choices, "metavar": action.metavar}

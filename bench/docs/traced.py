@@ -1,0 +1,74 @@
+"""Keeps what two pictures need of a traced run: its median step, that step simulated, a barrier.
+
+    python -m bench.docs trace RUN FILE.json
+
+The rows are passes and parts of one barrier, with their times in milliseconds. The barrier is the
+collective of that step with the most waiting.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench import results
+from mpipar.comm.record import PASSES
+from mpipar.pipeline.instructions import parts
+from mpipar.trace import pop, waits
+from mpipar.trace.timeline import median_step
+from mpipar.trace.trace_file import Trace, read
+
+BENCH = "bench.docs trace"
+
+
+def keep(run: Path, path: Path) -> None:
+    """Write the file of a run folder. Raises DataError without a trace."""
+    trace = read(run)
+    step, (start, _) = median_step(trace)
+    rows = [*measured(trace, step, start), *simulated(trace), *barrier(trace, step)]
+    results.write(str(path), BENCH, rows, layout=trace.layout(),
+                  schedule=trace.meta["schedule"]["name"], step=step)
+
+
+def row(what: str, rank: int, kind: str, place: tuple[int, int], times: tuple) -> dict:
+    """One row of the file; times in milliseconds."""
+    start, end = (round(float(one), 4) for one in times)
+    return {"what": what, "rank": rank, "kind": kind, "stage": place[0], "mb": place[1],
+            "start_ms": start, "end_ms": end}
+
+
+def measured(trace: Trace, step: int, start: int) -> list[dict]:
+    """The passes of the step on one rank of each pipeline rank; the first one starts at 0."""
+    chosen = {rank.place["pp"]: rank for rank in reversed(trace.ranks)}
+    spans = [(place, span) for place, rank in sorted(chosen.items()) for span in rank.spans
+             if span.step == step and span.kind in PASSES]
+    start = min(span.start_ns for _, span in spans)
+    return [row("measured", place, span.kind, (span.stage, span.mb),
+                ((span.start_ns - start) * 1e-6, (span.end_ns - start) * 1e-6))
+            for place, span in spans]
+
+
+def simulated(trace: Trace) -> list[dict]:
+    """The passes as the simulator places them, with the trace's own mean times."""
+    return [row("simulated", place, span.instr.kind, parts(span.instr)[0][1:],
+                (span.start * 1e3, span.end * 1e3))
+            for place, spans in enumerate(pop.simulated(trace).spans) for span in spans
+            if span.end > span.start]
+
+
+def barrier(trace: Trace, step: int) -> list[dict]:
+    """Wait and transfer of each rank in the collective with the most waiting of the step."""
+    found = [event for event in waits.find(trace).events if len(event.calls) > 1
+             and event.operation != "message" and event.calls[0].record.step == step]
+    if not found:
+        return []
+    event = max(found, key=lambda one: sum(call.wait_ns for call in one.calls))
+    first = min(call.record.waited_ns for call in event.calls)
+    name, rows = f"{event.operation} {event.name}", []
+    for call in event.calls:
+        came, done = call.record.waited_ns - first, call.record.done_ns - first
+        met = came + call.wait_ns
+        place = (call.record.stage, call.record.mb)
+        rows += [row(f"{what}: {name}", call.rank, call.record.phase, place, times)
+                 for what, times in (("wait", (came * 1e-6, met * 1e-6)),
+                                     ("transfer", (met * 1e-6, done * 1e-6)))]
+    return rows

@@ -1,0 +1,221 @@
+"""What bench.docs writes into the pages: it is up to date, and wrong blocks are refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY
+
+from bench.docs import __main__ as program
+from bench.docs import code_map, commands, measured, pages, pictures
+from bench.docs.blocks import PageError, blocks_of, update
+from mpipar.errors import DataError
+
+PAGES = {str(path): pages.read_page(path) for path in pages.pages()}
+PAGE = Path("docs/page.md")
+
+
+def written(*lines, workplace=None):
+    """What a block of a page becomes; lines: the comment, and what stands below it."""
+    text = "\n".join([*lines, "<!-- end -->", ""])
+    return pages.write_page(PAGE, text, workplace)[PAGE]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_parts_are_up_to_date(name):
+    """All but the outputs of commands: test_commands_of_a_page_do_what_it_shows runs these."""
+    for path, text in pages.write_page(Path(name), PAGES[name], None).items():
+        assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m bench.docs"
+
+
+def test_outputs_of_other_pages_are_up_to_date():
+    """Those of the tour and of questions.md run with the slow tests."""
+    for name, text in PAGES.items():
+        kinds = {block.kind for block in blocks_of(Path(name), text)}
+        if "run" in kinds and "docs/tour" not in name and name != "docs/questions.md":
+            workplace = commands.Workplace(text)
+            try:
+                assert pages.write_page(Path(name), text, workplace)[Path(name)] == text
+            finally:
+                workplace.close()
+
+
+def test_what_is_typed_into_a_generated_part_is_overwritten():
+    changed = {name: page.replace("| tp 2 |", "| tp 3 |").replace("| `grid.py` |", "| `gird.py` |")
+               for name, page in PAGES.items()}
+    names = [name for name, page in PAGES.items() if changed[name] != page]
+    assert len(names) >= 2
+    for name in names:
+        assert pages.write_page(Path(name), changed[name], None)[Path(name)] == PAGES[name]
+
+
+def test_every_picture_belongs_to_a_page():
+    drawn = {path.stem for path in (REPOSITORY / pictures.FOLDER).glob("*.svg")}
+    assert drawn == pages.pictures_of_pages()
+
+
+def test_every_picture_has_a_text_and_follows_the_page():
+    for path in (REPOSITORY / pictures.FOLDER).glob("*.svg"):
+        text = path.read_text()
+        assert "<title>" in text, path
+        assert "prefers-color-scheme: dark" in text, path
+        assert re.search(r"viewBox=\"0 0 \d", text), path
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), path
+
+
+def test_the_map_has_a_line_for_every_file():
+    page = PAGES["docs/map.md"]
+    files = [path for folder in ("mpipar", "bench")
+             for path in code_map.files_below(REPOSITORY / folder)]
+    folders = {path.parent for path in files if path.name == "__init__.py"}
+    listed = re.findall(r"^\| `([^`]+\.\w+)` \|", page, re.MULTILINE)
+    assert len(listed) >= len(files) - len(folders)
+    for path in files:
+        assert path.name == "__init__.py" or any(
+            str(path).endswith(f"/{one}") for one in listed), f"{path}: run python -m bench.docs"
+
+
+def test_a_file_that_says_nothing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_map, "ROOT", tmp_path)
+    (tmp_path / "silent.py").write_text("x = 1\n")
+    with pytest.raises(LookupError, match=r"silent\.py: say in its first line"):
+        code_map.first_sentence(tmp_path / "silent.py")
+
+
+# --- blocks
+
+
+def test_a_command_and_its_output():
+    workplace = commands.Workplace()
+    try:
+        page = written("<!-- run: mpipar schedule naive --pp 2 :: from ^time :: lines 1:5 -->",
+                       "old", workplace=workplace)
+    finally:
+        workplace.close()
+    assert "```bash\nmpipar schedule naive --pp 2\n```" in page
+    assert "...\ntime" in page
+    assert "old" not in page
+
+
+def test_the_same_command_runs_once_in_one_folder():
+    workplace = commands.Workplace("```python mine.py\nprint('mine')\n```\n")
+    try:
+        assert workplace.run("python mine.py && echo more > file") == (0, "mine\n")
+        assert workplace.run("cat file") == (0, "more\n")
+        (workplace.folder() / "file").write_text("other\n")
+        assert workplace.run("cat file") == (0, "more\n")
+    finally:
+        workplace.close()
+    assert not workplace.folder().joinpath("file").exists()
+    workplace.close()
+
+
+def test_typed_commands_come_in_order():
+    page = ("```bash\nmpipar doctor  # what it shows\nmpipar plan a \\\n    --ranks 4\n```\n"
+            "```bash not-run\npip install mpipar\n```\n```text\nls\n```\n```bash\nls\n```\n")
+    assert commands.typed(page) == ["mpipar doctor", "mpipar plan a --ranks 4", "ls"]
+
+
+def test_functions_are_listed_by_name():
+    page = written("<!-- code: mpipar/partition/row.py shard_axis forward :: no docstring -->")
+    assert "shard_axis = 0\n\n\ndef forward(ops, x, w, comm, name, sizes=None):\n    return" in page
+    assert "From [mpipar/partition/row.py](../mpipar/partition/row.py)." in page
+    method = written("<!-- code: bench/docs/blocks.py Block.problem -->")
+    assert "\n```python\ndef problem(self" in method
+
+
+def test_columns_and_rows_of_a_result_are_chosen():
+    page = written("<!-- result: bench/results/claims_memory.json where layout=tp 2"
+                   " :: columns layout,peak_MiB -->")
+    assert [line for line in page.splitlines() if line.startswith("|")] == [
+        "| layout | peak_MiB |", "| --- | --- |", "| tp 2 | 75.6 |"]
+
+
+@pytest.mark.parametrize(("comment", "message"), [
+    ("code: mpipar/gone.py main", "no file mpipar/gone.py"),
+    ("code: mpipar/cli.py gone", "no gone in the file"),
+    ("result: bench/results/gone.json", "no file bench/results/gone.json"),
+    ("measured: bench/results/gone.json", "No such file"),
+    ("measured: bench/results/tiles.json", "is a file of bench.tiles"),
+    ("picture: one circle", "use a name and one of the kinds timeline"),
+    ("picture: one timeline made-up", "made-up"),
+    ("picture: one roofline bench/results/gone.json", "gone.json"),
+    ("table: gone", "use exit codes"), ("map: gone", "use one of folders"),
+    ("made-up: x", "PLAIN TEXT"), ("made: x", "no block is of this kind")])
+def test_a_wrong_block_is_refused(comment, message):
+    if message == "PLAIN TEXT":
+        assert f"<!-- {comment} -->\n<!-- end -->" in written(f"<!-- {comment} -->")
+        return
+    with pytest.raises(PageError, match=rf"docs/page\.md:1: <!-- .*{re.escape(message)}"):
+        written(f"<!-- {comment} -->")
+
+
+@pytest.mark.parametrize(("option", "message"), [
+    ("lines 3:9000", "lines 3:9000 of"), ("from made-up", "no line matches 'made-up'"),
+    ("exit 2", "exit code 0, not 2")])
+def test_a_part_that_is_not_there_is_refused(option, message):
+    workplace = commands.Workplace()
+    try:
+        with pytest.raises(PageError, match=message):
+            written(f"<!-- run: mpipar schedule naive --pp 2 :: {option} -->", workplace=workplace)
+    finally:
+        workplace.close()
+
+
+@pytest.mark.parametrize("word", commands.passing_words())
+def test_output_that_only_this_host_prints_is_refused(word):
+    workplace = commands.Workplace()
+    workplace.outputs["echo"] = (0, f"on {word} now")
+    with pytest.raises(PageError, match="changes from host to host"):
+        written("<!-- run: echo -->", workplace=workplace)
+
+
+def test_a_block_without_an_end_is_refused():
+    with pytest.raises(PageError, match="no <!-- end -->"):
+        update(PAGE, "<!-- map: folders -->\ntext\n", lambda block, body: body)
+    with pytest.raises(PageError, match="before line 2"):
+        update(PAGE, "<!-- map: folders -->\n<!-- map: files -->\n", lambda block, body: body)
+
+
+def test_a_block_in_a_listing_is_text():
+    page = "```text\n<!-- map: folders -->\n```\n"
+    assert pages.write_page(PAGE, page, None) == {PAGE: page}
+
+
+# --- measured outputs
+
+
+def test_an_output_is_measured_and_shown(tmp_path, monkeypatch):
+    file = tmp_path / "one.json"
+    measured.measure(file, ["echo one > a", "cat a"])
+    measured.measure(file, [])
+    assert [row["output"] for row in measured.rows_of(file)] == ["", "one\n"]
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    page = written("<!-- measured: one.json :: part 2 -->")
+    assert "```bash\ncat a\n```\n\n```text\none\n```\n\nMeasured: 20" in page
+
+
+def test_a_failing_command_is_not_kept(tmp_path):
+    with pytest.raises(DataError, match="exit code 3"):
+        measured.measure(tmp_path / "one.json", ["exit 3"])
+    with pytest.raises(DataError, match="name the commands"):
+        measured.measure(tmp_path / "one.json", [])
+    assert not list(tmp_path.iterdir())
+
+
+# --- the command
+
+
+def test_check_names_the_page_that_is_out_of_date(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: exit codes -->\n<!-- end -->\n")
+    assert program.main(["--check", str(page)]) == 1
+    assert "page.md: out of date; run python -m bench.docs page.md" in capsys.readouterr().out
+    assert program.main([str(page)]) == 0
+    assert "| 0 | finished |" in page.read_text()
+    assert program.main(["--check", str(page)]) == 0
+    page.write_text("<!-- made: up -->\n<!-- end -->\n")
+    assert program.main([str(page)]) == 1
+    assert "page.md:1:" in capsys.readouterr().err
