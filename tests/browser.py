@@ -87,9 +87,23 @@ class Browser:
             "return [b.x + b.width / 2, b.y + b.height / 2];", selector)
         self.move(x, y, clicks=1)
 
-    def press(self, key: str) -> None:
-        """Press a key for the element that has the focus."""
+    def hold(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """Press the button at a point of the window, and release it at another one."""
+        def point(left, top):
+            return {"type": "pointerMove", "duration": 0, "x": round(left), "y": round(top)}
+
+        way = [point(x + (to_x - x) * part / 4, y + (to_y - y) * part / 4) for part in range(5)]
+        actions = [way[0], {"type": "pointerDown", "button": 0}, *way[1:],
+                   {"type": "pointerUp", "button": 0}]
+        self._post("/actions", {"actions": [
+            {"type": "pointer", "id": "mouse", "actions": actions}]})
+
+    def press(self, key: str, *, held: str = "") -> None:
+        """Press a key for the element that has the focus, perhaps while another one is held."""
         actions = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        if held:
+            actions = [{"type": "keyDown", "value": held}, *actions,
+                       {"type": "keyUp", "value": held}]
         self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
     def paper(self) -> bytes:

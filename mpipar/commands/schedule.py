@@ -8,6 +8,7 @@ from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
+from mpipar.commands import explore
 from mpipar.console import output
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
@@ -33,6 +34,7 @@ examples:
   mpipar schedule 1f1b --pp 4 --num-microbatches 8
   mpipar schedule zb-v --costs 2,2,1 --latency 0.25 --symbols
   mpipar schedule --compare --pp 4 --num-microbatches 16
+  mpipar schedule zb-h1 --pp 4 --num-microbatches 8 --html schedules.html
 """
 
 
@@ -50,10 +52,10 @@ def add_parser(subparsers) -> None:
         help="stages per worker, on looped schedules (default 2)")
     add("--group-size", type=int, metavar="G",
         help="microbatches that pass a chunk before the next chunk, on interleaved schedules")
-    add("--costs", default="1,1,1", metavar="F,I,W[,FB]",
+    add("--costs", metavar="F,I,W[,FB]",
         help="time of forward, input gradient, weight gradient and, if it is less than the sum, "
              "of an overlapped forward and backward (default 1,1,1)")
-    add("--latency", default="0", metavar="C", help="time of a message between workers (default 0)")
+    add("--latency", metavar="C", help="time of a message between workers (default 0)")
     add("--symbols", action="store_true", help="print F_k and B_k in time order, not the grid")
     add("--compare", action="store_true", help="table all schedules for these counts")
     add("--svg", metavar="FILE", help="draw into an SVG file")
@@ -63,6 +65,10 @@ def add_parser(subparsers) -> None:
     add("--csv-format", choices=csv_format.FORMATS, default="compute_only",
         help="passes only, or also sends and receives (default compute_only)")
     add("--from-csv", metavar="FILE", help="read, prove and draw a schedule from such a file")
+    add("--html", metavar="FILE", help="write the schedule explorer, a page for the browser: choose"
+        " and compare schedules, drag passes, and see what breaks; print nothing else")
+    add("--from-run", metavar="RUN", help="with --html: schedule and costs of a run of mpipar train"
+        " --trace, and what it measured")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,10 +76,15 @@ def run(args: argparse.Namespace) -> int:
     problems = []
     costs = None
     try:
-        costs = parse_costs(args.costs, args.latency)
+        costs = parse_costs("1,1,1" if args.costs is None else args.costs,
+                            "0" if args.latency is None else args.latency)
     except UserError as error:
         problems += error.problems
-    if args.from_csv is not None:
+    if args.html is not None:
+        problems += page_problems(args)
+    elif args.from_run is not None:
+        problems.append("--from-run fills the explorer: add --html FILE")
+    elif args.from_csv is not None:
         problems += unread(args, "--from-csv brings its own schedule", "NAME", "--compare",
                            "--chunks", "--group-size")
     elif args.compare:
@@ -90,6 +101,9 @@ def run(args: argparse.Namespace) -> int:
         problems.append("--json and --csv - both print; name a file for --csv, or leave --json out")
     if problems:
         raise UsageError(problems)
+    if args.html is not None:
+        explore.write_page(args, costs)
+        return EXIT_OK
     if args.compare:
         print(compare_schedules(args.pp, args.num_microbatches, args.chunks, costs))
         return EXIT_OK
@@ -101,6 +115,20 @@ def run(args: argparse.Namespace) -> int:
         )
     show(args, schedule, costs)
     return EXIT_OK
+
+
+def page_problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the flags beside --html."""
+    found = unread(args, "--html writes one page and nothing else", "--compare", "--symbols",
+                   "--svg", "--json", "--csv")
+    if args.from_run is not None:
+        return found + unread(args, "--from-run brings its own schedule and costs", "NAME",
+                              "--chunks", "--group-size", "--costs", "--latency", "--from-csv")
+    if args.from_csv is not None:
+        return found + unread(args, "--from-csv brings its own schedule", "NAME", "--chunks",
+                              "--group-size")
+    return found + schedule_problems(args.name or explore.FIRST, args.pp, args.num_microbatches,
+                                     args.chunks, args.group_size)
 
 
 def unread(args: argparse.Namespace, why: str, *words: str) -> list[str]:

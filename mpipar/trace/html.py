@@ -1,23 +1,18 @@
 """A trace as one self-contained HTML page: it needs no network and no other files.
 
-The page's parts lie in the folder page/. `build` puts them together with the trace's numbers.
-timeline.js draws the trace, page.js everything else.
+The page's parts lie in the folder page/, and those of every page in console/page/. `build` puts
+them together with the trace's numbers. timeline.js draws the trace, page.js everything else.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from mpipar import models
-from mpipar.comm.record import BUSY, PASSES
+from mpipar.comm.record import BUSY
 from mpipar.config.model import model_config
-from mpipar.console import output, series
-from mpipar.files.text import harmless
+from mpipar.console import html, output, series
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
 
@@ -35,17 +30,7 @@ def write(analysis: Analysis, path: Path, most_slices: int = MOST_SLICES) -> str
 
 def build(data: dict) -> str:
     """The page that shows these data."""
-    folder = files("mpipar.trace") / "page"
-
-    def part(name):
-        return (folder / name).read_text(encoding="utf-8")
-
-    # A "<" could end the script element that holds the data, or begin a comment in it.
-    numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    texts = {"TITLE": escape(harmless(data["title"])), "STYLE": part("page.css"),
-             "SCRIPT": "\n".join(map(part, SCRIPTS)), "DATA": numbers}
-    # All marks at once: a run may be named [[DATA]].
-    return re.sub(r"\[\[([A-Z]+)\]\]", lambda mark: texts[mark[1]], part("page.html"))
+    return html.build(files("mpipar.trace") / "page", SCRIPTS, data)
 
 
 def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
@@ -188,15 +173,9 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
 def pipeline_data(analysis: Analysis) -> dict | None:
     """One pipeline's passes in its median step, measured and simulated; None for a single rank."""
     trace = analysis.trace
-    pipeline = [rank for rank in trace.ranks
-                if all(rank.place[axis] == 0 for axis in rank.place if axis != "pp")]
-    if len(pipeline) < 2:
+    if trace.meta["layout"]["pp"] < 2:
         return None
-    pipeline.sort(key=lambda rank: rank.place["pp"])
-    lasting = Counter({step: end - start for step, start, end in pipeline[0].steps})
-    chosen = sorted(lasting, key=lasting.get)[len(lasting) // 2]
-    passes = [[one for one in rank.spans if one.step == chosen and one.kind in PASSES]
-              for rank in pipeline]
+    chosen, passes = pop.median_passes(trace)
     start = min(one.start_ns for own in passes for one in own)
     measured = [[[_us(one.start_ns - start), _us(one.end_ns - start), one.kind, one.stage, one.mb]
                  for one in own] for own in passes]

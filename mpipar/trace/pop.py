@@ -14,17 +14,17 @@ https://co-design.pop-coe.eu/metrics/index.html
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 
-from mpipar.comm.record import PASSES
+from mpipar.comm.record import PASSES, Span
 from mpipar.console import bubble
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import Timeline, simulate
 from mpipar.trace.segments import IDLE, Segment
 from mpipar.trace.trace_file import Trace
-from mpipar.trace.waits import Call, Waits
+from mpipar.trace.waits import Call, Waits, find
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,31 @@ def pass_facts(trace: Trace) -> list[dict]:
         facts.append({"busy": dict(busy), "pipeline": pipeline, "passes": {
             key: sum(values) / len(values) for key, values in passes.items()}})
     return facts
+
+
+def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:
+    """(step, passes by pipeline rank) of the step of median length, of one of the pipelines."""
+    pipeline = [rank for rank in trace.ranks
+                if all(rank.place[axis] == 0 for axis in rank.place if axis != "pp")]
+    pipeline.sort(key=lambda rank: rank.place["pp"])
+    lasting = Counter({step: end - start for step, start, end in pipeline[0].steps})
+    chosen = sorted(lasting, key=lasting.get)[len(lasting) // 2]
+    return chosen, [[one for one in rank.spans if one.step == chosen and one.kind in PASSES]
+                    for rank in pipeline]
+
+
+def hop_ns(trace: Trace) -> float:
+    """Median time of a pipeline message from its send to its arrival, where a rank waited for it.
+
+    Zero without such messages.
+    """
+    times = []
+    for event in find(trace).events:
+        if event.axis == "pp" and event.operation == "message":
+            sent, received = (call.record for call in event.calls)
+            if received.waited_ns <= sent.posted_ns:
+                times.append(received.done_ns - sent.posted_ns)
+    return median(times) if times else 0.0
 
 
 def pipeline_bubble(trace: Trace) -> list[tuple]:

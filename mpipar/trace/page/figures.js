@@ -1,16 +1,5 @@
 // Loss curve, pipeline and layout, as SVG and boxes; colours come from the style sheet.
 const SIDE = 48;
-
-/** Round values that divide [low, high] into a few parts. */
-function ticks(low, high, count = 5) {
-  const span = high - low || 1, power = 10 ** Math.floor(Math.log10(span / count));
-  const step = power * [1, 2, 5, 10].find(factor => span / (power * factor) <= count);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + 1e-9 * span; value += step)
-    found.push(+value.toPrecision(10));
-  return found;
-}
-
 const MARGIN = { left: 56, right: 14, top: 12, bottom: 26 };
 
 /** A card with values by step. Where the pointer is, the values of the nearest step are told. */
@@ -201,5 +190,5 @@ if (page.timeline) {
   pipeline();
   layout();
 }
-theme(timeline);
+theme(() => timeline?.recolour());
 tables();

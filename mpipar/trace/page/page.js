@@ -6,31 +6,6 @@ const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gra
 const CATEGORY_COLOURS = { forward: "F", backward: "B", optimizer: "opt", data: "data",
                            bubble: "bubble", waiting: "wait", transfer: "transfer",
                            other: "other" };
-const page = JSON.parse(document.getElementById("data").textContent);
-const find = id => document.getElementById(id);
-
-function element(tag, text = "", attributes = {}) {
-  const made = Object.assign(document.createElement(tag), { textContent: text });
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-}
-
-function drawing(tag, attributes = {}, text = "") {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.textContent = text;
-  return made;
-}
-
-function swatch(name) {
-  const made = element("i", "", { class: "swatch" });
-  made.style.background = `var(--${name})`;
-  return made;
-}
-
-const percent = share => `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %`;
-const short = number => number >= 100 ? number.toFixed(0) : number >= 1 ? number.toFixed(1)
-  : number.toFixed(2);
 
 function head() {
   document.title = page.title;
@@ -208,22 +183,4 @@ function barriers(timeline) {
     onPress(made, () => focus(timeline, made.classList.contains("chosen") ? null : row));
     table.tBodies[0].append(made);
   }
-}
-
-function theme(timeline) {
-  const names = ["system", "light", "dark"], root = document.documentElement;
-  const use = name => {
-    if (name === "system") delete root.dataset.theme;
-    else root.dataset.theme = name;
-    timeline?.recolour();
-  };
-  let chosen = "system";
-  find("theme").onclick = () => {
-    chosen = names[(names.indexOf(chosen) + 1) % names.length];
-    find("theme").textContent = `theme: ${chosen}`;
-    use(chosen);
-  };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline?.recolour());
-  addEventListener("beforeprint", () => use("light"));  // paper is white
-  addEventListener("afterprint", () => use(chosen));
 }

@@ -1,0 +1,71 @@
+"""The schedule explorer: one page that draws, proves and times pipeline schedules in a browser.
+
+The page makes no schedule. Python makes the orders of all schedules for a grid of counts, and the
+page carries them as data, in the cells of CSV files. What it does itself lies in explorer_page/.
+The tests hold its proof and its simulation equal to `pipeline.check` and `pipeline.simulate`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable
+from importlib.resources import files
+from itertools import product
+
+from mpipar.console import html
+from mpipar.pipeline.csv_format import MIRROR_LINE
+from mpipar.pipeline.instructions import Schedule, is_compute
+from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule, schedule_problems
+
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
+MICROBATCHES = (*range(1, 17), 20, 24, 28, 32)
+CHUNKS = (2, 3, 4)  # of looped schedules; the others fix theirs
+SCRIPTS = ("order.js", "proof.js", "simulate.js", "drawing.js", "panel.js", "edit.js",
+           "explorer.js")
+
+
+def build(data: dict, orders: dict, fallback: str) -> str:
+    """The page. data: what it begins with. orders: see `known_orders`.
+
+    fallback: a drawing in SVG for a reader without JavaScript.
+    """
+    text = json.dumps(orders, separators=(",", ":"))
+    packed = base64.b64encode(zlib.compress(text.encode("ascii"), 9)).decode("ascii")
+    families = {name: {"placement": family.placement, "chunks": chunk_counts(name)}
+                for name, family in FAMILIES.items()}
+    facts = {"families": families, "ranks": RANKS, "microbatches": MICROBATCHES,
+             "mirrorLine": MIRROR_LINE}
+    return html.build(files("mpipar.console") / "explorer_page", SCRIPTS, facts | data,
+                      ORDERS=packed, FALLBACK=fallback)
+
+
+def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> dict:
+    """{"name p m chunks": the passes of each rank, or the text why there is no such schedule}."""
+    found = {}
+    for name in FAMILIES:
+        for p, m, chunks in product(ranks, microbatches, chunk_counts(name)):
+            problems = schedule_problems(name, p, m, chunks)
+            found[f"{name} {p} {m} {chunks}"] = ("; ".join(problems) if problems else
+                                                 passes(make_schedule(name, p, m, chunks)))
+    return found
+
+
+def chunk_counts(name: str) -> tuple[int, ...]:
+    """The numbers of stages of a rank that the page offers for a schedule."""
+    family = FAMILIES[name]
+    return CHUNKS if family.placement == "looped" else (family.stages_per_rank,)
+
+
+def passes(schedule: Schedule) -> list[str]:
+    """The passes of each rank, as in the cells of a CSV file, with spaces between them."""
+    return [" ".join(str(instr) for instr in program if is_compute(instr))
+            for program in schedule.programs]
+
+
+def schedule_facts(schedule: Schedule) -> dict:
+    """A schedule as values for JSON, for one that is not among the known orders."""
+    return {"name": schedule.name, "p": schedule.pp_size, "stages": schedule.num_stages,
+            "m": schedule.num_microbatches, "placement": schedule.placement,
+            "programs": passes(schedule)}

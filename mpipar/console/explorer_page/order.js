@@ -1,0 +1,91 @@
+// A schedule as data: passes, where they run, and who gives what to whom. The names and the rules
+// are those of pipeline/instructions.py.
+const PART = /(\d+)([FBIW])(\d+)/g;
+
+/** The pass of a cell such as 2F0 or (0F1;1B0)OVERLAP_F_B: its parts, and its text. */
+function readPass(text) {
+  const parts = [...text.matchAll(PART)].map(([, stage, kind, mb]) =>
+    ({ kind, stage: +stage, mb: +mb }));
+  return { kind: parts.length > 1 ? "OVERLAP_F_B" : parts[0].kind, stage: parts[0].stage, parts,
+           text };
+}
+
+function reduceGrad(stage) {
+  return { kind: "REDUCE_GRAD", stage, parts: [{ kind: "REDUCE_GRAD", stage, mb: -1 }],
+           text: `${stage}REDUCE_GRAD` };
+}
+
+const isPass = instr => instr.kind !== "REDUCE_GRAD";
+
+/** The program with the sum of each stage's gradients behind the stage's last B or W. */
+function withReduceGrad(program) {
+  const missing = new Set(program.map(pass => pass.stage)), found = [...program];
+  for (let at = program.length - 1; at >= 0 && missing.size; at--) {
+    const { kind, stage } = program[at].parts.at(-1);
+    if ((kind === "B" || kind === "W") && missing.delete(stage))
+      found.splice(at + 1, 0, reduceGrad(stage));
+  }
+  return found;
+}
+
+/** One training step: for each worker its passes in order. For placement see instructions.py. */
+class Schedule {
+  constructor({ name, p, stages, m, placement, programs }) {
+    Object.assign(this, { name, p, stages, m, placement });
+    this.programs = programs.map(program => typeof program === "string"
+      ? program.split(" ").map(readPass) : program);
+  }
+
+  /** The same schedule with other programs. */
+  changed(programs) { return new Schedule({ ...this, programs }); }
+
+  rankOf(stage, mb) {
+    if (this.placement === "linear") return stage;
+    if (this.placement === "looped") return stage % this.p;
+    if (this.placement === "v") return stage < this.p ? stage : 2 * this.p - 1 - stage;
+    return 2 * mb < this.m ? stage : this.p - 1 - stage;
+  }
+
+  stagesOf(rank) {
+    if (this.placement === "linear") return [rank];
+    if (this.placement === "v") return [rank, 2 * this.p - 1 - rank];
+    if (this.placement === "mirror")
+      return [...new Set([rank, this.p - 1 - rank])].sort((a, b) => a - b);
+    return Array.from({ length: this.stages / this.p }, (_, chunk) => rank + chunk * this.p);
+  }
+
+  /** What a text names a pass: the stage is left out where each worker holds one. */
+  label(pass) {
+    return pass.parts.map(({ kind, stage, mb }) =>
+      this.placement === "linear" ? `${kind}${mb}` : `${stage}${kind}${mb}`).join("&");
+  }
+
+  message(direction, stage, mb) {
+    const from = direction === "F" ? stage - 1 : stage + 1;
+    const source = this.rankOf(from, mb), target = this.rankOf(stage, mb);
+    return { direction, stage, mb, from, source, target, remote: source !== target,
+             key: `${direction} ${stage} ${mb}` };
+  }
+
+  /** The messages that an instruction takes and gives. Activations go up by one stage, input
+      gradients down by one; none enters or leaves the model at its ends. */
+  neighbours(instr) {
+    const taken = [], given = [], inside = stage => stage >= 0 && stage < this.stages;
+    for (const { kind, stage, mb } of instr.parts) {
+      if (kind !== "F" && kind !== "B" && kind !== "I") continue;
+      const direction = kind === "F" ? "F" : "B", step = kind === "F" ? 1 : -1;
+      if (inside(stage - step)) taken.push(this.message(direction, stage, mb));
+      if (inside(stage + step)) given.push(this.message(direction, stage + step, mb));
+    }
+    return [taken, given];
+  }
+
+  /** The messages between workers that an instruction waits for, and those that it sends. */
+  onWire(instr) { return this.neighbours(instr).map(all => all.filter(one => one.remote)); }
+
+  /** The lines of a CSV file, which mpipar schedule --from-csv reads. */
+  csv() {
+    const rows = this.programs.map(program => program.map(pass => pass.text).join(","));
+    return [...this.placement === "mirror" ? [page.mirrorLine] : [], ...rows, ""].join("\n");
+  }
+}

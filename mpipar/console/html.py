@@ -1,0 +1,37 @@
+"""One self-contained HTML page from its parts: it needs no network and no other files.
+
+The folder page/ holds what every page has: base.css, with the colours of both themes, and base.js.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from mpipar.files.text import harmless
+
+
+def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str) -> str:
+    """The page of a folder with page.html, page.css and these scripts, which shows `data`.
+
+    data: values for JSON, one of them `title`. more: texts for other marks of page.html, such as
+    [[ORDERS]].
+    """
+    base = files("mpipar.console") / "page"
+    style = [base / "base.css", folder / "page.css"]
+    script = [base / "base.js", *(folder / name for name in scripts)]
+    # A "<" could end the script element that holds the data, or begin a comment in it.
+    numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    texts = {"TITLE": escape(harmless(data["title"])), "STYLE": joined(style),
+             "SCRIPT": joined(script), "DATA": numbers, **more}
+    # All marks at once: a run may be named [[DATA]].
+    skeleton = joined([folder / "page.html"])
+    return re.sub(r"\[\[([A-Z]+)\]\]", lambda mark: texts[mark[1]], skeleton)
+
+
+def joined(parts: list[Traversable]) -> str:
+    """The texts of these files, one behind the other."""
+    return "\n".join(part.read_text(encoding="utf-8") for part in parts)
