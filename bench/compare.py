@@ -1,10 +1,15 @@
 """Whether B is faster or slower than A, as far as the launches of both support it.
 
-    python -m bench.compare A.jsonl B.jsonl
+    python -m bench.compare A.jsonl B.jsonl            # one line for each operation in both
+    python -m bench.compare A.jsonl B.jsonl --check    # and exit code 1 if one is slower in B
 
 Launches of the same job differ more than the iterations inside one. So each launch counts as one
 value: a rank-sum test compares the medians of A's launches with those of B's. Of all rows that are
-called faster or slower, at most 5 % are expected to be so by chance.
+called faster or slower, at most 5 % are expected to be so by chance. Among many rows this hides a
+single one. So a row also counts if its factor is above 1.5 and its own p at most 0.05.
+
+With one launch on a side nothing is known of how launches differ. Such a row counts if its factor
+is above 1.5 and the 95 % intervals inside the launches do not overlap. It is marked "one launch".
 """
 
 from __future__ import annotations
@@ -19,13 +24,27 @@ from bench.interconnect import records
 from bench.interconnect.statistics import discoveries, rank_sum
 from mpipar.config import flags
 from mpipar.console.tables import table
-from mpipar.errors import EXIT_OK, DataError
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError
 from mpipar.job.session import guard
 
 FALSE_RATE = 0.05
+LARGE_FACTOR = 1.5
 KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", "window",
        "size_bytes", "sync")
 VERDICTS = "faster", "slower", "not shown"
+
+
+class Side(NamedTuple):
+    """One operation in one file: its launches' medians, and what encloses all their intervals."""
+
+    medians: list[float]
+    low_us: float
+    high_us: float
+
+    @property
+    def median_us(self) -> float:
+        """The median over launches."""
+        return float(np.median(self.medians))
 
 
 class Comparison(NamedTuple):
@@ -39,13 +58,16 @@ class Comparison(NamedTuple):
     verdict: str
 
 
-def by_operation(rows) -> dict[tuple, list[float]]:
-    """The median of each launch, for each operation; the rounds of a launch make one value."""
+def by_operation(rows) -> dict[tuple, Side]:
+    """Each operation in a file; the rounds of a launch make one value."""
     found: dict = {}
     for row in rows:
         key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
-        found.setdefault(key, {}).setdefault(row["launch"], []).append(row["median_us"])
-    return {key: [float(np.median(one)) for one in launches.values()]
+        found.setdefault(key, {}).setdefault(row["launch"], []).append(row)
+    return {key: Side([float(np.median([row["median_us"] for row in own]))
+                       for own in launches.values()],
+                      min(row["low_us"] for own in launches.values() for row in own),
+                      max(row["high_us"] for own in launches.values() for row in own))
             for key, launches in found.items()}
 
 
@@ -53,16 +75,31 @@ def compare_rows(a_rows, b_rows) -> list[Comparison]:
     """Every operation that both have, in A's order."""
     a, b = by_operation(a_rows), by_operation(b_rows)
     keys = [key for key in a if key in b]
-    p_values = [rank_sum(a[key], b[key]) for key in keys]
+    p_values = [rank_sum(a[key].medians, b[key].medians) for key in keys]
     sure = discoveries(p_values, FALSE_RATE)
-    found = []
-    for key, p_value, stands in zip(keys, p_values, sure, strict=True):
-        a_us, b_us = float(np.median(a[key])), float(np.median(b[key]))
-        verdict = VERDICTS[2]
-        if stands and a_us != b_us:
-            verdict = VERDICTS[0 if b_us < a_us else 1]
-        found.append(Comparison(key, (len(a[key]), len(b[key])), a_us, b_us, p_value, verdict))
-    return found
+    return [compared(key, a[key], b[key], p_value, stands)
+            for key, p_value, stands in zip(keys, p_values, sure, strict=True)]
+
+
+def compared(key: tuple, a: Side, b: Side, p_value: float, stands: bool) -> Comparison:
+    """One operation; stands: whether its p-value is among the discoveries."""
+    launches = len(a.medians), len(b.medians)
+    a_us, b_us = a.median_us, b.median_us
+    if min(launches) == 1:
+        apart = a.high_us < b.low_us or b.high_us < a.low_us
+    else:
+        apart = p_value <= FALSE_RATE
+    large = max(a_us, b_us) > LARGE_FACTOR * min(a_us, b_us)
+    verdict = VERDICTS[2]
+    if a_us != b_us and (stands or (large and apart)):
+        verdict = VERDICTS[0 if b_us < a_us else 1]
+    return Comparison(key, launches, a_us, b_us, p_value, verdict)
+
+
+def shown_verdict(one: Comparison) -> str:
+    """The verdict, with a remark where a side has one launch."""
+    known = one.verdict != VERDICTS[2] and min(one.launches) == 1
+    return f"{one.verdict}, one launch" if known else one.verdict
 
 
 def lines(found) -> str:
@@ -74,7 +111,7 @@ def lines(found) -> str:
         ranks = ",".join(map(str, key["ranks"]))
         rows.append((key["case"], key["via"], ranks, key["mode"] or "-", key["size_bytes"],
                      "+".join(map(str, one.launches)), f"{one.a_us:.2f}", f"{one.b_us:.2f}",
-                     f"{one.b_us / one.a_us:.3f}", f"{one.p_value:.4f}", one.verdict))
+                     f"{one.b_us / one.a_us:.3f}", f"{one.p_value:.4f}", shown_verdict(one)))
     return table(rows, left=4)
 
 
@@ -86,15 +123,19 @@ def too_few(found) -> str:
     least = 2 / math.comb(a + b, a)
     if least <= FALSE_RATE:
         return ""
-    return (f"{a} and {b} launches can show nothing (p is {min(1.0, least):.2g} at least): measure "
-            "both with --launches 5 or more")
+    cure = "measure both with --launches 5 or more"
+    if 1 in (a, b):
+        return (f"{a} and {b} launches show only factors above {LARGE_FACTOR:g}, and these may be "
+                f"the launches' own: {cure}")
+    return f"{a} and {b} launches can show nothing (p is {least:.2g} at least): {cure}"
 
 
 def main(argv, session) -> int:
-    """Print one line for each operation in both files."""
+    """Print one line for each operation in both files; with --check 1 if one is slower in B."""
     parser = flags.Parser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("a", metavar="A", help="file of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a row is slower in B")
     args = parser.parse_args(argv)
     found = compare_rows(*(records.rows_of([one], tell=True) for one in (args.a, args.b)))
     if not found:
@@ -102,8 +143,13 @@ def main(argv, session) -> int:
                         "sizes and ranks with the same --buffers and --sync for both")
     print(lines(found))
     if warning := too_few(found):
+        if args.check and min(map(min, (one.launches for one in found))) > 1:
+            raise UsageError(f"--check: {warning}")
         print(warning, file=sys.stderr)
-    return EXIT_OK
+    slower = [one for one in found if one.verdict == VERDICTS[1]]
+    if args.check:
+        print(f"{len(slower)} of {len(found)} rows are slower in B")
+    return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from bench_rows import BARE, COMM, row, write_file
 from bench import compare, table
 from bench.interconnect import __main__ as interconnect
 from bench.interconnect import launches, overhead
+from mpipar.errors import UsageError
 
 
 def shifted(rng, factor, launches):
@@ -33,8 +34,50 @@ def test_compare_says_slower_only_when_the_launches_support_it(rng):
 def test_rounds_within_a_launch_are_not_launches(rng):
     rounds = [[one | {"launch": 0} for one in shifted(rng, factor, 9)] for factor in (1, 3)]
     (one,) = compare.compare_rows(*rounds)
-    assert (one.launches, one.verdict) == ((1, 1), "not shown")
+    assert (one.launches, one.p_value) == ((1, 1), 1.0)
     assert one.a_us == pytest.approx(sorted(row["median_us"] for row in rounds[0])[4])
+
+
+@pytest.mark.parametrize(("factor", "width", "verdict"), [
+    (1.6, 0.01, "slower"), (1.4, 0.01, "not shown"), (1.6, 0.5, "not shown"),
+    (0.6, 0.01, "faster")])
+@pytest.mark.parametrize("more", [1, 5])
+def test_one_launch_shows_large_factors_whose_intervals_are_apart(factor, width, verdict, more):
+    def side(median, launches):
+        return [row(median=median) | {"launch": n, "low_us": median * (1 - width),
+                                      "high_us": median * (1 + width)} for n in range(launches)]
+
+    (one,) = compare.compare_rows(side(10.0, 1), side(10.0 * factor, more))
+    assert one.verdict == verdict
+    assert compare.shown_verdict(one).endswith("one launch") == (verdict != "not shown")
+
+
+def test_a_large_factor_among_many_rows_is_found(rng):
+    sizes = [4 << k for k in range(18)]
+    a, b = ([one | {"size_bytes": size} for size in sizes
+             for one in shifted(rng, 2 if slow and size == 64 else 1, 5)] for slow in (False, True))
+    found = {dict(zip(compare.KEY, one.key, strict=True))["size_bytes"]: one
+             for one in compare.compare_rows(a, b)}
+    assert found[64].verdict == "slower"
+    assert not any(compare.discoveries([one.p_value for one in found.values()]))
+
+
+@pytest.mark.parametrize(("launches", "factor", "code", "said"), [
+    (5, 2.0, 1, "1 of 1 rows are slower in B"), (5, 1.0, 0, "0 of 1 rows are slower in B"),
+    (5, 0.5, 0, "0 of 1 rows"), (1, 2.0, 1, "slower, one launch"), (1, 1.2, 0, "not shown")])
+def test_check_sets_the_exit_code(tmp_path, rng, capsys, launches, factor, code, said):
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write_file(a, [row(times=rng.normal(10, 0.1, 50))], launches=launches)
+    write_file(b, [row(times=rng.normal(10 * factor, 0.1, 50))], launches=launches)
+    assert compare.main([str(a), str(b), "--check"], None) == code
+    assert said in capsys.readouterr().out
+    assert compare.main([str(a), str(b)], None) == 0
+
+
+def test_check_refuses_launches_that_can_show_nothing(tmp_path):
+    path = write_file(tmp_path / "a.jsonl", [row()], launches=2)
+    with pytest.raises(UsageError, match="--check: 2 and 2 launches can show nothing"):
+        compare.main([path, path, "--check"], None)
 
 
 @pytest.mark.parametrize(("size", "bare", "ours", "kept"), [
@@ -98,7 +141,7 @@ def test_readers_say_what_a_file_lacks(tmp_path, capsys, status, refused, keep, 
         assert module.main(list(map(str, words)), None) == 0
         out, err = capsys.readouterr()
         assert "all-reduce" in out
-        lines = [line for line in err.splitlines() if "launches can show" not in line]
+        lines = [line for line in err.splitlines() if " launches " not in line]
         assert lines == [f"{path}: rows may be missing: {said}"] * bool(said) * len(words)
 
 
