@@ -51,7 +51,7 @@ WHOLE_RUN = {  # what matters only to many steps, their update and their run fol
     "beta2", "eps", "val_data", "eval_interval", "eval_tokens", "sample_interval", "progress",
     "tensorboard", "out", "run_name", "resume", "save_interval", "save_async", "keep_checkpoints",
     "log_interval", "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature",
-    "top_k", "top_p", "stop_token", "max_shard_size"}
+    "top_k", "top_p", "stop_token", "max_shard_size", "blas_arch"}
 FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the others
     "train": set(FIELDS),
     "generate": {"prompt", "sample_tokens", "temperature", "top_k", "top_p", "stop_token", "seed",
@@ -154,6 +154,8 @@ def main(argv: list[str], session: Session) -> int:
         run = reading.config.run  # what is wrong with its values is said later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
         session.facts |= facts_of(reading, args)
+    if name == "train":  # before the module, which imports NumPy
+        reading = importlib.import_module("mpipar.commands.loops").with_loops(session, reading)
     module = importlib.import_module(f"mpipar.commands.{name}")
     if name == "data":
         return module.run(session, args, unknown)

@@ -21,6 +21,13 @@ from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole 
 from stand_in import cupy_or_stand_in  # noqa: F401 - likewise
 
 from bench.kernels import nvrtc
+from mpipar.job import blas
+
+# Programs that the tests start multiply with the loops that run here: no trial decides whether two
+# of them are equal.
+for pool in blas.pools():
+    if pool["internal_api"] == "openblas" and pool.get("architecture"):
+        os.environ.setdefault(blas.VARIABLE, pool["architecture"])
 
 pytest_plugins = ["fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"

@@ -8,13 +8,12 @@ import platform
 
 import mpi4py
 import numpy as np
-import threadpoolctl
 
 from mpipar import __version__
 from mpipar.comm.connect import gpu_awareness
 from mpipar.comm.facts import gather_facts
 from mpipar.errors import EXIT_OK
-from mpipar.job import gpus, mpi
+from mpipar.job import blas, gpus, mpi
 from mpipar.job.alike import ranges
 
 
@@ -29,12 +28,14 @@ def run(session) -> int:
 
 def rank_facts(world_rank: int, host_rank: int) -> dict:
     """What one rank sees of its own host, with gpu and gpus if it has one."""
-    pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    pools = blas.pools()
     return {
         "world_rank": world_rank,
         "host": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "blas": [f"{pool['internal_api']} {pool['version']}" for pool in pools],
+        "blas": list(map(blas.shown, pools)),
+        "loops": next((pool["architecture"] for pool in pools if "architecture" in pool), ""),
+        "units": blas.processor()[1],
         "threads": max((pool["num_threads"] for pool in pools), default=1),
         **own_device(host_rank),
     }
@@ -77,6 +78,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
         ("thread level", levels[MPI.Query_thread()]),
         ("GPU-aware MPI", "{} ({})".format(*gpu_awareness())),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
+        ("vector units", " ".join(facts[0]["units"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
     ]
     return [f"{title:<15}{text}" for title, text in rows]
@@ -105,5 +107,10 @@ def remarks(facts: list[dict]) -> list[str]:
         elif threads > len(cores):
             found.append(f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
                          f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")
+        loops, units = here[0].get("loops"), here[0].get("units", ())
+        if loops and (other := blas.untried(loops, units)):
+            found.append(f"{host}: BLAS runs loops for {loops}, and the processor has wider vector"
+                         f" units; compare with {blas.VARIABLE}={other} (mpipar train tries both,"
+                         " and takes the faster)")
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []

@@ -20,18 +20,16 @@ from mpipar.commands.run_folder import (
     CHECKPOINTS,
     finished_step,
     is_run,
-    named_folder,
     newest_step,
 )
 from mpipar.config.layout import sizes_text
 from mpipar.config.reading import values_of
 from mpipar.config.resumed import resumed
+from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.errors import DataError, UsageError
 from mpipar.files.text import brief
 from mpipar.trace.tracer import trace_steps
 from mpipar.train.learning_rate import of_new_length
-
-NEVER, AUTO = "never", "auto"
 
 
 @dataclass(frozen=True)

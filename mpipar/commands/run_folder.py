@@ -11,24 +11,17 @@ from pathlib import Path
 
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.config.reading import to_toml
+from mpipar.config.run import RUNS, named_folder
 from mpipar.errors import OutputError, UsageError
 from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.replace import replace_file
 from mpipar.job import lock
 from mpipar.job.failure import DISK_ERRORS
 
-RUNS = Path("runs")  # parent of the folders that --out does not name
 CHECKPOINTS = "checkpoints"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line for each step they tell of
 CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
 RESULT = "result.json"  # exists once a run has done all that it had to do
-
-
-def named_folder(run) -> Path | None:
-    """The folder that the user named, or None for the next number in runs/."""
-    if run.out is not None:
-        return Path(run.out)
-    return RUNS / run.run_name if run.run_name is not None else None
 
 
 def is_run(folder: Path) -> bool:

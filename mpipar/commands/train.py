@@ -15,7 +15,7 @@ from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands import finish, report, resume
+from mpipar.commands import finish, loops, report, resume
 from mpipar.commands.auto import machine_problems, with_schedule
 from mpipar.commands.evaluation import Evaluation
 from mpipar.commands.inputs import prepare
@@ -96,8 +96,8 @@ class Run:
         """Check all that can be checked, choose the schedule, make the run folder.
 
         False if --resume names a run that has ended; there is nothing to do then.
-        Comm: that of `resume.agreed_start`, `session.compare` and `with_schedule`, and the folder's
-        name from world rank 0.
+        Comm: that of `resume.agreed_start`, `session.compare`, `loops.settle_threads` and
+        `with_schedule`, and the folder's name from world rank 0.
         """
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, reading.config.run)
@@ -117,7 +117,9 @@ class Run:
             return False
         self.fingerprint = session.agree(lambda: self.find_data(inputs))
         session.compare({"data": " ".join(map(str, self.fingerprint.values()))}
-                        | source_facts(inputs.config.run.init_from))
+                        | source_facts(inputs.config.run.init_from)
+                        | loops.loaded_facts(session, inputs.config.run.blas_arch))
+        loops.settle_threads(session)
         inputs = resume.behind(start, inputs)
         self.inputs = with_schedule(session, inputs, machine_path)
         self.config = self.inputs.config

@@ -15,6 +15,7 @@ from mpipar.config.sections import SECTIONS, Config, settings
 from mpipar.config.setting import value_problem
 from mpipar.errors import UsageError, UserError, combine
 
+WHOLE_TOKENS = 1 << 14  # of a step that one rank computes in one microbatch
 Check = tuple[Callable[[Config], list[str] | None], type[UserError]]
 
 
@@ -54,10 +55,21 @@ def config_problems(config: Config) -> list[str]:
     return [*found.values(), *_relation_problems(config, set(found))]
 
 
+def _default_microbatches(config: Config) -> int:
+    """The preset's number, or one where a single rank takes few tokens at once.
+
+    Microbatches are for pipelines and for memory; each costs the interpreter's time.
+    """
+    preset, grid = PRESETS[config.run.preset], config.grid
+    tokens = (config.train.batch_size or preset["batch_size"]) * config.model.targets_per_row
+    alone = grid.dp * grid.pp * grid.cp * grid.tp == 1
+    return 1 if alone and tokens <= WHOLE_TOKENS else preset["num_microbatches"]
+
+
 def _choose_batch(config: Config) -> tuple[Config, list[str], list[str]]:
     """The config with batch size and microbatches filled in, problems, notes."""
     preset, dp, rows = PRESETS[config.run.preset], config.grid.dp, config.train.batch_size
-    num_mb = config.grid.num_microbatches or preset["num_microbatches"]
+    num_mb = config.grid.num_microbatches or _default_microbatches(config)
     unit, found, notes = dp * num_mb, [], []
     up = -(-(rows or preset["batch_size"]) // unit) * unit
     if rows is None and up != preset["batch_size"]:

@@ -1,11 +1,14 @@
 """Input, output and the machine."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
 
 OF_TEXT = ("model", "decoder")
+RUNS = Path("runs")  # parent of the folders that --out does not name
+NEVER, AUTO = "never", "auto"  # of --resume
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,16 @@ class RunConfig:
                                   choices=("numpy", "numba", "fused", "plain"))
     gemm: str = setting("blas", "GPU: what multiplies", choices=("blas", "tile", "cuda-tile"))
     tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
+    blas_arch: str | None = setting(
+        None, "CPU: architecture whose loops OpenBLAS runs, such as SkylakeX (default: the variable"
+        " OPENBLAS_CORETYPE, or else a short trial)")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
     init_from: str | None = setting(
         None, "weights to start from, which fix the shape: of a run, a folder, or a checkpoint")
     max_shard_size: int = setting(
         5 << 30, "bytes of a file of weights; more goes to several files and an index (default 5G)",
         low=1, below=2**63, in_bytes=True)
-    resume: str = setting("never", "go on from a checkpoint: never, auto (the newest of --out),"
+    resume: str = setting(NEVER, "go on from a checkpoint: never, auto (the newest of --out),"
                           " or the folder of a run or of a step")
     save_interval: int = setting(
         0, "steps between two checkpoints; 0 = at the end and on a stop", low=0)
@@ -89,6 +95,13 @@ class RunConfig:
         (), "ids that end a text (default: the tokenizer's end of text)", low=0, only=OF_TEXT)
 
 
+def named_folder(run: RunConfig) -> Path | None:
+    """The folder that the user named, or None for the next number in runs/."""
+    if run.out is not None:
+        return Path(run.out)
+    return RUNS / run.run_name if run.run_name is not None else None
+
+
 def run_problems(run: RunConfig) -> list[str]:
     """What is wrong with the name of the run folder, or between it and --resume."""
     found = []
@@ -97,12 +110,12 @@ def run_problems(run: RunConfig) -> list[str]:
                      "and --out takes any other folder")
     if run.run_name is not None and run.out is not None:
         found.append(f"--run-name {run.run_name} and --out {run.out}: give one of them")
-    if run.resume == "auto" and run.run_name is None and run.out is None:
+    if run.resume == AUTO and run.run_name is None and run.out is None:
         found.append("--resume auto: goes on in a folder that has a name; add --out or --run-name")
     if run.sample_interval and not run.sample_tokens:
         found.append(f"--sample-interval {run.sample_interval}: --sample-tokens 0 generates"
                      " nothing; give one of them")
-    if run.resume != "never" and run.init_from is not None:
+    if run.resume != NEVER and run.init_from is not None:
         found.append(f"--init-from {run.init_from}: --resume {run.resume} brings the weights and"
                      " more; give one of them")
     return found

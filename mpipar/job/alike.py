@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from mpipar import __version__
@@ -20,12 +21,11 @@ MOST_SHOWN = 60  # characters of a value in the table
 
 
 def versions() -> dict[str, str]:
-    """Facts about the programs that this rank runs."""
+    """Facts about the programs that this rank runs. NumPy is not loaded for them."""
     import mpi4py
-    import numpy as np
 
     return {"mpipar": f"{__version__}, source {source_digest()[:12]}",
-            "Python": platform.python_version(), "NumPy": np.__version__,
+            "Python": platform.python_version(), "NumPy": metadata.version("numpy"),
             "mpi4py": mpi4py.__version__}
 
 

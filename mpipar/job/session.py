@@ -69,6 +69,7 @@ class Session(Interruptible):
     status: this rank's file that says what it does, once there is a run folder.
     ending: what finish() closes, on this rank, before MPI ends.
     unfinished: a folder that is removed if the process ends at once, or None.
+    presets: variables of the environment that guard() has set, because the user had not.
     saved: set to the folder of the final weights once they are written. A stop then loses nothing.
     """
 
@@ -82,7 +83,7 @@ class Session(Interruptible):
         self.where: Callable[[], str] = str
         self.unfinished: Path | None = None
         self.saved = ""
-        self.take_over, self.notes = False, []
+        self.take_over, self.notes, self.presets = False, [], {}
         self.status: status.Status | None = None
         self._leaving = self._killed = False
         self.ending = contextlib.ExitStack()
@@ -96,11 +97,13 @@ class Session(Interruptible):
         self.watch = Watch(scratch(self._name, "hang"), range(size), self.doing, self.fail)
 
     def start(self):
-        """Start MPI, compare the facts of all ranks, and return COMM_WORLD.
+        """Start MPI, compare the facts of all ranks, and return COMM_WORLD. Once is enough.
 
         Raises EnvironmentProblem if the ranks are not one job; they leave together if they differ.
         Comm: a broadcast, an all-gather over the ranks of a host, and that of compare().
         """
+        if self.world is not None:
+            return self.world
         self.watch.start(self.launcher.rank)
         MPI = mpi.load()
         check_library(self.launcher, MPI.Get_library_version())
@@ -168,10 +171,10 @@ class Session(Interruptible):
 
         Comm: two small all-gathers, and those of all facts if they differ.
         """
-        text = json.dumps(facts).encode()
-        if len(set(mpi.gather_bytes(self._private, hashlib.sha256(text).digest()))) == 1:
+        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        if len(set(mpi.gather_bytes(self._private, digest))) == 1:
             return
-        everybody = [json.loads(one) for one in mpi.gather_bytes(self._private, text)]
+        everybody = mpi.gather_facts(self._private, facts)
         if self.world.Get_rank() == 0:
             problem = EnvironmentProblem(["the ranks of this job differ, and must not:",
                                           *alike.differences(everybody)])
@@ -380,9 +383,11 @@ def guard(main: Callable, argv: list[str] | None = None):
     Call it before NumPy is imported, because it sets the number of BLAS threads.
     """
     open_closed()
-    os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
+    chosen = presets(os.environ, len(os.sched_getaffinity(0)))
+    os.environ.update(chosen)
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     session = Session(read_launcher(os.environ))
+    session.presets = chosen
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
     listen(session.interrupt, session.orphaned if session.launcher.name else None)
     try:

@@ -5,12 +5,11 @@ the last bits (order of sums, exp), so nobody gets these functions without askin
 """
 
 import importlib
-import os
-from pathlib import Path
 
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
+from mpipar.files.cache import cache_folder
 from mpipar.ops.array_attention import LOWEST
 from mpipar.ops.array_ops import as_rows
 from mpipar.ops.numpy_attention import log_of_sum
@@ -142,16 +141,5 @@ def _load_kernels():
             "--kernels numba: Numba is not installed: pip install '.[cpu]', or use "
             "--kernels numpy") from None
     if not numba.config.CACHE_DIR:
-        numba.config.CACHE_DIR = _cache_folder()
+        numba.config.CACHE_DIR = str(cache_folder("numba") or "")
     return importlib.import_module("mpipar.ops.numba_kernels")
-
-
-def _cache_folder():
-    """Return the folder for compiled code as text, empty if none can be made."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "mpipar" / "numba"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return ""
-    return str(folder) if os.access(folder, os.W_OK) else ""

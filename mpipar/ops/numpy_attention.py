@@ -4,6 +4,7 @@ A tile of queries leaves out the keys that none of its queries may see. In train
 half of all products and exponentials. Heads are cut by strided views, which BLAS takes as they are,
 so nothing is transposed or copied. Letters and the two forms are those of `array_attention`. Here
 the block form has the scores of one tile at a time. G = H / Hkv query heads share a key head.
+Where rows are short, a tile has the queries of several rows: R of them.
 """
 
 from collections import namedtuple
@@ -15,6 +16,9 @@ from mpipar.ops.array_attention import LOWEST
 # Queries of a tile. 64 and 128 are equal within 5 %. 256 (no tiles at T = 256) works on the hidden
 # triangle as well: it takes 13 % longer forward and 28 % longer backward.
 QUERY_TILE = 64
+# Scores of the rows that are worked on together. The interpreter's time for a tile does not depend
+# on its size, and short rows have small tiles.
+ROW_SCORES = 1 << 16
 
 # queries: a slice. Keys from `keys` on are hidden from all of them, keys before `doubtful` from
 # none.
@@ -42,20 +46,22 @@ class NumpyAttention:
         lse = np.empty((len(q), heads, q.shape[1]), q.dtype)
         for tile in _query_tiles(q_pos, k_pos):
             mask = _mask(tile, q_pos, k_pos, q.dtype)
-            for one in range(len(q)):
-                # `rows`: the array of scores whose rows `at` are the tile's.
+            for part in _row_parts(q, k):
+                # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's.
+                out, kv_heads = y[part, tile.queries], k.shape[2]
                 if probs is None:
-                    at = slice(0, tile.queries.stop - tile.queries.start)
-                    rows = self._buffer("scores", (heads, at.stop, tile.keys))
+                    at = slice(0, out.shape[1])
+                    rows = self._buffer("scores", (len(out) * heads, at.stop, tile.keys))
                 else:
-                    rows, at = probs[one], tile.queries
+                    rows, at = probs[part].reshape(-1, *probs.shape[2:]), tile.queries
                     rows[:, at, tile.keys :] = 0
                 scores = rows[:, at, : tile.keys]
-                self._write_scores(q[one], k[one], tile, mask, scores)
-                lse[one, :, tile.queries] = self._softmax_tile(rows, at, tile.keys)
-                v_heads = _by_group(v[one, : tile.keys], v.shape[2])
-                np.matmul(_split(scores, v.shape[2]), v_heads,
-                          out=_by_group(y[one, tile.queries], v.shape[2]))
+                self._write_scores(q[part], k[part], tile, mask, scores)
+                sums = self._softmax_tile(rows, at, tile.keys)
+                lse[part, :, tile.queries] = sums.reshape(len(out), heads, -1)
+                v_heads = _by_group(v[part, : tile.keys], kv_heads)
+                np.matmul(_split(scores, len(out), kv_heads), v_heads,
+                          out=_by_group(out, kv_heads))
         return y, lse
 
     def _attend_with_one(self, q, k, v):
@@ -71,11 +77,14 @@ class NumpyAttention:
         return y.reshape(q.shape), lse.reshape(batch, heads, 1)
 
     def _write_scores(self, q, k, tile, mask, scores):
-        """Write q k^T / sqrt(d) of a tile, hidden pairs -inf; q (Tq, H, d), k (Tk, Hkv, d)."""
-        q_heads = _by_group(q[tile.queries], k.shape[1])
-        scaled = self._scaled(q_heads)
-        k_heads = _by_group(k[: tile.keys], k.shape[1])
-        np.matmul(scaled, k_heads.transpose(0, 1, 3, 2), out=_split(scores, k.shape[1]))
+        """Write q k^T / sqrt(d) of a tile, hidden pairs -inf.
+
+        q (R, Tq, H, d), k (R, Tk, Hkv, d), scores (R H, n, keys).
+        """
+        kv_heads = k.shape[2]
+        scaled = self._scaled(_by_group(q[:, tile.queries], kv_heads))
+        k_heads = _by_group(k[:, : tile.keys], kv_heads)
+        np.matmul(scaled, k_heads.swapaxes(-1, -2), out=_split(scores, len(q), kv_heads))
         scores[..., tile.doubtful :] += mask
 
     def _scaled(self, q_heads):
@@ -84,7 +93,7 @@ class NumpyAttention:
         return np.multiply(q_heads, factor, out=self._buffer("query", q_heads.shape))
 
     def _softmax_tile(self, rows, at, keys):
-        """Write softmax over the scores rows[:, at, :keys] (H, n, keys); return lse (H, n)."""
+        """Write softmax over the scores rows[:, at, :keys] (R H, n, keys); return lse (R H, n)."""
         p = rows[:, at, :keys]
         top = p.max(axis=-1, initial=LOWEST)
         p -= top[..., None]
@@ -99,9 +108,10 @@ class NumpyAttention:
 
         out: three arrays to write to.
         """
-        def probs_of(one, tile, dprobs):
-            self._softmax_backward_tile(saved[one], tile.queries, dprobs)
-            return saved[one, :, tile.queries, : tile.keys]
+        def probs_of(part, tile, dprobs):
+            rows = saved[part].reshape(-1, *saved.shape[2:])
+            self._softmax_backward_tile(rows, tile.queries, dprobs)
+            return rows[:, tile.queries, : tile.keys]
 
         return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos), probs_of, out)
 
@@ -109,20 +119,20 @@ class NumpyAttention:
         """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all."""
         lse = np.maximum(lse, q.dtype.type(LOWEST))  # of no key: see `array_attention`
 
-        def probs_of(one, tile, dprobs):
-            probs = self._buffer("probs", dprobs.shape)
+        def probs_of(part, tile, dprobs):
+            probs, sums = self._buffer("probs", dprobs.shape), (*dprobs.shape[:2], 1)
             self._write_scores(
-                q[one], k[one], tile, _mask(tile, q_pos, k_pos, q.dtype), probs)
-            probs -= lse[one, :, tile.queries, None]
+                q[part], k[part], tile, _mask(tile, q_pos, k_pos, q.dtype), probs)
+            probs -= lse[part, :, tile.queries].reshape(sums)
             np.exp(probs, out=probs)
-            dprobs -= delta[one, :, tile.queries, None]
+            dprobs -= delta[part, :, tile.queries].reshape(sums)
             dprobs *= probs
             return probs
 
         return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos), probs_of)
 
     def _softmax_backward_tile(self, probs, at, dprobs):
-        """Write dscores over dprobs (H, n, keys): by row, probs (dprobs - sum(probs dprobs))."""
+        """Write dscores over dprobs (R H, n, keys): by row, probs (dprobs - sum(probs dprobs))."""
         p = probs[:, at, : dprobs.shape[-1]]
         dprobs -= np.vecdot(dprobs, p)[..., None]
         dprobs *= p
@@ -130,57 +140,70 @@ class NumpyAttention:
     def _walk_back(self, dy, q, k, v, tiles, probs_of, out=None):
         """Return (dq, dk, dv).
 
-        probs_of(row of the batch, tile, dprobs): writes dscores over dprobs, and returns the
-        probabilities of the tile.
+        probs_of(rows of the batch, tile, dprobs): writes dscores over dprobs (R H, n, keys), and
+        returns the probabilities of the tile.
         """
         dq, dk, dv = out or tuple(np.empty(x.shape, x.dtype) for x in (q, k, v))
         heads, kv_heads, factor = q.shape[2], k.shape[2], q.dtype.type(q.shape[-1] ** -0.5)
         # The last tile comes first: in training it reaches every key, so its products fill dk, dv.
         for tile in reversed(tiles):
-            for one in range(len(q)):
+            for part in _row_parts(q, k):
                 q_heads, dy_heads, dq_heads = (
-                    _by_group(x[one, tile.queries], kv_heads) for x in (q, dy, dq))
-                k_heads, v_heads = (_by_group(x[one, : tile.keys], kv_heads) for x in (k, v))
-                dscores = self._buffer("scores", (heads, dy_heads.shape[2], tile.keys))
-                by_group = _split(dscores, kv_heads)
-                np.matmul(dy_heads, v_heads.transpose(0, 1, 3, 2), out=by_group)
-                probs = _split(probs_of(one, tile, dscores), kv_heads)
+                    _by_group(x[part, tile.queries], kv_heads) for x in (q, dy, dq))
+                k_heads, v_heads = (_by_group(x[part, : tile.keys], kv_heads) for x in (k, v))
+                count, queries = len(q_heads), q_heads.shape[-2]
+                dscores = self._buffer("scores", (count * heads, queries, tile.keys))
+                by_group = _split(dscores, count, kv_heads)
+                np.matmul(dy_heads, v_heads.swapaxes(-1, -2), out=by_group)
+                probs = _split(probs_of(part, tile, dscores), count, kv_heads)
                 np.matmul(by_group, k_heads, out=dq_heads)
                 dq_heads *= factor
                 fresh = tile is tiles[-1]
-                self._add_to_keys(dk[one], by_group, self._scaled(q_heads), fresh)
-                self._add_to_keys(dv[one], probs, dy_heads, fresh)
+                self._add_to_keys(dk[part], by_group, self._scaled(q_heads), fresh)
+                self._add_to_keys(dv[part], probs, dy_heads, fresh)
         return dq, dk, dv
 
     def _add_to_keys(self, total, rows, right, fresh):
-        """Add rows^T right, summed over each group, to total (Tk, Hkv, d); write it if fresh.
+        """Add rows^T right, summed over each group, to total (R, Tk, Hkv, d); write it if fresh.
 
-        rows (Hkv, G, n, keys), right (Hkv, G, n, d).
+        rows (R, Hkv, G, n, keys), right (R, Hkv, G, n, d).
         """
         keys = rows.shape[-1]
-        of_keys = total[:keys].transpose(1, 0, 2)
+        of_keys = total[:, :keys].swapaxes(1, 2)
         if fresh:
-            total[keys:] = 0
-        for member in range(rows.shape[1]):
-            left = rows[:, member].transpose(0, 2, 1)
+            total[:, keys:] = 0
+        for member in range(rows.shape[2]):
+            left = rows[:, :, member].swapaxes(-1, -2)
             if fresh and member == 0:
-                np.matmul(left, right[:, member], out=of_keys)
+                np.matmul(left, right[:, :, member], out=of_keys)
             else:
                 part = self._buffer("keys", of_keys.shape)
-                np.matmul(left, right[:, member], out=part)
+                np.matmul(left, right[:, :, member], out=part)
                 of_keys += part
 
 
+def rows_at_once(batch, queries, heads, keys):
+    """Return the number of rows of a batch that are worked on together."""
+    scores = heads * min(queries, QUERY_TILE) * keys
+    return max(1, min(batch, ROW_SCORES // max(1, scores)))
+
+
+def _row_parts(q, k):
+    """Return slices of the batch; q (B, Tq, H, d), k (B, Tk, ...)."""
+    count = rows_at_once(*q.shape[:3], k.shape[1])
+    return [slice(first, first + count) for first in range(0, len(q), count)]
+
+
 def _by_group(x, kv_heads):
-    """Return the view (Hkv, G, T, d) of x (T, H, d). x may have Hkv heads itself: then G = 1."""
-    tokens, heads, width = x.shape
-    return x.reshape(tokens, kv_heads, heads // kv_heads, width).transpose(1, 2, 0, 3)
+    """Return the view (R, Hkv, G, T, d) of x (R, T, H, d). H may be Hkv: then G = 1."""
+    rows, tokens, heads, width = x.shape
+    return x.reshape(rows, tokens, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
 
 
-def _split(scores, kv_heads):
-    """Return the view (Hkv, G, n, keys) of scores (H, n, keys)."""
+def _split(scores, count, kv_heads):
+    """Return the view (R, Hkv, G, n, keys) of scores (R H, n, keys) of R = count rows."""
     heads, *tile = scores.shape
-    return scores.reshape(kv_heads, heads // kv_heads, *tile)
+    return scores.reshape(count, kv_heads, heads // count // kv_heads, *tile)
 
 
 def log_of_sum(top, total):

@@ -3,7 +3,7 @@
 Letters and the two forms are those of `array_attention`.
 """
 
-from mpipar.ops.numpy_attention import QUERY_TILE
+from mpipar.ops.numpy_attention import QUERY_TILE, rows_at_once
 
 
 class ShapeAttention:
@@ -57,10 +57,11 @@ class ShapeAttention:
 
     def _lend_tiles(self, q, k, *of_scores):
         """Count the buffers of a tile of queries, and that of its part of the keys' gradients."""
-        _, queries, heads, width = q.shape
-        tile = heads * min(queries, QUERY_TILE)
+        batch, queries, heads, width = q.shape
+        rows = rows_at_once(batch, queries, heads, k.shape[1])
+        tile = rows * heads * min(queries, QUERY_TILE)
         self._lend("query", tile * width)
-        self._lend("keys", k.shape[1] * k.shape[2] * width)
+        self._lend("keys", rows * k.shape[1] * k.shape[2] * width)
         for name in of_scores:
             self._lend(name, tile * k.shape[1])
 

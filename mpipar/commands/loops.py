@@ -1,0 +1,135 @@
+"""What `train` does before NumPy is loaded: it starts the job, and chooses the loops of its BLAS.
+
+All ranks of a job multiply with the same loops (see `mpipar.job.blas`): other loops round in
+another order. So they are the choice of the whole job, and the run keeps them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from mpipar.config.reading import Reading, over, values_of
+from mpipar.config.run import AUTO, NEVER, named_folder
+from mpipar.errors import EnvironmentProblem, UserError
+from mpipar.files.bounded import read_text
+from mpipar.job import blas, mpi
+from mpipar.job.environment import THREAD_VARIABLES, host_name
+
+
+def with_loops(session, reading: Reading) -> Reading:
+    """Start the job, and return the Reading with the architecture that it chose.
+
+    What the user named counts first, then OPENBLAS_CORETYPE, then what the run that goes on had.
+    If there is none of them, world rank 0's trial decides. What is wrong with the flag becomes a
+    problem of the Reading. Every rank raises EnvironmentProblem if it is the variable.
+    Comm: that of `Session.start`, and an all-gather of facts over the world.
+    """
+    run, named = reading.config.run, os.environ.get(blas.VARIABLE)
+    if run.device != "cpu" or reading.problems or "numpy" in sys.modules:
+        session.start()
+        return reading
+    session.facts[blas.VARIABLE] = str(named)
+    name, units = blas.processor()
+    fact = {"host": host_name(os.environ), "processor": name, "units": units}
+    if session.launcher.rank == 0:  # the others sleep until this rank starts MPI
+        fact["saved"] = saved_loops(run)
+        fact["rates"] = {} if run.blas_arch or named else blas.measured_rates()
+    session.start()
+    facts = mpi.gather_facts(session.world, fact)
+    if run.blas_arch and (problem := flag_problem(facts, run.blas_arch)):
+        return replace(reading, problems=(problem,), unread=(problem,))
+    loops, words = session.agree(lambda: decide(facts, run.blas_arch, named))
+    if loops is None:
+        return reading
+    os.environ[blas.VARIABLE] = loops
+    session.notes.append(f"BLAS: loops for {loops}, {words}")
+    return over({}, replace(reading, given={**reading.given, "blas_arch": loops}))
+
+
+def saved_loops(run) -> str | None:
+    """The architecture in config.toml of the run that goes on; None where there is none to read."""
+    if run.resume == NEVER:
+        return None
+    folder = named_folder(run) if run.resume == AUTO else Path(run.resume)
+    with suppress(UserError, OSError, ValueError):
+        for place in (folder, folder.parent.parent) if folder else ():  # of a run, or of a step
+            if (place / "config.toml").is_file():
+                return values_of(read_text(place / "config.toml")).get("blas_arch")
+    return None
+
+
+def flag_problem(facts: list[dict], asked: str) -> str:
+    """What is wrong with --blas-arch, or nothing. facts: of each rank."""
+    if asked not in blas.ARCHITECTURES:
+        return f"--blas-arch {asked}: must be one of {', '.join(blas.ARCHITECTURES)}"
+    return unfit(f"--blas-arch {asked}", asked, facts)
+
+
+def unfit(given: str, loops: str, facts: list[dict]) -> str:
+    """The first host that cannot run these loops, in words, or nothing."""
+    for one in facts:
+        if missing := blas.lacking(loops, one["units"]):
+            return (f"{given}: the processor of {one['host']} ({one['processor']}) has no"
+                    f" {', '.join(missing)}; leave it out, and a short trial chooses")
+    return ""
+
+
+def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str | None, str]:
+    """(architecture or None, why). facts: of each rank; world rank 0's has saved and rates.
+
+    Raises EnvironmentProblem if a host cannot run what the variable names.
+    """
+    saved, rates = facts[0]["saved"], facts[0]["rates"]
+    common = [unit for unit in facts[0]["units"] if all(unit in one["units"] for one in facts)]
+    if asked:
+        return asked, "as --blas-arch says"
+    if named:
+        given = f"{blas.VARIABLE}={named}"
+        if problem := unfit(given, named, facts):
+            raise EnvironmentProblem(problem)
+        before = f"; before: {saved}" if saved and saved != named else ""
+        return named, f"as {given} says{before}"
+    if saved and not blas.lacking(saved, common):
+        return saved, "as before"
+    loops = blas.fastest(rates, common)
+    words = f"from a trial: {blas.rates_text(rates)}"
+    if loops != blas.fastest(rates, blas.UNITS):
+        words += "; not every host has the vector units of the fastest"
+    return loops, words + (f"; before: {saved}" if saved else "")
+
+
+def loaded_facts(session, loops: str | None) -> dict[str, str]:
+    """What ranks compare of their BLAS once NumPy is loaded; loops: those of the job.
+
+    OpenBLAS may have been built without them. It then takes others, and a note says so.
+    """
+    if loops is None:
+        return {}
+    pools = blas.pools()
+    runs = next(filter(None, (pool.get("architecture") for pool in pools)), loops)
+    if runs.lower() != loops.lower():
+        session.notes.append(f"BLAS: NumPy's library has no loops for {loops} and runs {runs}'s")
+    return {"BLAS": ", ".join(map(blas.shown, pools))}
+
+
+def settle_threads(session) -> None:
+    """One thread of BLAS per rank where several would wait for each other's cores.
+
+    Threads of one product wait for each other in loops. Where other programs use the cores, that
+    can take many times as long as one thread alone. What the user has set stays.
+    Comm: an all-gather of a number per rank, if ranks have several threads.
+    """
+    threads = int(session.presets.get(THREAD_VARIABLES[0], 1))
+    if threads == 1:
+        return
+    slower = max(mpi.gather_facts(session.world, blas.slowdown(threads)))
+    if slower < 1:
+        session.notes.append(f"BLAS: {threads} threads per rank")
+        return
+    blas.one_thread()
+    session.notes.append(f"BLAS: one thread per rank, because the cores are shared: products of a"
+                         f" trial took {slower:.1f} times as long with {threads}")
