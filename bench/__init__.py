@@ -7,7 +7,9 @@ program is `__main__.py`. What programs share lies in those folders.
 import os
 
 from mpipar.job.environment import presets
+from mpipar.job.heap import keep_heap
 
 # This must come before a benchmark imports NumPy: BLAS reads its number of threads once, and the
 # ranks of a host share its cores. mpipar's own commands have the guard, which imports NumPy later.
 os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
+keep_heap()

@@ -1,12 +1,14 @@
 """Variables of launchers, settings made before NumPy and MPI are loaded, and doctor's report."""
 
 import os
+import platform
 import re
 import sys
 
 import fake_cupy
 import pytest
 from helpers import find_launcher, run_command
+from program import environment
 
 from mpipar.comm.connect import stated_awareness
 from mpipar.commands.doctor import ranges, rank_facts, remarks
@@ -184,3 +186,28 @@ def test_doctor_remarks_on_the_gpus_that_cupy_shows(monkeypatch):
 def test_ranges():
     assert ranges([]) == ""
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+FAULTS = """
+import resource, sys
+from mpipar.job.heap import keep_heap
+assert keep_heap() == (sys.argv[1] == "keep")
+import numpy as np
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [np.ones(1 << 17) for _ in range(64)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="the C library is not glibc")
+def test_a_freed_array_s_memory_serves_the_next_one():
+    """64 MiB in 4 KiB pages; a user's own threshold, which is glibc's default, stays."""
+    counts = {}
+    for word, own in (("keep", {}), ("leave", {"MALLOC_MMAP_THRESHOLD_": "131072"})):
+        result = run_command([sys.executable, "-c", FAULTS, word], 60.0, environment() | own)
+        assert result.returncode == 0, result.tail()
+        counts[word] = int(result.stdout)
+    assert counts["keep"] < 1000 < 10000 < counts["leave"]

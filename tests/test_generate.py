@@ -174,8 +174,8 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     assert done.returncode == 0, done.tail()
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
     again = mpipar(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
-    assert again.returncode == 65
-    assert "--answers a.jsonl: File exists; give a new file" in again.stderr
+    assert again.returncode == 2
+    assert "--answers a.jsonl: is there already; give a new file" in again.stderr
 
 
 def test_a_stop_token_ends_the_text_and_is_not_shown(models):

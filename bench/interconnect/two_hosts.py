@@ -23,9 +23,10 @@ own=(--uts)
 [[ $host == hostb* ]] && own+=(--time --monotonic {AHEAD_SECONDS} --fork --kill-child)
 exec ip netns exec "$host" unshare "${{own[@]}}" bash -c "hostname $host; exec $*"
 """
-# shared memory would go past the cable
+# Shared memory would go past the cable. And both hosts share the cores of this machine: a rank that
+# takes all of them for its own would start so many BLAS threads that they wait for each other.
 OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL": "1",
-            "HYDRA_LAUNCHER": "ssh"}
+            "HYDRA_LAUNCHER": "ssh", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
 
 
 def missing() -> str | None:

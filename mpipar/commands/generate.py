@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -51,9 +52,9 @@ def run(session, reading, args) -> int:
     request = session.agree(lambda: prepare(reading, args, world.size, session.host_rank))
     config = request.config
     session.compare(source_facts(config.run.init_from))
-    file = session.agree(lambda: open_answers(args.answers) if world.rank == 0 else None)
     worker = Worker(config, Grid.of(config.grid, world.rank), request.ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
+    file = session.agree(lambda: open_answers(args.answers) if world.rank == 0 else None)
     worker.recorder.enter("eval")
     pieces = stream(worker, request) if args.prompts is None else answers(worker, request)
     with session.watch.follow_records(worker.recorder, worker.comms):
@@ -149,6 +150,8 @@ def option_problems(reading, args) -> list[str]:
     if args.answers is not None and args.prompts is None:
         found.append(f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
                      " to standard output")
+    elif args.answers is not None and os.path.lexists(args.answers):
+        found.append(f"--answers {args.answers}: is there already; give a new file")
     return found
 
 

@@ -23,6 +23,7 @@ from mpipar.config.resolve import resolve
 from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
+from mpipar.job.heap import give_back_heap, keep_heap
 from mpipar.plan.predict import predict
 
 # What a process takes after its start besides the model's arrays: stacks of threads, Python's
@@ -57,6 +58,7 @@ class MemoryLimit:
             # With more threads OpenBLAS allocates for each product. If it cannot, it ends the
             # process without saying why.
             self.blas = threadpool_limits(1, "blas")
+            give_back_heap()
             self.before = resource.getrlimit(resource.RLIMIT_DATA)
             self.limit = data_bytes() + self.budget + RESERVE_BYTES
             if self.before[1] != resource.RLIM_INFINITY:
@@ -71,6 +73,7 @@ class MemoryLimit:
             self._pool().set_limit(size=0)  # none
         elif self.budget is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
+            keep_heap()
             self.blas.restore_original_limits()
         if out_of_memory:
             raise OutOfMemory(self._problems(error, left)) from error

@@ -37,6 +37,7 @@ from mpipar.job.environment import (
     scratch,
     started,
 )
+from mpipar.job.heap import keep_heap
 from mpipar.job.siblings import watch_ends
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.streams import open_closed
@@ -385,6 +386,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     open_closed()
     chosen = presets(os.environ, len(os.sched_getaffinity(0)))
     os.environ.update(chosen)
+    keep_heap()
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     session = Session(read_launcher(os.environ))
     session.presets = chosen

@@ -1,10 +1,10 @@
 """Replica drift: whether all copies of a tensor still have the same bits (--check-replicas).
 
 Data-parallel ranks hold copies of every tensor that they do not share out (`--zero`),
-tensor-parallel ranks of every uncut one. A tied
-table and the stages of a bidirectional schedule have copies on two pipeline ranks. All copies start
-equal and get equal updates, so they stay equal bit by bit. If one differs, a memory, a link or a
-library is at fault, and the copies would go further apart without any error.
+tensor-parallel ranks of every uncut one. A tied table and the stages of a bidirectional schedule
+have copies on two pipeline ranks. All copies start equal and get equal updates, so they stay equal
+bit by bit. If one differs, a memory, a link or a library is at fault, and the copies would go
+further apart without any error.
 """
 
 from __future__ import annotations

@@ -6,12 +6,15 @@ session. Otherwise the others might wait for it inside MPI for ever.
 
 import os
 import re
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,6 +57,17 @@ def stuck(nodeid: str, thread_id: int) -> None:
     say(f": {TEST_LIMIT} s in {nodeid} =====\n{''.join(traceback.format_list(own))}")
     time.sleep(1.0)
     MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One new folder for all ranks. Comm: a broadcast, and a barrier before it goes."""
+    made = tempfile.mkdtemp(prefix="mpipar-test-") if HARNESS.Get_rank() == 0 else None
+    path = Path(HARNESS.bcast(made))
+    yield path
+    HARNESS.Barrier()
+    if HARNESS.Get_rank() == 0:
+        shutil.rmtree(path)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,6 +21,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
+from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ConvnetConfig
 from mpipar.data.images import ImageSet, Rows
 from mpipar.inference.classify import accuracy
@@ -83,6 +84,15 @@ def test_every_cut_equals_one_rank(monkeypatch, layout, ffn_cut):
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_rmsnorm_equals_one_rank(layout):
     assert_equal(convnet(layout, norm="rms"))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("memory", [MemoryConfig(zero=1),
+                                    MemoryConfig(zero=3, zero_grads="sharded")],
+                         ids=["zero-1", "zero-3"])
+def test_zero_equals_one_rank(monkeypatch, memory):
+    poison_unwritten(monkeypatch)
+    assert_equal(replace(convnet((2, 1, WORLD.size // 2)), memory=memory))
 
 
 @pytest.mark.ranks(4, 8)

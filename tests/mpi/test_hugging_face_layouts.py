@@ -1,8 +1,5 @@
 """Files of Llama, Mistral and Qwen2 on every layout, kv heads shared by ranks of tp among them."""
 
-import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,16 +19,6 @@ SHAPE = {"layers": 4, "d_model": 16, "heads": 8, "head_dim": 6, "ffn": 31, "seq_
 ARCHS = {"llama": {"kv_heads": 2, "bias": "all"}, "mistral": {"kv_heads": 4},
          "qwen2": {"kv_heads": 1, "tied": True}}
 HERE = {2: LAYOUTS[2], 4: [(1, 2, 2), (1, 1, 4)]}.get(WORLD.size, [])  # the last: tp above kv heads
-
-
-@pytest.fixture
-def folder():
-    """One new folder for all ranks. Comm: a broadcast, and a barrier before it goes."""
-    path = Path(WORLD.bcast(tempfile.mkdtemp(prefix="mpipar-test-") if WORLD.rank == 0 else None))
-    yield path
-    WORLD.Barrier()
-    if WORLD.rank == 0:
-        shutil.rmtree(path)
 
 
 @pytest.mark.ranks(2, 4)

@@ -28,6 +28,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.narrow import NarrowTransport
 from mpipar.comm.record import Recorder
+from mpipar.config.memory import MemoryConfig
 from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
 from mpipar.errors import NonFiniteError
@@ -218,10 +219,11 @@ def overflow_on_rank_1(monkeypatch, at_step):
     monkeypatch.setattr(GradSync, "finish", finish)
 
 
-def skip_together(layout):
+def skip_together(layout, zero=0):
     """Steps 2 and 3 overflow on one rank: nobody may change a weight; then the scale recovers."""
     config = mixed(
         "float16", layout, optimizer="adamw", scale=1024.0, interval=2, rows_per_mb=1)
+    config = replace(config, memory=MemoryConfig(zero=zero))
     worker, step = worker_of(config)
     problem, skipped, scales = "", [], []
     for number in range(1, 8):
@@ -245,6 +247,13 @@ def skip_together(layout):
 def test_an_overflow_on_one_rank_makes_all_skip(layout, monkeypatch):
     overflow_on_rank_1(monkeypatch, (2, 3))
     skip_together(layout)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_overflow_in_one_rank_s_pieces_makes_all_skip(zero, monkeypatch):
+    overflow_on_rank_1(monkeypatch, (2, 3))
+    skip_together((2, 1, WORLD.size // 2), zero)
 
 
 @pytest.mark.ranks(2)

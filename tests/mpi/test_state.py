@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from small_model import LAYOUTS, WORLD, small_config, tokens
@@ -23,16 +21,6 @@ pytestmark = pytest.mark.ranks(2, 4)
 FACTS = {"config": "", "data": {}}
 HERE = [(layout, "1f1b") for layout in LAYOUTS[WORLD.size]]
 HERE += [((1, 2, 1), "dualpipe")] if WORLD.size == 2 else [((2, 2, 1), "zb-v")]
-
-
-@pytest.fixture
-def folder():
-    """One new folder for all ranks. Comm: a broadcast, and a barrier before it goes."""
-    path = Path(WORLD.bcast(tempfile.mkdtemp(prefix="mpipar-test-") if WORLD.rank == 0 else None))
-    yield path
-    WORLD.Barrier()
-    if WORLD.rank == 0:
-        shutil.rmtree(path)
 
 
 def config_of(layout, dtype="float64"):

@@ -1,10 +1,7 @@
 """Weights in and out, and generated text: every layout has one rank's bytes, logits, tokens."""
 
 import json
-import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import gpt2_reference as gpt2
 import numpy as np
@@ -26,16 +23,6 @@ HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,
          "V": MODEL.vocab_size}  # fmt: skip
 PROMPTS = {"one": [5], "odd": [28, 0, 7], "full": [1, 2, 3, 4, 5, 6, 7]}
-
-
-@pytest.fixture
-def folder():
-    """One new folder for all ranks. Comm: a broadcast, and a barrier before it goes."""
-    path = Path(WORLD.bcast(tempfile.mkdtemp(prefix="mpipar-test-") if WORLD.rank == 0 else None))
-    yield path
-    WORLD.Barrier()
-    if WORLD.rank == 0:
-        shutil.rmtree(path)
 
 
 def worker_of(config, alone=False):
