@@ -207,16 +207,17 @@ def test_sums_are_made_in_float32_and_the_same_everywhere(size, dtype):
 
 
 def overflow_on_rank_1(monkeypatch, at_step):
-    """Plant an infinity in the last gradient of world rank 1, after all sums, in these steps."""
-    plain = GradSync.finish
+    """Plant an infinity in a gradient of world rank 1, after all sums, in these steps."""
+    plain = GradSync.unscale
 
-    def finish(self):
-        plain(self)
+    def unscale(self, loss_scale):
         if WORLD.rank == 1 and self.recorder.step in at_step:
             flat = next(iter(self.stages.values())).flat
-            flat.grad[flat.size - 1] = math.inf  # zeros for the data group may follow
+            segment, place = [*flat.owned, *flat.copies][-1]
+            flat.summed[segment][place][-1] = math.inf
+        plain(self, loss_scale)
 
-    monkeypatch.setattr(GradSync, "finish", finish)
+    monkeypatch.setattr(GradSync, "unscale", unscale)
 
 
 def skip_together(layout, zero=0):
