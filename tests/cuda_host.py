@@ -31,7 +31,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-
 MODES = {
     # Libraries share nothing: each has its own shared memory and its own threads.
     # Fortified longjmp refuses to leave one stack for another.
-    "fibers": ["-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-fvisibility=hidden",
+    "fibers": ["-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-fvisibility=hidden",
                "-fno-gnu-unique"],
     "thread": ["-O1", "-g", "-DSHIM_THREADS", "-fsanitize=thread"],
     "address": ["-O1", "-g", "-DSHIM_THREADS", "-fsanitize=address,undefined",
