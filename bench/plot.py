@@ -2,10 +2,11 @@
 
     python -m bench.plot FILE.jsonl --out FOLDER [--machine machine.json]
 
-Each operation has four pictures. Time by size has logarithmic axes, and the pieces of the cost
-model if one is given. The others show bandwidth by size, the distribution of the samples of each
-size, and when each rank left. That last one shows the largest size: how long after the first rank
-each rank left each iteration. For `pairs` there is a matrix.
+FOLDER/index.html shows all of them on one page. Each operation has four pictures. Time by size has
+logarithmic axes, and the pieces of the cost model if one is given. The others show bandwidth by
+size, the distribution of the samples of each size, and when each rank left. That last one shows the
+largest size: how long after the first rank each rank left each iteration. For `pairs` there is a
+matrix.
 
 Bars enclose the median with 95 % confidence. Points are not joined, because nothing was measured
 between them.
@@ -14,6 +15,7 @@ between them.
 from __future__ import annotations
 
 import re
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,18 @@ INCHES = (7.0, 4.5)
 MOST_CURVES = 6  # sizes in one picture of distributions
 MARKS = "osD^v"
 USUAL = {"dtype": "float32", "sync": "barrier"}  # names of files have all others
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.4 sans-serif; margin: 1.5em; }}
+section {{ display: flex; flex-wrap: wrap; gap: 0.5em; }}
+h2 {{ font-size: 1em; width: 100%; margin: 1.5em 0 0; }}
+img {{ width: 34em; max-width: 100%; background: white; }}
+</style>
+<h1>{title}</h1>
+{sections}
+</html>
+"""
 
 
 def pyplot():
@@ -76,6 +90,22 @@ def pieces_of(machine, rows) -> list:
             for piece in curve.pieces if piece.to_bytes > 0]
 
 
+def size_text(size: float) -> str:
+    """A size in binary units: 64 B, 1.5 KiB, 4 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    raise AssertionError(size)
+
+
+def size_axis(axes) -> None:
+    """Make x a logarithmic axis of sizes, labelled in binary units at powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, place: size_text(size))
+    axes.set_xlabel("size")
+
+
 def draw_time(axes, rows, machine) -> None:
     """Draw the median time by size, and the model's pieces if there are any."""
     for (via, own), mark in zip(by_via(rows).items(), MARKS, strict=False):
@@ -88,7 +118,8 @@ def draw_time(axes, rows, machine) -> None:
         sizes = np.geomspace(max(1.0, piece.from_bytes), piece.to_bytes, 50)
         axes.plot(sizes, [piece.microseconds(size) for size in sizes], "k-", linewidth=1,
                   label="" if number else "fitted, mpipar.comm")
-    axes.set(xscale="log", yscale="log", xlabel="size (bytes)", ylabel="time (us)")
+    size_axis(axes)
+    axes.set(yscale="log", ylabel="time (us)")
 
 
 def draw_bandwidth(axes, rows) -> None:
@@ -100,7 +131,8 @@ def draw_bandwidth(axes, rows) -> None:
                   markersize=4, label=f"{via}, algbw")
         axes.plot(sizes, [row["busbw_GBps"] for row in own], MARKS[2], color=f"C{number}",
                   markersize=4, fillstyle="none", label=f"{via}, busbw")
-    axes.set(xscale="log", xlabel="size (bytes)", ylabel="bandwidth (GB/s = 1e9 B/s)")
+    size_axis(axes)
+    axes.set_ylabel("bandwidth (GB/s = 1e9 B/s)")
     axes.set_ylim(bottom=0)
 
 
@@ -114,7 +146,7 @@ def draw_distribution(axes, rows) -> None:
         samples = np.sort(np.concatenate([times_us(row) for row in own
                                           if row["size_bytes"] == size]))
         axes.step(samples, np.arange(1, len(samples) + 1) / len(samples), where="post",
-                  label=f"{size} B")
+                  label=size_text(size))
     axes.set(xscale="log", xlabel="time (us)", ylabel="share of samples", ylim=(0, 1))
 
 
@@ -125,7 +157,7 @@ def draw_ranks(axes, rows) -> None:
     after_us = (left - left.min(axis=1, keepdims=True)).T / 1000
     picture = axes.imshow(after_us, cmap="viridis", aspect="auto", interpolation="nearest",
                           vmax=np.percentile(after_us, 99))  # one outlier must not hide the rest
-    axes.figure.colorbar(picture, label=f"us after the first, {own['size_bytes']} bytes")
+    axes.figure.colorbar(picture, label=f"us after the first, {size_text(own['size_bytes'])}")
     axes.set(yticks=range(len(own["ranks"])), yticklabels=own["ranks"], xlabel="iteration",
              ylabel="world rank")
 
@@ -141,7 +173,7 @@ def draw_pairs(axes, rows) -> None:
         i, j = names.index(low), names.index(high)
         cells[i, j] = cells[j, i] = middle
     picture = axes.imshow(cells, cmap="viridis")
-    axes.figure.colorbar(picture, label=f"{unit}, {own[0]['size_bytes']} bytes")
+    axes.figure.colorbar(picture, label=f"{unit}, {size_text(own[0]['size_bytes'])}")
     axes.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names,
              yticklabels=names, xlabel="world rank", ylabel="world rank")
 
@@ -176,8 +208,19 @@ def save(plt, folder: Path, name: str, heading: str, draw) -> None:
     plt.close(figure)
 
 
+def index_page(title: str, drawn: list[tuple[str, str]]) -> str:
+    """A page with a section for each heading; drawn: (file name, heading) of each picture."""
+    by_heading: dict = {}
+    for name, heading in drawn:
+        by_heading.setdefault(heading, []).append(name)
+    sections = [f"<section><h2>{escape(heading)}</h2>\n" + "\n".join(
+        f'<img src="{name}.svg" alt="{escape(heading)}: {name.rpartition("-")[2]}" loading="lazy">'
+        for name in names) + "\n</section>" for heading, names in by_heading.items()]
+    return PAGE.format(title=escape(title), sections="\n".join(sections))
+
+
 def main(argv, session) -> int:
-    """Draw everything in the files; print the names."""
+    """Draw everything in the files; print the names, the index page last."""
     parser = flags.Parser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--out", default="plots", metavar="FOLDER", help="for the pictures (plots)")
@@ -192,9 +235,17 @@ def main(argv, session) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"--out {folder}: {error.strerror}") from error
+    drawn = []
     for name, heading, draw in pictures(rows, machine):
         save(plt, folder, name, heading, draw)
         print(folder / f"{name}.svg")
+        drawn.append((name, heading))
+    try:
+        title = ", ".join(Path(file).name for file in args.files)
+        (folder / "index.html").write_text(index_page(title, drawn))
+    except OSError as error:
+        raise OutputError(f"{folder}/index.html: {error.strerror}") from error
+    print(folder / "index.html")
     return EXIT_OK
 
 

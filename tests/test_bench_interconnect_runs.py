@@ -112,13 +112,17 @@ def test_pictures_of_every_kind(quick, tmp_path):
     assert done.returncode == 0, done.tail()
     drawn = (tmp_path / "plots" / "ring-world-ranks-0-1-mpi-host-rotated-time.svg").read_text()
     assert "fitted, mpipar.comm" in drawn
-    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert all(f"<!-- {text} -->" in drawn for text in ("64 B", "4 KiB"))
+    page = (tmp_path / "plots" / "index.html").read_text()
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir() if path.suffix != ".html")
+    assert sorted(re.findall(r'<img src="([^"]+)"', page)) == [
+        name for name in names if name.endswith(".svg")]
     assert names == [f"{stem}.{kind}" for stem in (
         "pairs-latency-mpi-host-rotated", "ring-world-ranks-0-1-mpi-host-rotated-bandwidth",
         "ring-world-ranks-0-1-mpi-host-rotated-late",
         "ring-world-ranks-0-1-mpi-host-rotated-samples",
         "ring-world-ranks-0-1-mpi-host-rotated-time") for kind in ("png", "svg")]
-    assert all(path.stat().st_size > 2000 for path in (tmp_path / "plots").iterdir())
+    assert all((tmp_path / "plots" / name).stat().st_size > 2000 for name in names)
 
 
 @pytest.mark.slow

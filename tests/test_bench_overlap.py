@@ -1,6 +1,6 @@
 """bench.interconnect --overlap tells what hides behind computing from what does not; no MPI."""
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from bench_rows import BARE, COMM, row
@@ -122,8 +122,21 @@ def test_table_has_the_columns_of_overlap_and_findings_leave_its_rows_out():
 
 
 def test_picture_of_rates_has_no_point_for_times_that_computing_is_in():
-    labels = []
-    axes = SimpleNamespace(plot=lambda *_, label, **named: labels.append(label),
-                           set=lambda **named: None, set_ylim=lambda **named: None)
+    axes = Mock()
     plot.draw_bandwidth(axes, rows_of_a_ring())
+    labels = [call.kwargs["label"] for call in axes.plot.call_args_list]
     assert labels == [f"{via}, {rate}" for via in (COMM, BARE) for rate in ("algbw", "busbw")]
+
+
+def test_sizes_in_pictures_have_binary_units():
+    sizes = (1, 64, 1536, 4 << 10, 1 << 20, 3 << 29, 1 << 41)
+    assert [plot.size_text(size) for size in sizes] == [
+        "1 B", "64 B", "1.5 KiB", "4 KiB", "1 MiB", "1.5 GiB", "2048 GiB"]
+
+
+def test_the_index_page_shows_every_picture_once_and_no_markup_of_a_file():
+    page = plot.index_page("<b>.jsonl", [("a-time", "ring & co"), ("a-late", "ring & co")])
+    assert page.count("<section>") == 1
+    assert page.count('src="a-time.svg"') == page.count('src="a-late.svg"') == 1
+    assert "<b>" not in page
+    assert "ring &amp; co: late" in page
