@@ -384,8 +384,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     Call it before NumPy is imported, because it sets the number of BLAS threads.
     """
     open_closed()
-    chosen = presets(os.environ, len(os.sched_getaffinity(0)))
-    os.environ.update(chosen)
+    os.environ.update(chosen := presets(os.environ, len(os.sched_getaffinity(0))))
     keep_heap()
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     session = Session(read_launcher(os.environ))
