@@ -76,7 +76,7 @@ def consider_schedule(
     chunks: int | None,
 ) -> Candidate:
     """Simulate one schedule; only looped schedules use `chunks`, the others fix their own."""
-    if FAMILIES[name].placement != "looped":
+    if not FAMILIES[name].looped:
         chunks = None
     found = schedule_problems(name, pp_size, num_microbatches, chunks)
     if found:

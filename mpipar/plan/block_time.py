@@ -1,6 +1,6 @@
 """How long one block and one head take on a rank: closed forms over shapes and a machine.
 
-A product of 16-bit numbers takes a start, its FLOPs over a rate, and its bytes over another. The
+A product takes a start, its FLOPs over a rate, and its bytes over another. The
 rest of a block crosses memory a counted number of times. Letters: n tokens of a microbatch on a
 rank, D F a k h as in shape.py, t ranks of tp.
 """
@@ -14,12 +14,11 @@ from mpipar.plan.collectives import all_gather, all_reduce, exchange
 from mpipar.plan.layout import Layout
 from mpipar.plan.shape import Shape
 
-SIZE = 2  # bytes of an activation
 # How often an activation crosses memory, forward and backward, beside the products: two norms and
 # two residual sums with dropout; the activation function; the copies of q, k and v.
 STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
 SCORES = (8, 10)  # scale, mask, softmax and dropout over scores that lie in memory
-LOGITS = 14  # bytes that a loss moves for each logit, forward and backward
+LOGITS = 7  # how often a loss moves each logit, forward and backward
 BACKWARD = 2.5  # FLOPs of fused attention backward, over those forward: scores are made again
 SLOWED = 1.2  # seconds that products lose for a second of transfers beside them
 SUM_OF_PARTS = 1.2  # a reduce-scatter and an all-gather over an all-reduce of the same bytes
@@ -43,9 +42,6 @@ class Times(NamedTuple):
     def plus(self, other: Times) -> Times:
         return Times(*(one + two for one, two in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> Times:
-        return Times(*(one * factor for one in self))
-
 
 class BlockTimes(NamedTuple):
     """Passes of a block. again: what recomputation adds to `i`. head: all passes of the head."""
@@ -63,15 +59,15 @@ class BlockTimes(NamedTuple):
 
 
 def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack) -> float:
-    """Seconds of a product (m, k) x (k, n) of 16-bit numbers."""
+    """Seconds of a product (m, k) x (k, n)."""
     return (cluster.product_us * 1e-6
             + 2 * m * n * k / (cluster.product_tflops * 1e12 * stack.products)
-            + SIZE * (m * k + k * n + m * n) / (cluster.product_gbytes_s * 1e9))
+            + stack.number_bytes * (m * k + k * n + m * n) / (cluster.product_gbytes_s * 1e9))
 
 
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:
     """The passes of one block on one microbatch, and those of the head."""
-    t, width = layout.tp, shape.width
+    t, width, size = layout.tp, shape.width, stack.number_bytes
     n = layout.rows * shape.tokens / layout.cp
     shapes = ((shape.qkv / t, width), (width, shape.attended / t), (shape.up / t, width),
               (width, shape.ffn / t))
@@ -83,13 +79,13 @@ def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     attention, scores = attention_seconds(shape, layout, cluster, stack)
     whole = n / t if layout.sequence_parallel else n
     memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
-    elementwise = [SIZE * (STREAM[way] * whole * width + WIDE[way] * n * shape.up / t
+    elementwise = [size * (STREAM[way] * whole * width + WIDE[way] * n * shape.up / t
                            + HEADS[way] * n * shape.attended / t) / memory for way in (0, 1)]
     start = cluster.layer_us * 1e-6
-    tp = 2 * all_reduce(cluster, n * width * SIZE, t)
+    tp = 2 * all_reduce(cluster, n * width * size, t)
     if layout.sequence_parallel:
         tp *= SUM_OF_PARTS
-    cp = context_seconds(shape, layout, cluster, attention)
+    cp = context_seconds(shape, layout, cluster, stack, attention)
     f = Times(products[0], attention[0], elementwise[0] + scores[0], start, tp, cp[0])
     i = Times(products[1], attention[1], elementwise[1] + scores[1], start, tp, cp[1])
     # With tokens that are cut, the weight gradients need the whole inputs: they are gathered again,
@@ -113,17 +109,18 @@ def attention_seconds(shape, layout, cluster, stack):
     rate = cluster.attention_tflops * 1e12 * stack.attention
     if stack.fused:
         return (flops / 2 / rate, BACKWARD * flops / 2 / rate), (0.0, 0.0)
-    scores = layout.rows * shape.heads / t * (shape.tokens / c) * shape.tokens * SIZE
+    scores = layout.rows * shape.heads / t * (shape.tokens / c) * shape.tokens * stack.number_bytes
     memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
     return (flops / rate, 2 * flops / rate), tuple(count * scores / memory for count in SCORES)
 
 
-def context_seconds(shape, layout, cluster, attention):
+def context_seconds(shape, layout, cluster, stack, attention):
     """(forward, backward) seconds that a ring of keys and values adds to attention."""
     if layout.cp == 1:
         return 0.0, 0.0
     pair = 2 * layout.rows * shape.tokens / layout.cp * shape.kv_heads * shape.head_dim
-    hops = (layout.cp - 1) * exchange(cluster, pair / layout.tp * SIZE, layout.tp)
+    hops = (layout.cp - 1) * exchange(
+        cluster, pair / layout.tp * stack.number_bytes, layout.tp)
     return max(0.0, hops - attention[0]), max(0.0, 2 * hops - attention[1])
 
 
@@ -132,7 +129,8 @@ def head_seconds(shape, layout, cluster, stack, tp) -> float:
     n, columns = layout.rows * shape.tokens / layout.cp, shape.vocab / layout.tp
     products = sum(product_seconds(*sizes, cluster, stack) for sizes in (
         (n, columns, shape.width), (n, shape.width, columns), (columns, shape.width, n)))
-    return products + LOGITS * n * columns / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise) + tp
+    moved = LOGITS * stack.number_bytes * n * columns
+    return products + moved / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise) + tp
 
 
 def with_gathers(shape, layout, cluster, stack, passes) -> tuple[Times, Times]:
@@ -144,8 +142,9 @@ def with_gathers(shape, layout, cluster, stack, passes) -> tuple[Times, Times]:
     """
     forward, backward, i = passes
     elements = shape.block_parameters / layout.tp
-    gather = all_gather(cluster, elements * SIZE, layout.data_ranks, layout.tp)
-    scatter = gather * stack.wire_bytes / SIZE
+    gather = all_gather(
+        cluster, elements * stack.number_bytes, layout.data_ranks, layout.tp)
+    scatter = gather * stack.wire_bytes / stack.number_bytes
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
 
     def added(moved: float, beside: float) -> float:

@@ -58,6 +58,17 @@ class Cluster:
         """Devices that the fastest links join."""
         return self.links[0].joins
 
+    @property
+    def dtype_16(self) -> str:
+        """The number format of 16 bits that training takes: the one with the wider range."""
+        return "bfloat16" if "bfloat16" in self.peak_tflops else "float16"
+
+    def with_dtype(self, dtype: str) -> Cluster:
+        """The rates of products in a number format of `peak_tflops`: as far from its peak."""
+        share = self.peak_tflops[dtype] / self.peak_tflops[self.dtype_16]
+        return replace(self, product_tflops=self.product_tflops * share,
+                       attention_tflops=self.attention_tflops * share)
+
     def with_network(self, gbits_per_device: float) -> Cluster:
         """The same devices behind a network of another rate."""
         inner, outer = self.links[0], self.links[-1]
@@ -72,6 +83,7 @@ class Stack:
     memory, over once for each operation. attention: share of the machine's rate of attention.
     These three are fitted. The others are what the stack does: fused: attention without scores in
     memory. *_bytes: of a parameter. overlap: whether gathers and sums run beside the products.
+    number_bytes: of a number that is computed with.
     """
 
     products: float
@@ -84,12 +96,19 @@ class Stack:
     wire_bytes: float = 2
     unit: float = 1.0
     selective: float = 1.0
+    overlap: bool = False
+    number_bytes: float = 2
 
     def with_states(self, weight: float, gradient: float, optimizer: float) -> Stack:
         """The same stack with other bytes of a parameter."""
         return replace(self, weight_bytes=weight, gradient_bytes=gradient,
                        optimizer_bytes=optimizer)
-    overlap: bool = False
+
+    def with_dtype(self, dtype: str) -> Stack:
+        """The same stack with numbers of a format; those of 32 bits need no masters beside them."""
+        if dtype != "float32":
+            return self
+        return replace(self.with_states(4, 4, 8), number_bytes=4, wire_bytes=4)
 
 
 STACKS = {

@@ -10,16 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpipar.pipeline.closed_form import PEAKS, Counts
-from mpipar.plan.block_time import SIZE
 from mpipar.plan.cluster import Stack
-from mpipar.plan.layout import Layout, blocks_of_stages
+from mpipar.plan.layout import STANDS_FOR, Layout, blocks_of_stages, rank_parameters
 from mpipar.plan.shape import Shape
 
 GIB = 1 << 30
 AGAIN = 2.5  # a block that runs again holds what it keeps, and gradients beside it, in two widths
-LOGITS = 6  # bytes of a logit and of its gradient, in 32 bits
+LOGITS = 4  # bytes of a logit; its gradient has a number's
 RESERVE = 1.75 * GIB  # contexts, libraries and buffers of collectives, and what lies between arrays
-SAME_PEAK = {"zb-1p": "zb-h1", "zb-2p": "zb-h2", "none": "1f1b"}  # schedules found by a search
 
 
 class Footprint(NamedTuple):
@@ -38,26 +36,27 @@ class Footprint(NamedTuple):
 
 def stash_per_block(shape: Shape, layout: Layout, stack: Stack, recompute: str) -> float:
     """Bytes that one block keeps of one microbatch from its forward to its backward."""
-    t, width = layout.tp, shape.width
+    t, width, size = layout.tp, shape.width, stack.number_bytes
     n = layout.rows * shape.tokens / layout.cp
     stream = n * width / (t if layout.sequence_parallel else 1)
     if recompute == "block":
-        return SIZE * stream
+        return size * stream
     # Inputs of two norms and of two products, and where there is dropout, its two masks.
-    kept = (4 * SIZE + (0 if stack.fused else 2)) * stream
-    kept += SIZE * n * (shape.qkv + shape.attended) / t
-    kept += SIZE * n * (shape.up + shape.ffn) / t
+    kept = (4 * size + (0 if stack.fused else 2)) * stream
+    kept += size * n * (shape.qkv + shape.attended) / t
+    kept += size * n * (shape.up + shape.ffn) / t
     if recompute == "attention":
         return kept * stack.selective
     if not stack.fused:
         # Scores before and after dropout, and its mask.
-        kept += 5 * layout.rows * shape.heads / t * (shape.tokens / layout.cp) * shape.tokens
+        scores = layout.rows * shape.heads / t * (shape.tokens / layout.cp) * shape.tokens
+        kept += (2 * size + 1) * scores
     return kept
 
 
 def in_flight(layout: Layout, rank: int) -> int:
     """The most chunks of which a rank of the pipeline keeps something at once."""
-    name = SAME_PEAK.get(layout.schedule, layout.schedule)
+    name = STANDS_FOR.get(layout.schedule, layout.schedule)
     if layout.chunks > 1 and name == "1f1b":
         name = "interleaved"
     m = layout.num_microbatches
@@ -78,10 +77,9 @@ def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
 
 def rank_footprint(shape, layout, stack, rank: int, counts) -> Footprint:
     """The memory of one rank of the pipeline."""
-    blocks = layout.blocks_of(rank, counts)
+    blocks, size = layout.blocks_of(rank, counts), stack.number_bytes
     ends = (rank == 0) + (rank == layout.last_rank)
-    tables = shape.table_parameters if layout.pp == 1 else ends * shape.vocab * shape.width
-    elements = (blocks * shape.block_parameters + tables) / layout.tp
+    elements = rank_parameters(shape, layout, rank, counts)
     shards, whole = layout.data_ranks, layout.data_ranks if layout.zero >= 3 else 1
     unit = max(stack.unit * shape.block_parameters, shape.vocab * shape.width) / layout.tp
     tokens = layout.rows * shape.tokens / layout.cp
@@ -93,13 +91,13 @@ def rank_footprint(shape, layout, stack, rank: int, counts) -> Footprint:
         buffers = (AGAIN - 1) * without_scores - kept + stash_per_block(
             shape, layout, stack, "none")
     if rank == layout.last_rank:
-        buffers += LOGITS * tokens * shape.vocab / layout.tp
+        buffers += (LOGITS + size) * tokens * shape.vocab / layout.tp
     if layout.zero >= 3:
-        buffers += 2 * unit * SIZE + unit * stack.gradient_bytes
+        buffers += 2 * unit * size + unit * stack.gradient_bytes
     elif layout.zero == 2:
-        buffers += elements * SIZE
+        buffers += elements * size
     return Footprint(
         elements * stack.weight_bytes / whole,
         elements * stack.gradient_bytes / (shards if layout.zero >= 2 else 1),
         elements * stack.optimizer_bytes / (shards if layout.zero else 1),
-        blocks_held * kept + SIZE * tokens * shape.width * ends, buffers)
+        blocks_held * kept + size * tokens * shape.width * ends, buffers)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LINEAR = ("naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs",
-          "interleaved-zb")  # stage s lies on rank s mod pp
-FOLDED = ("zb-v",)  # the last stage lies on the first rank
+from mpipar.pipeline.schedules.catalog import FAMILIES, Family
+from mpipar.plan.shape import Shape
+
+# Schedules of published runs, and those here that keep as much of as many microbatches.
+STANDS_FOR = {"zb-1p": "zb-h1", "zb-2p": "zb-h2", "none": "1f1b"}
 
 
 class Layout(NamedTuple):
@@ -46,20 +48,42 @@ class Layout(NamedTuple):
     def stages(self) -> int:
         return self.pp * self.chunks
 
+    @property
+    def family(self) -> Family:
+        """How the schedule is made."""
+        return FAMILIES[STANDS_FOR.get(self.schedule, self.schedule)]
+
+    @property
+    def folded(self) -> bool:
+        """Whether stages go down the ranks and back up, so that the first rank holds the last."""
+        return self.family.placement == "v"
+
     def held(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank; zb-v goes down the ranks and back up."""
-        if self.schedule in FOLDED:
+        """The stages of a pipeline rank."""
+        if self.folded:
             return rank, self.stages - 1 - rank
         return tuple(range(rank, self.stages, self.pp))
 
     @property
     def last_rank(self) -> int:
         """The pipeline rank that holds the last stage."""
-        return 0 if self.schedule in FOLDED else self.pp - 1
+        return 0 if self.folded else self.pp - 1
 
     def blocks_of(self, rank: int, counts: tuple[int, ...]) -> int:
         """Blocks of a pipeline rank. counts: those of each stage."""
         return sum(counts[stage] for stage in self.held(rank))
+
+
+def rank_parameters(shape: Shape, layout: Layout, rank: int, counts: tuple[int, ...]) -> float:
+    """Parameters of a pipeline rank. counts: blocks of each stage.
+
+    The first and the last stage have a table each, also where the two are tied.
+    """
+    tables = shape.table_parameters
+    if layout.pp > 1:
+        ends = (rank == 0) + (rank == layout.last_rank)
+        tables = shape.width * (ends * shape.vocab + (rank == 0) * shape.positions)
+    return (layout.blocks_of(rank, counts) * shape.block_parameters + tables) / layout.tp
 
 
 def blocks_of_stages(layers: int, stages: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from html import escape
 
 from mpipar.files.text import harmless
 from mpipar.plan.footprint import GIB, RESERVE
-from mpipar.plan.report import PARTS, layout_words, report
+from mpipar.plan.report import PARTS, layout_words
 from mpipar.plan.search import Candidate, Plan, Question
 
 WIDTH, ROW, LEFT, TOP, BOTTOM = 1000, 34, 330, 30, 26  # of a picture, in its own units
@@ -42,12 +42,12 @@ pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
 """
 
 
-def page(question: Question, plan: Plan, model_flags: str) -> str:
-    """The page. Every text in it is escaped."""
+def page(question: Question, plan: Plan, answer: str) -> str:
+    """The page. answer: as it is printed. Every text in it is escaped."""
     shape = question.shape
     title = (f"{shape.parameters / 1e9:.2f} billion parameters on {question.ranks} x"
              f" {question.cluster.name}")
-    parts = [section("The answer", f"<pre>{safe(report(question, plan, model_flags))}</pre>")]
+    parts = [section("The answer", f"<pre>{safe(answer)}</pre>")]
     if plan.best:
         parts[:0] = [
             section("Seconds of a step", legend(PARTS.values()) + bars(

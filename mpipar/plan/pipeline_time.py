@@ -11,10 +11,7 @@ from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import is_compute
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.plan.block_time import BlockTimes
-from mpipar.plan.layout import LINEAR, Layout
-
-LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")  # schedules whose chunks are free
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "interleaved-zb")  # schedules whose backward has two halves
+from mpipar.plan.layout import Layout
 
 
 def stage_costs(block: BlockTimes, counts: tuple[int, ...]) -> Costs:
@@ -36,12 +33,12 @@ def bound(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
     """
     costs, m, p = stage_costs(block, counts), layout.num_microbatches, layout.pp
     passes = [f + i + w for f, i, w in zip(costs.f, costs.i, costs.w, strict=True)]
-    if layout.schedule not in LINEAR:
+    if layout.folded:
         return m * max(sum(passes[stage] for stage in layout.held(rank)) for rank in range(p))
     found, there = 0.0, 0.0
     for rank in range(p):
         found = max(found, there + m * sum(passes[rank::p]))
-        there += costs.f[rank] if layout.schedule in SPLIT else passes[rank]
+        there += costs.f[rank] if layout.family.split else passes[rank]
     return found
 
 
@@ -80,7 +77,7 @@ class Pipelines:
         """(rank, kind, stage, messages it needs, messages it gives) of each pass, in order."""
         key = layout.schedule, layout.pp, num_microbatches, layout.chunks
         if key not in self.orders:
-            free = layout.chunks if layout.schedule in LOOPED else None
+            free = layout.chunks if layout.family.looped else None
             schedule = make_schedule(*key[:3], free)
             check_programs(schedule)
             self.orders[key] = [

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from mpipar.config.layout import sizes_text, typed
+from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
-from mpipar.plan.confirm import Confirmed
+from mpipar.plan.confirm import Confirmed, Job, command_line
 from mpipar.plan.footprint import GIB, RESERVE, footprint, rank_footprint
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
@@ -39,13 +39,13 @@ def faster(link, by: float):
     return replace(link, gbytes_s=link.gbytes_s * by)
 
 
-def report(question: Question, plan: Plan, model_flags: str) -> str:
+def report(question: Question, plan: Plan, job: Job) -> str:
     """The whole answer as text."""
     blocks = [headline(question)]
     if not plan.best:
         return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
     best = plan.best[0]
-    blocks += [verdict(question, best), command(question, best.layout, model_flags),
+    blocks += [verdict(question, best), command_line(question, job, best.layout),
                parts_table(question, best), stages_table(question, best),
                "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
                rejections(plan), changes(question, plan), confidence(question, best)]
@@ -55,8 +55,9 @@ def report(question: Question, plan: Plan, model_flags: str) -> str:
 def headline(question: Question) -> str:
     """Model, machine and batch."""
     shape, cluster = question.shape, question.cluster
-    return (f"{shape.parameters / 1e9:.2f} billion parameters, {question.batch_size} rows of"
-            f" {shape.tokens} tokens a step, on {question.ranks} x {cluster.name}\n"
+    return (f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
+            f" {question.batch_size} rows of {shape.tokens} tokens a step, on {question.ranks} x"
+            f" {cluster.name}\n"
             f"the machine's figures: {cluster.basis}")
 
 
@@ -72,13 +73,12 @@ def verdict(question: Question, best: Candidate) -> str:
 
 
 def peak(question: Question) -> float:
-    """TFLOP/s of a device in 16 bits."""
-    peaks = question.cluster.peak_tflops
-    return peaks.get("bfloat16") or peaks["float16"]
+    """TFLOP/s of a device in the number format of the plan."""
+    return question.cluster.peak_tflops[question.dtype]
 
 
 def mfu(question: Question, one: Candidate) -> float:
-    """The share of the devices' peak in 16 bits, by the question's rule."""
+    """The share of the devices' peak, by the question's rule."""
     flops = question.shape.step_flops(
         question.batch_size, question.mfu_rule, one.layout.recompute)
     return utilization(flops, one.step.total, question.ranks, peak(question))
@@ -90,23 +90,6 @@ def bound_by(step: StepTime) -> str:
     others = {name: parts[name] for name in PARTS if name != "compute"}
     largest = max(others, key=others.get)
     return largest if others[largest] > 0.1 * step.total else "compute"
-
-
-def command(question: Question, layout: Layout, model_flags: str) -> str:
-    """The command line that trains with this layout."""
-    words = [f"mpiexec -n {question.ranks} mpipar train {model_flags} {typed(layout._asdict())}",
-             f"--batch-size {question.batch_size} --seq-len {question.shape.tokens}",
-             f"--num-microbatches {layout.num_microbatches} --dtype bfloat16"]
-    if layout.pp > 1:
-        chunks = f" --chunks {layout.chunks}" if layout.schedule == "interleaved" else ""
-        words.append(f"--schedule {layout.schedule}{chunks}")
-        counts = blocks_of_stages(question.shape.layers, layout.stages)
-        words.append(f"--stage-layers {','.join(map(str, counts))}")
-    words += ["--sequence-parallel"] * layout.sequence_parallel
-    words += [f"--recompute {layout.recompute}"] * (layout.recompute != "none")
-    if layout.zero:
-        words.append(f"--zero {layout.zero}" + " --zero-grads sharded" * (layout.zero == 3))
-    return " \\\n    ".join(words)
 
 
 def parts_table(question: Question, best: Candidate) -> str:
@@ -227,9 +210,14 @@ def batch_table(plans: dict[int, Plan]) -> str:
 
 def rejections(plan: Plan) -> str:
     """How many layouts were looked at, and why most were not."""
-    counts = "\n".join(f"  {count:>7,}  {reason}" for reason, count in plan.rejected.items())
     return (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
-            f" be shorter than these\nrejected:\n{counts}")
+            f" be shorter than these\n{rejected_lines(plan.rejected)}")
+
+
+def rejected_lines(rejected: dict[str, int]) -> str:
+    """How many layouts each reason has rejected."""
+    return "\n".join(["rejected:", *(
+        f"  {count:>7,}  {reason}" for reason, count in rejected.items())])
 
 
 def impossible(question: Question, plan: Plan) -> str:
@@ -299,7 +287,8 @@ def as_dict(question: Question, plan: Plan) -> dict:
     return {
         "model": question.shape._asdict() | {"parameters": question.shape.parameters},
         "machine": question.cluster.name, "basis": question.cluster.basis,
-        "ranks": question.ranks, "batch_size": question.batch_size, "memory_gib": question.gib,
+        "ranks": question.ranks, "dtype": question.dtype, "batch_size": question.batch_size,
+        "memory_gib": question.gib,
         "layouts": [{"layout": one.layout._asdict(), "step_s": one.step.total,
                      "parts_s": one.step._asdict(), "memory_bytes": one.memory._asdict(),
                      "total_bytes": one.memory.total, "mfu": mfu(question, one)}

@@ -18,12 +18,13 @@ from mpipar.plan.footprint import GIB, Footprint, footprint
 from mpipar.plan.layout import Layout
 from mpipar.plan.pipeline_time import Pipelines, bound
 from mpipar.plan.shape import Shape
-from mpipar.plan.step_time import TIE, StepTime, step_time
+from mpipar.plan.step_time import TIE, StepTime, shortest, step_time
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which a row is worth cutting
+TOLD = 1000  # layouts between two calls of `tell`
 FIXED = ("dp", "pp", "cp", "tp", "rows", "schedule", "chunks", "sequence_parallel", "recompute",
          "zero")
 
@@ -31,7 +32,7 @@ FIXED = ("dp", "pp", "cp", "tp", "rows", "schedule", "chunks", "sequence_paralle
 class Question(NamedTuple):
     """What is asked. gib: memory that a rank may use. fixed: fields of a Layout that are given.
 
-    mfu_rule: one of MFU_RULES.
+    mfu_rule: one of MFU_RULES. dtype: number format, which cluster and stack are made for.
     """
 
     shape: Shape
@@ -42,6 +43,7 @@ class Question(NamedTuple):
     gib: float
     fixed: dict
     mfu_rule: str = "model"
+    dtype: str = "bfloat16"
 
 
 class Candidate(NamedTuple):
@@ -151,12 +153,14 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
             yield name, 1
 
 
-def search(question: Question, count: int = 5) -> Plan:
-    """The `count` layouts with the shortest simulated step."""
+def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
+    """The `count` layouts with the shortest simulated step. tell: is called with the state."""
     rejected, ranked, fitting = Counter(), [], 0
     shape, cluster, stack = question.shape, question.cluster, question.stack
     least, pipelines = None, Pipelines()
-    for layout in layouts(question, rejected):
+    for seen, layout in enumerate(layouts(question, rejected)):
+        if seen % TOLD == 0:
+            tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
         memory = footprint(shape, layout, stack)
         if memory.total > question.gib * GIB:
             rejected["does not fit in memory"] += 1
@@ -174,6 +178,7 @@ def search(question: Question, count: int = 5) -> Plan:
             break
         if known is None or below < known.step.total:
             tried += 1
+            tell(f"{fitting:,} layouts fit, {tried:,} simulated")
             step = step_time(shape, layout, cluster, stack, pipelines.simulated)
             found = Candidate(layout, step, memory)
             if known is None or found.step.total < known.step.total:
@@ -181,8 +186,7 @@ def search(question: Question, count: int = 5) -> Plan:
     closest = None
     if least and not best:
         closest = Candidate(least[0], step_time(shape, least[0], cluster, stack, bound), least[1])
-    ordered = ties_first(sorted(best.values(), key=lambda one: one.step.total))
-    return Plan(ordered[:count], fitting, tried, dict(rejected.most_common()), closest,
+    return Plan(in_order(best)[:count], fitting, tried, dict(rejected.most_common()), closest,
                 trade_off(ranked))
 
 
@@ -201,11 +205,10 @@ def kth_best(best: dict[tuple, Candidate], count: int) -> float:
     return sorted(one.step.total for one in best.values())[count - 1]
 
 
-def ties_first(best: list[Candidate]) -> list[Candidate]:
-    """Of those within TIE of the shortest, the one that needs the network least comes first."""
+def in_order(best: dict[tuple, Candidate]) -> list[Candidate]:
+    """The candidates: first the one that `shortest` takes, then the others by their steps."""
     if not best:
-        return best
-    limit = best[0].step.total * (1 + TIE)
-    first = min((one for one in best if one.step.total <= limit),
-                key=lambda one: (one.step.between, one.step.total))
-    return [first, *(one for one in best if one is not first)]
+        return []
+    first = best[shortest({grid: one.step for grid, one in best.items()})]
+    others = (one for one in best.values() if one is not first)
+    return [first, *sorted(others, key=lambda one: one.step.total)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpipar.plan.block_time import SIZE
 from mpipar.plan.search import Candidate, Question
 
 LOSS = 0.05  # of the step, that a link may cost
@@ -68,7 +67,7 @@ def stages_across(question: Question, one: Candidate, sites: Sites) -> Crossing:
     first and the last message are seen by nobody else's work.
     """
     layout, shape = one.layout, question.shape
-    message = layout.rows * shape.tokens * shape.width * SIZE * layout.dp
+    message = layout.rows * shape.tokens * shape.width * layout.dp * question.stack.number_bytes
     sent = message * layout.num_microbatches
     alone = message / sites.rate + sites.milliseconds * 1e-3
     busy = (one.step.total - one.step.bubble) / layout.num_microbatches

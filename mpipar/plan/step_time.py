@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpipar.plan.block_time import SIZE, BlockTimes, block_times
+from mpipar.plan.block_time import BlockTimes, block_times
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, exchange
-from mpipar.plan.layout import Layout, blocks_of_stages
+from mpipar.plan.layout import Layout, blocks_of_stages, rank_parameters
 from mpipar.plan.shape import Shape
 
 UPDATE = 0.919  # how often masters, moments and gradients cross memory in an update
@@ -65,6 +65,7 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
     busy = busy_seconds(layout, block, counts)
     rank = max(range(layout.pp), key=lambda rank: busy[rank])
     blocks, m = layout.blocks_of(rank, counts), layout.num_microbatches
+    elements = rank_parameters(shape, layout, rank, counts)
     head = (rank == layout.last_rank) * m * block.head
     return StepTime(
         m * blocks * compute_of(block) + head, m * blocks * block.again.total,
@@ -72,8 +73,8 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
         (pipeline or closed)(layout, block, counts) - busy[rank],
         hop_seconds(shape, layout, cluster, stack),
         m * blocks * (block.f.gathers + block.i.gathers)
-        + sum_seconds(shape, layout, cluster, stack, blocks),
-        update_seconds(shape, layout, cluster, stack, blocks) + STEP)
+        + sum_seconds(shape, layout, cluster, stack, elements),
+        update_seconds(layout, cluster, stack, elements) + STEP)
 
 
 def busy_seconds(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
@@ -129,36 +130,30 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     if layout.pp == 1:
         return 0.0
     stride = layout.tp * layout.data_ranks
-    tokens = layout.rows * shape.tokens / layout.cp
-    message = tokens * shape.width * SIZE / layout.tp  # each rank of tp sends a part of it
+    numbers = layout.rows * shape.tokens / layout.cp * shape.width
+    message = numbers * stack.number_bytes / layout.tp  # each rank of tp sends a part of it
     count = 2 * (layout.pp * layout.chunks - 1)
     if layout.chunks > 1 and not stack.overlap:
         count += 2 * layout.num_microbatches * layout.chunks
     return count * exchange(cluster, message, stride)
 
 
-def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, blocks: int) -> float:
-    """Seconds of sums over the data ranks, behind the last backward."""
-    elements = rank_parameters(shape, layout, blocks)
+def sum_seconds(shape, layout, cluster, stack, elements: float) -> float:
+    """Seconds of sums of a rank's parameters over the data ranks, behind the last backward."""
     sums = all_gather(cluster, elements * stack.wire_bytes, layout.data_ranks, layout.tp)
-    weights = all_gather(cluster, elements * SIZE, layout.data_ranks, layout.tp)
+    weights = all_gather(cluster, elements * stack.number_bytes, layout.data_ranks, layout.tp)
     if layout.zero == 0:
         return 2 * sums
     if layout.zero > 1:  # the tables are units, too
         often = layout.num_microbatches if layout.zero == 3 else 1
-        tables = shape.table_parameters * SIZE / layout.tp
+        tables = shape.table_parameters * stack.number_bytes / layout.tp
         return often * all_gather(cluster, tables, layout.data_ranks, layout.tp)
     return (sums + weights) * (0.2 if stack.overlap else 1.0)
 
 
-def rank_parameters(shape: Shape, layout: Layout, blocks: int) -> float:
-    """Parameters of a rank with so many blocks; the ends of the pipeline also have a table."""
-    tables = shape.table_parameters / min(2, layout.pp)
-    return (blocks * shape.block_parameters + tables) / layout.tp
-
-
-def update_seconds(shape, layout, cluster, stack, blocks: int) -> float:
+def update_seconds(layout, cluster, stack, elements: float) -> float:
     """Seconds of clearing gradients, norm, and optimizer: bytes over the memory's rate."""
-    elements = rank_parameters(shape, layout, blocks) / (layout.data_ranks if layout.zero else 1)
+    if layout.zero:
+        elements /= layout.data_ranks
     moved = elements * (stack.gradient_bytes + stack.optimizer_bytes) * UPDATE
     return moved / (cluster.hbm_gbytes_s * 1e9)

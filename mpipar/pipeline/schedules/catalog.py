@@ -72,13 +72,20 @@ class Family(NamedTuple):
     """How a schedule is made: the compute order of one rank, and the placement it is made for.
 
     order(p, r, m), or order(p, r, m, v, g) on the looped placement, where v is free.
-    stages_per_rank: num_stages / p, the default of v. grouped: whether the order uses g.
+    stages_per_rank: num_stages / p, the default of v. grouped: whether the order uses g. split:
+    whether the backward is split into I and W.
     """
 
     order: Callable[..., list[Instr]]
     placement: str = "linear"
     stages_per_rank: int = 1
     grouped: bool = False
+    split: bool = False
+
+    @property
+    def looped(self) -> bool:
+        """Whether the number of chunks is free."""
+        return self.placement == "looped"
 
 
 FAMILIES = {
@@ -88,14 +95,14 @@ FAMILIES = {
     "eager-1f1b": Family(eager_one_f_one_b),
     "interleaved": Family(interleaved, "looped", 2, grouped=True),
     "looped-bfs": Family(looped_bfs, "looped", 2),
-    "zb-h1": Family(zb_h1),
-    "zb-h2": Family(zb_h2),
-    "interleaved-zb": Family(interleaved_zb, "looped", 2, grouped=True),
-    "zb-v": Family(zb_v, "v", 2),
-    "v-half": Family(v_half, "v", 2),
-    "v-min": Family(v_min, "v", 2),
-    "dualpipe": Family(dualpipe, "mirror", 1),
-    "dualpipe-v": Family(dualpipe_v, "v", 2),
+    "zb-h1": Family(zb_h1, split=True),
+    "zb-h2": Family(zb_h2, split=True),
+    "interleaved-zb": Family(interleaved_zb, "looped", 2, grouped=True, split=True),
+    "zb-v": Family(zb_v, "v", 2, split=True),
+    "v-half": Family(v_half, "v", 2, split=True),
+    "v-min": Family(v_min, "v", 2, split=True),
+    "dualpipe": Family(dualpipe, "mirror", 1, split=True),
+    "dualpipe-v": Family(dualpipe_v, "v", 2, split=True),
 }
 SCHEDULES = tuple(FAMILIES)
 MOST_RANKS = 1 << 12  # of a pipeline: the proof looks at every pair of neighbours
@@ -118,14 +125,14 @@ def make_schedule(
     found = schedule_problems(name, pp_size, num_microbatches, chunks, group_size)
     if found:
         raise UsageError(found)
-    order, placement, stages_per_rank, _ = FAMILIES[name]
-    looped = (chunks or stages_per_rank, group_size) if placement == "looped" else ()
+    family = FAMILIES[name]
+    looped = (chunks or family.stages_per_rank, group_size) if family.looped else ()
     programs = tuple(
-        with_reduce_grad(order(pp_size, pp_rank, num_microbatches, *looped))
+        with_reduce_grad(family.order(pp_size, pp_rank, num_microbatches, *looped))
         for pp_rank in range(pp_size)
     )
     stages = num_stages(name, pp_size, chunks)
-    return Schedule(name, pp_size, stages, num_microbatches, placement, programs)
+    return Schedule(name, pp_size, stages, num_microbatches, family.placement, programs)
 
 
 def with_reduce_grad(program: list[Instr]) -> tuple[Instr, ...]:
@@ -176,13 +183,13 @@ def schedule_problems(
         )
     if found:
         return found
-    _, placement, stages_per_rank, grouped = FAMILIES[name]
-    if placement != "looped" and chunks not in (None, stages_per_rank):
+    family = FAMILIES[name]
+    if not family.looped and chunks not in (None, family.stages_per_rank):
         found.append(
-            f"--schedule {name} cuts the model into {stages_per_rank} * pp stages, "
+            f"--schedule {name} cuts the model into {family.stages_per_rank} * pp stages, "
             f"not {chunks} * pp: leave --chunks out"
         )
-    if group_size is not None and grouped:
+    if group_size is not None and family.grouped:
         found += group_problems(name, pp_size, num_microbatches, group_size)
     elif group_size is not None:
         found.append(f"--schedule {name} has no groups: leave --group-size out")
