@@ -7,7 +7,8 @@ import json
 import pytest
 from in_process import at_once, printed, refusal
 
-WORDS = ("plan", "llama-8b", "--machine", "h100", "--ranks", "16", "--batch-size", "32")
+WORDS = ("plan", "llama-8b", "--machine", "h100", "--ranks", "16", "--batch-size", "32", "--cp",
+         "1")
 
 
 def test_a_plan_is_a_command_line_with_reasons():
@@ -160,7 +161,34 @@ def test_rows_that_weights_do_not_take_are_refused(tmp_path):
     assert "--seq-len 32" in printed(*words, "32")
 
 
-def test_a_huge_batch_takes_no_time():
+def test_a_huge_batch_takes_no_time_and_is_too_much_for_training():
     with at_once():
-        printed(*WORDS[:6], "--batch-size", str(1 << 24), "--pp", "2", "--tp", "1", "--dp", "8",
-                "--schedule", "1f1b", "--top", "1")
+        text = printed(*WORDS[:6], "--batch-size", str(1 << 24), "--pp", "2", "--tp", "1", "--dp",
+                       "8", "--schedule", "1f1b", "--top", "1")
+    assert "mpipar train refuses this command:\n  --num-microbatches" in text
+
+
+def test_the_command_resets_what_a_file_sets(tmp_path):
+    (tmp_path / "model.toml").write_text(
+        'layers = 4\nd-model = 1024\nheads = 16\nseq-len = 512\nrecompute = "block"\n'
+        "zero = 1\nsequence-parallel = true\n")
+    text = printed("plan", tmp_path / "model.toml", "--machine", "a100-80", "--ranks", "2",
+                   "--batch-size", "8", "--dp", "2", "--recompute", "none", "--zero", "0")
+    lines = text[text.index("mpiexec"):].partition("\n\n")[0]
+    for words in ("--recompute none", "--zero 0", "--no-sequence-parallel", "--dtype bfloat16"):
+        assert words in lines
+    assert "refuses" not in text
+
+
+def test_the_format_of_numbers_decides_rates_and_bytes():
+    half, whole = (json.loads(printed(*WORDS, "--json", "--dtype", dtype, "--dp", "2", "--pp", "1",
+                                      "--recompute", "block", "--rows", "1", "--zero", "0"))
+                   for dtype in ("float16", "float32"))
+    for name, ratio in (("weights", 2), ("gradients", 1), ("optimizer", 8 / 12), ("stash", 2)):
+        sizes = [one["layouts"][0]["memory_bytes"][name] for one in (whole, half)]
+        assert sizes[0] == pytest.approx(ratio * sizes[1]), name
+    assert whole["layouts"][0]["step_s"] > 5 * half["layouts"][0]["step_s"]
+    words = ("plan", "gpt2", "--machine", "v100", "--ranks", "1")
+    assert "--dtype float16" in printed(*words)
+    assert "v100 has no rate for it; use one of float32, float16" in str(
+        refusal(*words, "--dtype", "bfloat16"))

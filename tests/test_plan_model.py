@@ -182,9 +182,9 @@ def test_recomputation_zero_and_tp_save_memory():
            sequence_parallel=True, recompute="block", zero=1)],
     ids=lambda one: "-".join(map(str, (*one.grid, one.schedule, one.zero))))
 def test_states_are_those_of_the_code(layout):
-    config = build({"preset": "gpt2"})
-    question = Question(shape_of("gpt2"), load_cluster("h100"), STACKS["megatron"], layout.ranks,
-                        1, 80.0, {})
+    config, dtype = build({"preset": "gpt2"}), "float32" if layout.pp == 1 else "bfloat16"
+    question = Question(shape_of("gpt2"), load_cluster("h100"), STACKS["megatron"].with_dtype(
+        dtype), layout.ranks, 1, 80.0, {}, dtype=dtype)
     counts = blocks_of_stages(12, layout.stages)
     found, why_not = confirm(question, config, layout)
     assert not why_not

@@ -22,7 +22,7 @@ from mpipar.pipeline.schedules.catalog import (
 )
 from mpipar.pipeline.simulate import simulate
 
-SPLIT = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
+SPLIT = tuple(name for name, family in FAMILIES.items() if family.split)
 
 ANCHORS = {  # f = i = w = 1, f&b = 3: (p, m) -> name, chunks -> makespan (global)
     (2, 4): (24, 15, 27, 39, 27, 13, 13, 25, 25, 12, 26),

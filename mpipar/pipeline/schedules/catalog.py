@@ -73,7 +73,7 @@ class Family(NamedTuple):
 
     order(p, r, m), or order(p, r, m, v, g) on the looped placement, where v is free.
     stages_per_rank: num_stages / p, the default of v. grouped: whether the order uses g. split:
-    whether the backward is split into I and W.
+    whether each backward is split into I and W.
     """
 
     order: Callable[..., list[Instr]]
@@ -101,8 +101,8 @@ FAMILIES = {
     "zb-v": Family(zb_v, "v", 2, split=True),
     "v-half": Family(v_half, "v", 2, split=True),
     "v-min": Family(v_min, "v", 2, split=True),
-    "dualpipe": Family(dualpipe, "mirror", 1, split=True),
-    "dualpipe-v": Family(dualpipe_v, "v", 2, split=True),
+    "dualpipe": Family(dualpipe, "mirror", 1),
+    "dualpipe-v": Family(dualpipe_v, "v", 2),
 }
 SCHEDULES = tuple(FAMILIES)
 MOST_RANKS = 1 << 12  # of a pipeline: the proof looks at every pair of neighbours
