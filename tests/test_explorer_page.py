@@ -17,6 +17,7 @@ from mpipar.commands import explore
 from mpipar.console import explorer
 from mpipar.pipeline.check import check
 from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError, is_compute
 from mpipar.pipeline.schedules.catalog import (
     SCHEDULES,
@@ -216,7 +217,7 @@ def test_a_dragged_pass_is_proved_and_timed(opened):
                                              " which this rank never runs\n")
 
 
-def test_the_keyboard_does_what_the_pointer_does(opened):
+def test_the_keyboard_does_what_the_pointer_does(opened, tmp_path):
     page = opened
     page.run("document.querySelector('#second svg').focus()")
     for _ in range(2):
@@ -224,6 +225,9 @@ def test_the_keyboard_does_what_the_pointer_does(opened):
     assert told(page, ".told", "second").startswith("F1: forward, stage 0, microbatch 1, on worker")
     page.press("\ue012", held="\ue008")  # left, with Shift
     assert told(page, ".verdict", "second") == with_two_passes_swapped("zb-h1")
+    path = tmp_path / "own.csv"
+    path.write_text(page.run("return explorer.panels[1].schedule.csv()"))
+    assert [str(instr) for instr in read_csv(path).programs[0][:3]] == ["0F1", "0F0", "0F2"]
     page.press("u")
     assert told(page, ".verdict", "second").startswith("proved: ")
 
@@ -271,6 +275,8 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
     assert page.run("return explorer.panels.map(panel => panel.timeline.spans.map(own =>"
                     " own.map(span => [span.pass.text, Math.round(span.end)])).join(';'))"
                     ".every((text, _, all) => text === all[0])")
+    choose(page, **{"#f": "20"})  # a typed cost counts in place of the measured ones
+    assert figures(page)["step"] == ["380 ms", "270 ms"]
     assert window.console() == []
 
 

@@ -39,6 +39,9 @@ class Explorer {
     this.panels = [new Panel("first", [...own, ...names], draw),
                    new Panel("second", [["", "none"], ...run, ...own, ...names], draw)];
     this.fill();
+    for (const name of ["f", "i", "w"]) find(name).addEventListener("input", () => {
+      find("by-stage").querySelector("input").checked = false;  // the reader's own cost counts
+    });
     for (const input of find("controls").querySelectorAll("input, select"))
       input.addEventListener("input", draw);
     const places = this.panels.map(panel => panel.part(".scroll"));
@@ -90,8 +93,9 @@ class Explorer {
       panel.draw({ zoom: find("zoom").valueAsNumber, longest, arrows: find("arrows").checked,
                    path: find("path").checked, unit: page.unit });
     const costs = FIELDS.map(name => `${NAMES[name]} ${find(name).value}`).join(", ");
-    find("settings").textContent = `${costs} of `
-      + (find("share").value === "worker" ? "a worker's layers" : "each stage");
+    find("settings").textContent = find("by-stage").querySelector("input").checked
+      ? `costs of each stage as measured, hop ${find("hop").value}`
+      : `${costs} of ${find("share").value === "worker" ? "a worker's layers" : "each stage"}`;
     this.legend();
     this.figures();
     this.workers();

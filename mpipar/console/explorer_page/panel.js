@@ -157,7 +157,8 @@ class Panel {
 function titleOf(schedule, choice, changes) {
   const { name, p, stages, m } = schedule;
   return (choice === "measured" ? page.measured.title : name) + (changes ? ", your order" : "")
-    + `: ${p} workers, ${stages} stages, ${m} microbatches`;
+    + `: ${p} worker${p > 1 ? "s" : ""}, ${stages} stage${stages > 1 ? "s" : ""}, `
+    + `${m} microbatch${m > 1 ? "es" : ""}`;
 }
 
 /** The timeline of what a run measured; nobody knows its messages. */
