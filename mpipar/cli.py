@@ -28,6 +28,7 @@ COMMANDS = {
     "compare": "compare two traced runs: what got slower, by cause; needs no MPI",
     "explain": "list every barrier of a training step of one rank; needs no MPI",
     "plan": "choose a layout for a model, a machine and a number of devices; needs no MPI",
+    "learn": "worked examples with real numbers, and exercises that it checks",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
 USAGE = """\
@@ -40,8 +41,9 @@ OWN_ARGUMENTS = {  # commands without the flags of a configuration
     "trace": "mpipar trace RUN [--perfetto FILE] [--html FILE]",
     "compare": "mpipar compare RUN_A RUN_B [--machine FILE] [--check]",
     "plan": "mpipar plan MODEL --machine NAME --ranks N [flags]",
+    "learn": "mpipar learn [EXAMPLE] | mpipar learn check [EXERCISE [ANSWER]] [--file FILE]",
 }
-WITHOUT_MPI = ("schedule", "explain", *OWN_ARGUMENTS)
+WITHOUT_MPI = ("schedule", "explain", "ckpt", "data", "trace", "compare", "plan")
 MACHINE = {  # what a command does with --machine
     "train": "--schedule auto chooses by it, and measures nothing",
     "explain": "predict the time of a step; --schedule auto chooses by it",
@@ -141,8 +143,9 @@ def main(argv: list[str], session: Session) -> int:
     if name not in WITHOUT_MPI:
         session.facts = {"command": name}
     parser = command_parser(name, "--help-all" in argv)
-    # Text files may stand before, between and behind the flags.
-    parse = parser.parse_known_intermixed_args if name == "data" else parser.parse_known_args
+    # Text files, or the words of an answer, may stand before, between and behind the flags.
+    parse = (parser.parse_known_intermixed_args if name in ("data", "learn")
+             else parser.parse_known_args)
     args, extras = parse(flags.join_negative(parser, argv[1:]))
     unknown = flags.unknown_flags(parser, extras)
     reading = read(args, unknown)
@@ -162,6 +165,8 @@ def main(argv: list[str], session: Session) -> int:
     if name in ("schedule", "doctor", *OWN_ARGUMENTS):
         if unknown:
             raise UsageError(unknown)
+        if name == "learn":
+            return module.run(session, args)
         return module.run(session if name == "doctor" else args)
     if name == "explain":
         return module.run(reading, args)

@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from planted import Run, Simulator
 
 from mpipar.trace import causes
 from mpipar.trace.analysis import analyse
+from mpipar.trace.planted import Run, Simulator
 
 DP, PP, TP = (("dp", 2),), (("pp", 2),), (("tp", 2),)
 LAYOUTS = (DP, PP, TP, DP + PP, PP + TP)

@@ -4,11 +4,11 @@ import json
 from collections import defaultdict
 
 import pytest
-from planted import Run, Simulator
 from trace_cases import blocking, record, span, trace, with_operations
 
 from mpipar.errors import OutputError
 from mpipar.trace import perfetto, waits
+from mpipar.trace.planted import Run, Simulator
 
 
 def example():

@@ -4,23 +4,13 @@ from pathlib import Path
 from random import Random
 
 from mpipar.comm.clock import CommonClock
-from mpipar.comm.record import LayerOperation, Record, Span
+from mpipar.comm.record import LayerOperation, Span
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
+from mpipar.trace.planted import MS, record
 from mpipar.trace.trace_file import RankTrace as Rank
 from mpipar.trace.trace_file import Trace, schedule_json
-
-MS = 10**6
-
-
-def record(operation, name, axis, posted, waited, done, **other):
-    """A record with times in milliseconds."""
-    values = {"seq": 1, "peer": -1, "tag": -1, "payload_bytes": 1024, "wire_bytes": 1024,
-              "dtype": "float32", "step": 1, "stage": 0, "mb": 0, "phase": "F",
-              "site": "mpipar/layers/ffn.py:33", "cut": "mpipar/partition/row.py:20"} | other
-    times = (round(time * MS) for time in (posted, waited, done))
-    return Record(*times, operation, name, axis, **values)
 
 
 def blocking(operation, name, axis, start, done, **other):

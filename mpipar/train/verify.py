@@ -25,13 +25,18 @@ TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one tensor, as a share of its scale, and where it is."""
+    """The largest difference of one tensor, as a share of its scale, and where it is.
+
+    actual, expected: the two numbers there.
+    """
 
     name: str
     kind: str
     error: float
     where: tuple[int, ...]
     ok: bool
+    actual: float
+    expected: float
 
 
 def serial_config(config):
@@ -53,13 +58,14 @@ def full_tensors(worker, kind: str) -> dict[str, np.ndarray]:
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 
 
-def step_tensors(config, part, grid, mpi_world=None, host_rank=0):
+def step_tensors(config, part, grid, mpi_world=None, host_rank=0, recorder=None):
     """Run one step; return (loss, norm, gradients, weights after the update) as whole tensors.
 
+    recorder: gets what this rank sends.
     Comm: all barriers of a training step, and two streams to world rank 0.
     """
     ops = ops_module.make_for(config.run, host_rank)
-    worker = Worker(config, grid, ops, Recorder(), mpi_world)
+    worker = Worker(config, grid, ops, recorder or Recorder(), mpi_world)
     if config.run.init_from:
         checkpoint.load(worker, config.run.init_from)
     else:
@@ -86,7 +92,8 @@ def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
         where = np.unravel_index(int(np.argmax(difference)), difference.shape)
         scale = max(float(np.abs(right).max()), 1e-3 * largest)
         error = float(difference[where]) / scale
-        found.append(Difference(name, kind, error, tuple(map(int, where)), error <= TOLERANCE))
+        found.append(Difference(name, kind, error, tuple(map(int, where)), error <= TOLERANCE,
+                                float(actual[name][where]), float(right[where])))
     return found
 
 
@@ -96,16 +103,16 @@ def one_rank_tensors(config, part):
 
 
 def compare_with_one_rank(config, part, mpi_world=None, expected=one_rank_tensors,
-            host_rank=0) -> list[Difference]:
+            host_rank=0, recorder=None) -> list[Difference]:
     """All differences between this layout and one rank, on world rank 0; an empty list elsewhere.
 
     config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: a function
     that gives the tensors of one rank. A caller that compares many layouts of one model may keep
-    them. host_rank: place of this process on its host.
+    them. host_rank: place of this process on its host. recorder: see `step_tensors`.
     """
     world_rank = mpi_world.rank if mpi_world else 0
     parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world,
-                            host_rank)
+                            host_rank, recorder)
     if world_rank > 0:
         return []
     serial = expected(config, part)

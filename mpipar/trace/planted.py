@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from trace_cases import MS, record
-
 from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import LayerOperation, Span
+from mpipar.comm.record import LayerOperation, Record, Span
 from mpipar.config.model import model_config
 from mpipar.console.tables import describe_stage
 from mpipar.models.decoder import unit_flops
@@ -27,7 +25,17 @@ from mpipar.trace.trace_file import RankTrace, Trace, schedule_json
 LAYERS = ("norm1", "attn.qkv", "attn.proj", "norm2", "ffn.up", "ffn.down")
 REDUCED = ("attn.proj", "ffn.down")  # layers that end in a barrier of tp
 MODEL = {"layers": 4, "d_model": 64, "heads": 4, "ffn": 256, "seq_len": 32}
+MS = 10**6  # nanoseconds
 DATA_MS, OPTIMIZER_MS, BETWEEN_MS, SAVE_MS, WIRE_MS = 0.3, 1.5, 0.4, 0.5, 0.05
+
+
+def record(operation, name, axis, posted, waited, done, **other):
+    """A record with times in milliseconds."""
+    values = {"seq": 1, "peer": -1, "tag": -1, "payload_bytes": 1024, "wire_bytes": 1024,
+              "dtype": "float32", "step": 1, "stage": 0, "mb": 0, "phase": "F",
+              "site": "mpipar/layers/ffn.py:33", "cut": "mpipar/partition/row.py:20"} | other
+    times = (round(time * MS) for time in (posted, waited, done))
+    return Record(*times, operation, name, axis, **values)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Simulator:
     """Simulates a run. `trace` is the result, `step_ms` the mean length of a step."""
 
     def __init__(self, run: Run):
-        self.run, self.random = run, Random(run.seed)
+        self.run, self.random = run, Random(run.seed)  # noqa: S311 (nothing is secret)
         sizes = {axis: dict(run.layout).get(axis, 1) for axis in AXES}
         self.sizes = sizes
         world_size = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]

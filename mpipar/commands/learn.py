@@ -1,0 +1,183 @@
+"""`mpipar learn`: worked examples with real numbers, and exercises that it checks.
+
+A wrong answer ends with exit code 1, a check that did not hold. What cannot be read ends with 2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import textwrap
+from pathlib import Path
+
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError, suggestion
+from mpipar.files.bounded import problems_as, read_bytes
+from mpipar.files.text import shown
+from mpipar.learn.catalog import CHAPTERS, EXERCISES
+from mpipar.learn.examples.catalog import EXAMPLES, TOLERANCE
+from mpipar.learn.examples.catalog import run as run_example
+from mpipar.learn.exercise import Asked, Exercise
+
+WIDTH = 100  # characters of a line of text
+CHECK = "check"
+HANG_SECONDS = 10, 60  # a reader's code may wait for ever: when to warn, and when to end the job
+EPILOG = """\
+  mpipar learn                              lists examples and exercises by chapter
+  mpiexec -n 2 mpipar learn ffn             shows a worked example on 2 ranks
+  mpipar learn check 4a                     shows an exercise
+  mpipar learn check 4a 8.3 22              checks an answer
+  mpipar learn check 5b --file my.csv       checks a file
+  mpiexec -n 2 mpipar learn check 6b --file my_row.py
+"""
+
+
+def add_arguments(parser) -> None:
+    """Add what is shown or checked, and the answer."""
+    parser.epilog = f"examples:\n{EPILOG}\n{parser.epilog}"
+    parser.add_argument("topic", nargs="?", metavar="EXAMPLE",
+                        help=f"{', '.join(EXAMPLES)}; or {CHECK}")
+    parser.add_argument("words", nargs="*", metavar="EXERCISE ANSWER",
+                        help="with check: the exercise, and the answer if there is one")
+    parser.add_argument("--file", metavar="FILE", help="the answer, if it is a file. Python code is"
+                        " imported and runs in this process, with your rights")
+    parser.add_argument("--seed", type=int, default=0, metavar="N",
+                        help="another trace in 11a and 11c (default 0)")
+
+
+def run(session, args) -> int:
+    """Print a list, an example, an exercise or a verdict; return the exit code.
+
+    Comm: that of an example, or of what an exercise runs.
+    """
+    topic, words = args.topic, tuple(args.words)
+    if topic is None or (topic == CHECK and not words):
+        return print_alone(session, listing())
+    if topic == CHECK:
+        return check(session, words[0].lower(), words[1:], args)
+    if topic in EXAMPLES:
+        return example(session, topic, words)
+    session.facts = {}
+    if topic.lower() in EXERCISES:
+        raise UsageError(f"{topic} is an exercise: type mpipar learn {CHECK} {topic}")
+    raise UsageError(f"{shown(topic)}: no such example{suggestion(topic, [*EXAMPLES, CHECK])}; use"
+                     f" one of {', '.join(EXAMPLES)}, or {CHECK}")
+
+
+def print_alone(session, lines: list[str], code: int = EXIT_OK) -> int:
+    """Print on one process, without MPI, and return its exit code."""
+    session.facts = {}
+    if session.launcher.rank > 0:
+        return EXIT_OK
+    print("\n".join(lines))
+    return code
+
+
+def listing() -> list[str]:
+    """Examples and exercises by chapter."""
+    lines = []
+    for chapter, title in enumerate(CHAPTERS, 1):
+        lines += ["", f"{chapter}  {title}"]
+        lines += [f"  {name:<11}{one.title}: mpiexec -n {one.ranks[0]} mpipar learn {name}"
+                  for name, one in EXAMPLES.items() if one.chapter == chapter]
+        lines += [f"  {one.id:<5}{textwrap.shorten(one.task, WIDTH - 10, placeholder=' ...')}"
+                  for one in EXERCISES.values() if one.chapter == chapter]
+    return [*lines[1:], "", "mpipar learn check 4a shows exercise 4a, and how it is answered."]
+
+
+def example(session, name: str, words: tuple[str, ...]) -> int:
+    """Run and print a worked example. Comm: its barriers."""
+    one, size = EXAMPLES[name], session.launcher.size
+    counts = " or ".join(map(str, one.ranks))
+    problems = [f"{name} takes no further words: leave {' '.join(words)} out"] if words else []
+    if size not in one.ranks:
+        problems.append(f"{name} shows {counts} ranks, and {size}"
+                        f" {'is' if size == 1 else 'are'} started: type mpiexec -n {one.ranks[0]}"
+                        f" mpipar learn {name}")
+    if problems:
+        session.facts = {}
+        raise UsageError(problems)
+    session.facts |= {"example": name}
+    lines, off = run_example(name, session.start())
+    if lines:
+        print("\n".join(lines))
+    return EXIT_OK if off <= TOLERANCE else EXIT_CHECK_FAILED
+
+
+def check(session, number: str, words: tuple[str, ...], args) -> int:
+    """Show an exercise, or judge an answer to it. Comm: that of the exercise."""
+    session_facts, session.facts = session.facts, {}
+    if number not in EXERCISES:
+        raise UsageError(f"{shown(number)}: no such exercise{suggestion(number, list(EXERCISES))};"
+                         " mpipar learn lists them")
+    one = EXERCISES[number]
+    answered = bool(words or args.file)
+    on_ranks = session.launcher.size in one.ranks
+    problems = misfits(one, words, args.file, session.launcher.size)
+    if problems:
+        raise UsageError(problems)
+    asked = Asked(words, Path(args.file) if args.file else None, args.seed)
+    needs = on_ranks and (one.takes_file if answered else one.show is not None)
+    if needs:
+        session.watch.warn, session.watch.stop = HANG_SECONDS
+        session.facts = session_facts | {"exercise": number, "answer": " ".join(words)}
+        if args.file:
+            session.facts["file"] = digest(asked.file)
+        asked = asked._replace(world=session.start(), agree=session.agree)
+    elif session.launcher.rank > 0:
+        return EXIT_OK
+    if not answered:
+        return tell(one, asked)
+    return judge(one, asked)
+
+
+def misfits(one: Exercise, words, file: str | None, size: int) -> list[str]:
+    """What is wrong with the form of an answer, or with the number of ranks."""
+    found = []
+    if one.takes_file and words:
+        found.append(f"{one.id} is answered by a file: leave {' '.join(words)} out")
+    if file and not one.takes_file:
+        found.append(f"{one.id} is not answered by a file: type {one.command}")
+    needs_ranks = file is not None and not one.alone
+    if size not in one.ranks and (needs_ranks or (one.ranks and size > 1)):
+        counts = " or ".join(map(str, sorted(one.ranks)))
+        found.append(f"{one.id} runs on {counts} ranks, and {size} {'is' if size == 1 else 'are'}"
+                     f" started: type {one.launcher}mpipar learn check {one.id}"
+                     + (f" --file {file}" if file else ""))
+    return found
+
+
+def digest(path: Path) -> str:
+    """What must be the same on all hosts: the contents of the reader's file."""
+    with problems_as(UsageError, f"cannot read {path}"):
+        return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
+
+
+def tell(one: Exercise, asked: Asked) -> int:
+    """Print an exercise, and how it is answered."""
+    lines = one.show(asked) if one.show else []
+    if asked.world is not None and asked.world.rank > 0:
+        return EXIT_OK
+    print(f"{one.id}, of chapter {one.chapter}, {CHAPTERS[one.chapter - 1]}\n")
+    print(textwrap.fill(one.task, WIDTH))
+    if one.ranks and one.alone and asked.world is None and not one.takes_file:
+        print(f"\nTo see it: {one.launcher}mpipar learn check {one.id}")
+    if lines:
+        print("\n" + "\n".join(lines))
+    seed = f" --seed {asked.seed}" if asked.seed else ""
+    print(f"\nTo answer: {one.command}{seed}")
+    return EXIT_OK
+
+
+def judge(one: Exercise, asked: Asked) -> int:
+    """Print the verdict on an answer. Comm: that of the exercise."""
+    speaks = asked.world is None or asked.world.rank == 0
+    if asked.file and speaks and asked.file.suffix == ".py":
+        print(f"{asked.file} is imported and runs in this process, with your rights",
+              file=sys.stderr, flush=True)
+    verdict = one.judge(asked)
+    if not speaks:
+        return EXIT_OK
+    for line in verdict.lines:
+        print(line if "\n" in line else textwrap.fill(line, WIDTH, subsequent_indent="  "))
+    print(f"\n{one.id}: {'right' if verdict.right else 'not right'}")
+    return EXIT_OK if verdict.right else EXIT_CHECK_FAILED

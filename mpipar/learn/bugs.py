@@ -1,0 +1,76 @@
+"""Find the bug: what differs from one rank with a broken twin planted, and which cause it has."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+from mpipar.console.tables import table
+from mpipar.learn import small_model
+from mpipar.learn.exercise import Asked, Exercise, Verdict, one_of, said
+from mpipar.learn.twins import TWINS, Twin, by_letter
+
+MOST = 8  # tensors of a kind that are shown
+
+
+def exercises() -> list[Exercise]:
+    """One for each twin."""
+    return [Exercise(number, task(twin), "LETTER", judge_of(number), show_of(twin), ranks=(2,))
+            for number, twin in TWINS.items()]
+
+
+def task(twin: Twin) -> str:
+    """The words of the exercise."""
+    (axis, size), = twin.layouts[0].items()
+    return (f"A bug is planted in a step with {axis}={size} and the schedule {twin.schedule}."
+            f" Start the exercise on 2 ranks, and see what differs from one rank."
+            " Which of the twelve causes is it?")
+
+
+def show_of(twin: Twin):
+    """show(asked) of one twin: what differs, and the causes."""
+    def show(asked: Asked) -> list[str]:
+        causes = ["The twelve causes:"]
+        causes += [f"  {letter}  {TWINS[number].cause}" for letter, number in by_letter().items()]
+        if asked.world is None:
+            return causes
+        layout, lines = twin.layouts[0], []
+        config = small_model.small_config(layout, schedule=twin.schedule)
+        expected = small_model.expected_tensors(config, asked.world)
+        with twin.plant():
+            outcome = small_model.step_beside(config, asked.world, expected)
+        if asked.world.rank == 0:
+            lines = symptoms(outcome)
+        return [*lines, "", *causes]
+
+    return show
+
+
+def symptoms(outcome: small_model.Outcome) -> list[str]:
+    """What differs, by kind, and the largest differences."""
+    wrong = Counter(one.kind for one in outcome.wrong)
+    lines = []
+    for kind, count in Counter(one.kind for one in outcome.differences).items():
+        name = "loss and norm" if kind == "value" else f"{kind}s"
+        lines.append(f"{name}: {wrong[kind] or 'none'} of {count} differ")
+    shown = [one for kind in ("value", "gradient")
+             for one in [one for one in outcome.wrong if one.kind == kind][:MOST]]
+    rows = [("tensor", "of the step", "difference", "at", "it is", "must be")]
+    rows += [(one.name, one.kind, f"{one.error:.1e}", ",".join(map(str, one.where)),
+              f"{one.actual:.6f}", f"{one.expected:.6f}") for one in shown]
+    return [*lines, "", table(rows, left=2)]
+
+
+def judge_of(number: str):
+    """judge(asked) of one twin."""
+    def judge(asked: Asked) -> Verdict:
+        letters = by_letter()
+        given = one_of(asked.words, letters)
+        letter = next(one for one, twin in letters.items() if twin == number)
+        twin = TWINS[number]
+        verdict = said(given, letter, f"{twin.cause}. {twin.lesson}")
+        planted = inspect.getsource(twin.plant).rstrip()
+        return Verdict(verdict.right, [*verdict.lines, "as it is planted in mpipar/learn/twins.py:",
+                                       "", planted])
+
+    return judge

@@ -1,0 +1,160 @@
+"""What the ranks of an example write down, and how world rank 0 prints it.
+
+Every rank notes titles and arrays in its own order. Where all ranks note the same titles, their
+arrays stand side by side. Otherwise one rank follows the other.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from mpipar.comm.record import place, wire_bytes
+
+GAP = "    "  # between the arrays of two ranks
+
+
+class Board:
+    """The notes of one rank: [title, rows of numbers]."""
+
+    def __init__(self):
+        self.notes: list[list] = []
+
+    def note(self, title: str, x) -> None:
+        """Write an array down as it is now: a matrix, or a row."""
+        rows = np.asarray(x, dtype=float)
+        rows = rows.reshape(-1, rows.shape[-1] if rows.ndim else 1)
+        self.notes.append([title, rows.tolist()])
+
+    def say(self, title: str) -> None:
+        """Write a line without an array down."""
+        self.notes.append([title, []])
+
+
+class NoBoard(Board):
+    """Forgets everything: for the one rank that the others are compared with."""
+
+    def note(self, title: str, x) -> None:
+        pass
+
+    def say(self, title: str) -> None:
+        pass
+
+
+class ShownComm:
+    """A group each of whose barriers is written down: what a rank brings, and what it gets.
+
+    All else is that of the `Comm`.
+    """
+
+    def __init__(self, comm, board: Board):
+        self.comm, self.board = comm, board
+
+    def __getattr__(self, name: str):
+        return getattr(self.comm, name)
+
+    def _barrier(self, operation: str, name: str, payload: int) -> None:
+        frame = sys._getframe(2)
+        sent = wire_bytes(operation, payload, self.comm.size)
+        self.board.say(f"--- barrier: {operation} {name}, {payload} bytes; each rank sends {sent}"
+                       f" ({place(frame.f_code.co_filename, frame.f_lineno)})")
+
+    def all_reduce(self, x, name: str, op: str = "sum"):
+        self.board.note(f"before the {name} barrier", x)
+        self._barrier("all_reduce", name, x.nbytes)
+        y = self.comm.all_reduce(x, name, op)
+        self.board.note("behind it", y)
+        return y
+
+    def all_gather(self, x, name: str):
+        self.board.note(f"before the {name} barrier", x)
+        self._barrier("all_gather", name, x.nbytes * self.comm.size)
+        y = self.comm.all_gather(x, name)
+        self.board.note("behind it", y)
+        return y
+
+    def reduce_scatter(self, x, name: str):
+        self.board.note(f"before the {name} barrier", x)
+        self._barrier("reduce_scatter", name, x.nbytes)
+        y = self.comm.reduce_scatter(x, name)
+        self.board.note("behind it", y)
+        return y
+
+    def isend(self, x, peer: int, tag: int, name: str):
+        self.board.note(f"sends {name}: {x.nbytes} bytes", x)
+        return self.comm.isend(x, peer, tag, name)
+
+    def irecv(self, x, peer: int, tag: int, name: str):
+        return Arriving(self.comm.irecv(x, peer, tag, name), name, self.board)
+
+
+class Arriving:
+    """A posted receive that is written down when it has come."""
+
+    def __init__(self, pending, name: str, board: Board):
+        self.pending, self.name, self.board = pending, name, board
+
+    def test(self) -> bool:
+        return self.pending.test()
+
+    def wait(self):
+        x = self.pending.wait()
+        self.board.note(f"gets {self.name}", x)
+        return x
+
+
+def number(value: float) -> str:
+    """A number with at most three digits behind the point."""
+    text = f"{value:.3f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def matrix(rows: list[list[float]]) -> list[str]:
+    """The lines of a matrix, its columns right-aligned."""
+    cells = [[number(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in cells]
+
+
+def beside(parts: list[tuple[str, list[str]]]) -> list[str]:
+    """Blocks of lines beside each other, each under its heading."""
+    height = max(len(lines) for _, lines in parts)
+    columns = []
+    for heading, lines in parts:
+        column = [heading, *lines, *[""] * (height - len(lines))]
+        width = max(map(len, column))
+        columns.append([line.ljust(width) for line in column])
+    return [GAP.join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def printed(everybody: list[list]) -> list[str]:
+    """The lines of all ranks' notes, in the order of the ranks."""
+    titles = [[title for title, _ in notes] for notes in everybody]
+    if any(one != titles[0] for one in titles):
+        return [line for index, notes in enumerate(everybody)
+                for line in ["", f"rank {index}:", *one_rank(notes)]]
+    lines = []
+    for position, title in enumerate(titles[0]):
+        arrays = [notes[position][1] for notes in everybody]
+        lines += ["", title]
+        if not arrays[0]:
+            continue
+        if all(one == arrays[0] for one in arrays):
+            lines += indented(beside([("every rank", matrix(arrays[0]))]))
+        else:
+            lines += indented(beside([(f"rank {index}", matrix(one))
+                                      for index, one in enumerate(arrays)]))
+    return lines
+
+
+def one_rank(notes: list) -> list[str]:
+    """The lines of one rank's notes."""
+    return [line for title, rows in notes
+            for line in [f"  {title}", *indented(indented(matrix(rows) if rows else []))]]
+
+
+def indented(lines: list[str]) -> list[str]:
+    """The lines, two places further right."""
+    return [f"  {line}" for line in lines]

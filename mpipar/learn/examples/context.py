@@ -1,0 +1,63 @@
+"""Example of context parallelism: keys and values go round the ring of the ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipar.comm.grid import token_pieces
+from mpipar.data.rows import Batch
+from mpipar.learn.examples.wires import difference
+from mpipar.partition import context_ring, context_whole
+
+TOKENS = 8
+
+
+def context(case) -> list[float]:
+    """With keys of zero a token attends equally to all that it sees: y is the mean of their v.
+
+    v of token t is 2t, so the mean over tokens 0 to t is t. Every y can be checked by eye.
+    """
+    q = np.ones((1, TOKENS, 1, 1))
+    k, v = np.zeros(q.shape), 2 * np.arange(float(TOKENS)).reshape(q.shape)
+    held = np.concatenate([np.arange(one.start, one.stop) for one in token_pieces(
+        TOKENS, "ring", case.comm.size, case.comm.index)])
+    case.board.note("places of the tokens that each rank holds: from both ends of the row",
+                    held[None])
+    case.board.note("their v", v[0, held, 0, 0][None])
+    case.board.say("k and v travel together, k in the first row and v in the second")
+
+    def attended(method, group, places, everybody):
+        batch = Batch(None, None, places, everybody)
+        mine = [np.ascontiguousarray(one[:, places]) for one in (q, k, v)]
+        return method.forward(case.ops, *mine, batch, group, "attn")[0][0, :, 0, 0]
+
+    every = np.arange(TOKENS)
+    found = attended(context_ring, Flat(case.comm), held, every)
+    case.board.note("y, the mean of all v up to its token: that is the token's place", found[None])
+    return [difference(found, attended(context_whole, case.alone, every, None)[held])]
+
+
+class Flat:
+    """A group whose messages are written down as k and v, a row each."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name: str):
+        return getattr(self.comm, name)
+
+    def isend(self, x, peer: int, tag: int, name: str):
+        return self.comm.isend(x.reshape(2, -1), peer, tag, "k and v")
+
+    def irecv(self, x, peer: int, tag: int, name: str):
+        return Shaped(self.comm.irecv(x.reshape(2, -1), peer, tag, "k and v"), x.shape)
+
+
+class Shaped:
+    """A pending message whose array gets its shape back."""
+
+    def __init__(self, pending, shape):
+        self.pending, self.shape = pending, shape
+
+    def wait(self):
+        return self.pending.wait().reshape(self.shape)

@@ -1,0 +1,76 @@
+"""Example of a pipeline: two stages of one product each, run by the engine on two microbatches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipar.learn.examples.wires import difference
+from mpipar.pipeline.engine import Engine
+from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.schedules.catalog import make_schedule
+
+MICROBATCHES = np.array([[[1.0, 2.0]], [[3.0, 1.0]]])  # one row of two numbers each
+WEIGHTS = np.array([[[1.0, 2.0], [0.0, 1.0]], [[1.0, 0.0], [1.0, 1.0]]])  # of two stages
+
+
+class ProductStage:
+    """y = x w. The last stage's loss is the sum of y, so its dy is all ones."""
+
+    def __init__(self, case, stage: int, count: int, board):
+        self.ops, self.stage, self.board = case.ops, stage, board
+        self.is_first, self.is_last = stage == 0, stage == count - 1
+        self.w, self.dw = WEIGHTS[stage].copy(), np.zeros(WEIGHTS[stage].shape)
+        board.note(f"w of stage {stage}", self.w)
+
+    def in_shape(self, batch):
+        return batch.shape
+
+    def forward(self, x, stash, engine):
+        """The stage's output, or the loss behind the last one."""
+        self.board.say(f"forward of microbatch {engine.recorder.mb}")
+        x = stash["x"] = stash.batch if self.is_first else x
+        y = self.ops.matmul(x, self.w)
+        self.board.note("x", x)
+        self.board.note("y = x w", y)
+        return self.ops.sum(y) if self.is_last else y
+
+    def backward(self, dy, stash, engine):
+        """The gradient of the stage's input; that of its weights is added to dw."""
+        self.board.say(f"backward of microbatch {engine.recorder.mb}")
+        x = stash["x"]
+        dy = np.ones(x.shape) if self.is_last else dy
+        self.ops.matmul_tn_add(x, dy, self.dw)
+        self.board.note("dy", dy)
+        self.board.note("dw, the sum so far", self.dw)
+        return self.ops.matmul_nt(dy, self.w)
+
+
+class NoSums:
+    """There is one copy of each stage: no gradient is summed over ranks."""
+
+    def start(self, stage: int) -> None:
+        pass
+
+    def test(self) -> None:
+        pass
+
+
+def stages_run(case, group, board, count: int) -> dict[int, ProductStage]:
+    """The stages of this rank after a step of 1F1B. Comm: the schedule's sends and receives."""
+    schedule = make_schedule("1f1b", count, len(MICROBATCHES))
+    stages = {stage: ProductStage(case, stage, count, board)
+              for stage in schedule.stages_of(group.index)}
+    engine = Engine(case.ops, stages, schedule, group, case.recorder, NoSums(), None)
+    engine.run(lower(schedule, group.index), lambda mb: MICROBATCHES[mb])
+    return stages
+
+
+def pipeline(case) -> list[float]:
+    """Compares each stage's gradient with the chain rule written out on one rank."""
+    stages = stages_run(case, case.comm, case.board, case.comm.size)
+    expected = [np.zeros((2, 2)), np.zeros((2, 2))]
+    for x in MICROBATCHES:
+        h, dy = x @ WEIGHTS[0], np.ones((1, 2))
+        expected[1] += h.T @ dy
+        expected[0] += x.T @ (dy @ WEIGHTS[1].T)
+    return [difference(one.dw, expected[stage]) for stage, one in stages.items()]

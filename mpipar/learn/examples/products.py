@@ -1,0 +1,104 @@
+"""Examples of tensor parallelism: two products, attention by heads, loss over a cut vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipar.comm.grid import piece
+from mpipar.learn.examples.wires import difference
+from mpipar.partition import column, row
+
+X = np.array([[1.0, 2.0], [3.0, 1.0]])  # two tokens
+W_UP = np.array([[1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 1.0, -1.0]])
+W_DOWN = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])
+DY = np.array([[1.0, 0.0], [0.0, 1.0]])
+HEADS = 4
+TOKENS = np.array([[1.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 1.0]])
+W_QKV = np.array([  # four numbers of a token to q, k and v of four heads
+    [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0],
+    [1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 0, 0, 1]], float)
+W_PROJ = np.array([[1, 0], [0, 1], [1, 1], [1, -1]], float)
+LOGITS = np.array([[2.0, 1.0, 0.0, 3.0, 1.0, 0.0, 2.0, 1.0],
+                   [0.0, 4.0, 1.0, 1.0, 2.0, 0.0, 0.0, 1.0]])
+TARGETS = np.array([3, 4])
+
+
+def ffn(case) -> list[float]:
+    """y = (x w_up) w_down: the first product is cut by columns, the second by rows.
+
+    The activation between them is left out. It works on each number alone, and needs no barrier.
+    """
+    def both(group, board):
+        part = piece(W_UP.shape[1], group.size, group.index)
+        up, down = W_UP[:, part].copy(), W_DOWN[part].copy()
+        d_up, d_down = np.zeros_like(up), np.zeros_like(down)
+        ops = case.ops
+        board.note("x, whole on each rank: two tokens of two numbers", X)
+        board.note("w_up: each rank holds some columns", up)
+        h = column.forward(ops, X, up, group, "ffn.up")
+        board.note("h = x w_up: each rank has its columns, without a barrier", h)
+        board.note("w_down: each rank holds the rows that fit its h", down)
+        y = row.forward(ops, h, down, group, "ffn.down")
+        board.say("backward, from dy")
+        board.note("dy, whole on each rank", DY)
+        dh, _ = row.backward_input(ops, DY, down, group, "ffn.down")
+        board.note("dh = dy w_down^T: each rank makes its columns, without a barrier", dh)
+        dx, _ = column.backward_input(ops, dh, up, group, "ffn.up")
+        row.backward_weight(ops, h, DY, d_down, group, "ffn.down")
+        column.backward_weight(ops, X, dh, d_up, group, "ffn.up")
+        board.note("gradient of w_down = h^T dy: each rank has that of its rows", d_down)
+        board.note("gradient of w_up = x^T dh: each rank has that of its columns", d_up)
+        return y, dx, d_up, d_down
+
+    y, dx, d_up, d_down = both(case.comm, case.board)
+    whole = both(case.alone, case.silent)
+    part = piece(W_UP.shape[1], case.comm.size, case.comm.index)
+    return [difference(y, whole[0]), difference(dx, whole[1]),
+            difference(d_up, whole[2][:, part]), difference(d_down, whole[3][part])]
+
+
+def attention(case) -> list[float]:
+    """Heads do not see each other: each rank attends with its own, and one sum joins them."""
+    def heads(group, board):
+        part = piece(HEADS, group.size, group.index)
+        w = W_QKV.reshape(4, 3, HEADS)[:, :, part].reshape(4, -1).copy()
+        board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
+        qkv = column.forward(case.ops, TOKENS[None], w, group, "attn.qkv")
+        q, k, v = (np.ascontiguousarray(one)[..., None]
+                   for one in np.moveaxis(qkv.reshape(1, 2, 3, -1), 2, 0))
+        for name, x, matrix in zip("qkv", (q, k, v), np.split(w, 3, axis=1), strict=True):
+            board.note(f"w_{name} of its own heads, a column for each", matrix)
+            board.note(f"{name} = x w_{name}", x[0, :, :, 0])
+        places = np.arange(2)
+        y, _ = case.ops.attention_forward(q, k, v, places, places)
+        board.note("what its heads attend to: token 1 sees tokens 0 and 1, token 0 only itself",
+                   y[0, :, :, 0])
+        board.note("w_proj: the rows of its own heads", W_PROJ[part])
+        return row.forward(case.ops, y.reshape(1, 2, -1), W_PROJ[part].copy(), group, "attn.proj")
+
+    return [difference(heads(case.comm, case.board), heads(case.alone, case.silent))]
+
+
+def vocabulary(case) -> list[float]:
+    """Loss and gradient of logits that no rank holds whole: three numbers for each token travel."""
+    def loss(group, board):
+        part, ops = piece(LOGITS.shape[1], group.size, group.index), case.ops
+        logits = LOGITS[:, part].copy()
+        board.note("logits of two tokens: each rank has those of its part of the vocabulary",
+                   logits)
+        board.note("targets, on each rank", TARGETS[None])
+        board.say("a token's three numbers: largest logit, sum of exp(logit - largest),"
+                  " logit of its target (or 0)")
+        stats = ops.cross_entropy_forward(logits, TARGETS, part.start, LOGITS.shape[1])
+        losses, lse = ops.cross_entropy_combine(group.all_gather(stats, "loss"))
+        board.note("loss of each token: log of the whole sum of exp, minus the target's logit",
+                   losses[None])
+        scale = 1 / len(TARGETS)
+        gradient = ops.cross_entropy_backward_input(
+            logits, TARGETS, lse, part.start, LOGITS.shape[1], scale)
+        board.note("gradient of its logits: (softmax - 1 at the target) / tokens", gradient)
+        return losses, gradient, part
+
+    losses, gradient, part = loss(case.comm, case.board)
+    whole = loss(case.alone, case.silent)
+    return [difference(losses, whole[0]), difference(gradient, whole[1][:, part])]

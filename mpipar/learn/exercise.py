@@ -1,0 +1,175 @@
+"""What an exercise is, what a reader's answer is, and how numbers and words are judged.
+
+No answer is stored. Each exercise computes the truth from the code that a run would use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from mpipar.errors import UsageError
+from mpipar.files.text import brief, shown
+
+# A larger exponent would make a number of endless digits.
+NUMBER = re.compile(r"[+-]?(\d{1,9}/[1-9]\d{0,8}|\d{1,15}\.?\d{0,15}([eE][+-]?\d{1,2})?)", re.ASCII)
+
+
+def at_once(function: Callable):
+    """Call a function: what `Session.agree` does for one process."""
+    return function()
+
+
+class Asked(NamedTuple):
+    """What the reader typed, and where it runs.
+
+    words: the answer. file: the reader's file. seed: chooses a made trace. world: the MPI
+    communicator of several ranks, or None. agree: runs a function that may refuse something; then
+    all ranks leave together.
+    """
+
+    words: tuple[str, ...] = ()
+    file: Path | None = None
+    seed: int = 0
+    world: object = None
+    agree: Callable = at_once
+
+
+class Verdict(NamedTuple):
+    """Whether an answer is right, and lines that say what was expected and why."""
+
+    right: bool
+    lines: list[str]
+
+
+class Exercise(NamedTuple):
+    """One exercise.
+
+    id: number of its chapter, and a letter. task: what to find out, as sentences. answer: how it is
+    typed behind the id. judge(asked) -> Verdict; with several ranks it counts on world rank 0.
+    show(asked) -> lines that belong to the task. ranks: numbers of ranks on which it runs; empty if
+    it needs none. alone: whether one process can judge an answer too.
+    """
+
+    id: str
+    task: str
+    answer: str
+    judge: Callable[[Asked], Verdict]
+    show: Callable[[Asked], list[str]] | None = None
+    ranks: tuple[int, ...] = ()
+    alone: bool = True
+
+    @property
+    def chapter(self) -> int:
+        return int(self.id[:-1])
+
+    @property
+    def takes_file(self) -> bool:
+        return self.answer.startswith("--file")
+
+    @property
+    def command(self) -> str:
+        """What a reader types to answer."""
+        return f"{'' if self.alone else self.launcher}mpipar learn check {self.id} {self.answer}"
+
+    @property
+    def launcher(self) -> str:
+        """What starts its ranks."""
+        return f"mpiexec -n {self.ranks[0]} "
+
+
+class Number(NamedTuple):
+    """A number that is asked for. within: how far an answer may be off."""
+
+    name: str
+    value: float
+    within: float = 0.0
+
+
+Truth = Callable[[], tuple[list[Number], str]]  # what is asked for, and why it is so
+
+
+def numbers(number: str, task: str, answer: str, truth: Truth) -> Exercise:
+    """An exercise whose answer is one or more numbers.
+
+    answer: their names, in capitals. truth() -> (the numbers, why they are so).
+    """
+    def judge(asked: Asked) -> Verdict:
+        given = numbers_of(asked.words, answer)
+        expected, why = truth()
+        assert len(expected) == len(given), (number, answer)
+        rows = [one_number(one, value, word) for one, value, word in zip(
+            expected, given, asked.words, strict=True)]
+        return Verdict(all(right for right, _ in rows),
+                       [*(line for _, line in rows), f"why: {why}"])
+
+    return Exercise(number, task, answer, judge)
+
+
+def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]:
+    """(whether it is right, a line that says so)."""
+    off = abs(given - Fraction(expected.value))
+    right = off <= Fraction(expected.within) + abs(Fraction(expected.value)) / 10**9
+    return right, (f"{expected.name}: you say {brief(word)}, it is {plain(expected.value)}"
+                   f" -> {'right' if right else 'WRONG'}")
+
+
+def plain(value: float) -> str:
+    """A number as a person writes it, of at most seven digits behind the point."""
+    if float(value).is_integer():
+        return f"{int(value):,}"
+    return f"{float(value):,.7f}".rstrip("0")
+
+
+def numbers_of(words: tuple[str, ...], answer: str) -> list[Fraction]:
+    """The numbers that the reader typed; UsageError says what to type instead."""
+    names = answer.split()
+    problems = [] if len(words) == len(names) else [
+        (f"{len(words)} {'words' if len(words) != 1 else 'word'} given: type {len(names)},"
+        f" {' '.join(names)}")]
+    found = []
+    for word in words:
+        try:
+            found.append(number_of(word))
+        except ValueError:
+            problems.append(f"{shown(word)} is not a number such as 12, 8.3, 1/128 or 1e-3")
+    if problems:
+        raise UsageError(problems)
+    return found
+
+
+def number_of(word: str) -> Fraction:
+    """12, 1,024, 8.3 %, 1/128 or 1e-3; ValueError for anything else."""
+    text = word.replace(",", "").replace("%", "").strip()
+    if not NUMBER.fullmatch(text):
+        raise ValueError(word)
+    return Fraction(text)
+
+
+def words(number: str, task: str, choices: tuple[str, ...], truth: Callable) -> Exercise:
+    """An exercise whose answer is one of some words. truth() -> (the word, why)."""
+    answer = "|".join(choices)
+
+    def judge(asked: Asked) -> Verdict:
+        given = one_of(asked.words, choices)
+        expected, why = truth()
+        return said(given, expected, why)
+
+    return Exercise(number, task, answer, judge)
+
+
+def said(given: str, expected: str, why: str) -> Verdict:
+    """The verdict on one word."""
+    right = given == expected
+    return Verdict(right, [f"you say {given}, it is {expected} -> {'right' if right else 'WRONG'}",
+                           f"why: {why}"])
+
+
+def one_of(given: tuple[str, ...], choices) -> str:
+    """The one word of an answer, or a UsageError."""
+    if len(given) != 1 or given[0].lower() not in choices:
+        raise UsageError(f"{shown(brief(' '.join(given)))}: type one of {', '.join(choices)}")
+    return given[0].lower()

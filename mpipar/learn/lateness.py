@@ -1,0 +1,144 @@
+"""Exercises on who waits for whom: traces with a planted truth, made when they are asked for.
+
+--seed makes another trace. The truth is drawn from it, so nothing is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+from mpipar.console.tables import table
+from mpipar.errors import UsageError
+from mpipar.files.text import shown
+from mpipar.learn.exercise import Asked, Exercise, Number, Verdict, numbers, one_of, said
+from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, barrier_rows, category_ns
+from mpipar.trace.planted import Run, Simulator, record
+from mpipar.trace.timeline import median_step, timeline
+from mpipar.trace.waits import Call
+
+WIDTH = 100  # characters of a timeline
+BARRIERS = 6  # rows of the table of barriers
+LAYOUTS = ((("dp", 2),), (("tp", 2),), (("pp", 2),), (("dp", 2), ("pp", 2)))
+CAUSES = {"data": "data", "forward": "F", "backward": "B", "optimizer": "opt", "gc": "gc"}
+SHAPES = {  # what is wrong with a run of four pipeline ranks
+    "uneven": {"stage_layers": (2, 1, 1, 0)}, "head": {"vocab_size": 1500},
+    "link": {"fault": "link"}, "schedule": {"schedule": "naive", "microbatches": 8}, "nothing": {}}
+ARRIVALS, DONE = (10.0, 14.0, 11.0), 16.0  # ms
+
+
+class Planted(NamedTuple):
+    """A made trace and the words that are true of it."""
+
+    analysis: Analysis
+    truth: tuple[str, ...]
+
+
+def exercises() -> list[Exercise]:
+    """All exercises of this kind."""
+    causes = "|".join(CAUSES)
+    return [
+        Exercise("11a", "One rank of a run is late in every step, and others wait for it. See the"
+                 " trace that the exercise prints. Which rank is late, and what takes it too long?"
+                 " With `--seed N` you get another trace.", f"RANK {causes}",
+                 judge_of(late_rank, late_answer), show_of(late_rank)),
+        numbers("11b", "Three ranks come to an all-reduce at 10, 14 and 11 ms. All leave it at 16"
+                " ms. How many ms does each of them wait for a late rank? The rest of its time"
+                " there is transfer.", "RANK_0 RANK_1 RANK_2", waits_of_three),
+        Exercise("11c", "Four pipeline ranks run a step. See the trace that the exercise prints."
+                 " What is wrong: uneven stages, a heavy head, a slow link, the schedule, or"
+                 " nothing? With `--seed N` you get another trace.", "|".join(SHAPES),
+                 judge_of(pipeline_run, shape_answer), show_of(pipeline_run)),
+    ]
+
+
+def late_rank(seed: int) -> Planted:
+    """A run in which one rank loses half a step each time."""
+    random = Random(seed)  # noqa: S311 (nothing is secret)
+    cause = random.choice(sorted(CAUSES))
+    plain = Run(random.choice(LAYOUTS), seed=seed)
+    healthy = Simulator(plain)
+    late = random.randrange(len(healthy.ranks))
+    run = replace(plain, fault=CAUSES[cause], rank=late, delay=healthy.step_ms / 2)
+    return Planted(analyse(Simulator(run).trace), (str(late), cause))
+
+
+def pipeline_run(seed: int) -> Planted:
+    """A run of four pipeline ranks with one of SHAPES."""
+    random = Random(seed)  # noqa: S311 (nothing is secret)
+    shape = random.choice(sorted(SHAPES))
+    run = replace(Run((("pp", 4),), microbatches=8, seed=seed), **SHAPES[shape])
+    if shape == "link":
+        run = replace(run, rank=random.choice((1, 2)), delay=Simulator(run.without()).step_ms / 2)
+    return Planted(analyse(Simulator(run).trace), (shape,))
+
+
+def show_of(make: Callable[[int], Planted]):
+    """show(asked): the trace, without what `mpipar trace` concludes from it."""
+    def show(asked: Asked) -> list[str]:
+        analysis = make(asked.seed).analysis
+        trace = analysis.trace
+        step, window = median_step(trace)
+        rows = [("rank", "place", "stages", *CATEGORIES)]
+        for traced, own in zip(trace.ranks, analysis.segments, strict=True):
+            sums = category_ns(own, traced.start, traced.end)
+            stages = "; ".join(trace.meta["stages"][stage] for stage in traced.stages)
+            rows.append((traced.world_rank, trace.place(traced), stages, *(
+                f"{sums[name] * 1e-6 / trace.num_steps:.1f}" for name in CATEGORIES)))
+        meetings = [("axis", "barrier", "wait ms", "transfer ms", "mostly waited for")]
+        meetings += [(one["axis"], one["name"], f"{one['wait_ms']:.2f}",
+                      f"{one['transfer_ms']:.2f}", f"rank {one['last']}" if one["times"] else "")
+                     for one in barrier_rows(analysis)[:BARRIERS]]
+        return [f"step {step} of {trace.num_steps}:",
+                timeline(trace, analysis.segments, WIDTH, window), "",
+                "where the time went, ms per step:", table(rows, left=3), "",
+                "barriers, ms per step, summed over ranks:", table(meetings, left=2)]
+
+    return show
+
+
+def judge_of(make: Callable[[int], Planted], read: Callable):
+    """judge(asked). read(words, Planted) -> the reader's words, as those of the truth."""
+    def judge(asked: Asked) -> Verdict:
+        planted = make(asked.seed)
+        given = read(asked.words, planted)
+        told = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
+        return said(" ".join(given), " ".join(planted.truth), "`mpipar trace` says of it: "
+                    + ("; ".join(told) or "no finding, the ranks are busy alike"))
+
+    return judge
+
+
+def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
+    """A rank and a cause, or a UsageError with all that is wrong."""
+    if len(words) != 2:
+        raise UsageError(f"{len(words)} words given: type a rank and a cause, as in 0 data")
+    last = len(planted.analysis.trace.ranks) - 1
+    problems = []
+    if not (words[0].isdecimal() and len(words[0]) < 4 and int(words[0]) <= last):
+        problems.append(f"{shown(words[0])}: is no rank of this trace; type 0 to {last}")
+    if words[1].lower() not in CAUSES:
+        problems.append(f"{shown(words[1])}: is no cause; type one of {', '.join(CAUSES)}")
+    if problems:
+        raise UsageError(problems)
+    return str(int(words[0])), words[1].lower()
+
+
+def shape_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
+    """One of SHAPES, or a UsageError."""
+    return (one_of(words, SHAPES),)
+
+
+def waits_of_three():
+    """Split as `mpipar trace` splits them."""
+    late = max(range(3), key=ARRIVALS.__getitem__)
+    found = []
+    for index, came in enumerate(ARRIVALS):
+        call = Call(index, record("all_reduce", "step.norm", "world", came, came, DONE))
+        if index != late:
+            call.set_wait(round(ARRIVALS[late] * 1e6), late)
+        found.append(Number(f"rank {index}", call.wait_ns * 1e-6, 0.001))
+    return found, (f"rank {late} comes last, at {ARRIVALS[late]:g} ms. The others wait until then,"
+                   f" and from then to {DONE:g} ms all three transfer")

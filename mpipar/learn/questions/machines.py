@@ -1,0 +1,143 @@
+"""Questions of chapters 13 to 16: 16 bits, predictions, memory, long context, sharded state."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+from mpipar.comm.grid import share, token_pieces
+from mpipar.learn.exercise import Exercise, Number, numbers, plain
+from mpipar.learn.questions.counted import MIB, predicted, ring_messages, sent, simulated
+from mpipar.train.loss_scale import LossScale
+
+STATES = ("weights", "gradients", "optimizer")  # labels of what a rank keeps between steps
+LATENCY_S, RATE = 20e-6, 3e9  # of a hop, and bytes per second
+OVERFLOWS = (True, True, False, False, False, False)
+
+
+def exercises() -> list[Exercise]:
+    """All questions of this part."""
+    return [
+        numbers("13a", "A bfloat16 weight is 1.0. What is the smallest power of two that can be"
+                " added to it so that it changes? Type it as 1/N.", "UPDATE", smallest_update),
+        numbers("13b", "A float16 run starts with the loss scale 65,536 and the interval 3. Two"
+                " steps overflow, and then four are good. What is the loss scale after them?",
+                "SCALE", scale_after),
+        numbers("13c", "A gradient is 3.0, and float16 ends at 65,504. What is the largest power of"
+                " two with which it can be scaled without overflow?", "SCALE", largest_scale),
+        numbers("14a", "4 ranks sum 24 MiB by a ring all-reduce. A message takes 20 us and its"
+                " bytes at 3 GB/s (3 * 10^9). How many ms does the sum take?", "MS", ring_time),
+        numbers("14b", "4 workers run 1F1B with 4 microbatches. F, I and W take 2 ms each, and a"
+                " message takes 0.5 ms. How many ms is the step?", "MS", simulated_step),
+        numbers("15a", "A model trains in float16 with AdamW. Gradients and master weights are"
+                " float32. How many bytes does a rank keep for each parameter?", "BYTES",
+                bytes_per_parameter),
+        numbers("16a", "4 copies train the preset tiny in float32 with `--zero 1`. How many MiB of"
+                " weights, gradients and moments does each rank keep?", "MIB", sharded_state),
+        numbers("16b", "A row of 4,096 tokens lies on 4 ranks. The busiest rank computes most pairs"
+                " of query and key. How many are they with one run of tokens on each rank, and how"
+                " many with the zig-zag of `--cp 4`?", "RUNS ZIGZAG", pairs),
+        numbers("16c", "4 copies train with `--zero 3` and 8 microbatches. Each rank keeps whole"
+                " gradients during a step. How many times the size of all weights does a rank send"
+                " in a step?", "TIMES", bytes_of_zero_3),
+    ]
+
+
+def smallest_update():
+    """Tried out."""
+    one, update = ml_dtypes.bfloat16(1.0), 1.0
+    while ml_dtypes.bfloat16(1.0 + update / 2) != one:
+        update /= 2
+    return [Number("update", update)], (
+        f"bfloat16 keeps 7 bits behind the first, so the next number above 1 is 1 + 1/"
+        f"{round(1 / update)}. Half of that is rounded back to 1")
+
+
+def scale_after():
+    """As the loss scale of a run moves."""
+    scale = LossScale(SimpleNamespace(dtype="float16", loss_scale=None, loss_scale_interval=3))
+    values = [scale.value]
+    for overflow in OVERFLOWS:
+        scale.update(overflow)
+        values.append(scale.value)
+    return [Number("loss scale", scale.value)], (
+        "it halves with each overflow, and doubles after 3 good steps in a row: "
+        + ", ".join(map(plain, values)))
+
+
+def largest_scale():
+    """Against the largest float16 number."""
+    scale, most = 1.0, float(np.finfo(np.float16).max)
+    while 3.0 * scale * 2 <= most:
+        scale *= 2
+    return [Number("scale", scale)], (
+        f"3 * {plain(scale)} = {plain(3 * scale)}, and twice as much is above 65,504")
+
+
+def ring_time():
+    """The messages of the ring one after the other."""
+    messages = ring_messages(24 * MIB, 4)
+    seconds = sum(LATENCY_S + size / RATE for size in messages)
+    return [Number("ms", seconds * 1e3, 0.05)], (
+        f"{len(messages)} messages of {plain(messages[0] / MIB)} MiB, one after the other:"
+        f" {len(messages)} * (0.02 ms + {messages[0] / RATE * 1e3:.3f} ms)")
+
+
+def simulated_step():
+    """With every hop on the way."""
+    found = simulated("1f1b", 4, 4, costs=(2, 2, 2), hop=Fraction(1, 2))
+    return [Number("ms", found.makespan, 0.01)], (
+        "see `mpipar schedule 1f1b --pp 4 --num-microbatches 4 --costs 2,2,2 --latency 0.5`:"
+        f" without hops it is {plain(simulated('1f1b', 4, 4, costs=(2, 2, 2)).makespan)}, and"
+        " every hop on the longest path adds 0.5")
+
+
+def kept(prediction) -> int:
+    """Bytes that a rank keeps between steps."""
+    return sum(prediction.peak_bytes.get(label, 0) for label in STATES)
+
+
+def bytes_per_parameter():
+    """Of a predicted rank, divided by its parameters."""
+    found = predicted(dtype="float16")
+    each = {label: found.peak_bytes[label] / found.num_params for label in STATES}
+    text = ", ".join(f"{label} {size:.3g}" for label, size in each.items())
+    return [Number("bytes", round(kept(found) / found.num_params))], (
+        f"{text}: weights of 2 bytes, gradients of 4, and for the optimizer master weights of 4"
+        " and two moments of 4")
+
+
+def sharded_state():
+    """Of a predicted rank."""
+    found = predicted(dp=4, zero=1)
+    return [Number("MiB", kept(found) / MIB, 0.05)], (
+        f"{plain(found.num_params)} parameters: 4 bytes of weights and 4 of gradients whole, and"
+        " a quarter of the 8 bytes of moments")
+
+
+def pairs():
+    """Of the rank with the most pairs."""
+    tokens, ranks = 4096, 4
+
+    def seen(pieces):
+        return sum(place + 1 for one in pieces for place in range(one.start, one.stop))
+
+    width = share(tokens, ranks)
+    runs = max(seen([slice(index * width, (index + 1) * width)]) for index in range(ranks))
+    zigzag = max(seen(token_pieces(tokens, "ring", ranks, index)) for index in range(ranks))
+    return [Number("runs", runs), Number("zig-zag", zigzag)], (
+        "the token at place t sees t + 1 keys. The last quarter of a row has 7/16 of all pairs;"
+        " a piece from the start and one from the end have 1/4 of them on every rank")
+
+
+def bytes_of_zero_3():
+    """Over dp in a predicted step, beside its weights. Padding of small segments is left out."""
+    found = predicted(dp=4, zero=3, num_microbatches=8, batch_size=32, tied=False, d_model=256,
+                      heads=2)
+    times = sent(found, "dp") / (4 * found.num_params)
+    return [Number("times", round(times, 2), 0.3)], (
+        "each microbatch gathers the weights for F and again for B, and gradients are scattered"
+        " once: (q-1)/q * (2 * 8 + 1) = 12.75")

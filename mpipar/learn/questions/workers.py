@@ -1,0 +1,149 @@
+"""Questions of chapters 1 to 5: one worker, a wire, layers on workers, microbatches."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.learn.exercise import Exercise, Number, numbers, plain
+from mpipar.learn.questions.counted import (
+    MIB,
+    bubble_percent,
+    configured,
+    predicted,
+    ring_messages,
+    simulated,
+)
+
+PERCENT = 0.1  # how far a percentage may be off
+
+
+def exercises() -> list[Exercise]:
+    """All questions of this part."""
+    return [
+        numbers("1a", "A run has the layout dp=2,pp=2,tp=2. Which world rank has pp rank 1, dp"
+                " rank 0 and tp rank 1?", "RANK", place_of_a_rank),
+        numbers("1b", "The preset tiny has a batch of 16 rows, and each row has 64 tokens. On how"
+                " many tokens does one step train?", "TOKENS", tokens_of_a_step),
+        numbers("2a", "The preset tiny has width D = 128 and ffn width F = 512. How many parameters"
+                " does one of its blocks have, biases and norms included?", "PARAMETERS",
+                parameters_of_a_block),
+        numbers("2b", "A product multiplies x (2, 64, 128) by w (128, 512). How many floating-point"
+                " operations take F, the input gradient I and the weight gradient W?", "F I W",
+                three_products),
+        numbers("3a", "4 ranks sum 6 MiB each by a ring all-reduce. How many MiB does each rank"
+                " send?", "MIB", ring_bytes),
+        numbers("3b", "4 ranks sum an array by a ring all-reduce. How many messages does each rank"
+                " send?", "MESSAGES", ring_sends),
+        numbers("4a", "12 blocks lie on 12 workers, and one input goes through, forward and back."
+                " What percentage of the step is each worker busy, and how many messages do all of"
+                " them send?", "BUSY MESSAGES", twelve_workers),
+        numbers("4b", "12 layers lie on 3 workers. Dealt out like cards, worker 0 has the layers"
+                " 1, 4, 7 and 10. In runs, it has the layers 1 to 4. How many messages does one"
+                " input need, forward and back, dealt out and in runs?", "DEALT RUNS",
+                dealt_messages),
+        numbers("4c", "12 layers lie on 3 workers, and 3 inputs go through. F, I and W of a"
+                " worker's layers take 1 unit each, and a message takes 0.1. How long is a step"
+                " with the layers dealt out like cards, and in runs?", "DEALT RUNS", dealt_steps),
+        numbers("5a", "GPipe runs on 4 workers, and all microbatches take equally long. What is the"
+                " smallest number of microbatches with at most 10 % bubble?", "MICROBATCHES",
+                least_microbatches),
+        numbers("5c", "A tutorial says that 4 workers with 8 microbatches have 27 % bubble with"
+                " GPipe and 19 % with 1F1B. F takes 1 unit and B 2. What are the true"
+                " percentages?", "GPIPE 1F1B", both_bubbles),
+    ]
+
+
+def place_of_a_rank():
+    """Of the default order of axes."""
+    found = Grid(0, pp_size=2, dp_size=2, tp_size=2).at(pp=1, dp=0, tp=1)
+    return [Number("world rank", found)], (
+        f"pp is the outermost axis and tp the innermost: (1 * 2 + 0) * 2 + 1 = {found}")
+
+
+def tokens_of_a_step():
+    """Of the preset tiny."""
+    config = configured()
+    rows, length = config.train.batch_size, config.model.seq_len
+    return [Number("tokens", rows * length)], (
+        f"{rows} rows of {length} tokens; microbatches and ranks only share them out")
+
+
+def parameters_of_a_block():
+    """A model with one block more, minus one with one less."""
+    found = predicted(layers=2).num_params - predicted(layers=1).num_params
+    return [Number("parameters", found)], (
+        "q, k, v and projection have 4 D^2, up and down have 2 D F, and biases and norms have"
+        f" 9 D + F: together {plain(found)}")
+
+
+def three_products():
+    """Counted on shapes by the functions that compute them."""
+    recorder = Recorder()
+    ops = ops_module.make("shapes", "float32", recorder)
+    x, w, dy = (ops.empty(shape) for shape in ((2, 64, 128), (128, 512), (2, 64, 512)))
+    for phase, product in (("F", lambda: ops.matmul(x, w)), ("I", lambda: ops.matmul_nt(dy, w)),
+                           ("W", lambda: ops.matmul_tn_add(x, dy, ops.zeros(w.shape)))):
+        recorder.enter(phase)
+        product()
+    return [Number(phase, ops.flops[phase]) for phase in "FIW"], (
+        "each multiplies three widths, 2 * 64 tokens, 128 and 512, and counts a product and a sum")
+
+
+def ring_bytes():
+    """Summed over the messages."""
+    messages = ring_messages(6 * MIB, 4)
+    return [Number("MiB", sum(messages) / MIB)], (
+        f"{len(messages)} messages of {plain(messages[0] / MIB)} MiB: 2 (q-1)/q of 6 MiB, q = 4")
+
+
+def ring_sends():
+    """Counted."""
+    count = len(ring_messages(6 * MIB, 4))
+    return [Number("messages", count)], (
+        "q - 1 = 3 while the sums form, and q - 1 = 3 while the finished pieces go round")
+
+
+def twelve_workers():
+    """The naive schedule with one input."""
+    found = simulated("naive", 12, 1)
+    busy = 100 * found.busy_share[0]
+    return [Number("busy %", busy, PERCENT), Number("messages", sum(found.messages))], (
+        "one worker of 12 computes at a time, and each of the 11 borders is crossed twice: see"
+        " `mpipar schedule naive --pp 12 --num-microbatches 1`")
+
+
+def dealt_messages():
+    """Interleaved with four chunks, and the naive schedule."""
+    dealt, runs = simulated("interleaved", 3, 1, 4), simulated("naive", 3, 1)
+    return [Number("dealt", sum(dealt.messages)), Number("runs", sum(runs.messages))], (
+        "dealt out, each of the 11 borders between layers lies between two workers; in runs,"
+        " 2 borders do. Each is crossed twice")
+
+
+def dealt_steps():
+    """The same with three inputs and a hop."""
+    hop = Fraction(1, 10)
+    dealt, runs = simulated("interleaved", 3, 3, 4, hop=hop), simulated("1f1b", 3, 3, hop=hop)
+    return [Number("dealt", dealt.makespan, 0.01), Number("runs", runs.makespan, 0.01)], (
+        "a worker that has only a quarter of its layers to run first hands over sooner, so the"
+        " others start sooner; it pays with more messages. This is called interleaving")
+
+
+def least_microbatches():
+    """The first count whose simulated bubble is small enough."""
+    p, count = 4, 1
+    while bubble_percent(simulated("gpipe", p, count)) > 10:
+        count += 1
+    return [Number("microbatches", count)], (
+        f"the bubble is (p-1)/(m+p-1) = 3/{count + 3} of the step, whatever F and B take")
+
+
+def both_bubbles():
+    """With a backward of two units."""
+    found = [bubble_percent(simulated(name, 4, 8)) for name in ("gpipe", "1f1b")]
+    return [Number("gpipe %", found[0], PERCENT), Number("1f1b %", found[1], PERCENT)], (
+        "both take 33 units, of which 9 are idle; 1F1B saves memory, not time: it holds 4"
+        " microbatches in place of 8")

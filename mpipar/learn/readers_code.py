@@ -1,0 +1,197 @@
+"""Exercises whose answer is code: the reader's functions take the place of the program's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import FunctionType
+
+import numpy as np
+
+from mpipar import ops as ops_module
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
+from mpipar.comm.record import POINT_TO_POINT, Recorder, family, wire_bytes
+from mpipar.layers.loss import CrossEntropy
+from mpipar.learn import readers_file, small_model
+from mpipar.learn.exercise import Asked, Exercise, Verdict
+from mpipar.learn.replaced import replaced
+from mpipar.partition import row
+
+CUT = ("forward", "backward_input", "backward_weight")
+MOST = 5  # tensors that are named
+NUMBERS = 12  # that each rank brings to 3c, for each rank of the group
+
+
+def exercises() -> list[Exercise]:
+    """All exercises of this kind."""
+    return [
+        Exercise(
+            "2c", "Write the weight gradient of a product: copy `backward_weight` of"
+            " `mpipar/partition/column.py` into `my_linear.py`, empty it, and fill it with NumPy"
+            " alone. x is (3, 4), dy is (3, 5), and what you find is added to dw (4, 5)."
+            " Finite differences judge it.", "--file my_linear.py", judge_weight_gradient),
+        Exercise(
+            "3c", "Write `all_reduce(comm, x)`: afterwards x holds the sum of everybody's x. Use"
+            " `comm.isend(x, peer, tag, name)`, `comm.irecv(x, peer, tag, name)` and `.wait()`"
+            " alone, with `comm.index`, `comm.size` and `comm.neighbor(steps)`. Send no more bytes"
+            " than a ring does: 2(q-1)/q of x on each of q ranks.",
+            "--file my_ring.py", judge_all_reduce, ranks=(4,), alone=False),
+        Exercise(
+            "6b", "Write the row cut: copy `mpipar/partition/row.py` to `my_row.py`, empty its"
+            " three functions, and fill them. A step with tp=2 must equal one rank.",
+            "--file my_row.py", judge_step({"tp": 2}, row, CUT, "mpipar/partition/row.py"),
+            ranks=(2,), alone=False),
+        Exercise(
+            "7d", "Write the loss over a cut vocabulary: copy `mpipar/layers/loss.py` to"
+            " `my_loss.py`, and empty `forward` and `backward_input` of its class `CrossEntropy`."
+            " Fill them with NumPy. No rank may send its logits.",
+            "--file my_loss.py", judge_step({"tp": 2}, CrossEntropy, ("forward", "backward_input"),
+                                            "mpipar/layers/loss.py"), ranks=(2,), alone=False),
+    ]
+
+
+def judge_step(layout: dict[str, int], owner, names: tuple[str, ...], original: str):
+    """judge(asked) of functions that replace those of a module or class in a training step."""
+    inside = owner.__name__ if isinstance(owner, type) else None
+
+    def judge(asked: Asked) -> Verdict:
+        functions = asked.agree(lambda: readers_file.load(asked.file, names, inside))
+        config = small_model.small_config(layout)
+        expected = small_model.expected_tensors(config, asked.world)
+        usual = small_model.step_beside(config, asked.world, expected)
+        with readers_file.blamed(asked.file), replaced(owner, **functions):
+            found = small_model.step_beside(config, asked.world, expected)
+        return Verdict(not found.wrong and not sends_more(found, usual),
+                       described(found, usual, original))
+
+    return judge
+
+
+def described(found, usual, original: str) -> list[str]:
+    """What differs from one rank, and from the barriers that the program makes."""
+    total, wrong = len(found.differences), found.wrong
+    lines = [f"{total - len(wrong)} of {total} tensors equal those of one rank"]
+    gradients = [one for one in wrong if one.kind == "gradient"] or wrong
+    lines += [small_model.in_words(one) for one in small_model.worst_first(gradients)[:MOST]]
+    missing = barrier_lines(found, usual, original)
+    if wrong and not missing:
+        missing = [f"the barriers are those of {original}: look at what is computed between them"]
+    lines += missing
+    counts = ", ".join(f"{operation} {name} in {phase}"
+                       for phase, name, operation in sorted(calls(usual)))
+    return [*lines, (f"why: {original} gives the same on 2 ranks as on one, with these barriers:"
+            f" {counts}")]
+
+
+def calls(outcome) -> Counter:
+    """{(phase, name without numbers, operation): how often} over the tensor-parallel group."""
+    return Counter((one.phase, family(one.name), one.operation)
+                   for one in outcome.recorder.records if one.axis == "tp")
+
+
+def barrier_lines(found, usual, original: str) -> list[str]:
+    """A sentence for each barrier that is made less or more often than it must be."""
+    mine, right = calls(found), calls(usual)
+    lines = []
+    for key in sorted(mine.keys() | right.keys()):
+        if mine[key] == right[key]:
+            continue
+        phase, name, operation = key
+        summed = operation in ("all_reduce", "reduce_scatter")
+        less = "the sum is missing" if summed else "what other ranks hold is missing"
+        more = "a sum is summed again" if summed else "the others have that already"
+        lines.append(f"{operation} {name} in {phase}: {mine[key]} times, and {right[key]} in"
+                     f" {original}: {less if mine[key] < right[key] else more}")
+    return lines
+
+
+def sends_more(found, usual) -> bool:
+    """Whether the reader's code sends more bytes than the program's."""
+    mine, right = (sum(one.wire_bytes for one in outcome.recorder.records)
+                   for outcome in (found, usual))
+    return mine > right
+
+
+def judge_weight_gradient(asked: Asked) -> Verdict:
+    """dw against finite differences of sum(dy * (x w)), which are exact: it is linear in w."""
+    function = asked.agree(lambda: readers_file.load(asked.file, ("backward_weight",)))
+    random = np.random.default_rng(2)
+    x, dy, before = (random.integers(-3, 4, shape).astype(float)
+                     for shape in ((3, 4), (3, 5), (4, 5)))
+    dw = before.copy()
+    ops = ops_module.make("cpu", "float64")
+    with readers_file.blamed(asked.file):
+        function["backward_weight"](ops, x.copy(), dy.copy(), dw, None, "learn")
+    expected = finite_differences(x, dy)
+    wrong = np.argwhere(~np.isclose(dw - before, expected, rtol=0, atol=1e-9))
+    lines = [f"{expected.size - len(wrong)} of {expected.size} numbers of dw are right"]
+    if len(wrong):
+        i, j = wrong[0]
+        lines.append(f"dw[{i},{j}] grew by {dw[i, j] - before[i, j]:g}, and must grow by"
+                     f" {expected[i, j]:g}")
+        if np.allclose(dw, expected):
+            lines.append("it was overwritten: each microbatch adds its own part to dw")
+        elif np.allclose(dw, before):
+            lines.append("dw is unchanged: write into the array itself, as in dw += ...")
+    lines.append("why: w[i,j] reaches y[t,j] with the factor x[t,i], so dw[i,j] is the sum over"
+                 " tokens of x[t,i] dy[t,j], which is x^T dy")
+    return Verdict(not len(wrong), lines)
+
+
+def finite_differences(x, dy) -> np.ndarray:
+    """By how much sum(dy * (x w)) grows when one number of w grows by 1."""
+    found = np.empty((x.shape[1], dy.shape[1]))
+    for i, j in np.ndindex(found.shape):
+        w = np.zeros(found.shape)
+        w[i, j] = 1.0
+        found[i, j] = np.sum(dy * (x @ w))
+    return found
+
+
+def judge_all_reduce(asked: Asked) -> Verdict:
+    """The reader's sum over all ranks, its bytes and its operations.
+
+    Comm: what the reader's function sends, one all_reduce, one gather.
+    """
+    function: FunctionType = asked.agree(
+        lambda: readers_file.load(asked.file, ("all_reduce",)))["all_reduce"]
+    world, recorder = asked.world, Recorder()
+    ops = ops_module.make("cpu", "float64")
+    comm = Comms(Grid(world.rank, tp_size=world.size), ops, recorder, world).tp
+    x = np.arange(1.0, NUMBERS * world.size + 1) * 10.0 ** world.rank
+    expected = x.copy()
+    with readers_file.blamed(asked.file):
+        function(comm, x)
+    records = list(recorder.records)
+    comm.all_reduce(expected, "learn.expected")
+    others = sorted({one.operation for one in records} - set(POINT_TO_POINT))
+    wrong = np.flatnonzero(x != expected)
+    first = [int(wrong[0]), float(x[wrong[0]]), float(expected[wrong[0]])] if len(wrong) else None
+    facts = gather_facts(world, {
+        "first": first, "others": others, "sent": sum(one.wire_bytes for one in records)})
+    if world.rank:
+        return Verdict(True, [])
+    return sum_verdict(facts, wire_bytes("all_reduce", x.nbytes, world.size), x.nbytes)
+
+
+def sum_verdict(facts: list[dict], most: int, nbytes: int) -> Verdict:
+    """The verdict on what all ranks have found."""
+    lines, right = [], True
+    for place, fact in enumerate(facts):
+        if fact["first"]:
+            at, is_, must = fact["first"]
+            lines.append(f"rank {place}: x[{at}] is {is_:g}, and must be {must:g} -> WRONG")
+        if fact["others"]:
+            lines.append(f"rank {place}: {', '.join(fact['others'])}: use isend and irecv alone"
+                         " -> WRONG")
+        if fact["sent"] > most:
+            lines.append(f"rank {place}: sends {fact['sent']:,} bytes, and a ring {most:,}"
+                         " -> WRONG")
+        right = right and not (fact["first"] or fact["others"] or fact["sent"] > most)
+    if right:
+        lines.append(f"all {len(facts)} ranks hold the sum, and none sends more than {most:,} bytes"
+                     " -> right")
+    return Verdict(right, [*lines, (
+        f"why: x has {nbytes:,} bytes. A ring sums each of q pieces while it goes round, and brings"
+        " it to all in a second round: 2(q-1) pieces from each rank")])

@@ -1,0 +1,103 @@
+"""Exercises on runs that cannot start: the answer is a layout, judged by predicting its ranks."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import NamedTuple
+
+from mpipar.comm.grid import AXES, Grid
+from mpipar.config.flags import Parser, add_flags, unknown_flags
+from mpipar.config.reading import over, read
+from mpipar.config.resolve import resolve
+from mpipar.console.tables import nbytes
+from mpipar.errors import UsageError
+from mpipar.learn.exercise import Asked, Exercise, Verdict
+from mpipar.pipeline.schedules.catalog import schedule_problems
+from mpipar.plan.predict import predict
+
+GB = 10**9
+MODEL = {  # of 30 billion parameters
+    "layers": 48, "d_model": 7168, "heads": 56, "seq_len": 2048, "vocab_size": 32000,
+    "dtype": "float16", "bucket_bytes": 1 << 28}
+TAKEN = {"dp", "pp", "cp", "tp", "sequence_parallel", "schedule", "chunks", "zero", "zero_grads",
+         "zero_keep", "recompute"}
+
+
+class Case(NamedTuple):
+    """A run that its layout makes impossible. memory: of a device, in GB. wrong: its layout."""
+
+    devices: int
+    memory: int
+    wrong: str
+
+
+CASES = {"15b": Case(32, 24, "pp=4,tp=2,dp=4"), "15c": Case(8, 80, "pp=4,dp=2")}
+TEXT = ("A model of 30 billion parameters trains in float16 with AdamW on {devices} devices of"
+        " {memory} GB. It has 48 blocks, width 7168, 56 heads, rows of 2048 tokens, 32,000 words."
+        " Each copy runs 2 * pp microbatches of one row. The layout {wrong} does not fit."
+        " Type a layout of {devices} ranks that does, and further flags if it needs them, all in"
+        " quotes.")
+
+
+def exercises() -> list[Exercise]:
+    """One for each case."""
+    return [Exercise(number, TEXT.format(**case._asdict()), "'LAYOUT FLAGS'", judge_of(case))
+            for number, case in CASES.items()]
+
+
+def judge_of(case: Case):
+    """judge(asked) of one case."""
+    def judge(asked: Asked) -> Verdict:
+        config = config_of(case, asked.words)
+        limit = case.memory * GB
+        found = {place: predict(config, place).peak_total for place in fullest(config)}
+        place = max(found, key=found.get)
+        right = found[place] <= limit
+        return Verdict(right, [
+            (f"the fullest rank, {place}, needs {found[place] / GB:.1f} GB"
+            f" ({nbytes(found[place])}), and a device has {case.memory} GB"
+            f" -> {'it fits' if right else 'WRONG, it cannot start'}"),
+            ("why: weights, gradients, master weights and moments are 18 bytes for each of 30e9"
+            " parameters, 540 GB. tp and pp divide them, and dp does not. The stash of activations"
+            " is divided by tp, and with sequence parallelism all of it is")])
+
+    return judge
+
+
+def config_of(case: Case, words: tuple[str, ...]):
+    """The complete Config of an answer; UsageError with all that is wrong with it."""
+    try:
+        typed = [part for word in words for part in shlex.split(word)]
+    except ValueError as error:
+        raise UsageError(f"the answer cannot be read: {error}") from None
+    if typed and not typed[0].startswith("-"):
+        typed = ["--layout", *typed]
+    parser = Parser(prog="mpipar explain")
+    add_flags(parser, TAKEN)
+    args, extras = parser.parse_known_args(typed)
+    reading = read(args, unknown_flags(parser, extras))
+    axes = {axis: reading.given.get(axis, 1) for axis in AXES}
+    size = math.prod(axes.values())
+    microbatches = 2 * axes["pp"]  # enough to fill the pipeline's memory
+    reading = over(MODEL | axes | {"num_microbatches": microbatches,
+                                   "batch_size": microbatches * axes["dp"]}, reading)
+    problems = list(reading.problems)
+    if not problems and size != case.devices:
+        problems.append(f"the layout has {size} ranks, and there are {case.devices} devices")
+    if problems:
+        raise UsageError(problems)
+    return resolve(reading.config, case.devices, [(counts, UsageError)])[0]
+
+
+def counts(config) -> list[str]:
+    """What is wrong with the counts of the schedule."""
+    grid = config.grid
+    return schedule_problems(grid.schedule, grid.pp, grid.num_microbatches, grid.chunks,
+                             grid.group_size)
+
+
+def fullest(config) -> list[int]:
+    """A rank of each place in the pipeline; the others of its place keep as much."""
+    grid = Grid.of(config.grid, 0)
+    return [grid.at(pp=place) for place in range(config.grid.pp)]

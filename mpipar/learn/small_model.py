@@ -1,0 +1,93 @@
+"""A decoder so small that a step takes milliseconds, and its step on some ranks beside one rank's.
+
+Exercises plant a bug, or a reader's code, and compare. Widths are odd where a cut must pad.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpipar.comm.grid import AXES
+from mpipar.comm.record import Recorder
+from mpipar.config.grid import GridConfig
+from mpipar.config.model import DecoderConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.run import RunConfig
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
+from mpipar.train.verify import Difference, compare_with_one_rank, one_rank_tensors
+
+MODEL = DecoderConfig(layers=2, d_model=12, heads=4, ffn=21, seq_len=6, vocab_size=17)
+ROWS = 2  # of a microbatch
+
+
+def small_config(layout: dict[str, int], num_microbatches: int = 2, model=MODEL,
+                 **changes) -> Config:
+    """A resolved float64 configuration with plain SGD, which hides no wrong scale.
+
+    layout: {axis: size}; further axes have size 1. changes: further fields of a GridConfig.
+    """
+    sizes = dict.fromkeys(AXES, 1) | layout
+    grid = GridConfig(**sizes, num_microbatches=num_microbatches, **changes)
+    rows = sizes["dp"] * num_microbatches * ROWS
+    config = Config(
+        model=model, grid=grid,
+        train=TrainConfig(batch_size=rows, optimizer="sgd", lr=0.1, bucket_bytes=999),
+        run=RunConfig(dtype="float64", seed=3, check_comm=True))
+    return resolve(config, math.prod(sizes.values()))[0]
+
+
+def tokens() -> np.ndarray:
+    """Random tokens of the small vocabulary, the same on every rank."""
+    return np.random.default_rng(7).integers(0, MODEL.vocab_size, 2000).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step of the small model beside one rank's.
+
+    differences: of every tensor, on world rank 0. recorder: what this rank sent.
+    """
+
+    differences: list[Difference]
+    recorder: Recorder
+
+    @property
+    def wrong(self) -> list[Difference]:
+        return [one for one in self.differences if not one.ok]
+
+
+def expected_tensors(config, world):
+    """What one rank computes, on world rank 0; None elsewhere. It sends nothing."""
+    return None if world is not None and world.rank else one_rank_tensors(config, tokens())
+
+
+def step_beside(config, world, expected) -> Outcome:
+    """Run a step with the code as it is now, and compare it with `expected_tensors`.
+
+    Comm: a training step, and two streams of tensors to world rank 0.
+    """
+    recorder = Recorder()
+    found = compare_with_one_rank(
+        config, tokens(), world, lambda *_: expected, recorder=recorder)
+    return Outcome(found, recorder)
+
+
+def on_schedule(config, path) -> Config:
+    """The same with a schedule from a CSV file."""
+    return replace(config, grid=replace(config.grid, schedule_csv=str(path)))
+
+
+def worst_first(differences) -> list[Difference]:
+    """What differs, the largest first; NaN before everything."""
+    return sorted(differences, key=lambda one: (not math.isnan(one.error), -one.error))
+
+
+def in_words(one: Difference) -> str:
+    """A sentence about a tensor that differs, such as 'gradient of block0.ffn.down.w ...'."""
+    place = f" at {','.join(map(str, one.where))}" if one.where else ""
+    return (f"{one.kind} of {one.name} differs by {one.error:.1g} of its largest entry: it is"
+            f" {one.actual:.4g}{place}, and must be {one.expected:.4g}")

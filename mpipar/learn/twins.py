@@ -1,0 +1,250 @@
+"""Twelve broken twins: known bugs of programs that train on many ranks, each planted on demand.
+
+Each is the program with one function replaced. A comparison with one rank must fail for every one
+of them: the tests prove that. Learners get what fails, and look for the bug.
+
+No twin leaves a message pending at the end of its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
+
+from mpipar.comm.group import Comm
+from mpipar.layers.linear import Linear
+from mpipar.learn.replaced import replaced
+from mpipar.partition import row
+from mpipar.pipeline.engine import Engine
+from mpipar.train.gradsync import GradSync
+from mpipar.train.worker import Worker
+
+DP, PP, TP = {"dp": 2}, {"pp": 2}, {"tp": 2}
+
+
+class Twin(NamedTuple):
+    """A planted bug.
+
+    cause: what is wrong. plant() -> a context manager in which it is. lesson: why it shows as it
+    does. layouts: those on which a comparison fails. schedule: the one that it needs.
+    """
+
+    cause: str
+    plant: Callable[[], AbstractContextManager]
+    lesson: str
+    layouts: tuple[dict[str, int], ...]
+    schedule: str = "1f1b"
+
+
+def reduce_dropped():
+    """One column cut does not add the parts of its input gradient."""
+    plain = Comm.all_reduce
+
+    def all_reduce(self, x, name, op="sum"):
+        return x if name == "block1.ffn.up" else plain(self, x, name, op)
+
+    return replaced(Comm, all_reduce=all_reduce)
+
+
+def bucket_dropped():
+    """The third bucket is a copy: its sum never comes back."""
+    plain, calls = Comm.iall_reduce, []
+
+    def iall_reduce(self, x, name):
+        calls.append(name)
+        return plain(self, x.copy() if len(calls) == 3 else x, name)
+
+    return replaced(Comm, iall_reduce=iall_reduce)
+
+
+def reduce_doubled():
+    """A stage's gradients are summed once more when they are sums already."""
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        self.comms.dp.all_reduce(next(iter(self.stages.values())).flat.grad, "again")
+
+    return replaced(GradSync, finish=finish)
+
+
+def summed_early():
+    """The buckets of a unit are posted before its last weight gradient, not behind it."""
+    def enter(self, unit):
+        if self.passing in self.last_passes:
+            self.gradsync.start_unit(self.passing.stage, unit)
+
+    return replaced(Engine, enter=enter, leave=lambda self, unit: None)
+
+
+def bias_on_every_rank():
+    """A row cut adds its bias before the sum over ranks."""
+    plain = Linear.forward
+
+    def forward(self, x, stash):
+        stash[self.name, "x"] = x
+        if self.cut is not row:
+            return plain(self, x, stash)
+        y = self.ops.matmul(x, self._matrix("data"))
+        return self.comm.all_reduce(
+            self.ops.bias_forward(y, self.b.data.reshape(-1)), self.name)
+
+    return replaced(Linear, forward=forward)
+
+
+def tied_twice():
+    """The gradient of the tied table is summed over its two ends a second time."""
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        for stage in self.stages.values():
+            for groups, run in stage.flat.by_groups:
+                if "tie" in groups:
+                    self.comms.by_axis["tie"].all_reduce(stage.flat.grad[run], "again")
+
+    return replaced(GradSync, finish=finish)
+
+
+def tie_forgotten():
+    """Each end of the pipeline keeps its own gradient of the tied table."""
+    plain = Comm.all_reduce
+
+    def all_reduce(self, x, name, op="sum"):
+        return x if self.axis == "tie" else plain(self, x, name, op)
+
+    return replaced(Comm, all_reduce=all_reduce)
+
+
+def norm_counts_copies():
+    """Every rank adds the squares of all that it holds, copies of others included."""
+    plain = GradSync.square_sum
+
+    def square_sum(self):
+        for stage in self.stages.values():
+            stage.flat.owned = [(0, slice(stage.flat.size))]
+        return plain(self)
+
+    return replaced(GradSync, square_sum=square_sum)
+
+
+def weight_gradient_skipped():
+    """The fifth weight gradient of a step is left out."""
+    plain, calls = Linear.backward_weight, []
+
+    def backward_weight(self, stash):
+        calls.append(self.name)
+        if len(calls) == 5:
+            stash.pop((self.name, "x"))
+            stash.pop((self.name, "dy"))
+        else:
+            plain(self, stash)
+
+    return replaced(Linear, backward_weight=backward_weight)
+
+
+def microbatches_swapped():
+    """The last stage compares microbatch 0 with the targets of microbatch 1."""
+    plain = Engine.run
+
+    def run(self, program, get_batch, training=True):
+        if self.comm.index == 1 and self.comm.size == 2:
+            return plain(self, program, lambda mb: get_batch(mb ^ 1), training)
+        return plain(self, program, get_batch, training)
+
+    return replaced(Engine, run=run)
+
+
+def buffer_aliased():
+    """All messages of a stage arrive in one buffer, which layers still need."""
+    plain = Engine._receive
+
+    def receive(self, instr):
+        if not hasattr(self, "buffer"):
+            shape = self.stages[instr.stage].in_shape(self.get_batch(instr.mb))
+            self.buffer = self.ops.empty(shape)
+        empty, self.ops.empty = self.ops.empty, lambda shape, label: self.buffer
+        try:
+            plain(self, instr)
+        finally:
+            self.ops.empty = empty
+
+    return replaced(Engine, _receive=receive)
+
+
+def loss_of_a_microbatch():
+    """The loss is divided by the tokens of a microbatch, not by those of the step."""
+    plain = Worker.gradients
+
+    def gradients(self, step, get_batch, *asks):
+        self.num_tokens //= self.schedule.num_microbatches
+        try:
+            return plain(self, step, get_batch, *asks)
+        finally:
+            self.num_tokens *= self.schedule.num_microbatches
+
+    return replaced(Worker, gradients=gradients)
+
+
+def nothing():
+    """The program as it is."""
+    return ExitStack()
+
+
+TWINS = {
+    "5d": Twin(
+        "a receive buffer is used again before backward has read it", buffer_aliased,
+        "With one microbatch under way nothing differs. With more, backward finds the newest input"
+        " under every microbatch, and only weights that read it get wrong gradients.",
+        (PP,), "gpipe"),
+    "5e": Twin(
+        "the last stage reads the rows of another microbatch than the first", microbatches_swapped,
+        "Tokens of one row meet the targets of another. The loss is wrong, and so are all"
+        " gradients; no shape is.", (PP,)),
+    "6c": Twin(
+        "the bias of a row cut is added on every rank, before the sum", bias_on_every_rank,
+        "The sum over q ranks counts the bias q times. Where biases start at zero, nothing shows"
+        " until they have learned something.", (TP,)),
+    "6d": Twin(
+        "one product leaves out the sum over its tensor-parallel group", reduce_dropped,
+        "Every rank goes on with its own part. In front of the product, forward is right and"
+        " gradients are wrong. Ranks now also differ in what must be equal.", (TP,)),
+    "8b": Twin(
+        "the loss is divided by the tokens of a microbatch, not of the step", loss_of_a_microbatch,
+        "Every gradient is too large by the number of microbatches. AdamW divides by their size"
+        " and hides it; plain SGD does not.", (PP,)),
+    "8c": Twin(
+        "the sum of one gradient bucket is lost", bucket_dropped,
+        "A few neighbouring parameters keep this rank's own gradient. All others are right, and"
+        " the loss of the step is too.", (DP,)),
+    "8d": Twin(
+        "gradients are summed over the copies twice", reduce_doubled,
+        "All gradients of a stage are multiplied by the number of copies, after one sum too many.",
+        (DP,)),
+    "8e": Twin(
+        "gradients are summed before the last weight gradient is in them", summed_early,
+        "The last microbatch of each copy stays at home. The loss is right, and every gradient is"
+        " a little wrong.", (DP,)),
+    "9c": Twin(
+        "the two ends of the pipeline do not sum the gradient of the tied table", tie_forgotten,
+        "Embedding and head share one table. Each end has only its own part of the gradient, and"
+        " the two copies drift apart.", (PP,)),
+    "9d": Twin(
+        "the gradient of the tied table is summed over both ends twice", tied_twice,
+        "Exactly one tensor has twice its gradient.", (PP,)),
+    "9e": Twin(
+        "the gradient norm counts what several ranks hold once for each", norm_counts_copies,
+        "Every gradient is right. Only the norm is too large, and with it clipping is wrong.",
+        (PP, TP)),
+    "10c": Twin(
+        "one weight gradient of one microbatch is left out", weight_gradient_skipped,
+        "One layer lacks one microbatch. Nothing else differs, because no other pass reads a"
+        " weight gradient.", (PP,)),
+}
+
+
+def by_letter() -> dict[str, str]:
+    """{letter: exercise}, in the alphabetical order of the causes."""
+    order = sorted(TWINS, key=lambda number: TWINS[number].cause)
+    return {chr(ord("a") + place): number for place, number in enumerate(order)}
