@@ -106,7 +106,8 @@ def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("method", "cp"), [("ring", 2), ("ring", 4), ("gather", 4), ("ulysses", 2)])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [
+    (1, 1, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method, cp, dtype):
     config = configure((1, 1, 1), "1f1b", "pair")
     dp, pp, tp = layout

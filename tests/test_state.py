@@ -44,7 +44,9 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [
+    pytest.param(layout, marks=[pytest.mark.slow] * (number % 2))
+    for number, layout in enumerate(LAYOUTS)], ids=str)
 def test_any_layout_reads_what_another_has_written(layout, tmp_path):
     written = saved(config_for(**layout), ranks_of(layout), tmp_path)
     assert damage(written) == []

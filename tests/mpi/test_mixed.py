@@ -149,7 +149,7 @@ def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
 
 
 @pytest.mark.parametrize(("layout", "tp_matmul"), slow_unless(
-    lambda layout, tp_matmul: tp_matmul is None or layout[2] > 1,
+    lambda layout, tp_matmul: (tp_matmul == "ring") == (layout[2] > 1),
     itertools.product(HERE, [None, "plain", "ring"])), ids=str)
 def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
     model = cut_model(tp_matmul) if tp_matmul else MODEL
@@ -167,7 +167,8 @@ def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", HERE[-1:], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(
+    layout, marks=[pytest.mark.slow] * (WORLD.size > 2)) for layout in HERE[-1:]], ids=str)
 def test_memory_is_predicted(layout):
     """Widened copies and master weights count; the prediction holds within 5 % and 2 MiB."""
     model = replace(MODEL, d_model=96, ffn=384, seq_len=64)

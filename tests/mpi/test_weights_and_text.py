@@ -69,7 +69,8 @@ def test_imported_model_computes_what_gpt2_computes(layout, tied, folder):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("block_bytes", [1, 300, 2**24])
+@pytest.mark.parametrize("block_bytes", [
+    pytest.param(1, marks=pytest.mark.slow), 300, pytest.param(2**24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_written_file_has_the_same_bytes_on_every_layout(
     layout, block_bytes, tied, folder, monkeypatch
@@ -114,7 +115,7 @@ def test_stages_without_blocks_are_written_and_read(layout, schedule, split, fol
     worker.close()
 
 
-@pytest.mark.parametrize("block_bytes", [1, 300])
+@pytest.mark.parametrize("block_bytes", [1, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, folder, monkeypatch):
     """All values differ, so a tensor that reaches a wrong rank or row shows."""
