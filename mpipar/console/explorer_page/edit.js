@@ -65,11 +65,12 @@ function indexAt(panel, pass, rank, time) {
 }
 
 /** A line where the dragged pass would be put in. */
-function showCaret({ drawing: { timeline }, drawing: figure }, { box, to, caret }) {
-  const others = timeline.spans[to.rank].filter(span => span.pass !== box.span.pass);
-  const time = others[to.index]?.start ?? others.at(-1)?.end ?? 0, x = figure.x(time);
-  for (const [name, value] of Object.entries({ x1: x, x2: x, y1: barTop(to.rank) - 4,
-    y2: barTop(to.rank) + BAR + 4, visibility: "visible" })) caret.setAttribute(name, value);
+function showCaret(panel, { box, to, caret }) {
+  const others = panel.timeline.spans[to.rank].filter(span => span.pass !== box.span.pass);
+  const x = panel.drawing.x(others[to.index]?.start ?? others.at(-1)?.end ?? 0);
+  const place = { x1: x, x2: x, y1: barTop(to.rank) - 4, y2: barTop(to.rank) + BAR + 4 };
+  for (const [name, value] of Object.entries(place)) caret.setAttribute(name, value);
+  caret.setAttribute("visibility", "visible");
 }
 
 function choose(panel, pass) {
@@ -80,12 +81,12 @@ function choose(panel, pass) {
 
 /** What a key does, or null: arrows choose the next pass, with Shift they move the chosen one. */
 function keyAction(panel, { key, shiftKey, ctrlKey, metaKey }, fixed) {
-  if (key === "u" || key === "z" && (ctrlKey || metaKey)) return () => panel.undo();
+  if (key === (ctrlKey || metaKey ? "z" : "u")) return () => panel.undo();
   if (key === "Escape") return () => choose(panel, null);
   const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[key];
   if (!step || !panel.timeline) return null;
   const span = panel.spanOf(panel.chosen), { spans } = panel.timeline;
-  if (!span) return () => choose(panel, spans[0][0].pass);
+  if (!span) return () => choose(panel, spans.flat()[0].pass);
   const own = spans[span.rank], index = own.indexOf(span), rank = span.rank + step[0];
   if (!spans[rank]) return () => {};
   const middle = (span.start + span.end) / 2;

@@ -15,8 +15,6 @@ function reduceGrad(stage) {
            text: `${stage}REDUCE_GRAD` };
 }
 
-const isPass = instr => instr.kind !== "REDUCE_GRAD";
-
 /** The program with the sum of each stage's gradients behind the stage's last B or W. */
 function withReduceGrad(program) {
   const missing = new Set(program.map(pass => pass.stage)), found = [...program];
