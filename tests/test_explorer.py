@@ -83,7 +83,10 @@ def test_other_counts_and_files_are_put_beside_the_orders(monkeypatch, tmp_path)
 
 def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
     few_orders(monkeypatch)
-    monkeypatch.setattr(trace_file, "read", lambda folder: pipeline_trace("zb-h1", 4, 8))
+    traced = pipeline_trace("zb-h1", 4, 8)
+    for rank in traced.ranks:
+        rank.host, rank.cores = "here", (0, 1)
+    monkeypatch.setattr(trace_file, "read", lambda folder: traced)
     path = tmp_path / "page.html"
     printed("schedule", "--from-run", tmp_path / "runs" / "7", "--html", path)
     data, _ = parts_of(path.read_text())
@@ -93,6 +96,7 @@ def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
         "own", "measured", 10, 0)
     assert data["own"]["title"] == "zb-h1 of 7"
     assert measured["costs"] == {name: pytest.approx([10] * 4) for name in "fiw"}
+    assert "\nhere: 4 ranks share 2 core(s), so ranks" in measured["words"]
     assert measured["passes"][0][0] == [0, 10, "0F0"]
     assert [len(own) for own in measured["passes"]] == [24] * 4
 

@@ -118,5 +118,6 @@ def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
     name = run_name(folder)
     return schedule, costs, {
         "title": f"{name}, measured", "costs": by_stage, "passes": rows,
-        "words": f"measured in step {step} of {name}; who waited for a message is in its trace:"
-                 f" mpipar trace {harmless(folder)}"}
+        "words": "\n".join([
+            f"measured in step {step} of {name}; who waited for a message is in its trace:"
+            f" mpipar trace {harmless(folder)}", *trace.remarks()])}
