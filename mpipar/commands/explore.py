@@ -116,8 +116,7 @@ def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
                   f"{span.stage}{span.kind}{span.mb}"] for span in own] for own in passes]
         costs = Costs(**by_stage, latency=pop.hop_ns(trace) * 1e-6)
     name = run_name(folder)
-    return schedule, costs, {
-        "title": f"{name}, measured", "costs": by_stage, "passes": rows,
-        "words": "\n".join([
-            f"measured in step {step} of {name}; who waited for a message is in its trace:"
-            f" mpipar trace {harmless(folder)}", *trace.remarks()])}
+    words = (f"measured in step {step} of {name}; who waited for a message is in its trace:"
+             f" mpipar trace {harmless(folder)}")
+    return schedule, costs, {"title": f"{name}, measured", "costs": by_stage, "passes": rows,
+                             "words": "\n".join([words, *trace.remarks()])}
