@@ -20,7 +20,7 @@ from mpipar.learn.exercise import Asked, Exercise
 
 WIDTH = 100  # characters of a line of text
 CHECK = "check"
-HANG_SECONDS = 10, 60  # a reader's code may wait for ever: when to warn, and when to end the job
+HANG_SECONDS = 10, 30  # a reader's code may wait for ever: when to warn, and when to end the job
 EPILOG = """\
   mpipar learn                              lists examples and exercises by chapter
   mpiexec -n 2 mpipar learn ffn             shows a worked example on 2 ranks
@@ -158,7 +158,7 @@ def tell(one: Exercise, asked: Asked) -> int:
     if asked.world is not None and asked.world.rank > 0:
         return EXIT_OK
     print(f"{one.id}, of chapter {one.chapter}, {CHAPTERS[one.chapter - 1]}\n")
-    print(textwrap.fill(one.task, WIDTH))
+    print(filled(one.task))
     if one.ranks and one.alone and asked.world is None and not one.takes_file:
         print(f"\nTo see it: {one.launcher}mpipar learn check {one.id}")
     if lines:
@@ -166,6 +166,11 @@ def tell(one: Exercise, asked: Asked) -> int:
     seed = f" --seed {asked.seed}" if asked.seed else ""
     print(f"\nTo answer: {one.command}{seed}")
     return EXIT_OK
+
+
+def filled(text: str, indent: str = "") -> str:
+    """A paragraph in lines; commands and flags stay whole. indent: of further lines."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def judge(one: Exercise, asked: Asked) -> int:
@@ -178,6 +183,6 @@ def judge(one: Exercise, asked: Asked) -> int:
     if not speaks:
         return EXIT_OK
     for line in verdict.lines:
-        print(line if "\n" in line else textwrap.fill(line, WIDTH, subsequent_indent="  "))
+        print(line if "\n" in line else filled(line, "  "))
     print(f"\n{one.id}: {'right' if verdict.right else 'not right'}")
     return EXIT_OK if verdict.right else EXIT_CHECK_FAILED

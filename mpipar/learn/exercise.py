@@ -5,6 +5,7 @@ No answer is stored. Each exercise computes the truth from the code that a run w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
 
+MOST_DIGITS = 7  # behind the point
 # A larger exponent would make a number of endless digits.
 NUMBER = re.compile(r"[+-]?(\d{1,9}/[1-9]\d{0,8}|\d{1,15}\.?\d{0,15}([eE][+-]?\d{1,2})?)", re.ASCII)
 
@@ -113,15 +115,16 @@ def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]
     """(whether it is right, a line that says so)."""
     off = abs(given - Fraction(expected.value))
     right = off <= Fraction(expected.within) + abs(Fraction(expected.value)) / 10**9
-    return right, (f"{expected.name}: you say {brief(word)}, it is {plain(expected.value)}"
-                   f" -> {'right' if right else 'WRONG'}")
+    digits = 1 - math.floor(math.log10(expected.within)) if expected.within else MOST_DIGITS
+    return right, (f"{expected.name}: you say {brief(word)}, it is"
+                   f" {plain(expected.value, digits)} -> {'right' if right else 'WRONG'}")
 
 
-def plain(value: float) -> str:
-    """A number as a person writes it, of at most seven digits behind the point."""
+def plain(value: float, digits: int = MOST_DIGITS) -> str:
+    """A number as a person writes it, with at most so many digits behind the point."""
     if float(value).is_integer():
         return f"{int(value):,}"
-    return f"{float(value):,.7f}".rstrip("0")
+    return f"{float(value):,.{digits}f}".rstrip("0").rstrip(".")
 
 
 def numbers_of(words: tuple[str, ...], answer: str) -> list[Fraction]:

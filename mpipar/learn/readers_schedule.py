@@ -18,8 +18,8 @@ from mpipar.pipeline.simulate import simulate
 class Budget(NamedTuple):
     """What a schedule must keep to.
 
-    p, m: workers and microbatches. model: a schedule of mpipar that keeps to it. bubble: share of
-    the step, in percent. stash: microbatches of a worker's layers.
+    p, m: workers and microbatches. model: a schedule of mpipar that keeps to it, and why: how it
+    does so. bubble: share of the step, in percent. stash: microbatches of a worker's layers.
     """
 
     p: int
@@ -27,9 +27,14 @@ class Budget(NamedTuple):
     model: str
     bubble: float
     stash: int
+    why: str
 
 
-BUDGETS = {"5b": Budget(4, 8, "1f1b", 27.3, 4), "10b": Budget(2, 8, "zb-h1", 5.0, 2)}
+BUDGETS = {
+    "5b": Budget(4, 8, "1f1b", 27.3, 4, "each worker runs a backward as soon as it can, which frees"
+                 " a microbatch. No more than p are on their way down and back up"),
+    "10b": Budget(2, 8, "zb-h1", 5.0, 2, "I hands over what the other worker waits for. W can wait,"
+                  " and fills the gaps")}
 TASKS = {
     "5b": "Write a schedule of 4 workers and 8 microbatches, with a whole backward B of 2 units and"
           " a forward F of 1. Its step must not be longer than the 33 units of GPipe, and no worker"
@@ -45,15 +50,15 @@ FORM = (" The file has a line for each worker, as `mpipar schedule naive --pp {p
 def exercises() -> list[Exercise]:
     """One for each budget."""
     return [Exercise(number, TASKS[number] + FORM.format(p=budget.p, m=budget.m),
-                     "--file my.csv", judge_of(budget), ranks=(budget.p,))
+                     "--file my.csv", judge_of(number, budget), ranks=(budget.p,))
             for number, budget in BUDGETS.items()]
 
 
-def judge_of(budget: Budget):
+def judge_of(number: str, budget: Budget):
     """judge(asked) of one budget."""
     def judge(asked: Asked) -> Verdict:
-        why = [(f"why: {budget.model} keeps to it; see `mpipar schedule {budget.model} --pp"
-               f" {budget.p} --num-microbatches {budget.m}`")]
+        why = [(f"why: {budget.model} keeps to it: {budget.why}. See `mpipar schedule"
+                f" {budget.model} --pp {budget.p} --num-microbatches {budget.m}`")]
         schedule = asked.agree(lambda: proved(asked.file))
         if isinstance(schedule, ScheduleError):
             return Verdict(False, [*schedule.problems, "such a schedule cannot run -> WRONG", *why])
@@ -68,7 +73,7 @@ def judge_of(budget: Budget):
             lines += run
         elif right:
             lines.append(f"to let the engine run it too: mpiexec -n {budget.p} mpipar learn check"
-                         f" ... on {budget.p} ranks")
+                         f" {number} --file {asked.file}")
         return Verdict(right, [*lines, *why])
 
     return judge
