@@ -1,5 +1,6 @@
 """bench.step runs, prints its table, and refuses to time a model whose results differ."""
 
+import ctypes
 import json
 import sys
 import types
@@ -10,12 +11,13 @@ import pytest
 from helpers import run_command, run_ranks
 
 from bench.step import __main__ as step
-from bench.step import blas
+from bench.step import blas, freed, products
 from bench.step.sides import torch_side
 from mpipar.errors import UsageError
 from mpipar.ops.numpy_ops import NumpyOps
 
-SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2"
+SIZES = """--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2
+    --no-compiled"""
 WRONG_GRADIENT = """
 from bench.step import __main__ as step
 from mpipar.errors import UsageError
@@ -41,7 +43,8 @@ class Alone:
         receive[...] = send
 
 
-THEIRS = ["torch", "torch fused attention"]
+THEIRS = ["torch", "torch fused attention", "torch fused attention, AdamW"]
+ALONE = ["products, numpy", "products, torch"]
 
 
 def rows_of(path, sides):
@@ -49,8 +52,8 @@ def rows_of(path, sides):
     rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
     assert [side for side in rows if "numba" not in side] == sides
     assert rows["torch"]["over_torch"] == rows["torch"]["best_over_torch"] == 1
-    for row in rows.values():
-        assert 0 < row["update_ms"] < row["step_ms"]
+    for side, row in rows.items():
+        assert side in ALONE or 0 < row["update_ms"] < row["step_ms"]
         assert row["tokens_per_s"] == pytest.approx(40e3 / row["step_ms"])
     assert rows["torch"]["blas"] == blas.torch_blas()
     assert rows[sides[0]]["blas"] == blas.numpy_blas() != "unknown"
@@ -64,7 +67,9 @@ def test_one_rank_is_timed_beside_pytorch(tmp_path):
     done = run_command(argv, timeout=100)
     assert done.returncode == 0, done.tail()
     assert "1 rank(s), 1 thread(s), 2 steps, losses equal" in done.stdout
-    rows = rows_of(path, ["mpipar numpy", *THEIRS])
+    rows = rows_of(path, ["mpipar numpy", *THEIRS, *ALONE])
+    assert rows["mpipar numpy"]["over_products"] > 1
+    assert rows["products, numpy"]["over_products"] == "-"
     assert min(rows[side]["over_best"] for side in THEIRS) == 1
     assert all(row["in_communication"] == 0 for row in rows.values())
 
@@ -76,19 +81,57 @@ def test_two_ranks_are_timed_beside_pytorch_on_two_threads(tmp_path):
     done = run_ranks(2, argv, timeout=100)
     assert done.returncode == 0, done.tail()
     assert "2 rank(s), 2 thread(s)" in done.stdout
-    rows = rows_of(path, ["mpipar numpy, dp 2", "mpipar numpy, tp 2", *THEIRS])
-    assert all((row["in_communication"] > 0) == (side not in THEIRS) for side, row in rows.items())
+    layouts = [f"mpipar numpy, {one} 2" for one in ("dp", "tp")]
+    layouts += ["mpipar numpy, pp 2 1f1b", "mpipar numpy, pp 2 zb-h1"]
+    rows = rows_of(path, [*layouts, "mpipar numpy, one rank", *THEIRS, *ALONE])
+    assert rows["mpipar numpy, one rank"]["speedup"] == 1
+    for side, row in rows.items():
+        talks = side.startswith("mpipar") and not side.endswith("one rank")
+        assert (row["in_communication"] > 0) == talks
+        assert (row["speedup"] == "-") != side.startswith("mpipar")
 
 
 @pytest.mark.peers
 def test_llama_is_the_same_model_on_all_sides():
     args = step.parse([*SIZES.split(), "--arch", "llama", "--kv-heads", "1", "--threads", "1"])
-    batch = step.random_batch(args)
+    batch = step.rows_of(args)
     names, sides = step.their_sides(args, batch, Alone())
-    sides |= step.our_sides(args, batch, Alone())
+    sides |= step.our_sides(args, batch, Alone())[1]
     assert names == THEIRS
     found = step.losses(sides, list(sides), Alone())
     assert step.disagreement(found, found["torch"], args.dtype) is None
+
+
+@pytest.mark.peers
+def test_a_recipe_with_freed_libraries(tmp_path):
+    path = tmp_path / "step.json"
+    argv = [sys.executable, "-m", "bench.step", "--recipe", "nanogpt", "--layers", "1", "--freed",
+            "--batch-size", "2", "--repeats", "1", "--no-compiled", "--json", path]
+    done = run_command(argv, timeout=110)
+    assert done.returncode == 0, done.tail()
+    assert "1 layers, D 128, 4 heads, batch 2 x 64 tokens, V 256" in done.stdout
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["products, torch"]["tflops"] > 0
+
+
+def test_products_of_a_step_are_all_of_its_products():
+    args = step.parse(SIZES.split())
+    names, sides = step.our_sides(args, step.rows_of(args), Alone())
+    taken = products.products_of(sides[names[0]], 1)
+    attention = 12 * 2 * 2 * 20**2 * 24  # one tile: the full square
+    dense = step.step_flops(args) - attention
+    assert products.flops(taken) == dense + attention
+
+
+def test_mkl_is_answered_with_yes(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = freed.mkl_answer()
+    if path is None:
+        pytest.skip("no C compiler is installed")
+    assert ctypes.CDLL(str(path)).mkl_serv_intel_cpu_true() == 1
+    monkeypatch.setattr(freed, "COMPILERS", ())
+    assert freed.mkl_answer() is None
+    assert not freed.free_mkl()
 
 
 @pytest.mark.peers
@@ -106,8 +149,8 @@ def test_sides_of_16_bits_agree_and_a_wrong_gradient_is_seen(monkeypatch, dtype)
     args = step.parse([*SIZES.split(), "--dtype", dtype])
 
     def problem():
-        batch = step.random_batch(args)
-        sides = step.our_sides(args, batch, Alone())
+        batch = step.rows_of(args)
+        _, sides = step.our_sides(args, batch, Alone())
         theirs = sides["torch"] = torch_side(torch, args, batch)
         found = step.losses(sides, list(sides), Alone())
         table = theirs.leaves["embedding.tokens"]
@@ -176,7 +219,7 @@ def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
     found = {}
     for device in ("cpu", "cuda"):
         args = step.parse([*SIZES.split(), "--device", device])
-        sides = step.our_sides(args, step.random_batch(args), Alone())
+        _, sides = step.our_sides(args, step.rows_of(args), Alone())
         for name, side in sides.items():
             found[name] = []
             for number in range(1, 4):

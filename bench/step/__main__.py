@@ -2,16 +2,22 @@
 
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
-    python -m bench.step --arch llama --kv-heads 2 --compiled
+    python -m bench.step --freed                  # neither BLAS asks who made the processor
+    python -m bench.step --recipe nanogpt         # nanoGPT's recipe for a CPU, on the default text
+    python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
     python -m bench.step --cable 200,1000         # on two hosts: see bench/step/cable.py
 
-Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba; on several ranks both
-data and tensor parallelism. If PyTorch is installed, its side `torch` runs eagerly. It computes
-attention explicitly (product, mask, softmax, product), as mpipar does. `torch fused attention` has
-PyTorch's own function in its place. On a GPU, or with --compiled, both are also compiled as a
-whole. All sides start from the same weights, and must give PyTorch's losses over three updates
-before anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all.
+Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
+are data and tensor parallelism, pipelines (1f1b, zb-h1), and one rank alone. If PyTorch is
+installed, its side `torch` runs eagerly. It computes attention explicitly (product, mask, softmax,
+product), as mpipar does. Its other sides have its own attention, its own AdamW in one pass, and are
+compiled as a whole, where a C++ compiler is found. All sides start from the same weights, and must
+give PyTorch's losses over three updates before anything is timed. Their repetitions alternate, so
+that a slow spell of the machine hits all.
+
+The sides `products` multiply what one rank's step multiplies, and do nothing else, by NumPy and by
+PyTorch. Their tflops are the rates of both libraries at the shapes of the step.
 
 With 16 bits both sides update float32 weights and compute with a rounded copy; PyTorch does not use
 autocast. Losses must then agree to one rounding of the type. float16 keeps mpipar's first loss
@@ -19,13 +25,14 @@ scale all the time.
 
 Columns are medians over the repetitions. Of several ranks the slowest counts, from a barrier to its
 last update. over_torch: step_ms over that of `torch`. best_over_torch: the same of the best
-repetitions. over_best: step_ms over that of PyTorch's fastest side. blas: the library that
-multiplies, and the processor that it chose its loops for. in_communication: share of the step
-inside barriers or waiting for messages.
-tflops: operations of the products, 6 B T P + 12 L B T^2 D (P: elements of the matrices of blocks
-and head), per second. mfu: tflops over the peak of the devices of all ranks that computed. The peak
-of a device is --peak-tflops, else that of the maker's data sheet for --dtype: dense, without TF32
-(bench/kernels/gpu.py). If neither is known, as on a CPU, the column is missing.
+repetitions. over_best: step_ms over that of PyTorch's fastest side. over_products: over that of one
+rank's products, in the same repetition. speedup: one rank's time over this one, likewise. blas: the
+library that multiplies, and the processor that it chose its loops for. in_communication: share of
+the step inside barriers or waiting for messages. tflops: operations of the products, 6 B T P + 12 L
+B T^2 D (P: elements of the matrices of blocks and head), per second. mfu: tflops over the peak of
+the devices of all ranks that computed. The peak of a device is --peak-tflops, else that of the
+maker's data sheet for --dtype (bench/kernels/gpu.py; dense, and without TF32). If neither is known,
+as on a CPU, the column is missing.
 """
 
 from __future__ import annotations
@@ -33,24 +40,30 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
+import shutil
 import statistics
 import sys
+from argparse import BooleanOptionalAction
+from types import SimpleNamespace
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results
 from bench.kernels import gpu
-from bench.step import blas
+from bench.step import blas, freed, products
 from bench.step.cable import on_each_cable
 from bench.step.sides import (
+    CHECK_STEPS,
     PARTS,
+    RECIPE,
+    WARM_UP_STEPS,
     OurSide,
     add_sizes,
     configure,
     losses,
     measure_steps,
-    random_batch,
+    rows_of,
     step_flops,
     torch_side,
 )
@@ -60,6 +73,8 @@ from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
 
+ALONE = ", one rank"
+SCHEDULES, MICROBATCHES = ("1f1b", "zb-h1"), 8  # of the pipelines
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of losses
 
 
@@ -67,7 +82,12 @@ def parse(argv):
     """Read the flags: sizes of the model and of the measurement."""
     parser = flags.Parser(prog="python -m bench.step", description=__doc__)
     add_sizes(parser)
-    parser.add_argument("--compiled", action="store_true", help="compile PyTorch's sides as well")
+    parser.add_argument("--compiled", action=BooleanOptionalAction, default=None,
+                        help="compile PyTorch's sides as well (where a C++ compiler is found)")
+    parser.add_argument(freed.FLAG, action="store_true", help="free both BLAS libraries from what"
+                        " they know of the processor's maker (see bench/step/freed.py)")
+    parser.add_argument("--recipe", choices=("nanogpt",), help="its sizes and its learning rate, on"
+                        " the default text as bytes")
     parser.add_argument("--threads", type=flags.count,
                         help="threads of PyTorch, and of all ranks together (number of ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -79,7 +99,11 @@ def parse(argv):
                         help="time mpipar's step on two hosts that a cable of each of these rates"
                         " joins, without and with what hides messages (see bench/step/cable.py)")
     parser.add_argument("--json", help="write the result to this file")
+    if parser.parse_known_args(argv)[0].recipe:
+        parser.set_defaults(**RECIPE)
     args = parser.parse_args(argv)
+    if args.compiled is None:
+        args.compiled = args.device == "cuda" or shutil.which("g++") is not None
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         parser.error("--peak-tflops must be above 0")
     if args.cable and (args.device, args.dtype, args.threads) != ("cpu", "float32", None):
@@ -93,22 +117,60 @@ def cables(text: str) -> list[int]:
     return [flags.count(one) for one in text.split(",")]
 
 
-def our_sides(args, batch, world, host_rank=0) -> dict:
-    """Name -> OurSide, for every layout and set of kernels. Comm: makes their groups."""
-    layouts = [{}] if world.size == 1 else [
-        {axis: world.size} for axis, count in (("dp", args.batch_size), ("tp", args.heads))
-        if count % world.size == 0]
-    kernels = [name for name in KERNELS[args.device]
-               if name != "numba" or importlib.util.find_spec("numba")]
-    sides = {}
-    for layout in layouts:
-        config = configure(args, layout, world.size)
-        for name in kernels:
-            ops = make(args.device, args.dtype, kernels=name, host_rank=host_rank)
-            shown = name if args.device == "cpu" else f"cupy {name}"
-            shown += "".join(f", {axis} {count}" for axis, count in layout.items())
-            sides[f"mpipar {shown}"] = OurSide(config, batch, ops, world)
-    return sides
+def layouts_of(args, num_ranks: int) -> dict[str, dict]:
+    """What stands behind the name of a side -> its settings of the grid."""
+    if num_ranks == 1:
+        return {"": {}}
+    found = {f", {axis} {num_ranks}": {axis: num_ranks}
+             for axis, count in (("dp", args.batch_size), ("tp", args.heads))
+             if count % num_ranks == 0}
+    if args.device == "cpu" and args.layers >= num_ranks:
+        piped = {"pp": num_ranks, "num_microbatches": math.gcd(args.batch_size, MICROBATCHES)}
+        found |= {f", pp {num_ranks} {name}": piped | {"schedule": name} for name in SCHEDULES}
+    return found
+
+
+def kernels_of(args) -> list[str]:
+    """The kernels of the device that are installed."""
+    return [name for name in KERNELS[args.device]
+            if name != "numba" or importlib.util.find_spec("numba")]
+
+
+def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
+    """(names of our sides, the OurSide of each that this rank runs), for every set of kernels.
+
+    One rank alone is world rank 0. Comm: makes the groups of each.
+    """
+    names, sides = [], {}
+    layouts = layouts_of(args, world.size) | ({ALONE: {}} if world.size > 1 else {})
+    for behind, layout in layouts.items():
+        for name in kernels_of(args):
+            shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{behind}"
+            names.append(shown)
+            here = world if behind != ALONE else SimpleNamespace(rank=0, size=1)
+            if here is world or world.rank == 0:
+                ops = make(args.device, args.dtype, kernels=name, host_rank=host_rank)
+                sides[shown] = OurSide(configure(args, layout, here.size), rows, ops, here)
+    return names, sides
+
+
+def product_sides(args, names, sides, world) -> dict:
+    """Name -> the products of one rank's step, on world rank 0; on every rank the names.
+
+    sides: ours and PyTorch's.
+    """
+    if (args.device, args.dtype) != ("cpu", "float32"):
+        return {}
+    found = {"products, numpy": None} | ({"products, torch": None} if "torch" in names else {})
+    if world.rank == 0:
+        one = next(name for name in names if name.startswith("mpipar numpy")
+                   and (world.size == 1 or name.endswith(ALONE)))
+        taken = products.products_of(
+            sides[one], CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1)
+        found["products, numpy"] = products.with_numpy(taken)
+        if "torch" in names:
+            found["products, torch"] = products.with_torch(sides["torch"].torch, taken)
+    return found
 
 
 def disagreement(found, wanted, dtype) -> str | None:
@@ -138,34 +200,44 @@ def libraries(args, names) -> dict[str, str]:
     """Name of a side -> the library that its products run in."""
     if args.device == "cuda":
         return dict.fromkeys(names, "cuBLAS")
-    return {name: blas.torch_blas() if name.startswith("torch") else blas.numpy_blas()
-            for name in names}
+    known = {True: "", False: blas.numpy_blas()}
+    if any("torch" in name for name in names):
+        known[True] = blas.torch_blas(args.freed)
+    return {name: known["torch" in name] for name in names}
 
 
-def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
-    """The result as rows; seconds: all ranks' (ranks, names, repetitions, three)."""
-    products = libraries(args, names)
-    parts = seconds.max(axis=0)
-    steps = seconds[..., :2].sum(axis=-1).max(axis=0)
-    theirs = steps[names.index("torch")] if "torch" in names else None
-    fastest = min((statistics.median(one) for name, one in zip(names, steps, strict=True)
+def paired(before, after) -> float:
+    """The median of how many times as long `before` took, by repetition."""
+    return statistics.median(float(a / b) for a, b in zip(before, after, strict=True))
+
+
+def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
+    """The result as rows; seconds: all ranks' (ranks, names, repetitions, three).
+
+    flops: name -> those of a side that only multiplies.
+    """
+    libs, parts = libraries(args, names), seconds.max(axis=0)
+    steps = dict(zip(names, seconds[..., :2].sum(axis=-1).max(axis=0), strict=True))
+    theirs = steps.get("torch")
+    fastest = min((statistics.median(one) for name, one in steps.items()
                    if name.startswith("torch")), default=None)
     found = []
     for number, name in enumerate(names):
-        step_s = statistics.median(steps[number])
-        tflops = step_flops(args) / step_s * 1e-12
+        step_s = statistics.median(steps[name])
+        tflops = (flops or {}).get(name, step_flops(args)) / step_s * 1e-12
         # A rank without a part in this side has measured nothing.
         busy = seconds[:, number, :, :2].sum(axis=-1)
         found.append({
             "side": name,
-            "blas": products[name],
+            "blas": libs[name],
             **{f"{part}_ms": statistics.median(parts[number, :, i]) * 1e3
                for i, part in enumerate(PARTS)},
             "step_ms": step_s * 1e3,
             **({} if theirs is None else {
                 "over_torch": step_s / statistics.median(theirs),
-                "best_over_torch": min(steps[number]) / min(theirs),
+                "best_over_torch": min(steps[name]) / min(theirs),
                 "over_best": step_s / fastest}),
+            **compared(name, steps),
             "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
             "tokens_per_s": args.batch_size * args.seq_len / step_s,
             "tflops": tflops,
@@ -175,26 +247,45 @@ def rows(args, names, seconds, peak_tflops=None) -> list[dict]:
     return found
 
 
-def their_sides(args, batch, world) -> tuple[list[str], dict]:
+def compared(name, steps) -> dict:
+    """The columns that compare a side of ours with one rank's products, and with one rank."""
+    found, ours = {}, name.startswith("mpipar ")
+    alone = {one.removesuffix(ALONE): one for one in steps if one.endswith(ALONE)}
+    if "products, numpy" in steps:
+        one_rank = ours and (not alone or name in alone.values())
+        found["over_products"] = (
+            paired(steps[name], steps["products, numpy"]) if one_rank else "-")
+    if alone:
+        found["speedup"] = (
+            paired(steps[alone[name.split(",")[0]]], steps[name]) if ours else "-")
+    return found
+
+
+def their_sides(args, rows, world) -> tuple[list[str], dict]:
     """(names of PyTorch's sides, sides that this rank runs: all on world rank 0), if installed."""
     if importlib.util.find_spec("torch") is None:
         return [], {}
+    if args.freed and not freed.free_mkl() and world.rank == 0:
+        print("no C compiler: MKL keeps its own choice", file=sys.stderr)
     import torch
 
     torch.set_num_threads(args.threads)
-    kinds = {"torch": {}, "torch fused attention": {"fused": True}}
-    if args.compiled or args.device == "cuda":
-        kinds |= {f"{name}, compiled": {"compiled": True} | how for name, how in kinds.items()}
-    return list(kinds), {name: torch_side(torch, args, batch, **how)
+    attention, update = {"fused": True}, {"fused_update": True}
+    kinds = {"torch": {}, "torch fused attention": attention,
+             "torch fused attention, AdamW": attention | update}
+    if args.compiled:
+        compiled = update | {"compiled": True}
+        kinds |= {"torch compiled": compiled,
+                  "torch fused attention, compiled": attention | compiled}
+    return list(kinds), {name: torch_side(torch, args, rows, **how)
                          for name, how in kinds.items() if world.rank == 0}
 
 
 def compare_sides(args, world, host_rank) -> int:
     """Check, measure, print; return the exit code. Comm: that of `measure_steps`, and some sums."""
-    batch = random_batch(args)
-    sides = our_sides(args, batch, world, host_rank)
-    ours = list(sides)
-    theirs, more = their_sides(args, batch, world)
+    batches = rows_of(args)
+    ours, sides = our_sides(args, batches, world, host_rank)
+    theirs, more = their_sides(args, batches, world)
     sides |= more
     names = ours + theirs
     found = losses(sides, names, world)
@@ -206,10 +297,14 @@ def compare_sides(args, world, host_rank) -> int:
         if problem:
             print(f"not timed, the models differ: {problem}", file=sys.stderr)
         return EXIT_CHECK_FAILED
+    alone = product_sides(args, names, sides, world)
+    names += alone
+    sides |= alone if world.rank == 0 else {}
     seconds = gather_numbers(world, measure_steps(sides, names, args.repeats, world))
     if seconds is not None:
-        facts = device_facts(args)
-        print_sides(args, rows(args, names, seconds, facts.get("peak_tflops")), world.size, facts)
+        facts, flops = device_facts(args), {name: one.flops for name, one in alone.items()}
+        print_sides(args, rows(args, names, seconds, facts.get("peak_tflops"), flops), world.size,
+                    facts)
     return 0
 
 

@@ -17,7 +17,8 @@ from threadpoolctl import threadpool_info
 MKL_LINE = re.compile(r"^MKL_VERBOSE oneMKL (\d+\.\d+)\D.*?architecture (.*?),? Lnx", re.MULTILINE)
 MKL_SET = re.compile(r"(?:AVX|SSE)[\w.-]*")  # "... Vector Extensions 512 (Intel(R) AVX-512) ..."
 OTHERS = ("/torch/", "/scipy.libs/")  # packages that bring a BLAS of their own
-FIRST_PRODUCT = "import torch; a = torch.ones(300, 300); a @ a"
+FIRST_PRODUCT = "{}import torch; a = torch.ones(300, 300); a @ a"
+FREED = "from bench.step.freed import free_mkl; free_mkl(); "
 
 
 def numpy_blas() -> str:
@@ -30,12 +31,14 @@ def numpy_blas() -> str:
     return "unknown"
 
 
-def torch_blas() -> str:
+def torch_blas(freed: bool = False) -> str:
     """PyTorch's library as MKL's log names it; "unknown" where PyTorch has another one.
 
     MKL is linked into PyTorch and cannot be asked. So a separate process multiplies once.
+    freed: whether MKL is freed there, see `bench.step.freed`.
     """
-    done = subprocess.run([sys.executable, "-c", FIRST_PRODUCT], capture_output=True, text=True,
+    code = FIRST_PRODUCT.format(FREED if freed else "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           env=os.environ | {"MKL_VERBOSE": "1"}, timeout=120, check=False)
     found = MKL_LINE.search(done.stdout)
     if not found:

@@ -39,7 +39,7 @@ from bench.step.sides import (
     configure,
     losses,
     measure_steps,
-    random_batch,
+    rows_of,
 )
 from mpipar.comm.facts import gather_numbers
 from mpipar.comm.record import POINT_TO_POINT
@@ -66,8 +66,8 @@ SIZES = ("layers", "d_model", "heads", "seq_len", "batch_size", "vocab_size", "r
 class Side(OurSide):
     """Our step with only some of the means to hide messages; used: their names."""
 
-    def __init__(self, config, batch, ops, world, used):
-        super().__init__(config, batch, ops, world)
+    def __init__(self, config, rows, ops, world, used):
+        super().__init__(config, rows, ops, world)
         engine = self.worker.engine
         if "progress" not in used:
             engine.enter = lambda unit: None
@@ -82,8 +82,8 @@ def measure_layout(args, layout, world) -> tuple[np.ndarray, list] | None:
     """
     axes, names, operations = LAYOUTS[layout]
     config, ops = configure(args, axes, world.size), make("cpu", args.dtype)
-    batch = random_batch(args)
-    sides = {name: Side(config, batch, ops, world, name) for name in names}
+    rows = rows_of(args)
+    sides = {name: Side(config, rows, ops, world, name) for name in names}
     found = losses(sides, names, world)
     if any(one != found[NOTHING] for one in found.values()):
         return None

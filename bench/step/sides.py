@@ -22,7 +22,8 @@ from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
-from mpipar.data.rows import Batch
+from mpipar.data.rows import Batch, Rows
+from mpipar.data.source import load_source
 from mpipar.ops import make
 from mpipar.plan.predict import predict
 from mpipar.train.learning_rate import learning_rate
@@ -31,6 +32,13 @@ from mpipar.train.worker import Worker
 PARTS = ("forward_backward", "update")
 CHECK_STEPS, WARM_UP_STEPS = 3, 2
 SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
+
+
+# nanoGPT's recipe for a CPU: its sizes, and its update with a learning rate that falls.
+RECIPE = {"layers": 4, "d_model": 128, "heads": 4, "seq_len": 64, "batch_size": 12,
+          "vocab_size": 256}
+RECIPE_TRAIN = {"steps": 2000, "lr": 1e-3, "min_lr_ratio": 0.1, "warmup_steps": 100,
+                "beta2": 0.99}
 
 
 def add_sizes(parser) -> None:
@@ -55,12 +63,29 @@ def configure(args, layout: dict, num_ranks: int):
     model = model_config({
         "arch": args.arch, "layers": args.layers, "d_model": args.d_model, "heads": args.heads,
         "kv_heads": args.kv_heads, "seq_len": args.seq_len, "vocab_size": args.vocab_size})
-    train = TrainConfig(batch_size=args.batch_size, warmup_steps=0)
+    train = TrainConfig(batch_size=args.batch_size, **(
+        RECIPE_TRAIN if getattr(args, "recipe", None) else {"warmup_steps": 0}))
     axes = {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 1} | layout
     run = RunConfig(device=args.device, dtype=args.dtype)
     config, _ = resolve(
         Config(model, GridConfig(**axes), train, run), num_ranks)
     return config
+
+
+def rows_of(args):
+    """The function that gives the rows of a step (from 1) on every rank: one Batch of all.
+
+    They are random and the same in every step, or those of the default text for a recipe.
+    """
+    if not getattr(args, "recipe", None):
+        batch = random_batch(args)
+        return lambda step: batch
+    config = configure(args, {}, 1)
+    tokens = load_source((), args.vocab_size).tokens
+    rows = Rows(make("cpu", "float32"), tokens, config, Grid(0))
+    count = CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1  # one for the products
+    batches = [rows.train(step, 0) for step in range(1, count + 1)]
+    return lambda step: batches[step - 1]
 
 
 def random_batch(args) -> Batch:
@@ -71,26 +96,30 @@ def random_batch(args) -> Batch:
 
 
 class OurSide:
-    """mpipar's own step, as `mpipar train` runs it. batch: the rows of all replicas.
+    """mpipar's own step, as `mpipar train` runs it. rows: see `rows_of`.
 
     Comm: all ranks must build it together, and call each method together.
     """
 
-    def __init__(self, config, batch, ops, world):
+    def __init__(self, config, rows, ops, world):
         self.config, self.ops, self.recorder = config, ops, Recorder()
         grid = Grid.of(config.grid, world.rank)
         self.worker = Worker(config, grid, ops, self.recorder, world if world.size > 1 else None)
         self.worker.initialize()
-        count = config.grid.num_microbatches
-        rows = len(batch.tokens) // (config.grid.dp * count)
-        starts = [(grid.dp_rank * count + mb) * rows for mb in range(count)]
-        self.batches = [Batch(*(ops.asarray(x) for x in (
-            batch.tokens[start:start + rows], batch.targets[start:start + rows],
+        self.rows, self.dp_rank = rows, grid.dp_rank
+
+    def batches(self, step) -> list[Batch]:
+        """This rank's microbatches of a step."""
+        batch, count = self.rows(step), self.config.grid.num_microbatches
+        size = len(batch.tokens) // (self.config.grid.dp * count)
+        starts = [(self.dp_rank * count + mb) * size for mb in range(count)]
+        return [Batch(*(self.ops.asarray(x) for x in (
+            batch.tokens[start:start + size], batch.targets[start:start + size],
             batch.positions))) for start in starts]
 
     def forward_backward(self, step):
         """Return the mean loss of all rows; keep the gradient norm for `update`."""
-        loss, self.norm, _ = self.worker.gradients(step, self.batches.__getitem__)
+        loss, self.norm, _ = self.worker.gradients(step, self.batches(step).__getitem__)
         return loss
 
     def update(self, step):
@@ -103,18 +132,30 @@ class OurSide:
         self.ops.synchronize()
 
 
-def torch_side(torch, args, batch, **how) -> TorchDecoder:
+class TorchSide(TorchDecoder):
+    """PyTorch's step on the rows of each step. rows: see `rows_of`."""
+
+    def __init__(self, torch, config, rows, weights, **how):
+        super().__init__(torch, config, rows(1), weights, **how)
+        self.rows = rows
+
+    def forward_backward(self, step):
+        self.read(self.rows(step))
+        return super().forward_backward(step)
+
+
+def torch_side(torch, args, rows, **how) -> TorchSide:
     """PyTorch's step, from the weights that every layout of ours starts from.
 
-    how: whether it is compiled and whether attention is fused, see `TorchDecoder`.
+    how: whether it is compiled, and what is fused, see `TorchDecoder`.
     """
     config = configure(args, {}, 1)
     alone = Worker(config, Grid(0), make("cpu", "float32"), Recorder())
     alone.initialize()
     weights = {param.name: param.data for stage in alone.stages.values()
                for param in stage.flat.params}
-    return TorchDecoder(torch, config, batch, weights, device=args.device,
-                        dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value, **how)
+    return TorchSide(torch, config, rows, weights, device=args.device,
+                     dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value, **how)
 
 
 def step_flops(args) -> int:

@@ -19,15 +19,14 @@ class TorchDecoder:
     resolved; its TrainConfig holds for PyTorch too. compiled: by torch.compile. dtype: the type
     that the model computes in; if it is not the weights' own, a rounded copy of them is used.
     loss_scale: the loss is multiplied by it, and the gradients are divided by it. fused: whether
-    attention is scaled_dot_product_attention.
+    attention is scaled_dot_product_attention. fused_update: whether AdamW is one pass.
     """
 
     def __init__(self, torch, config, batch, weights, *, device="cpu", compiled=False,
-                 dtype=None, loss_scale=1.0, fused=False):
+                 dtype=None, loss_scale=1.0, fused=False, fused_update=False):
         self.torch, self.functional, self.config = torch, torch.nn.functional, config
         self.device, self.loss_scale = device, loss_scale
-        self.tokens, self.targets = (
-            torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets))
+        self.read(batch)
         seq_len = batch.tokens.shape[1]
         self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).triu(1)
         self.attend = self._fused if fused else self._explicit
@@ -44,7 +43,13 @@ class TorchDecoder:
         plain = [w for w in self.leaves.values() if w.ndim == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
-            betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay)
+            betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay,
+            fused=fused_update or None)
+
+    def read(self, batch):
+        """Take the rows of the next step."""
+        self.tokens, self.targets = (
+            self.torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.targets))
 
     @staticmethod
     def _is_product(name, ndim):

@@ -1,0 +1,99 @@
+"""How long a training run takes from the command to its first step, on one rank and on several.
+
+    python -m bench.startup [--ranks 1,2,4] [--repeats 5] [--json bench/results/startup.json]
+
+Each repetition starts `mpipar train` for three steps in an empty folder, on the default model and
+text. Caches of compiled code and of the choice of BLAS are warm: a start before them is not timed.
+
+Columns, medians: start_s: from the command to the line of the first step, which is then done.
+least_s: the fastest start. first_step_ms, later_step_ms: the first step, and the faster one of the
+two behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from bench import results
+from mpipar.config import flags
+from mpipar.errors import EnvironmentProblem
+from mpipar.job.session import guard
+from mpipar.ops import KERNELS
+
+FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0 --progress plain".split()
+
+
+def parse(argv):
+    """Read the flags."""
+    parser = flags.Parser(prog="python -m bench.startup", description=__doc__)
+    parser.add_argument("--ranks", type=counts, default=[1, 2, 4], metavar="N,N",
+                        help="numbers of ranks (1,2,4)")
+    parser.add_argument("--kernels", choices=KERNELS["cpu"], help="as of mpipar train")
+    parser.add_argument("--repeats", type=flags.count, default=5, help="timed starts of each (5)")
+    parser.add_argument("--json", help="write the result to this file")
+    return parser.parse_args(argv)
+
+
+def counts(text: str) -> list[int]:
+    """Numbers of ranks. Raises what `flags.count` raises."""
+    return [flags.count(one) for one in text.split(",")]
+
+
+def command(num_ranks: int, kernels: str | None) -> list[str]:
+    """What a user types, with the programs of this environment."""
+    launcher = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
+    if launcher is None:
+        raise EnvironmentProblem("no mpiexec: pip install '.[mpich]'")
+    prefix = [] if num_ranks == 1 else [launcher, "-n", str(num_ranks)]
+    more = ["--kernels", kernels] if kernels else []
+    return [*prefix, sys.executable, "-m", "mpipar", "train", *FLAGS, *more]
+
+
+def one_start(argv: list[str]) -> tuple[float, list[float]]:
+    """(seconds from the command to the first step's line, seconds of each step)."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin, found = time.perf_counter(), None
+        with subprocess.Popen(argv, cwd=folder, text=True, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            for line in process.stdout:
+                if found is None and line.startswith("step 1/"):
+                    found = time.perf_counter() - begin
+            said = process.stderr.read()
+        if process.returncode or found is None:
+            raise EnvironmentProblem(f"{' '.join(argv)} failed: {said.strip()[-500:]}")
+        (path,) = Path(folder).glob("runs/*/metrics.jsonl")
+        steps = [json.loads(line)["step_seconds"] for line in path.read_text().splitlines()]
+    return found, steps
+
+
+def row(num_ranks: int, kernels: str | None, repeats: int) -> dict:
+    """The figures of one number of ranks."""
+    argv = command(num_ranks, kernels)
+    one_start(argv)
+    found = [one_start(argv) for _ in range(repeats)]
+    starts = [start for start, _ in found]
+    return {"ranks": num_ranks, "kernels": kernels or KERNELS["cpu"][0], "start_s": median(starts),
+            "least_s": min(starts), "first_step_ms": 1e3 * median(one[0] for _, one in found),
+            "later_step_ms": 1e3 * median(min(one[1:]) for _, one in found)}
+
+
+def main(argv, session) -> int:
+    """Measure each number of ranks, print the table, write the file."""
+    args = parse(argv)
+    results.check_writable(args.json)
+    rows = [row(one, args.kernels, args.repeats) for one in args.ranks]
+    print(results.markdown_table(rows))
+    if args.json:
+        results.write(args.json, "bench.startup", rows, repeats=args.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    guard(main)
