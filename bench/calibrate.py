@@ -23,7 +23,7 @@ from bench.interconnect import plans, records
 from bench.interconnect.buffers import Arena, cache_bytes
 from bench.interconnect.cases import COMM
 from bench.machine.budget import SECONDS, Budget, add_seconds, seconds_problems
-from bench.machine.compute import measure_products, measure_reduction, measure_units, step_config
+from bench.machine.compute import measure_passes, measure_products, measure_reduction, step_config
 from bench.machine.curves import (
     REDUCTION,
     contention,
@@ -150,7 +150,7 @@ def main(argv, session) -> int:
     products, units, reduction = (), [], []
     if configs:
         products = () if args.only_steps else measure_products(world, ops)
-        units = [measure_units(world, ops, one, own)
+        units = [measure_passes(world, ops, one, own)
                  for one, own in budget.part(COMPUTING).shares(configs)]
         world.Barrier()
         data = measure_reduction(Arena(ops, "rotated", cache_bytes()))

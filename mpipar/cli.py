@@ -9,6 +9,7 @@ import importlib
 
 from mpipar import __version__, errors
 from mpipar.config import flags
+from mpipar.config.grid import AUTO
 from mpipar.config.reading import Reading, read, to_toml
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import FIELDS, settings
@@ -45,7 +46,7 @@ OWN_ARGUMENTS = {  # commands without the flags of a configuration
 }
 WITHOUT_MPI = ("schedule", "explain", "ckpt", "data", "trace", "compare", "plan")
 MACHINE = {  # what a command does with --machine
-    "train": "--schedule auto chooses by it, and measures nothing",
+    "train": "--layout auto and --schedule auto choose by it, and measure nothing",
     "explain": "predict the time of a step; --schedule auto chooses by it",
 }
 WHOLE_RUN = {  # what matters only to many steps, their update and their run folder
@@ -65,7 +66,10 @@ FLAGS_OF = {  # the flags of a configuration that a command uses; it refuses the
         "loss_scale_interval"},
 }
 
-HELP_OF = {  # where a flag says something else to a command than to train
+HELP_OF = {  # where a flag says something else to a command
+    "train": {
+        "layout": "short for --dp 2 --pp 2 --tp 2; auto: the axes with the shortest predicted step,"
+                  " from costs measured at the start"},
     "generate": {
         "prompt": "the text to continue (default 'The ')",
         "sample_tokens": "tokens to add to each prompt (default 200)",
@@ -148,7 +152,7 @@ def main(argv: list[str], session: Session) -> int:
              else parser.parse_known_args)
     args, extras = parse(flags.join_negative(parser, argv[1:]))
     unknown = flags.unknown_flags(parser, extras)
-    reading = read(args, unknown)
+    reading = read(args, unknown, may_choose=name == "train")
     if getattr(args, "print_config", False):
         return _print_config(reading, session)
     if name in WITHOUT_MPI and session.launcher.rank > 0:
@@ -184,6 +188,8 @@ def facts_of(reading: Reading, args: argparse.Namespace) -> dict[str, str]:
              for _, field, value in settings(reading.config)}
     own = ("run_folder", "machine", "take_over", "prompts", "answers")
     found |= {name: str(getattr(args, name)) for name in own if hasattr(args, name)}
+    if reading.chooses_layout:
+        found["--layout"] = AUTO
     if reading.problems:
         found[REFUSED] = "; ".join(reading.problems)
     return found
@@ -197,6 +203,8 @@ def _print_config(reading: Reading, session: Session) -> int:
         start = resume.find_start(reading.config.run)
         reading = resume.with_saved_settings(reading, start, session.launcher.size)
     config, notes = resolve(reading, session.launcher.size)
+    if reading.chooses_layout:
+        notes.append("--layout auto: training measures and chooses; this is the layout without it")
     _print_once(session, "".join(f"# {note}\n" for note in notes) + to_toml(config).rstrip())
     return errors.EXIT_OK
 

@@ -9,9 +9,9 @@ from helpers import REPOSITORY, find_launcher, run_ranks
 from in_process import assert_refused, printed
 from program import PROGRAM, TEXT, environment, mpipar
 
-from mpipar.commands.auto import with_schedule_name
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
+from mpipar.plan.choose_layout import with_schedule_name
 from mpipar.train.worker import configured_schedule
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
@@ -70,13 +70,18 @@ def test_a_broken_csv_file_is_refused(tmp_path, rows, what):
 
 
 def test_auto_measures_ranks_and_writes_down_what_it_chose(tmp_path):
-    result = mpipar("train", *SMALL, "--schedule", "auto", "--out", tmp_path / "run", ranks=2)
+    result = mpipar("train", *SMALL[:-1], "auto", "--schedule", "auto", "--out", tmp_path / "run",
+                    ranks=2)
     assert result.returncode == 0, result.tail()
+    assert re.search(r"measured for \d+\.\d s on these ranks, 20 at most", result.stdout)
+    axes = re.search(r"--layout auto: dp (\d) x pp (\d) x tp (\d) has the shortest", result.stdout)
     chosen = re.search(r"--schedule auto: (\S+) has the shortest simulated step", result.stdout)[1]
-    table = result.stdout[result.stdout.index("schedule  "):]
+    table = result.stdout[result.stdout.index("\nschedule  ") + 1:]
     assert table.splitlines()[1].startswith(chosen)
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert config["schedule"] == chosen
+    assert [config[axis] for axis in ("dp", "pp", "tp")] == [int(size) for size in axes.groups()]
+    assert config["dp"] * config["pp"] * config["tp"] == 2
 
 
 @pytest.mark.parametrize(("chosen", "stages"), [("1f1b", 2), ("zb-v", 4), ("interleaved", 6)])

@@ -14,15 +14,14 @@ from itertools import product
 from time import perf_counter
 
 from mpipar import data
-from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import in_turns
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.plan.machine import Passes, Product, Units, settings_of
-from mpipar.plan.measure import measure_costs
+from mpipar.plan.machine import Product, Units
+from mpipar.plan.measure_units import largest, measure_units, update_seconds
 from mpipar.train.worker import Worker
 
 GEMM_SIDES = (32, 128, 512)
@@ -31,12 +30,6 @@ GEMM_SECONDS = 0.02
 REDUCE_SIZES = tuple(1 << k for k in range(10, 23))
 ROUNDS, STEPS = 3, 5
 MICROBATCHES = 4  # of a measured step: at least this many, and at least one for each stage
-
-
-def largest(world, value: float) -> float:
-    """The largest of all ranks' values on world rank 0, own value elsewhere. Comm: one gather."""
-    facts = gather_facts(world, value)
-    return max(facts) if facts is not None else value
 
 
 def time_product(ops, m: int, k: int, n: int) -> float:
@@ -98,13 +91,6 @@ def step_config(config: Config, rows: int, world_size: int, **axes: int) -> Conf
         world_size)[0]
 
 
-def started(world, ops, config) -> Worker:
-    """A Worker with initial weights. Comm: makes the groups."""
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
-    worker.initialize()
-    return worker
-
-
 def step_seconds(world, ops, config, budget) -> float:
     """Seconds of a real training step, median of the quietest round.
 
@@ -112,7 +98,8 @@ def step_seconds(world, ops, config, budget) -> float:
     The first step of a round counts only where the budget has no time for a second.
     Comm: the steps', a barrier before and after each, and those of the budget.
     """
-    worker = started(world, ops, config)
+    worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
+    worker.initialize()
     batch, rounds = data.data_of(config.model).blank_batch(ops, config), []
     for number in budget.rounds(ROUNDS):
         seconds = []
@@ -127,49 +114,11 @@ def step_seconds(world, ops, config, budget) -> float:
     return min(rounds)
 
 
-def update_seconds(world, ops, config) -> float:
-    """Seconds per parameter of what is done once per step: clear, norm, clip, optimizer.
-
-    Comm: makes the groups; ranks take turns on the cores; a gather for each round.
-    """
-    worker, rounds = started(world, ops, config), []
-    params = sum(stage.flat.size for stage in worker.stages.values())
-
-    def updates() -> float:
-        seconds = []
-        for step in range(1, STEPS + 2):
-            start = perf_counter()
-            worker.gradsync.zero()
-            worker.gradsync.square_sum()
-            worker.gradsync.clip(2.0, 1.0)
-            worker.optimizer.step(1e-4, step)
-            ops.synchronize()
-            seconds.append((perf_counter() - start) / params)
-        return statistics.median(seconds[1:])
-
-    for _ in range(ROUNDS):
-        world.Barrier()
-        rounds.append(largest(world, in_turns(world, world.rank, world.size, 1, updates)))
-    worker.close()
-    return min(rounds)
-
-
-def measure_units(world, ops, config: Config, budget) -> Units | None:
+def measure_passes(world, ops, config: Config, budget) -> Units | None:
     """Time the passes of a config's parts with all ranks at work; on world rank 0.
 
     Comm: of tp, and those of the budget.
     """
-    grid = Grid.of(config.grid, world.rank)
-    rounds = [measure_costs(config, grid, ops, world) for _ in budget.rounds(ROUNDS)]
-    update = update_seconds(world, ops, config)
-    if rounds[0] is None:
-        return None
-    quiet = {kind: [min(times) for times in zip(*(getattr(costs, kind) for costs in rounds),
-                                                strict=True)] for kind in "fiw"}
-    return Units(
-        settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
-        config.train.batch_size // (config.grid.dp * config.grid.num_microbatches),
-        embedding=Passes(**{kind: times[0] for kind, times in quiet.items()}),
-        block=Passes(**{kind: statistics.median(times[1:-1]) for kind, times in quiet.items()}),
-        head=Passes(**{kind: times[-1] for kind, times in quiet.items()}),
-        update_seconds_per_parameter=update)
+    found = measure_units(config, ops, world, budget.rounds(ROUNDS))
+    update = update_seconds(config, ops, world, ROUNDS)
+    return found and replace(found, update_seconds_per_parameter=update)

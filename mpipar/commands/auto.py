@@ -1,4 +1,4 @@
-"""`--schedule auto`: get this model's costs, simulate every schedule, and take the shortest.
+"""`--layout auto` and `--schedule auto`: which layouts there are, by which costs one is chosen.
 
 The costs come from a measurement here, or from a cost model of the machine.
 """
@@ -6,82 +6,98 @@ The costs come from a measurement here, or from a cost model of the machine.
 from __future__ import annotations
 
 from dataclasses import replace
+from time import monotonic
 
 from mpipar.comm.facts import broadcast_text
-from mpipar.comm.grid import Grid
-from mpipar.commands.resolve import AUTO
-from mpipar.console.tables import nbytes, table
-from mpipar.errors import UsageError
-from mpipar.pipeline.choose import choose_schedule
-from mpipar.pipeline.schedules.catalog import FAMILIES
+from mpipar.comm.hosts import quiet_barrier
+from mpipar.commands.resolve import resolve
+from mpipar.config.grid import AUTO
+from mpipar.config.layout import fitting, sizes_text
+from mpipar.config.reading import Reading
+from mpipar.config.sections import Config
+from mpipar.errors import UsageError, UserError
 from mpipar.plan import machine_file
-from mpipar.plan.measure import measure_costs, unit_counts
-from mpipar.plan.sharing import EQUAL_SHARES
-from mpipar.plan.step import schedule_costs
+from mpipar.plan.choose_layout import choose, with_schedule_name
+from mpipar.plan.measure_machine import SECONDS, measure_machine
 
 
-def with_schedule(session, inputs, machine_path: str | None = None):
-    """The Inputs with the chosen schedule's name instead of auto, and with the table of choices.
+def legal_layouts(reading: Reading, world_size: int) -> list[Reading]:
+    """The Readings of every layout of these ranks, without --layout auto just the one.
 
-    World rank 0 chooses, by the cost model in machine_path if there is one. Every rank raises
-    UsageError if no schedule fits --memory-limit or the cost model lacks this model. Every rank
-    raises DataError if the cost model cannot be read.
-    Comm: `measure_costs` without a cost model, and the name from world rank 0.
+    Axes that the user names stay, and cp is one of them. Only layouts with the smallest number of
+    rows in a step count: a preset's number is rounded up to what a layout takes. If none can be
+    run, the one without --layout auto says what is wrong.
+    """
+    grid, found = reading.config.grid, []
+    if not reading.chooses_layout or world_size % grid.cp:
+        return [reading]
+    for sizes in fitting(world_size // grid.cp, world_size, 0):
+        axes = dict(zip(("dp", "pp", "tp"), sizes, strict=True))
+        if any(getattr(grid, axis) not in (None, size) for axis, size in axes.items()):
+            continue
+        one = replace(reading, config=replace(reading.config, grid=replace(grid, **axes)))
+        try:
+            found.append((resolve(one, world_size)[0].train.batch_size, one))
+        except UserError:
+            continue
+    least = min((rows for rows, _ in found), default=0)
+    return [one for rows, one in found if rows == least] or [reading]
+
+
+def with_choices(session, inputs, readings: list[Reading], machine_path: str | None = None):
+    """The Inputs with layout and schedule in place of auto, and with the tables of choices.
+
+    readings: of `legal_layouts`; the inputs are those of the first. World rank 0 chooses, by the
+    cost model in machine_path if there is one. Every rank raises UsageError if nothing fits
+    --memory-limit or the cost model lacks this model, DataError if the file cannot be read.
+    Comm: `measure_machine` without a cost model; a barrier; the choice from world rank 0.
     """
     config, world = inputs.config, session.world
-    if config.grid.schedule != AUTO:
-        return inputs
-    costs = None
+    notes = []
+    if readings[0].chooses_layout and len(readings) == 1:
+        notes = [(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
+                  f" ranks can have for this model and {config.train.batch_size} rows a step")]
+    if config.grid.schedule != AUTO and len(readings) == 1:
+        return replace(inputs, notes=[*inputs.notes, *notes])
+    others = (resolve(one, world.size)[0] for one in readings[1:])
+    configs = [config, *(replace(config, grid=one.grid, train=one.train) for one in others)]
+    machine, begin = None, monotonic()
     if machine_path is None:
-        costs = measure_costs(config, Grid.of(config.grid, world.rank), inputs.ops, world)
+        machine = measure_machine(configs, inputs.ops, world)
+        source = (f"measured for {monotonic() - begin:.1f} s on these ranks, {SECONDS:g} at most;"
+                  " --machine FILE measures nothing")
+    else:
+        source = f"by the cost model {machine_path}"
 
     def chosen():
-        if world.rank > 0:
-            return "", []
-        return shortest(config, costs or schedule_costs(machine_file.load(machine_path), config))
+        try:
+            if world.rank == 0:
+                return choose(configs, machine or machine_file.load(machine_path))
+        finally:
+            quiet_barrier(world)  # the others sleep
+        return None, []
 
-    name, notes = session.agree(chosen)
-    config = with_schedule_name(config, broadcast_text(world, name))
-    return replace(inputs, config=config, notes=[*inputs.notes, *notes])
-
-
-def shortest(config, costs) -> tuple[str, list[str]]:
-    """(name of the schedule, lines that say why). costs: of each unit.
-
-    Raises UsageError if no schedule fits --memory-limit.
-    """
-    name, candidates = choose_schedule(
-        config.grid.pp, config.grid.num_microbatches,
-        lambda schedule: costs.merged(unit_counts(config, schedule)),
-        config.run.memory_limit or float("inf"), config.grid.chunks)
-    notes = [f"--schedule auto: {name} has the shortest simulated step", ranking(candidates)]
-    if costs.cores is not None:
-        notes.append(f"more ranks than cores: {EQUAL_SHARES}")
-    return name, notes
+    best, why = session.agree(chosen)
+    text = broadcast_text(world, f"{place_of(best, configs)} {best.grid.schedule}" if best else "")
+    place, name = text.split()
+    config = configs[int(place)]
+    if config.grid.schedule == AUTO:
+        config = with_schedule_name(config, name)
+    return replace(inputs, config=config, notes=[*inputs.notes, source, *notes, *why])
 
 
-def with_schedule_name(config, schedule: str):
-    """The config with a schedule's name, and with --chunks only where that is free."""
-    looped = FAMILIES[schedule].placement == "looped"
-    return replace(config, grid=replace(config.grid, schedule=schedule,
-                                        chunks=config.grid.chunks if looped else None))
+def place_of(best: Config, configs: list[Config]) -> int:
+    """Which of the configs has this layout."""
+    axes = [(one.grid.dp, one.grid.pp, one.grid.cp, one.grid.tp) for one in (*configs, best)]
+    return axes.index(axes[-1])
 
 
-def machine_problems(machine_path: str | None):
-    """The check that a cost model has a schedule to choose, that is, --schedule auto."""
+def machine_problems(machine_path: str | None, chooses_layout: bool):
+    """The check that a cost model has something to choose."""
     def problems(config) -> list[str]:
-        if machine_path is None or config.grid.schedule == AUTO:
+        if machine_path is None or chooses_layout or config.grid.schedule == AUTO:
             return []
-        return [(f"--machine {machine_path}: --schedule auto chooses by it, but the schedule is "
-                f"{config.grid.schedule}; take --schedule auto, or leave --machine out")]
+        return [(f"--machine {machine_path}: --layout auto and --schedule auto choose by it, but"
+                 f" the schedule is {config.grid.schedule}; take --schedule auto, or leave"
+                 " --machine out")]
     return problems, UsageError
-
-
-def ranking(candidates) -> str:
-    """The table of considered schedules, best first."""
-    rows = [("schedule", "simulated step", "weights and stash", "")]
-    for each in candidates:
-        known = each.makespan is not None
-        rows.append((each.name, f"{each.makespan * 1e3:.1f} ms" if known else "",
-                     nbytes(each.peak_bytes) if known else "", each.verdict))
-    return table(rows)

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from mpipar import models
 from mpipar.comm.grid import AXES, Grid
-from mpipar.commands.auto import shortest, with_schedule_name
-from mpipar.commands.resolve import AUTO, resolve
+from mpipar.commands.resolve import resolve
+from mpipar.config.grid import AUTO
 from mpipar.console.tables import (
     barriers,
     describe_stage,
@@ -26,8 +26,9 @@ from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.ops.shape_array import labels_of
 from mpipar.plan import formulas, machine_file
+from mpipar.plan.choose_layout import choose
 from mpipar.plan.predict import predict
-from mpipar.plan.step import schedule_costs, step_estimate
+from mpipar.plan.step import step_estimate
 from mpipar.train.worker import configured_schedule
 
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
@@ -90,8 +91,7 @@ def configured(reading, args, machine):
     if problems:
         raise UsageError(problems)
     if config.grid.schedule == AUTO:
-        name, why = shortest(config, schedule_costs(machine, config))
-        config = with_schedule_name(config, name)
+        config, why = choose([config], machine)
         print("\n".join([*why, ""]))
     return config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpipar.checkpoint import formats
 from mpipar.commands.source import find_source
-from mpipar.config.grid import GridConfig
+from mpipar.config.grid import AUTO, GridConfig
 from mpipar.config.reading import Reading
 from mpipar.config.resolve import Check, complete
 from mpipar.config.run import RunConfig
@@ -23,7 +23,6 @@ from mpipar.trace.tracer import trace_problems
 from mpipar.train.loss_scale import loss_scale_problems
 
 MOST_WORK = 1 << 15  # forward passes of blocks in a step of a pipeline rank
-AUTO = "auto"  # stands for a schedule that is chosen once costs are known
 
 
 def resolve(reading: Reading, world_size: int,

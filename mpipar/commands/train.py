@@ -16,11 +16,10 @@ from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands import finish, loops, report, resume
-from mpipar.commands.auto import machine_problems, with_schedule
+from mpipar.commands.auto import legal_layouts, machine_problems, with_choices
 from mpipar.commands.evaluation import Evaluation
 from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit, tight
-from mpipar.commands.resolve import AUTO
 from mpipar.commands.run_folder import (
     CHECKPOINTS,
     EVALUATIONS,
@@ -35,6 +34,7 @@ from mpipar.commands.run_folder import (
 )
 from mpipar.commands.saving import Saving
 from mpipar.commands.source import WEIGHTS, companions_of, source_facts
+from mpipar.config.grid import AUTO
 from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
 from mpipar.console.log import Log
@@ -93,23 +93,25 @@ class Run:
         self.session, self.world, self.recorder = session, session.start(), Recorder()
 
     def prepare(self, reading, machine_path) -> bool:
-        """Check all that can be checked, choose the schedule, make the run folder.
+        """Check all that can be checked, choose layout and schedule, make the run folder.
 
         False if --resume names a run that has ended; there is nothing to do then.
         Comm: that of `resume.agreed_start`, `session.compare`, `loops.settle_threads` and
-        `with_schedule`, and the folder's name from world rank 0.
+        `with_choices`, and the folder's name from world rank 0.
         """
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, reading.config.run)
         reading = resume.with_saved_settings(reading, start, world.size)
         checks = [resume.start_problems(start), (tensorboard_problems, EnvironmentProblem)]
-        if start.candidates and reading.config.grid.schedule != AUTO:
-            machine_path = None  # the saved schedule stays: there is none to choose
+        chooses = reading.chooses_layout
+        if start.candidates and not chooses and reading.config.grid.schedule != AUTO:
+            machine_path = None  # what was saved stays: there is nothing to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
-        checks.append(machine_problems(machine_path))
+        checks.append(machine_problems(machine_path, chooses))
+        readings = session.agree(lambda: legal_layouts(reading, world.size))
         inputs = session.agree(lambda: prepare(
-            reading, world.size, session.host_rank, checks, next(iter(start.candidates), None)))
+            readings[0], world.size, session.host_rank, checks, next(iter(start.candidates), None)))
         if start.finished >= inputs.config.train.steps:
             if world.rank == 0:
                 print(f"{start.folder}: this run ended with step {start.finished}; nothing is left"
@@ -121,7 +123,7 @@ class Run:
                         | loops.loaded_facts(session, inputs.config.run.blas_arch))
         loops.settle_threads(session)
         inputs = resume.behind(start, inputs)
-        self.inputs = with_schedule(session, inputs, machine_path)
+        self.inputs = with_choices(session, inputs, readings, machine_path)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
         folder = session.agree(self.make_folder)

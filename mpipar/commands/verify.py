@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar.commands.inputs import prepare
-from mpipar.commands.resolve import AUTO
+from mpipar.config.grid import AUTO
 from mpipar.console.tables import layout_text, table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.train import verify

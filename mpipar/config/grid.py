@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.setting import setting
 
+AUTO = "auto"  # of --schedule and --layout: chosen once costs are known
+
 
 @dataclass(frozen=True)
 class GridConfig:

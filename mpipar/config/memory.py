@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mpipar.config.grid import AUTO
 from mpipar.config.setting import setting
 
 OF_ZERO_3 = ("zero", 3)
@@ -48,7 +49,7 @@ def memory_problems(config) -> list[str]:
     if memory.recompute == "attention" and not config.model.whole_heads:
         found.append(f"--recompute attention: a {config.model.model} has no attention; use"
                      " --recompute block, or none")
-    if memory.recompute_layers is not None and config.grid.schedule == "auto":
+    if memory.recompute_layers is not None and config.grid.schedule == AUTO:
         found.append(f"--recompute-layers {memory.recompute_layers}: makes blocks of a stage"
                      " unequal, and --schedule auto measures one for all; name a schedule")
     return found
@@ -60,7 +61,7 @@ def sharing_problems(config) -> list[str]:
     if memory.zero and grid.dp * grid.cp == 1:
         found.append(f"--zero {memory.zero}: shares out what the ranks of dp x cp keep alike, and"
                      f" dp {grid.dp} x cp {grid.cp} is one rank; use --dp 2 or --cp 2, or --zero 0")
-    if memory.zero == 3 and grid.schedule == "auto":
+    if memory.zero == 3 and grid.schedule == AUTO:
         found.append("--zero 3: gathers weights in each pass, and --schedule auto measures passes"
                      " without that; name a schedule, or use --zero 1")
     return found

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES
+from mpipar.config.grid import AUTO
 from mpipar.config.sections import FIELDS, Config, build, not_taken, settings
 from mpipar.config.setting import flag, kind
 from mpipar.config.sizes import read_bytes
@@ -31,7 +32,8 @@ class Reading:
 
     given: the fields that the user named, with their values.
     bad: fields that the user named, but whose text could not be read.
-    unread: those of the problems that say what could not be read.
+    unread: those of the problems that say what could not be read. chooses_layout: whether the axes
+    that are not named are to be chosen by their predicted step (--layout auto).
     """
 
     config: Config
@@ -39,12 +41,15 @@ class Reading:
     given: Mapping[str, object] = dataclasses.field(default_factory=dict)
     bad: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()
+    chooses_layout: bool = False
 
 
-def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Reading:
+def read(namespace: argparse.Namespace, problems: list[str] | None = None,
+         may_choose: bool = False) -> Reading:
     """The unresolved Config that --config and the flags make up. It raises nothing.
 
-    problems: those found before (unknown flags); they stand first.
+    problems: those found before (unknown flags); they stand first. may_choose: whether the command
+    takes --layout auto.
     """
     problems, bad = list(problems or []), set()
     from_file = {}
@@ -52,8 +57,13 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Re
         from_file = _read_file(namespace.config, problems)
     given = {name: value for name, value in vars(namespace).items()
              if name in FIELDS or name == "layout"}
-    values = {}
+    values, chooses = {}, False
     for source, is_text in ((from_file, False), (given, True)):
+        if "layout" in source:
+            chooses = source["layout"] == AUTO
+        if chooses and "layout" in source:  # axes that a file names give way to a flag
+            values = {name: value for name, value in values.items() if name not in AXES}
+            del source["layout"]
         for name, raw in _expand_layout(source, problems).items():
             try:
                 values[name] = _value(FIELDS[name], raw, is_text)
@@ -61,7 +71,10 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None) -> Re
                 typed = brief(str(raw)) if is_text else f"= {shown(raw)} in {namespace.config}"
                 problems.append(f"{flag(name)} {typed}: {error}")
                 bad.add(name)
-    return over({}, Reading(None, (), values, frozenset(bad), tuple(problems)))
+    if chooses and not may_choose:
+        problems.append("--layout auto: only mpipar train chooses; name the axes, as in --layout"
+                        " dp=2,pp=2")
+    return over({}, Reading(None, (), values, frozenset(bad), tuple(problems), chooses))
 
 
 def over(saved: Mapping[str, object], reading: Reading) -> Reading:

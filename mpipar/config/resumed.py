@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from mpipar.comm.grid import AXES
+from mpipar.config.grid import AUTO
 from mpipar.config.model import FAMILIES
 from mpipar.config.reading import Reading, over
 from mpipar.config.setting import flag
@@ -19,24 +20,26 @@ CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}
 OF_A_START = ("resume", "out", "run_name", "init_from", "trace", "trace_ops", "progress")
 # What is chosen together: who names one of them chooses all of them anew.
 ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
-AUTO = "auto"  # of --schedule: it keeps the saved one
 
 
 def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
     """The Reading of a run that goes on on this many ranks.
 
     saved: the values of the checkpoint's config.toml. A layout that the user names is chosen anew,
-    and so is one that does not fit the number of ranks. Stages and groups depend on it.
+    and so is one that does not fit the number of ranks. Stages and groups depend on it. What was
+    chosen (auto) stays.
     """
     given = {name: value for name, value in reading.given.items()
              if (name, value) != ("schedule", AUTO)}
     problems = [*reading.unread, *unchangeable(given, saved)]
-    reading = replace(reading, given=given, unread=tuple(problems))
+    fits = world_size == math.prod(saved.get(axis, 1) for axis in AXES)
+    named = any(axis in given for axis in AXES)
+    reading = replace(reading, given=given, unread=tuple(problems),
+                      chooses_layout=reading.chooses_layout and (named or not fits))
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
-    if any(axis in given for axis in AXES) or world_size != math.prod(
-            saved.get(axis, 1) for axis in AXES):
+    if named or not fits:
         dropped |= {*AXES, *ORDER, "cp_attention"} - {"schedule"}
     return over({name: value for name, value in saved.items() if name not in dropped}, reading)
 

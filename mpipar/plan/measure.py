@@ -1,4 +1,4 @@
-"""Costs of this model on this machine: f, i, w and memory of each layer, and a pipeline hop.
+"""Costs of this model on this machine: f, i, w and memory of each layer.
 
 Times come from the real layers in the real tensor-parallel groups, all stages at once, as in a
 step. Memory comes from running the layers on shapes. The result is one `Costs` whose values are by
@@ -25,7 +25,6 @@ from mpipar.layers.context import Context, recomputed_blocks
 from mpipar.layers.stash import Stash
 from mpipar.partition.context import attention_over
 from mpipar.pipeline.costs import Costs
-from mpipar.plan.link import Link, measure_link
 from mpipar.plan.sharing import pipeline_cores
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
@@ -81,8 +80,10 @@ def activation_shape(worker, batch) -> tuple[int, ...]:
     return next(iter(worker.stages.values())).in_shape(batch)
 
 
-def measure_times(worker) -> dict:
+def measure_times(worker, repeats: int) -> dict:
     """{kind: {unit: median seconds}} of the units that this rank holds.
+
+    A first pass counts only where no other follows.
 
     Comm: the layers' barriers over tp.
     """
@@ -100,26 +101,13 @@ def measure_times(worker) -> dict:
         samples.setdefault(kind, {}).setdefault(unit, []).append(perf_counter() - start)
         return result
 
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + repeats):
         for number, stage in worker.stages.items():
             units = stage_units(number, worker.stage_layers)
             groups = list(zip(units, stage.units, strict=True))
             one_pass(groups, batch, x, dy, observe)
-    return {kind: {unit: median(times[1:]) for unit, times in units.items()}
+    return {kind: {unit: median(times[1:] or times) for unit, times in units.items()}
             for kind, units in samples.items()}
-
-
-def next_stage(worker) -> Link | None:
-    """The link from the first pipeline rank to the second, for an activation; on the first.
-
-    Comm: messages over pp between these two.
-    """
-    pp = worker.comms.pp
-    if pp.size == 1:
-        return None
-    batch = data.data_of(worker.config.model).blank_batch(worker.ops, worker.config)
-    shape = activation_shape(worker, batch)
-    return measure_link(pp, 1, *(worker.ops.zeros(shape, label="buffers") for _ in range(2)))
 
 
 def unit_memory(config) -> dict:
@@ -168,14 +156,14 @@ def _unit_memory(config) -> dict:
     }
 
 
-def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
+def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> Costs | None:
     """Costs by unit, on world rank 0; None elsewhere.
 
     config: resolved, except for the schedule's name. Passes are measured on as many ranks at once
     as have a core each. The costs say what share of the cores a pipeline has.
 
-    Comm: makes the groups of a worker. Then a few passes of every layer over tp and cp, messages
-    over pp, barriers and one gather over the world.
+    Comm: makes the groups of a worker. Then a few passes of every layer over tp and cp, barriers
+    and one gather over the world.
     """
     plain = replace(config, grid=replace(
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
@@ -183,10 +171,9 @@ def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
     worker.initialize()
     times = in_turns(mpi_world, grid.pp_rank * grid.dp_size + grid.dp_rank,
                      grid.pp_size * grid.dp_size, grid.cp_size * grid.tp_size,
-                     lambda: measure_times(worker))
-    link = next_stage(worker)
+                     lambda: measure_times(worker, repeats))
     worker.close()
-    facts = gather_facts(mpi_world, {"times": times, "link": link})
+    facts = gather_facts(mpi_world, times)
     cores = cores_of(mpi_world).cores
     if facts is None:
         return None
@@ -196,21 +183,9 @@ def measure_costs(config, grid, ops, mpi_world=None) -> Costs | None:
         """The median over the ranks that have a unit; JSON has made its number a string."""
         times: dict = {}
         for fact in facts:
-            for unit, seconds in fact["times"][kind].items():
+            for unit, seconds in fact[kind].items():
                 times.setdefault(int(unit), []).append(seconds)
         return tuple(median(times[unit]) for unit in range(num_units))
 
-    links = [Link(*fact["link"]) for fact in facts if fact["link"]]
     return Costs(f=by_unit("f"), i=by_unit("i"), w=by_unit("w"),
-                 cores=pipeline_cores(config.grid, cores), **(link_costs(links) if links else {}),
-                 **unit_memory(config))
-
-
-def link_costs(links) -> dict:
-    """The fields of Costs that the median of some links, measured with one size, gives."""
-    message_bytes = links[0].nbytes
-    hop, busy = (median(getattr(link, name) for link in links) for name in ("hop", "busy"))
-    alone = sum(link.alone for link in links) * 2 >= len(links)
-    return {"latency": hop - busy, "message_bytes": message_bytes,
-            "bandwidth": message_bytes / busy if busy else None,
-            "eager_bytes": None if alone else 0}
+                 cores=pipeline_cores(config.grid, cores), **unit_memory(config))

@@ -28,7 +28,8 @@ HALVES = ("reduce_scatter", "all_gather")
 class StepEstimate:
     """Seconds of one training step by part, and the operations outside of the measured range.
 
-    sharing: the mark of a prediction for more ranks than cores, else "".
+    sharing: the mark of a prediction for more ranks than cores, else "". peak_bytes: of the fullest
+    rank.
     """
 
     pipeline: float
@@ -36,10 +37,16 @@ class StepEstimate:
     update: float
     extrapolated: tuple[str, ...]
     sharing: str = ""
+    peak_bytes: int = 0
 
     @property
     def total(self) -> float:
         return self.pipeline + self.barriers + self.update
+
+    @property
+    def between(self) -> float:
+        """Seconds in which only the network works."""
+        return self.barriers
 
 
 def microbatch_rows(config) -> int:
@@ -131,7 +138,8 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     update = updated * units.update_seconds_per_parameter
     update *= crowding(config.grid, machine.cores)
     return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)),
-                        sharing_note(config.grid, machine.cores))
+                        sharing_note(config.grid, machine.cores),
+                        max(step.peak_total for step in steps))
 
 
 def step_parts(machine: Machine, config) -> dict[str, float]:

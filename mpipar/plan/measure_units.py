@@ -1,0 +1,77 @@
+"""What a microbatch costs in the parts of a model, and an update for each parameter: measured here.
+
+Everything runs on as many ranks at the same time as there are cores: they share caches and memory,
+as in training.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.hosts import in_turns, quiet_barrier
+from mpipar.comm.record import Recorder
+from mpipar.plan.machine import Passes, Units, settings_of
+from mpipar.plan.measure import REPEATS, measure_costs
+from mpipar.plan.step import microbatch_rows
+from mpipar.train.worker import Worker
+
+UPDATES = 5  # of a round, after one that does not count
+
+
+def largest(mpi_world, value: float) -> float:
+    """The largest of all ranks' values on world rank 0, own value elsewhere. Comm: one gather."""
+    facts = gather_facts(mpi_world, value)
+    return max(facts) if facts is not None else value
+
+
+def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -> Units | None:
+    """Time the passes of a config's parts, on world rank 0; None elsewhere.
+
+    Each time is that of the quietest of the rounds. The update is left at 0.
+    Comm: that of `measure_costs` for each round.
+    """
+    grid = Grid.of(config.grid, mpi_world.rank)
+    costs = [measure_costs(config, grid, ops, mpi_world, repeats) for _ in rounds]
+    if costs[0] is None:
+        return None
+    quiet = {kind: [min(times) for times in zip(*(getattr(one, kind) for one in costs),
+                                                strict=True)] for kind in "fiw"}
+    return Units(
+        settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
+        microbatch_rows(config),
+        embedding=Passes(**{kind: times[0] for kind, times in quiet.items()}),
+        block=Passes(**{kind: median(times[1:-1]) for kind, times in quiet.items()}),
+        head=Passes(**{kind: times[-1] for kind, times in quiet.items()}),
+        update_seconds_per_parameter=0.0)
+
+
+def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) -> float:
+    """Seconds per parameter of what is done once per step: clear, norm, clip, optimizer.
+
+    Comm: makes the groups; ranks take turns on the cores; a barrier and a gather for each round.
+    """
+    worker = Worker(config, Grid.of(config.grid, mpi_world.rank), ops, Recorder(), mpi_world)
+    worker.initialize()
+    params, found = sum(stage.flat.size for stage in worker.stages.values()), []
+
+    def run() -> float:
+        seconds = []
+        for step in range(1, updates + 2):
+            start = perf_counter()
+            worker.gradsync.zero()
+            worker.gradsync.square_sum()
+            worker.gradsync.clip(2.0, 1.0)
+            worker.optimizer.step(1e-4, step)
+            ops.synchronize()
+            seconds.append((perf_counter() - start) / params)
+        return median(seconds[1:])
+
+    for _ in range(rounds):
+        quiet_barrier(mpi_world)
+        found.append(largest(mpi_world, in_turns(
+            mpi_world, mpi_world.rank, mpi_world.size, 1, run)))
+    worker.close()
+    return min(found)
