@@ -50,7 +50,7 @@ def test_the_choice_is_that_of_brute_force(seconds):
 
 def test_what_does_not_fit_is_not_chosen_and_says_why():
     free = {str(one.grid): step_estimate(known(), one).peak_bytes for one in configs()}
-    limit = sorted(free.values())[0]
+    limit = min(free.values())
     best, notes = choose(configs(limit), known())
     assert free[str(best.grid)] == limit
     assert "its fullest rank needs" in notes[1]
