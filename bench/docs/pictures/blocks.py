@@ -43,13 +43,11 @@ def draw(words: list[str], root) -> tuple[str, str]:
 
 def draw_product(canvas, x: float, product: str, args, told: list, records) -> float:
     """x @ w = y from x on, and the barrier behind it; returns where the next one starts."""
-    gathered = args.cut == "gather"
-    by_column = product == "up" or gathered
+    by_column = product == "up" or args.cut == "gather"
     inner, outer = (NARROW, BROAD) if product == "up" else (BROAD, NARROW)
     names = NAMES[product]
-    if x == 0 or gathered:
-        whole = by_column
-        x = matrix(canvas, x, names[0], (ROWS, inner), None if whole else 1, args.ranks)
+    if x == 0:
+        x = matrix(canvas, x, names[0], (ROWS, inner), None if by_column else 1, args.ranks)
     canvas.text(x - GAP / 2, TOP + 66, "x", "soft", "middle")
     x = matrix(canvas, x, names[1], (inner, outer), 1 if by_column else 0, args.ranks)
     canvas.text(x - GAP / 2, TOP + 66, "=", "soft", "middle")

@@ -48,7 +48,7 @@ def draw(words: list[str], root) -> tuple[str, str]:
     sums = [(flops, record) for flops, record in sums if record.name.startswith("grads.")]
     if not sums:
         raise UsageError("no sums of gradients: choose a layout with dp")
-    passes = [(flops, name) for flops, name, _ in recorder.seen]
+    passes = [(flops, name) for flops, name, _ in recorder.seen if name]
     end = passes[-1][0]
     first = max((flops for flops, name in passes if name[0] == "F" and name[1:].isdigit()),
                 default=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape, quoteattr
 
-CHARACTER = 6.8  # width of a letter of 13 pixels
+CHARACTER, BOLD = 6.8, 7.8  # width of a letter of 13 pixels
 LIGHT = {
     "page": "#ffffff", "ink": "#1d232b", "soft": "#5d6774", "line": "#b9c0ca", "plain": "#e8ebef",
     "wait": "#d9452b", "transfer": "#8457b8", "ground": "#f0f0f0", "hatch": "#c4c4c4",
@@ -74,7 +74,8 @@ class Drawing:
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
                           f'class="{kind}">{escape(words)}</text>')
         share = {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor]
-        self._reach(x + share * CHARACTER * len(words), y + 5)
+        letter = BOLD if "bold" in kind else CHARACTER
+        self._reach(x + share * letter * len(words), y + 5)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, *, width: float = 1,
              arrow: bool = False) -> None:

@@ -10,20 +10,22 @@ from bench.docs.pictures.drawing import Drawing
 from mpipar.comm.grid import AXES, Grid
 from mpipar.console.tables import nbytes
 
-WIDE, HIGH, ACROSS, DOWN, SHIFT, LEFT, TOP = 92, 40, 200, 118, 46, 20, 92
+WIDE, HIGH, LEFT, TOP = 92, 40, 4, 76
+ACROSS, DOWN = 74, 66  # between two boxes
+SHIFT, DEPTH = 104, 62  # from a copy to the next one
 WIDEST = 14  # pixels of the line with most bytes
 WORDS = {"dp": "dp: sums of gradients", "pp": "pp: activations and their gradients",
          "cp": "cp: keys and values", "tp": "tp: barriers inside of layers"}
 
 
 def place_of(grid: Grid) -> tuple[float, float]:
-    """The corner of a rank: tp and cp across, dp shifted into the depth, pp down."""
-    inner = grid.cp_rank * grid.tp_size + grid.tp_rank
-    columns = grid.dp_size if grid.tp_size * grid.cp_size == 1 else 1
-    x = LEFT + ACROSS * (inner if columns == 1 else grid.dp_rank)
-    depth = 0 if columns > 1 else grid.dp_rank
-    total = max(1, grid.dp_size if columns == 1 else 1)
-    return x + SHIFT * depth, TOP + (DOWN + 52 * (total - 1)) * grid.pp_rank + 62 * depth
+    """The corner of a rank: pp down, tp and cp across, dp into the depth where these are there."""
+    inner, depth = grid.cp_rank * grid.tp_size + grid.tp_rank, grid.dp_rank
+    layers = grid.dp_size - 1
+    if grid.tp_size * grid.cp_size == 1:
+        inner, depth, layers = grid.dp_rank, 0, 0
+    x = LEFT + (WIDE + ACROSS + SHIFT * layers) * inner + SHIFT * depth
+    return x, TOP + (HIGH + DOWN + DEPTH * layers) * grid.pp_rank + DEPTH * depth
 
 
 def draw(words: list[str], root) -> tuple[str, str]:

@@ -21,7 +21,7 @@ COLOURS = {"weights": "r0", "gradients": "r1", "optimizer": "r2", "stash": "r3",
 
 
 class Watching(Recorder):
-    """A recorder that notes the live bytes and the FLOPs so far at the end of each pass."""
+    """A recorder that notes the live bytes and the FLOPs so far, by name at the end of a pass."""
 
     def __init__(self):
         super().__init__(capacity=1 << 20)
@@ -48,6 +48,13 @@ def watch(config, world_rank: int, recorder: Watching) -> Watching:
     ops = recorder.ops = ops_module.shapes_for(config.run, recorder)
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
     recorder.look("start")
+    count = ops._count
+
+    def count_and_look(flops: int) -> None:
+        count(flops)
+        recorder.look("")
+
+    ops._count = count_and_look
     batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: batch(ops, config))
     recorder.look("end")
@@ -56,14 +63,13 @@ def watch(config, world_rank: int, recorder: Watching) -> Watching:
 
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
-    args = shapes.parser().parse_args(words)
-    config = shapes.config_of(words)
-    seen = watch(config, args.rank, Watching()).seen
+    config, rank = shapes.config_of(words), shapes.parser().parse_args(words).rank or 0
+    seen = watch(config, rank, Watching()).seen
     labels = [label for label in labels_of(live for _, _, live in seen)
               if any(live.get(label) for _, _, live in seen)]
     most, work = max(sum(live.values()) for *_, live in seen), seen[-1][0]
     canvas = Drawing()
-    canvas.text(0, 18, f"Memory of rank {args.rank} in one step: {shapes.layout_words(config)}",
+    canvas.text(0, 18, f"Memory of rank {rank} in one step: {shapes.layout_words(config)}",
                 "bold")
     canvas.legend(0, 44, [(COLOURS.get(label, "r5"), label) for label in labels], 680)
 
@@ -94,6 +100,8 @@ def mark_passes(canvas, seen: list, at) -> None:
     last = 0
     for flops, name, _ in seen:
         left, right = at(last, 0)[0], at(flops, 0)[0]
+        if not name:
+            continue
         if flops > last:
             canvas.line(right, TOP + HIGH, right, TOP + HIGH + 6, "ink")
             if right - left > 8 * len(name):

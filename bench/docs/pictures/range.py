@@ -40,7 +40,7 @@ def draw(words: list[str], root) -> tuple[str, str]:
                     + (f"; {step}" if place == 2 else ""), "soft small")
         told.append(f"{name}: 2^{small:.0f} to {float(info.max):.3g}, {step}")
     y = TOP + ROW * len(TYPES) + 2
-    for power in range(-140, TOPMOST + 1, 20):
+    for power in range(-120, TOPMOST + 1, 40):
         canvas.text(at(power), y + 8, f"2^{power}", "soft small", "middle")
     alt = f"Ranges of three types of numbers. {'. '.join(told)}"
     return canvas.svg("Ranges of float32, bfloat16 and float16", alt), alt

@@ -29,8 +29,9 @@ def draw(words: list[str], root) -> tuple[str, str]:
     most = max(pairs(token_pieces(length, method, ranks, rank))
                for method in METHODS for rank in range(ranks))
     for method, title in METHODS.items():
-        canvas.text(0, y + 12, "tokens of", "soft")
-        canvas.text(0, y + 28, title if len(title) < 18 else title.partition(" (")[0], "soft")
+        words, _, methods = title.rstrip(")").partition(" (")
+        canvas.text(0, y + 12, words)
+        canvas.text(0, y + 28, methods, "soft small")
         counts = []
         for rank in range(ranks):
             held = token_pieces(length, method, ranks, rank)

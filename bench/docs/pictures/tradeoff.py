@@ -10,7 +10,7 @@ from mpipar.commands.schedule import cost_words, parse_costs
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
 
-LEFT, TOP, WIDE, HIGH, ROW = 56, 56, 600, 330, 15
+LEFT, TOP, WIDE, HIGH, ROW = 56, 76, 600, 330, 15
 
 
 def points_of(p: int, m: int, costs) -> dict[tuple[float, float], list[str]]:
@@ -47,10 +47,12 @@ def draw(words: list[str], root) -> tuple[str, str]:
                     "end")
     canvas.text(LEFT + WIDE / 2, TOP + HIGH + 38, "microbatches stashed on the fullest worker",
                 "soft", "middle")
-    canvas.text(LEFT + 8, TOP + 4, "bubble: share of the step that workers idle", "soft")
-    taken: list[tuple[float, float, float]] = []
+    canvas.text(0, TOP - 12, "bubble: share of the step that workers idle", "soft")
+    places = {point: (LEFT + WIDE * point[0] / most, TOP + HIGH * (1 - point[1] / worst))
+              for point in points}
+    taken = [(x - 7, x + 7, y) for x, y in places.values()]
     for (stash, bubble), names in sorted(points.items()):
-        x, y = LEFT + WIDE * stash / most, TOP + HIGH * (1 - bubble / worst)
+        x, y = places[stash, bubble]
         canvas.circle(x, y, 5, "tp", f"{', '.join(names)}: bubble {bubble} %, stash {stash:g}")
         label(canvas, (x, y), ", ".join(names), taken)
     told = "; ".join(f"{', '.join(names)}: {bubble} % bubble, {stash:g} stashed"
@@ -64,8 +66,8 @@ def label(canvas, point: tuple[float, float], words: str, taken: list) -> None:
     x, y = point
     width = CHARACTER * len(words)
     left = x + 9 if x + 9 + width < LEFT + WIDE + 70 else x - 9 - width
-    shifts = [step * sign * ROW for step in range(6) for sign in (-1, 1)]
-    free = next((shift for shift in shifts if all(
+    shifts = [step * sign * ROW for step in range(1, 6) for sign in (-1, 1)]
+    free = next((shift for shift in [0, *shifts] if all(
         abs(y + shift - other) >= ROW - 1 or left + width < low or left > high
         for low, high, other in taken)), 0)
     if free:
