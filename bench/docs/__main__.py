@@ -4,7 +4,6 @@
     python -m bench.docs --check [PAGE...]      # write nothing; exit 1 if a page is out of date
     python -m bench.docs --no-run [PAGE...]     # leave the blocks alone whose commands take time
     python -m bench.docs measure FILE.json ['COMMAND' ...]
-    python -m bench.docs trace RUN FILE.json
 
 Blocks are explained in bench/docs/blocks.py, and each kind of block where it is written: commands,
 measured, sources, tables, pictures.
@@ -17,7 +16,7 @@ import difflib
 import sys
 from pathlib import Path
 
-from bench.docs import measured, traced
+from bench.docs import measured
 from bench.docs.blocks import PageError
 from bench.docs.commands import Workplace
 from bench.docs.pages import ROOT, pages, read_page, write_page
@@ -32,9 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv[:1] == ["measure"]:
             measured.measure(Path(argv[1]), argv[2:])
-            return 0
-        if argv[:1] == ["trace"]:
-            traced.keep(Path(argv[1]), Path(argv[2]))
             return 0
         parser = argparse.ArgumentParser(prog="python -m bench.docs", description=__doc__,
                                          formatter_class=argparse.RawDescriptionHelpFormatter)

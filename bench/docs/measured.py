@@ -3,17 +3,20 @@
     python -m bench.docs measure bench/results/tour/naive.json 'COMMAND' 'COMMAND'
     python -m bench.docs measure bench/results/tour/naive.json      # its own commands once more
 
-All commands of a file run one after the other in one empty folder.
+All commands of a file run one after the other in one empty folder. What the pictures `barrier` and
+`predicted` need of a traced run there is kept beside.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from pathlib import Path
 
 from bench import results
+from bench.docs import traced
 from bench.docs.blocks import Block
 from bench.docs.commands import Workplace, console
 from mpipar.errors import DataError
@@ -32,12 +35,21 @@ def measure(path: Path, commands: list[str]) -> None:
             code, output = workplace.run(command)
             if code:
                 raise DataError(f"{command}: exit code {code}\n{output}")
-            host = socket.gethostname()
             rows.append({"command": command, "seconds": round(time.perf_counter() - start, 1),
-                         "output": output.replace(f" {host} ", f" {'host':<{len(host)}} ")})
+                         "output": without_host(output)})
+        beside = traced.last_trace(workplace.folder())
     finally:
         workplace.close()
-    results.write(str(path), BENCH, rows)
+    results.write(str(path), BENCH, rows, beside=beside)
+
+
+def without_host(output: str) -> str:
+    """The output with the word `host` for the name of this one; columns keep their places."""
+    def replace(found: re.Match) -> str:
+        width = len(found[0]) if len(found[1]) > 1 else 0
+        return "host".ljust(width) if width else f"host{found[1]}"
+
+    return re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w.-])( *)", replace, output)
 
 
 def rows_of(path: Path) -> list[dict]:

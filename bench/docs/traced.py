@@ -1,42 +1,40 @@
-"""Keeps what two pictures need of a traced run: its median step, that step simulated, a barrier.
+"""What two pictures need of a traced run: its median step, that step simulated, and a barrier.
 
-    python -m bench.docs trace RUN FILE.json
-
-The rows are passes and parts of one barrier, with their times in milliseconds. The barrier is the
-collective of that step with the most waiting.
+`bench.docs measure` keeps it beside the outputs of its commands, if one of them has traced a run.
+The barrier is the collective of that step with the most waiting.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from bench import results
 from mpipar.comm.record import PASSES
 from mpipar.pipeline.instructions import parts
 from mpipar.trace import pop, waits
 from mpipar.trace.timeline import median_step
 from mpipar.trace.trace_file import Trace, read
 
-BENCH = "bench.docs trace"
 
-
-def keep(run: Path, path: Path) -> None:
-    """Write the file of a run folder. Raises DataError without a trace."""
-    trace = read(run)
-    step, (start, _) = median_step(trace)
-    rows = [*measured(trace, step, start), *simulated(trace), *barrier(trace, step)]
-    results.write(str(path), BENCH, rows, layout=trace.layout(),
-                  schedule=trace.meta["schedule"]["name"], step=step)
+def last_trace(folder: Path) -> dict:
+    """{"trace": ...} of the newest traced run below a folder, or nothing."""
+    found = sorted(folder.glob("**/trace/meta.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        return {}
+    trace = read(found[-1].parent.parent)
+    step, _ = median_step(trace)
+    rows = [*measured(trace, step), *simulated(trace), *barrier(trace, step)]
+    return {"trace": {"layout": trace.layout(), "schedule": trace.meta["schedule"]["name"],
+                      "rows": rows}}
 
 
 def row(what: str, rank: int, kind: str, place: tuple[int, int], times: tuple) -> dict:
-    """One row of the file; times in milliseconds."""
+    """A pass, or a part of the barrier; times in milliseconds."""
     start, end = (round(float(one), 4) for one in times)
     return {"what": what, "rank": rank, "kind": kind, "stage": place[0], "mb": place[1],
             "start_ms": start, "end_ms": end}
 
 
-def measured(trace: Trace, step: int, start: int) -> list[dict]:
+def measured(trace: Trace, step: int) -> list[dict]:
     """The passes of the step on one rank of each pipeline rank; the first one starts at 0."""
     chosen = {rank.place["pp"]: rank for rank in reversed(trace.ranks)}
     spans = [(place, span) for place, rank in sorted(chosen.items()) for span in rank.spans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.docs.pictures.drawing import Drawing
-from bench.docs.pictures.files import load, machine_words
+from bench.docs.pictures.files import load_trace, machine_words
 from mpipar.errors import DataError
 
 LEFT, TOP, WIDE, ROW, HIGH = 78, 96, 600, 42, 28
@@ -11,8 +11,8 @@ LEFT, TOP, WIDE, ROW, HIGH = 78, 96, 600, 42, 28
 
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
-    found = load(root, words, "bench.docs trace")
-    rows = [row for row in found["rows"] if ": " in row["what"]]
+    found, trace = load_trace(root, words)
+    rows = [row for row in trace["rows"] if ": " in row["what"]]
     if not rows:
         raise DataError(f"{words[0]}: has no barrier of several ranks")
     name = rows[0]["what"].partition(": ")[2]

@@ -18,6 +18,14 @@ def load(root: Path, words: list[str], bench: str) -> dict:
     return found
 
 
+def load_trace(root: Path, words: list[str]) -> tuple[dict, dict]:
+    """(result file of `bench.docs measure`, the trace in it). Raises DataError without one."""
+    found = load(root, words, "bench.docs measure")
+    if "trace" not in found:
+        raise DataError(f"{words[0]}: none of its commands has traced a run; use train --trace")
+    return found, found["trace"]
+
+
 def machine_words(found: dict) -> str:
     """Where and when it was measured."""
     machine = found["machine"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.docs.pictures.drawing import Drawing
-from bench.docs.pictures.files import load, machine_words
+from bench.docs.pictures.files import load_trace, machine_words
 
 LEFT, WIDE, ROW, HIGH, TOP = 82, 640, 26, 22, 92
 FILL = {"F": "r0", "B": "r2", "I": "r2", "W": "r1", "OVERLAP_F_B": "r4"}
@@ -13,15 +13,14 @@ NAMES = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W w
 
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
-    found = load(root, words, "bench.docs trace")
-    rows = {what: [row for row in found["rows"] if row["what"] == what]
+    found, trace = load_trace(root, words)
+    rows = {what: [row for row in trace["rows"] if row["what"] == what]
             for what in ("simulated", "measured")}
     ends = {what: max(row["end_ms"] for row in own) for what, own in rows.items()}
     scale = WIDE / max(ends.values())
     ranks = 1 + max(row["rank"] for row in rows["measured"])
-    machine = found["machine"]
     canvas = Drawing()
-    canvas.text(0, 18, f"{machine['layout']}, {machine['schedule']}: predicted above measured",
+    canvas.text(0, 18, f"{trace['layout']}, {trace['schedule']}: predicted above measured",
                 "bold")
     kinds = dict.fromkeys(row["kind"] for row in rows["measured"])
     canvas.legend(0, 44, [*((FILL[kind], NAMES[kind]) for kind in kinds), ("idle", "idle")], 720)
@@ -42,6 +41,6 @@ def draw(words: list[str], root) -> tuple[str, str]:
                 canvas.text(x + width / 2, top + 15, text, "small", "middle")
         y += ROW * ranks + 38
     canvas.text(0, y - 10, machine_words(found), "soft small")
-    alt = (f"Two timelines of one step of {machine['schedule']}: predicted {ends['simulated']:.1f}"
+    alt = (f"Two timelines of one step of {trace['schedule']}: predicted {ends['simulated']:.1f}"
            f" ms above, measured {ends['measured']:.1f} ms below")
     return canvas.svg("Predicted above measured", alt), alt
