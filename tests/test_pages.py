@@ -28,7 +28,7 @@ README = PAGES["README.md"]
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Their commands run from top to bottom in an empty folder, as a reader types them.
 SESSIONS = [name for name in PAGES
-            if name.startswith("docs/tour/") or name == "docs/questions.md"]
+            if name.startswith(("docs/tour/", "docs/how-to/")) or name == "docs/questions.md"]
 
 
 def test_exit_codes_are_those_of_the_program():

@@ -8,7 +8,7 @@ from bench.docs import commands, measured, pictures, sources, tables
 from bench.docs.blocks import Block, blocks_of, update
 
 ROOT = commands.ROOT
-KINDS = ("run", "measured", "code", "result", "picture", "table", "map")
+KINDS = ("run", "measured", "code", "result", "picture", "table", "map", "exercise")
 
 
 def pages() -> list[Path]:
@@ -37,7 +37,8 @@ def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> d
             drawn[path] = picture
             return line
         writers = {"measured": measured.shown, "code": sources.listing, "result": tables.result,
-                   "table": tables.table, "map": tables.file_map}
+                   "table": tables.table, "map": tables.file_map,
+                   "exercise": tables.exercises}
         if block.kind not in writers:
             raise block.problem(f"no block is of this kind; use {', '.join(KINDS)}")
         return writers[block.kind](block, ROOT)

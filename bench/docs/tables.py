@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from bench import results
@@ -40,8 +41,7 @@ def file_map(block: Block, root: Path) -> str:
 
 
 def table(block: Block, root: Path) -> str:
-    """A table of the program's own facts: `exit codes`, `commands`, `flags COMMAND`, `tour`."""
-    kind, *words = block.words.split()
+    """A table of the program's own facts: `exit codes`, `commands`, `flags`, `tour`."""
     if block.words == "tour":
         return chapters(root / "docs" / "tour")
     if block.words == "exit codes":
@@ -49,9 +49,9 @@ def table(block: Block, root: Path) -> str:
     if block.words == "commands":
         return rows_of(["command", "what it does"],
                        ((f"`mpipar {name}`", text) for name, text in cli.COMMANDS.items()))
-    if kind == "flags" and words and words[0] in cli.COMMANDS:
-        return flags_of(words[0])
-    raise block.problem("use exit codes, commands, flags COMMAND, or tour")
+    if block.words == "flags":
+        return "\n\n".join(map(flags_of, cli.COMMANDS))
+    raise block.problem("use exit codes, commands, flags, or tour")
 
 
 def chapters(folder: Path) -> str:
@@ -59,6 +59,20 @@ def chapters(folder: Path) -> str:
     titles = ((path, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
               for path in sorted(folder.glob("*.md")))
     return "\n".join(f"- [{title}](tour/{path.name})" for path, title in titles)
+
+
+def exercises(block: Block, root: Path) -> str:
+    """The tasks of `exercise: 4a 4b`, each with the command that judges an answer."""
+    from mpipar.learn.catalog import EXERCISES
+
+    unknown = [name for name in block.words.split() if name not in EXERCISES]
+    if unknown:
+        raise block.problem(f"no exercise {', '.join(unknown)}")
+    parts = []
+    for one in map(EXERCISES.get, block.words.split()):
+        task = textwrap.fill(f"**{one.id}.** {one.task}", 118, break_on_hyphens=False)
+        parts.append(f"{task}\n\n```bash not-run\n{one.command}\n```")
+    return "\n\n".join(parts)
 
 
 def rows_of(head: list[str], rows) -> str:
@@ -76,7 +90,7 @@ def cell(value) -> str:
 
 def flags_of(command: str) -> str:
     """The arguments and flags of a command, a table for each group of its help."""
-    parser, parts = cli.command_parser(command, every=True), []
+    parser, parts = cli.command_parser(command, every=True), [f"## mpipar {command}"]
     for group in parser._action_groups:
         rows = [(f"`{name_of(action)}`", help_of(parser, action)) for action in group._group_actions
                 if action.help != argparse.SUPPRESS and "--help" not in action.option_strings]

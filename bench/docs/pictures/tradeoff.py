@@ -5,8 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 from bench.docs.pictures.drawing import CHARACTER, Drawing
+from bench.docs.pictures.timeline import costs_of
 from mpipar import cli
-from mpipar.commands.schedule import cost_words, parse_costs
+from mpipar.commands.schedule import cost_words
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
 
@@ -30,7 +31,7 @@ def points_of(p: int, m: int, costs) -> dict[tuple[float, float], list[str]]:
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
     args = cli.command_parser("schedule").parse_args(words)
-    p, m, costs = args.pp, args.num_microbatches, parse_costs(args.costs, args.latency)
+    p, m, costs = args.pp, args.num_microbatches, costs_of(args)
     points = points_of(p, m, costs)
     stashes, bubbles = zip(*points, strict=True)
     most, worst = max(stashes), max(bubbles)
