@@ -140,7 +140,8 @@ def test_columns_and_rows_of_a_result_are_chosen():
     ("picture: one circle", "use a name and one of the kinds timeline"),
     ("picture: one timeline made-up", "made-up"),
     ("picture: one roofline bench/results/gone.json", "gone.json"),
-    ("table: gone", "use exit codes"), ("exercise: 99z", "no exercise 99z"), ("map: gone", "use one of folders"),
+    ("table: gone", "use exit codes"), ("exercise: 99z", "no exercise 99z"),
+    ("map: gone", "use one of folders"),
     ("made-up: x", "PLAIN TEXT"), ("made: x", "no block is of this kind")])
 def test_a_wrong_block_is_refused(comment, message):
     if message == "PLAIN TEXT":

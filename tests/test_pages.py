@@ -26,6 +26,8 @@ from mpipar.pipeline.schedules.catalog import SCHEDULES
 PAGES = {str(path): docs_pages.read_page(path) for path in docs_pages.pages()}
 README = PAGES["README.md"]
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# What a reader writes into files before the commands of a page run.
+FILES = {name for page in PAGES.values() for name, _ in docs_commands.FILE.findall(page)}
 # Their commands run from top to bottom in an empty folder, as a reader types them.
 SESSIONS = [name for name in PAGES
             if name.startswith(("docs/tour/", "docs/how-to/")) or name == "docs/questions.md"]
@@ -161,19 +163,21 @@ def command_problem(command):
     if any(re.fullmatch(r"[A-Z_]+|[A-Z]+\.\w+", word) for word in words[1:]):
         return "a placeholder in place of a value"
     program = words[0].removeprefix(".venv/bin/")
-    if program == "mpipar":
+    if program == "mpipar" and words[1:] not in [[name] for name in cli.COMMANDS]:
         try:
             cli.command_parser(words[1]).parse_args(words[2:])
         except (UsageError, KeyError) as error:
             return str(error)
     elif program == "python" and words[1] != "-m":
-        return None if (REPOSITORY / words[1]).exists() else f"no {words[1]}"
+        here = (REPOSITORY / words[1]).exists() or words[1] in FILES
+        return None if here else f"no {words[1]}"
     elif program == "python" and words[2] != "pytest":
         sources = sources_of(words[2])
         flags = {word.partition("=")[0] for word in words[3:] if word.startswith("--")}
         known = {flag for file in sources for flag in re.findall(r"--[\w-]+", file.read_text())}
         return f"no {words[2]}" if not sources else f"no {flags}" if flags - known else None
-    elif program not in ("pip", "python", "python3", ".", "source", "sbatch", "bash"):
+    elif program not in ("pip", "python", "python3", ".", "source", "sbatch", "bash", "mpipar",
+                         "find", "head"):
         return f"no program {program}"
     return None
 
