@@ -15,6 +15,7 @@ from helpers import REPOSITORY
 from program import mpipar
 
 from bench.docs import commands as docs_commands
+from bench.docs import measured
 from bench.docs import pages as docs_pages
 from bench.docs.blocks import blocks_of
 from mpipar import cli
@@ -26,6 +27,7 @@ from mpipar.pipeline.schedules.catalog import SCHEDULES
 PAGES = {str(path): docs_pages.read_page(path) for path in docs_pages.pages()}
 README = PAGES["README.md"]
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = [block for name, page in PAGES.items() for block in blocks_of(Path(name), page)]
 # What a reader writes into files before the commands of a page run.
 FILES = {name for page in PAGES.values() for name, _ in docs_commands.FILE.findall(page)}
 # Their commands run from top to bottom in an empty folder, as a reader types them.
@@ -221,6 +223,19 @@ def test_commands_of_a_page_do_what_it_shows(name):
     finally:
         workplace.close()
     assert written[Path(name)] == page, "run python -m bench.docs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted({block.words for block in BLOCKS if block.kind == "measured"
+                                         and measured.is_quick(REPOSITORY / block.words)}))
+def test_measured_commands_still_run(file):
+    workplace = docs_commands.Workplace()
+    try:
+        for row in measured.rows_of(REPOSITORY / file):
+            code, output = workplace.run(row["command"])
+            assert code == 0, f"{row['command']}\n{output}"
+    finally:
+        workplace.close()
 
 
 @pytest.mark.slow
