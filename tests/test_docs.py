@@ -193,7 +193,7 @@ def test_an_output_is_measured_and_shown(tmp_path, monkeypatch):
     assert [row["output"] for row in measured.rows_of(file)] == ["", "one\n"]
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     page = written("<!-- measured: one.json :: part 2 -->")
-    assert "```bash\ncat a\n```\n\n```text\none\n```\n\nMeasured: 20" in page
+    assert "```bash not-run\ncat a\n```\n\n```text\none\n```\n\nMeasured: 20" in page
 
 
 def test_a_failing_command_is_not_kept(tmp_path):
