@@ -77,11 +77,13 @@ def listing() -> list[str]:
     lines = []
     for chapter, title in enumerate(CHAPTERS, 1):
         lines += ["", f"{chapter}  {title}"]
-        lines += [f"  {name:<11}{one.title}: mpiexec -n {one.ranks[0]} mpipar learn {name}"
+        lines += [f"  {name:<11} {one.title}"
                   for name, one in EXAMPLES.items() if one.chapter == chapter]
-        lines += [f"  {one.id:<5}{textwrap.shorten(one.task, WIDTH - 10, placeholder=' ...')}"
+        lines += [f"  {one.id:<12}{textwrap.shorten(one.task, WIDTH - 14, placeholder=' ...')}"
                   for one in EXERCISES.values() if one.chapter == chapter]
-    return [*lines[1:], "", "mpipar learn check 4a shows exercise 4a, and how it is answered."]
+    return [*lines[1:], "",
+            "mpiexec -n 2 mpipar learn ffn shows the worked example ffn, with real numbers.",
+            "mpipar learn check 4a shows exercise 4a, and how it is answered."]
 
 
 def example(session, name: str, words: tuple[str, ...]) -> int:
