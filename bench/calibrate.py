@@ -20,9 +20,9 @@ import argparse
 
 from bench import results
 from bench.interconnect import plans, records
+from bench.interconnect.budget import SECONDS, Budget, add_seconds, seconds_problems
 from bench.interconnect.buffers import Arena, cache_bytes
 from bench.interconnect.cases import COMM
-from bench.machine.budget import SECONDS, Budget, add_seconds, seconds_problems
 from bench.machine.compute import measure_passes, measure_products, measure_reduction, step_config
 from bench.machine.curves import (
     REDUCTION,

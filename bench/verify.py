@@ -29,6 +29,7 @@ import numpy as np
 
 from bench import results
 from bench.interconnect import plans
+from bench.interconnect.budget import Budget, add_seconds, seconds_problems
 from bench.interconnect.cases import COMM
 from bench.interconnect.groups import link_of
 from bench.interconnect.launches import START, alone, launcher_words, run_job
@@ -36,7 +37,6 @@ from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Section
 from bench.interconnect.records import Writer
 from bench.machine import goals
 from bench.machine.algorithms import all_reduce_models
-from bench.machine.budget import Budget, add_seconds, seconds_problems
 from bench.machine.compute import HELD_OUT_SIDES, measure_products
 from bench.machine.curves import REDUCTION, quietest
 from bench.machine.needed import (

@@ -1,10 +1,13 @@
 """The budget of a command chooses sizes and rounds; a planted clock stands in for the time."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench import verify
-from bench.machine import budget
-from bench.machine.budget import Budget
+from bench.interconnect import budget, quick
+from bench.interconnect.budget import Budget
+from bench.interconnect.plans import world_sections
 from mpipar.errors import UsageError
 
 SIZES = tuple(8 << k for k in range(10))
@@ -85,3 +88,55 @@ def test_seconds_that_are_none_are_refused(text):
     words = ["machine.json", "--seconds", text, "--launches", "-1"]
     with pytest.raises(UsageError, match=r"--seconds .*, above 0, as 60\n--launches -1"):
         verify.parse(words)
+
+
+class SlowLink:
+    """Stands in for a Bench: an iteration takes a latency and its bytes over a rate."""
+
+    world = SimpleNamespace(rank=0, Bcast=lambda x: None)
+
+    def __init__(self, clock, latency, rate, messages=64):
+        self.clock, self.latency, self.rate, self.messages = clock, latency, rate, messages
+        self.latest, self.end, self.refused = [], None, []
+
+    def run(self, sizes):
+        for size in sizes:
+            iteration = self.messages * (self.latency + size / self.rate)
+            self.clock.now += max(0.05, quick.LEAST_ITERATIONS * iteration)
+            ended = self.clock.now > self.end
+            self.latest = [] if ended and iteration > 1 else [{
+                "via": "mpi4py", "median_us": iteration * 1e6 / self.messages,
+                "per_sample": self.messages}]
+
+
+@pytest.mark.parametrize(("latency", "rate", "measured"), [
+    (1e-6, 1e10, 64), (1e-4, 1e7, 48), (1e-4, 1e6, 32), (1e-4, 1e5, 17), (2e-2, 1e9, 9)])
+def test_a_quick_run_ends_in_time_on_any_link(clock, monkeypatch, capsys, latency, rate, measured):
+    """16 sections of four sizes; what does not fit is named, and all the rest is measured."""
+    monkeypatch.setattr(quick, "time", clock)
+    sections = world_sections(["ring"] * 16, 2, quick.SIZES)
+    sections = [one._replace(title=f"ring {number}") for number, one in enumerate(sections)]
+    bench = SlowLink(clock, latency, rate)
+    limited = quick.Quick(bench, sections, 60.0)
+    for _, sizes in limited.turns():
+        bench.run(sizes)
+    limited.conclude()
+    assert clock.now - 1000 <= 60
+    assert 64 - sum(len(sizes) for _, sizes in limited.waiting) >= measured
+    said = capsys.readouterr().err
+    assert "quick run: 16 part(s), ends within 60 s" in said
+    assert ("not measured, for lack of time: ring" in said) == bool(limited.waiting)
+
+
+def test_sizes_that_wait_for_time_come_later(clock, monkeypatch, capsys):
+    """The first of two sections gets half of the time, and what the second leaves of its half."""
+    monkeypatch.setattr(quick, "time", clock)
+    sections = world_sections(["ring", "barrier"], 2, (64, 1 << 20))
+    bench = SlowLink(clock, 0.0, 3e7, messages=1)
+    seconds = 2.5 * quick.LEAST_ITERATIONS * (1 << 20) / 3e7
+    limited, order = quick.Quick(bench, sections, seconds), []
+    for section, sizes in limited.turns():
+        order.append(section.title)
+        bench.run(sizes)
+    assert order == ["ring", "barrier", "ring"]
+    assert limited.waiting == []

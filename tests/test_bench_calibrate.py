@@ -13,7 +13,7 @@ from helpers import run_command, run_ranks
 from program import LIMIT, environment, one_block
 
 from bench import calibrate
-from bench.machine.budget import LEAST_SIZES
+from bench.interconnect.budget import LEAST_SIZES
 from bench.machine.steps import layouts
 from mpipar.errors import DataError
 from mpipar.plan import machine_file

@@ -1,5 +1,6 @@
 """The benchmark across two hosts whose cable has a known rate: it has to find that rate."""
 
+import re
 import subprocess
 import sys
 
@@ -33,7 +34,7 @@ def bench(hosts, counts, path, *words):
 def both(tmp_path_factory):
     """Messages of three ranks behind a barrier, and a ring of two that starts at instants."""
     folder = tmp_path_factory.mktemp("hosts")
-    behind = ("bandwidth", "pairs", "--pair", "1,2", "--begin-bytes", "1M", "--end-bytes", "2M",
+    behind = ("bandwidth", "pairs", "--begin-bytes", "1M", "--end-bytes", "2M",
               "--window", "4", "--seconds", "0.2")
     at = ("ring", "--sync", "deadline", "--begin-bytes", "1K", "--end-bytes", "1K", "--seconds",
           "1")  # who waits for an instant keeps its core: as many ranks as cores
@@ -88,3 +89,19 @@ def test_start_at_an_instant_works_on_the_estimated_clock(both):
     for row in run.rows:
         assert row["late"] < len(row["left_ns"])
         assert row["skew_us"] < 2000
+
+
+def test_a_quick_run_over_a_slow_cable_ends_in_the_time_that_it_says(tmp_path):
+    """A window of 64 messages of 1 MiB alone would take a minute here."""
+    words = ("--quick", "--seconds", "20")
+    try:
+        with two_hosts(tmp_path, 10) as hosts:
+            done, run = bench(hosts, (1, 1), tmp_path / "quick.jsonl", *words)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces: {error.stderr.strip()}")
+    assert run.status == records.COMPLETE
+    assert "ends within 20 s" in done.stderr
+    spent, said = re.search(r"quick run: (\d+) s of (\d+)", done.stderr).groups()
+    assert int(spent) <= int(said) + 3, done.tail(40)
+    assert "not measured, for lack of time: " in done.stderr
+    assert len({row["case"] for row in run.rows}) > 10

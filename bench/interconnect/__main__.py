@@ -17,7 +17,7 @@ import random
 import sys
 
 from bench import table
-from bench.interconnect import cuda_probe, findings, launches, plans
+from bench.interconnect import cuda_probe, findings, launches, plans, quick
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
 from bench.interconnect.groups import WIRES, ranks_of_a_host
@@ -40,9 +40,8 @@ from mpipar.errors import (
 from mpipar.job import gpus
 from mpipar.job.session import guard
 
-QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
-QUICK_FOOTPRINT = 16 << 20
-FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--seconds", "--target")
+FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--target")
+SECONDS = 0.5
 
 
 def parse(argv):
@@ -62,8 +61,9 @@ def parse(argv):
     parser.add_argument("--footprint", default="0", metavar="SIZE",
                         help="memory that rotated buffers walk through, twice per rank "
                              "(0: the last-level cache)")
-    parser.add_argument("--seconds", type=float, default=0.5,
-                        help="time for each size and way (0.5)")
+    parser.add_argument("--seconds", type=float,
+                        help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
+                             f"whole run ({quick.SECONDS:g})")
     parser.add_argument("--target", type=float, default=0.02,
                         help="stop when the median is known to this share (0.02)")
     parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
@@ -77,7 +77,9 @@ def parse(argv):
                              "applies between hosts if there are several; inside a host a "
                              "memory copy is the bound")
     parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
-    parser.add_argument("--quick", action="store_true", help="a few sizes, little time for each")
+    parser.add_argument("--quick", action="store_true",
+                        help="a few sizes, little time for each; it ends in time on any link, and "
+                             "says what it left out")
     parser.add_argument("--stall-seconds", type=float, default=60.0,
                         help="end the job after so many seconds without progress (60; 0: never)")
     parser.add_argument("--launches", type=int, metavar="K",
@@ -87,6 +89,8 @@ def parse(argv):
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
     args = parser.parse_args(argv)
+    if args.seconds is None:
+        args.seconds = quick.SECONDS if args.quick else SECONDS
     if "all" in args.cases or (args.quick and not args.cases):
         skipped = plans.WITHOUT_LAYOUT if args.layout else ()
         some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
@@ -102,9 +106,8 @@ def without_effect(args, typed) -> list[str]:
     if args.start and args.launches is None:
         found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
                      "or type the command in front of python")
-    if quick := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
-        found.append(f"--quick has sizes and times of its own: leave out {', '.join(quick)}, or "
-                     "--quick")
+    if fixed := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
+        found.append(f"--quick has sizes of its own: leave out {', '.join(fixed)}, or --quick")
     return found
 
 
@@ -114,7 +117,7 @@ def chosen_sizes(args) -> tuple[int, ...]:
                                      "--end-bytes": args.end_bytes, "--footprint": args.footprint}):
         raise UsageError(found)
     if args.quick:
-        return QUICK_SIZES
+        return quick.SIZES
     return plans.geometric(read_bytes(args.begin_bytes), read_bytes(args.end_bytes),
                            args.factor)
 
@@ -211,14 +214,20 @@ def begin(args, argv, bench, writer, tried: str) -> Bounds:
     return bounds
 
 
-def sweep(bench, sections, seed: int, writer, bounds: Bounds | None) -> list[dict]:
-    """Measure every section, sizes in random order; print each table once it is complete.
-
-    bounds: on world rank 0, which has the rows.
-    """
-    rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
+def in_random_order(sections, seed: int):
+    """Yield every section with its sizes in random order."""
+    shuffled = random.Random(seed)  # noqa: S311 - an order, the same on all ranks
     for section in sections:
-        sizes = shuffled.sample(section.sizes, len(section.sizes))
+        yield section, shuffled.sample(section.sizes, len(section.sizes))
+
+
+def sweep(bench, turns, writer, bounds: Bounds | None) -> list[dict]:
+    """Measure every section at its sizes; print each table once it is complete.
+
+    turns: (section, sizes). bounds: on world rank 0, which has the rows.
+    """
+    rows = []
+    for section, sizes in turns:
         new = [row | bounds.columns(row) for row in bench.run(section, sizes)]
         for row in new:
             writer.row(row)
@@ -247,14 +256,18 @@ def main(argv, session) -> int:
         for line in plans.left_out(args.cases, args.layout, wanted, sections):
             print(line, file=sys.stderr)
     if args.quick:
-        footprint = footprint or QUICK_FOOTPRINT
+        footprint = footprint or quick.FOOTPRINT
     session.agree(lambda: refuse_unaware(args.transport, tried))
     bench = Bench(session, args.dtype, args.buffers, footprint, chosen_plan(args), args.transport,
                   args.window)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
     bounds = begin(args, argv, bench, writer, tried) if world.rank == 0 else None
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):
-        rows = sweep(bench, sections, args.launch, writer, bounds)
+        limited = quick.Quick(bench, sections, args.seconds) if args.quick else None
+        turns = limited.turns() if limited else in_random_order(sections, args.launch)
+        rows = sweep(bench, turns, writer, bounds)
+        if limited:
+            limited.conclude()
         code = EXIT_INTERRUPTED if bench.stopped else EXIT_OK
         if world.rank == 0:
             code = print_outcome(args, bench, rows, writer, code)

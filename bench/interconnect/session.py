@@ -107,6 +107,7 @@ class Bench:
         self.ahead_ns, self.clock_before = 0, {}
         self._look_at_clocks()
         self.stopped, self.refused = False, []
+        self.latest, self.end = [], None  # rows of the last size; when a size must end, if ever
 
     def _look_at_clocks(self) -> None:
         """Measure how far this rank's clock is ahead of world rank 0's. Comm: messages, one
@@ -158,7 +159,8 @@ class Bench:
                            self.recorder)
         rows = []
         for size in section.sizes if sizes is None else sizes:
-            rows += self._one(section, group, size)
+            self.latest = self._one(section, group, size)
+            rows += self.latest
             if self.stopped:
                 break
         group.close()
@@ -178,7 +180,7 @@ class Bench:
             if section.num_tests is not None:
                 cases = overlap.with_computing(group.team, section, setup, cases, self.progress)
             outcomes = measure_cases(group.team, cases, self.plan, self.progress,
-                               lambda: self.session.stop_requested, self.ahead_ns)
+                                     self._must_end, self.ahead_ns)
             case = next(iter(cases.values()))
             fact = {"ways": {via: list(outcome) for via, outcome in outcomes.items()},
                     "volume": case.volume(), "window": case.window,
@@ -191,6 +193,10 @@ class Bench:
         clock = CommonClock(tuple(self.owners), before, self.clock_before)
         self._agree_to_stop()
         return [] if facts is None else self._rows(section, group, facts, clock)
+
+    def _must_end(self) -> bool:
+        over = self.end is not None and time.monotonic() > self.end
+        return self.session.stop_requested or over
 
     def _agree_to_stop(self) -> None:
         self.stopped = bool(largest(self.world, self.session.stop_requested))
