@@ -15,7 +15,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import FIELDS, settings
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, suggestion
-from mpipar.job.alike import REFUSED
+from mpipar.job import alike
 from mpipar.job.session import Session
 
 COMMANDS = {
@@ -145,7 +145,7 @@ def main(argv: list[str], session: Session) -> int:
         raise UsageError(f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
                          f"use one of {', '.join(COMMANDS)}")
     if name not in WITHOUT_MPI:
-        session.facts = {"command": name}
+        session.facts = {"command": name} | alike.versions()
     parser = command_parser(name, "--help-all" in argv)
     # Text files, or the words of an answer, may stand before, between and behind the flags.
     parse = (parser.parse_known_intermixed_args if name in ("data", "learn")
@@ -191,7 +191,7 @@ def facts_of(reading: Reading, args: argparse.Namespace) -> dict[str, str]:
     if reading.chooses_layout:
         found["--layout"] = AUTO
     if reading.problems:
-        found[REFUSED] = "; ".join(reading.problems)
+        found[alike.REFUSED] = "; ".join(reading.problems)
     return found
 
 

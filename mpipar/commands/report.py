@@ -41,7 +41,7 @@ def environment(session, hosts: int) -> list[tuple[str, str]]:
         ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{session.world.size} on {hosts} host{'s' * (hosts > 1)}"),
-        ("MPI", mpi.library_name()), *alike.versions().items(),
+        ("MPI", mpi.library_name()), *((name, session.facts[name]) for name in alike.PROGRAMS),
         ("processor", cpu[1] if cpu else platform.machine()),
         ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
         ("system", f"{platform.system()} {platform.release()}"),

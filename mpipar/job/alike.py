@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 from collections.abc import Sequence
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from mpipar import __version__
@@ -17,6 +18,7 @@ from mpipar.files.text import harmless
 
 PACKAGE = Path(__file__).resolve().parents[1]
 REFUSED = "refused"  # the fact of a rank that does not understand its flags
+PROGRAMS = ("mpipar", "Python", "NumPy", "mpi4py")  # the names in `versions`
 MOST_SHOWN = 60  # characters of a value in the table
 
 
@@ -25,8 +27,14 @@ def versions() -> dict[str, str]:
     import mpi4py
 
     return {"mpipar": f"{__version__}, source {source_digest()[:12]}",
-            "Python": platform.python_version(), "NumPy": metadata.version("numpy"),
+            "Python": platform.python_version(), "NumPy": numpy_version(),
             "mpi4py": mpi4py.__version__}
+
+
+def numpy_version() -> str:
+    """NumPy's version, from its files."""
+    text = Path(find_spec("numpy").origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search('^version = "(.*)"', text, re.MULTILINE)[1]
 
 
 def source_digest() -> str:

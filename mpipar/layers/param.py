@@ -108,7 +108,7 @@ class Param:
             bits.state = state
             values = np.asarray(generator.standard_normal(self.shape[1:]))
             values = values * self.std if self.fill is None else values * spread + self.fill
-            if not cut_rows:
+            if not cut_rows and (start, stop) != (0, self.shape[self.cut_axis]):
                 values = np.moveaxis(values, self.cut_axis - 1, 0)[start:stop]
                 values = np.moveaxis(values, 0, self.cut_axis - 1)
             yield row - first, values
