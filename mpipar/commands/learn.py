@@ -161,8 +161,6 @@ def tell(one: Exercise, asked: Asked) -> int:
         return EXIT_OK
     print(f"{one.id}, of chapter {one.chapter}, {CHAPTERS[one.chapter - 1]}\n")
     print(filled(one.task))
-    if one.ranks and one.alone and asked.world is None and not one.takes_file:
-        print(f"\nTo see it: {one.launcher}mpipar learn check {one.id}")
     if lines:
         print("\n" + "\n".join(lines))
     seed = f" --seed {asked.seed}" if asked.seed else ""

@@ -15,16 +15,16 @@ MOST = 8  # tensors of a kind that are shown
 
 def exercises() -> list[Exercise]:
     """One for each twin."""
-    return [Exercise(number, task(twin), "LETTER", judge_of(number), show_of(twin), ranks=(2,))
+    return [Exercise(number, task(number, twin), "LETTER", judge_of(number), show_of(twin), (2,))
             for number, twin in TWINS.items()]
 
 
-def task(twin: Twin) -> str:
+def task(number: str, twin: Twin) -> str:
     """The words of the exercise."""
     (axis, size), = twin.layouts[0].items()
     return (f"A bug is planted in a step with {axis}={size} and the schedule {twin.schedule}."
-            f" Start the exercise on 2 ranks, and see what differs from one rank."
-            " Which of the twelve causes is it?")
+            f" `mpiexec -n 2 mpipar learn check {number}` shows what differs from one rank, and"
+            " twelve causes. Which cause is it?")
 
 
 def show_of(twin: Twin):

@@ -44,7 +44,8 @@ TASKS = {
            " microbatches. With 1F1B, 11 % are bubble.",
 }
 FORM = (" The file has a line for each worker, as `mpipar schedule naive --pp {p}"
-        " --num-microbatches {m} --csv -` prints it.")
+        " --num-microbatches {m} --csv -` prints it. With `mpiexec -n {p}` in front, the engine"
+        " runs it too.")
 
 
 def exercises() -> list[Exercise]:
