@@ -158,7 +158,8 @@ def judge_all_reduce(asked: Asked) -> Verdict:
         lambda: readers_file.load(asked.file, ("all_reduce",)))["all_reduce"]
     world, recorder = asked.world, Recorder()
     ops = ops_module.make("cpu", "float64")
-    comm = Comms(Grid(world.rank, tp_size=world.size), ops, recorder, world).tp
+    comms = Comms(Grid(world.rank, tp_size=world.size), ops, recorder, world)
+    comm = comms.tp
     x = np.arange(1.0, NUMBERS * world.size + 1) * 10.0 ** world.rank
     expected = x.copy()
     with readers_file.blamed(asked.file):
@@ -170,6 +171,7 @@ def judge_all_reduce(asked: Asked) -> Verdict:
     first = [int(wrong[0]), float(x[wrong[0]]), float(expected[wrong[0]])] if len(wrong) else None
     facts = gather_facts(world, {
         "first": first, "others": others, "sent": sum(one.wire_bytes for one in records)})
+    comms.close()
     if world.rank:
         return Verdict(True, [])
     return sum_verdict(facts, wire_bytes("all_reduce", x.nbytes, world.size), x.nbytes)
