@@ -3,7 +3,10 @@
     python -m bench.table FILE.jsonl [--format text|csv|markdown] [--machine machine.json]
 
 algbw is size over median time; busbw is the part of it that the busiest link carries. Both are in
-GB/s = 1e9 B/s. "low" and "high" enclose the median with 95 % confidence. A "~" behind the time
+GB/s = 1e9 B/s. Of one launch, "low" and "high" enclose its median with 95 % confidence, and say
+nothing about the next launch. Of several launches, they enclose the median of another launch with
+95 % probability. Then "best" and "worst" are medians of launches, and within_% is the interval
+inside a launch over its median. A "~" behind the time
 means that the ranks' starts differ by more than a tenth of it. Such a time says more about the
 start than about the operation. n iterations count; "late" ones, which some rank began after the
 agreed instant, do not. bound_percent is busbw in percent of the bound in the title. That bound is
@@ -22,6 +25,7 @@ import sys
 
 from bench import results
 from bench.interconnect import records
+from bench.interconnect.between import combined
 from bench.machine.predicted import beside
 from mpipar.config import flags
 from mpipar.console.tables import table
@@ -31,15 +35,19 @@ from mpipar.plan import machine_file
 
 SKEW_SHARE = 0.1
 UNCHECKED = "unchecked"
+HEAD_OF_LAUNCHES = (
+    "size_B", "count", "type", "via", "launches", "time_us", "", "low_us", "high_us", "best_us",
+    "worst_us", "within_%", "algbw_GB/s", "busbw_GB/s", "skew_us", "#wrong")
 HEAD = ("size_B", "count", "type", "via", "n", "late", "time_us", "", "low_us", "high_us", "p5_us",
         "p95_us", "p99_us", "max_us", "algbw_GB/s", "busbw_GB/s", "skew_us", "slowest", "#wrong")
-WHERE_KNOWN = ("bound_percent", "alone_us", "computing_us", "overlap_percent", "predicted_us",
-               "measured_over_predicted")
+WHERE_KNOWN = ("messages_per_s", "bound_percent", "alone_us", "computing_us", "overlap_percent",
+               "predicted_us", "measured_over_predicted")
 
 
 def head(rows) -> tuple:
     """Names of the text table's columns."""
-    return (*HEAD, *(name for name in WHERE_KNOWN if any(name in row for row in rows)))
+    first = HEAD_OF_LAUNCHES if "launches" in rows[0] else HEAD
+    return (*first, *(name for name in WHERE_KNOWN if any(name in row for row in rows)))
 
 
 def digits(value: float) -> str:
@@ -51,15 +59,19 @@ def digits(value: float) -> str:
 def cells(row: dict, names: tuple) -> tuple:
     """A row as cells of the text table, whose columns are `names`."""
     skewed = "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] else ""
-    slowest = f"{row['slowest_rank']} ({row['slowest_share']:.0%})"
-    return (
-        row["size_bytes"], row["count"], row["dtype"], row["via"], row["iterations"],
-        row["late"],
-        digits(row["median_us"]), skewed,
-        *(digits(row[name]) for name in ("low_us", "high_us", "p5_us", "p95_us", "p99_us",
-                                         "max_us", "algbw_GBps", "busbw_GBps", "skew_us")),
-        slowest, "0" if row["checked"] == "ok" else UNCHECKED,
-        *(digits(row[name]) if name in row else "" for name in names[len(HEAD):]))
+    checked = "0" if row["checked"] == "ok" else UNCHECKED
+    rates = [digits(row[name]) for name in ("algbw_GBps", "busbw_GBps", "skew_us")]
+    if "launches" in row:
+        first = (row["launches"], digits(row["median_us"]), skewed,
+                 *(digits(row[name]) for name in ("low_us", "high_us", "best_us", "worst_us")),
+                 f"{row['within_percent']:.1f}", *rates, checked)
+    else:
+        first = (row["iterations"], row["late"], digits(row["median_us"]), skewed,
+                 *(digits(row[name]) for name in ("low_us", "high_us", "p5_us", "p95_us", "p99_us",
+                                                  "max_us")), *rates,
+                 f"{row['slowest_rank']} ({row['slowest_share']:.0%})", checked)
+    first = (row["size_bytes"], row["count"], row["dtype"], row["via"], *first)
+    return (*first, *(digits(row[name]) if name in row else "" for name in names[len(first):]))
 
 
 def text(rows) -> str:
@@ -77,8 +89,10 @@ def title(row: dict) -> str:
     place = "in place" if row["in_place"] else "out of place"
     start = {"barrier": "", "none": ", back to back"}.get(row["sync"], f", {row['sync']} start")
     bound = f", bound {row['bound_GBps']:.4g} GB/s ({row['bound']})" if "bound" in row else ""
+    what = (f"{row['launches']} launches; low, high: another launch's median, 95 %"
+            if row.get("launches", 1) > 1 else "low, high: within this launch")
     return (f"# {row['case']}: ranks {','.join(map(str, row['ranks']))} ({row['link']}){mode}, "
-            f"{row['transport']}, buffers {row['buffers']}, {place}{window}{bound}{start}")
+            f"{row['transport']}, buffers {row['buffers']}, {place}{window}{bound}{start}; {what}")
 
 
 def by_table(rows) -> list[list[dict]]:
@@ -132,7 +146,10 @@ def as_markdown(rows) -> str:
 
 
 def as_text(rows) -> str:
-    """The text of every table with its title."""
+    """The text of every table with its title; several launches make one table."""
+    if len({row.get("launch") for row in rows}) > 1:
+        rows = [{name: value for name, value in row.items() if name != "launch"}
+                for row in combined(rows)]
     return "\n\n".join(f"{title(rows[0])}\n{text(rows)}" for rows in by_table(rows))
 
 

@@ -11,7 +11,15 @@ from bench_rows import BARE, row, write_file
 
 from bench import table
 from bench.interconnect import __main__ as interconnect
-from bench.interconnect import cuda_probe, findings, groups, records, session, statistics
+from bench.interconnect import (
+    cuda_probe,
+    findings,
+    noise,
+    places,
+    records,
+    session,
+    statistics,
+)
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.sampling import Plan
 from mpipar import ops as ops_module
@@ -266,11 +274,54 @@ def test_slow_pair_is_named():
     assert "9.000" in table.matrix(rows, "median_us")
 
 
+def test_time_that_was_taken_away_from_a_rank_is_counted(rng):
+    """Two ranks with a quantum of 200 us; every tenth sample of rank 1 is 50 us longer."""
+    took = np.full((1000, 2), 200_000)
+    took[::10, 1] += 50_000
+    one = row("noise", size=0, via="Python", sync="none") | {
+        "entered_ns": np.zeros_like(took).tolist(), "left_ns": took.tolist()}
+    assert noise.detours_us(one).max(axis=0).tolist() == [0, 50]
+    assert statistics.times_us(one).tolist() == (took[:, 1] / 1000).tolist()
+    head, quiet, noisy = (line.split() for line in noise.noise_lines(one).splitlines())
+    assert quiet[:4] == ["0", "200.0", "0.000", "0.0"]
+    assert noisy[:4] == ["1", "200.0", "2.439", "50.0"]
+    assert noisy[head.index("from_30_us")] == "488"  # 100 in 0.205 s
+
+
+def test_places_are_read_from_the_system(tmp_path):
+    files = {"devices/system/node/node0/cpulist": "0-3,8\n",
+             "devices/system/node/node1/cpulist": "4-7\n",
+             "devices/system/cpu/cpu5/topology/physical_package_id": "1\n",
+             "kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+             "kernel/mm/transparent_hugepage/defrag": "always defer [never]\n",
+             "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+             "class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)\n",
+             "class/infiniband/mlx5_0/device/numa_node": "1\n",
+             "class/net/eth0/operstate": "up\n", "class/net/eth0/speed": "-1\n",
+             "class/net/eth0/device/numa_node": "-1\n", "class/net/lo/operstate": "unknown\n",
+             "meminfo": "HugePages_Total:       7\nHugepagesize:       2048 kB\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert places.numa_nodes([1, 5], tmp_path) == [0, 1]
+    assert (places.sockets([5], tmp_path), places.sockets([9], tmp_path)) == ([1], [-1])
+    huge = places.huge_pages(tmp_path, tmp_path / "meminfo")
+    assert huge == {"transparent": "madvise", "defrag": "never", "page_KiB": 2048, "set_aside": 7}
+    own = {"cores": [0, 1, 2, 5], "numa": [0], "nics": places.nics(tmp_path), "huge_pages": huge}
+    found = places.lines([{"rank": rank, "host": host} | own
+                          for rank, host in enumerate(["a", "a", "b"])])
+    assert found == [
+        "a: ranks 0-1 on cores 0-2,5, NUMA 0", "b: ranks 2 on cores 0-2,5, NUMA 0",
+        ("a, b: mlx5_0 200 Gbit/s (NUMA 1), eth0; huge pages: transparent madvise (defrag never),"
+         " 7 of 2 MiB set aside")]
+    assert places.nics(tmp_path / "none") == places.numa_nodes([0], tmp_path / "none") == []
+
+
 def test_head_says_that_ranks_share_a_gpu(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     ops = ops_module.make("cuda", "float32")
     bench = types.SimpleNamespace(world=types.SimpleNamespace(size=2), transport="staged",
-                                  places=[groups.place_fact(rank, ops) for rank in (0, 1)])
+                                  places=[places.place_fact(rank, ops) for rank in (0, 1)])
     head = dict.fromkeys(("library", "clock", "start", "buffers", "bound", "cuda_aware_stated",
                           "cuda_aware_tried"), "-")
     interconnect.say_head(bench, head | {"memory_copy_GBps": 9.0, "machine": {"load": 0.5},

@@ -1,16 +1,20 @@
 """Several launches of bench.interconnect together: spread, comparison, overhead."""
 
 import contextlib
-import pathlib
+import json
+import os
 import signal
 import types
+from pathlib import Path
 
+import numpy as np
 import pytest
 from bench_rows import BARE, COMM, row, write_file
+from helpers import REPOSITORY
 
 from bench import compare, table
 from bench.interconnect import __main__ as interconnect
-from bench.interconnect import launches, overhead
+from bench.interconnect import between, launches, ways
 from mpipar.errors import UsageError
 
 
@@ -81,34 +85,86 @@ def test_check_refuses_launches_that_can_show_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "bare", "ours", "kept"), [
-    (8, 2.0, 3.4, True), (8 << 10, 4.0, 5.6, False), (64 << 10, 8.0, 11.0, True),
+    (8, 2.0, 2.5, True), (8 << 10, 4.0, 4.7, False), (64 << 10, 8.0, 11.0, True),
     (1 << 20, 60.0, 61.7, True), (1 << 20, 60.0, 62.0, False)])
 def test_cost_of_the_wrapper_is_checked_where_it_is_promised(size, bare, ours, kept):
     rows = [row("latency", BARE, size, median=bare) | {"launch": n} for n in range(3)]
     rows += [row("latency", COMM, size, median=ours) | {"launch": n} for n in range(3)]
-    (line,) = overhead.overheads(rows)
-    assert line["more_us"] == pytest.approx(ours - bare)
-    assert line["launches"] == 3
-    assert (overhead.latency_problems([line]) == []) is kept
+    (line,) = ways.compared(rows)
+    assert line["record_us"] == pytest.approx(ours - bare)
+    assert (line["launches"], line["C_us"], line["mpi4py_over_C"]) == (3, "-", "-")
+    assert (ways.latency_problems([line]) == []) is kept
 
 
-def test_spread_between_launches_stands_beside_that_inside():
-    rows = [row(median=median) | {"launch": n} for n, median in enumerate((10.0, 11.0, 12.0))]
-    (one,) = launches.spread(rows)
-    assert one["between"] == pytest.approx(2 / 11)
-    assert one["inside"] == 0.0
+def test_ways_stand_beside_c_and_beside_osu(tmp_path, monkeypatch):
+    times = {"C": 1.0, BARE: 1.5, "mpi4py persistent": 1.2, COMM: 2.0}
+    rows = [row("latency", via, 8, median=time) | {"launch": 0} for via, time in times.items()]
+    (line,) = ways.compared(rows)
+    assert (line["mpi4py_over_C"], line["persistent_over_C"]) == (1.5, 1.2)
+    assert line["record_us"] == pytest.approx(0.5)
+    assert ways.with_osu([line]) == [line]  # nothing of OSU is installed here
+    assert ways.osu_numbers("# OSU\n# Size  MB/s\n8   16.0\n16  16.0\n", "bandwidth") == {
+        8: 0.5, 16: 1.0}
+    program = tmp_path / "osu_latency"
+    program.write_text("#!/bin/sh\n[ $PMI_RANK = 0 ] && echo '8  1.25'\nexit 0\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert [one["osu_us"] for one in ways.with_osu([line])] == [1.25]
+
+
+@pytest.mark.parametrize(("degrees", "known"), [
+    (1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042), (1000, 1.962)])
+def test_quantiles_of_student_are_those_of_the_tables(degrees, known):
+    assert between.quantile(degrees) == pytest.approx(known, abs=6e-4)
+
+
+def test_row_over_launches_has_the_interval_of_another_launch():
+    medians = (10.0, 11.0, 12.0, 11.5)
+    rows = [row(median=median) | {"launch": n} for n, median in enumerate(medians)]
+    (one,) = between.combined(rows)
+    logs = np.log(medians)
+    half = 3.182 * logs.std(ddof=1) * np.sqrt(1.25)
+    assert one["low_us"] == pytest.approx(np.exp(logs.mean() - half), rel=1e-3)
+    assert one["high_us"] == pytest.approx(np.exp(logs.mean() + half), rel=1e-3)
+    assert (one["launches"], one["best_us"], one["worst_us"]) == (4, 10.0, 12.0)
+    assert one["within_percent"] == 0.0
+    assert one["algbw_GBps"] == pytest.approx(1024 / 11.25e3)
+    text = table.as_text(rows)
+    assert "4 launches; low, high: another launch's median, 95 %" in text
+    assert text.count("\n") == 2
+    assert "low, high: within this launch" in table.as_text(rows[:1])
 
 
 def test_sizes_rounded_to_the_same_one_are_no_more_launches():
     rows = [row(median=10.0 + more) | {"launch": n} for n in (0, 1) for more in (-2 * n, 2 * n)]
-    (one,) = launches.spread(rows)
-    assert (one["launches"], one["median_us"], one["between"]) == (2, 10.0, 0.0)
+    (one,) = between.combined(rows)
+    assert (one["launches"], one["median_us"]) == (2, 10.0)
+
+
+def test_interval_of_five_launches_holds_another_launch(monkeypatch):
+    """Recorded launches of real jobs. The broken twin takes the interval of the mean of five."""
+    path = REPOSITORY / between.RESULT
+    recorded = json.loads(path.read_text())["medians_us"].values()
+    assert len(recorded) >= 10
+    assert min(map(len, recorded)) >= between.LEAST_LAUNCHES
+
+    def held():
+        return np.mean([between.held_share(medians, 200) for medians in recorded])
+
+    def of_the_mean(medians):
+        logs = np.log(medians)
+        half = between.quantile(4) * logs.std(ddof=1) / np.sqrt(5)
+        return np.exp(logs.mean() - half), np.exp(logs.mean() + half)
+
+    assert held() >= 0.9
+    monkeypatch.setattr(between, "next_launch", of_the_mean)
+    assert held() < 0.9
 
 
 def test_a_first_launch_that_is_refused_keeps_what_the_file_had(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
-    text = pathlib.Path(write_file(path, [row()])).read_text()
-    monkeypatch.setattr(launches, "run_job", lambda session, command: 2)
+    text = Path(write_file(path, [row()])).read_text()
+    monkeypatch.setattr(launches, "run_job", lambda session, command, **options: 2)
     session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1),
                                     stop_on_request=contextlib.nullcontext,
                                     stop_requested=False)
@@ -121,11 +177,13 @@ def test_launch_is_the_same_command_without_what_starts_launches():
     class Flags:
         start = "mpiexec -n 3"
 
-    argv = ["latency", "--launches", "2", "--quick", "--start=mpiexec -n 3", "--json", "f"]
-    words = launches.own_command(Flags, argv, 2)
+    argv = ["latency", "--launches", "2", "--json", "f", "--quick", "--start=mpiexec -n 3"]
+    words = launches.own_command(Flags, argv, 2, "f")
     assert words[:3] == ["mpiexec", "-n", "3"]
     assert words[4:] == ["-m", "bench.interconnect", "latency", "--quick", "--json", "f",
                          "--launch", "2"]
+    Flags.start = None
+    assert Path(launches.own_command(Flags, argv, 2, "f")[0]).name == "mpiexec"
 
 
 @pytest.mark.parametrize(("status", "refused", "keep", "said"), [

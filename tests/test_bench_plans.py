@@ -22,6 +22,43 @@ def test_nccl_leaves_whole_schedules_out():
         plans.without_schedules([one for one in everything if one not in kept])
 
 
+def test_pairs_take_an_even_number_of_ranks():
+    (one,) = plans.world_sections(["multi-bandwidth"], 5, (8,), 5)
+    assert one.groups == ((0, 1, 2, 3),)
+    layout = plans.read_layout("dp=3", 3)
+    assert plans.layout_sections(["multi-latency"], layout, (8,))[0].groups == ((0, 1),)
+
+
+def test_sizes_begin_with_nothing():
+    assert plans.geometric(0, 32, 2) == (0, 8, 16, 32)
+    assert plans.geometric(0, 0, 2) == (0,)
+
+
+@pytest.mark.parametrize(("words", "ways"), [
+    ("latency", "mpipar.comm,mpi4py,mpi4py persistent"), ("latency --ways all", "all"),
+    ("latency --buffers cold --ways all", "mpipar.comm,mpi4py"),
+    ("latency --transport staged", "mpipar.comm"), ("gather --transport staged", None),
+    ("all-reduce --dtype bfloat16", "mpipar.comm"), ("reduce --dtype float16", None),
+    ("all-gather --dtype bfloat16", "mpipar.comm,mpi4py"), ("latency --ways C", "C"),
+    ("noise --ways mpipar.comm", "Python"), ("gather --ways mpipar.comm", None)])
+def test_ways_are_those_that_the_job_can_run(words, ways):
+    args = interconnect.parse(words.split())
+    wanted = interconnect.chosen_sections(args, 2, 2)
+    loops = interconnect.can_run_in_c(args) or None
+    if ways is None:
+        with pytest.raises(UsageError, match="add a way"):
+            interconnect.chosen_to_run(args, wanted, loops)
+        return
+    (one,) = interconnect.chosen_to_run(args, wanted, loops)
+    found = plans.ways_on(one.ways, args.transport)
+    assert ",".join(found) == ways.replace("all", "mpipar.comm,mpi4py,mpi4py persistent,C")
+    more = interconnect.parse(["gather", "reduce", *words.split()])
+    every = interconnect.chosen_sections(more, 2, 2)
+    kept = interconnect.chosen_to_run(more, every, loops)
+    lines = plans.left_out(more.cases, None, every, kept)
+    assert len(lines) == (len(kept) < len(every))
+
+
 def test_every_size_that_is_none_is_named_with_all_other_problems():
     words = "ring --begin-bytes 3x --end-bytes 4Q --footprint x --seconds 0 --layout dp=3".split()
     with pytest.raises(UsageError) as caught:

@@ -74,13 +74,16 @@ def test_interconnect_script(cluster, tmp_path):
     result = cluster.finish(lambda: cluster.submit(
         "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log",
         "slurm/interconnect.sbatch", "barrier", "latency", "--begin-bytes", "64", "--end-bytes",
-        "64", "--seconds", "0.01", "--json", str(path), cwd=REPOSITORY,
-        env={"MPIPAR_VENV": sys.prefix}), timeout=60.0)
+        "64", "--seconds", "0.01", "--launches", "2", "--json", str(path), cwd=REPOSITORY,
+        env={"MPIPAR_VENV": sys.prefix}), timeout=90.0)
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
-    (run,) = records.read(str(path))
-    assert (run.status, run.head["launcher"], run.head["ranks"]) == ("complete", "srun", 2)
-    assert {place["host"] for place in run.head["places"]} == {"n1", "n2"}
-    assert {row["link"] for row in run.rows} == {"between nodes"}
+    runs = records.read(str(path))
+    assert [run.head["launch"] for run in runs] == [1, 2]
+    for run in runs:
+        assert (run.status, run.head["launcher"], run.head["ranks"]) == ("complete", "srun", 2)
+        assert {place["host"] for place in run.head["places"]} == {"n1", "n2"}
+        assert {row["link"] for row in run.rows} == {"between nodes"}
+    assert "2 launches; low, high: another launch's median, 95 %" in result.output
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
 """Measures the interconnect of a training layout through the calls that training makes.
 
-    mpiexec -n 2 python -m bench.interconnect latency all-reduce [options]
+    python -m bench.interconnect latency all-reduce [options]
+    python -m bench.interconnect all-reduce ring --launches 3 --start "mpiexec -n 4"
     mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
-    python -m bench.interconnect latency --launches 5 --start "mpiexec -n 2"
+
+Without a launcher it starts five jobs of its own, one after the other, and joins their rows. So the
+intervals that it prints hold for another launch too. Under a launcher it is one such job.
 
 Every payload is checked before it is timed. Each operation has a row through mpipar.comm and, below
 it, one by bare mpi4py calls. --json keeps every sample; bench.table, bench.plot, bench.compare and
-bench.interconnect.overhead read it.
+bench.interconnect.ways read it.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import random
 import sys
 
 from bench import table
-from bench.interconnect import cuda_probe, findings, launches, plans, quick
+from bench.interconnect import compiled, cuda_probe, findings, launches, places, plans, quick
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
 from bench.interconnect.groups import WIRES, ranks_of_a_host
 from bench.interconnect.launches import START
+from bench.interconnect.noise import Noise, noise_lines
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
 from bench.interconnect.sampling import Plan
 from bench.interconnect.session import Bench
@@ -36,12 +40,30 @@ from mpipar.errors import (
     EXIT_OK,
     EnvironmentProblem,
     UsageError,
+    suggestion,
 )
 from mpipar.job import gpus
 from mpipar.job.session import guard
+from mpipar.ops.mixed_ops import DTYPES as MIXED
 
-FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--target")
+FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--target", "--warm-up",
+                  "--iterations")
 SECONDS = 0.5
+DTYPES = ("float32", "float64", *MIXED)
+MOST_ITERATIONS = 100_000
+
+
+def add_repeats(parser) -> None:
+    """Add the flags that say how often each size and way is repeated."""
+    parser.add_argument("--seconds", type=float,
+                        help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
+                             f"whole run ({quick.SECONDS:g})")
+    parser.add_argument("--target", type=float, default=0.02,
+                        help="stop when the median is known to this share (0.02)")
+    parser.add_argument("--warm-up", type=int, default=5, metavar="N",
+                        help="iterations of each size and way that do not count (5)")
+    parser.add_argument("--iterations", type=int, default=0, metavar="N",
+                        help="exactly so many that count (0: as --seconds and --target say)")
 
 
 def parse(argv):
@@ -51,21 +73,22 @@ def parse(argv):
                         help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
     parser.add_argument("--layout", metavar="dp=2,tp=2",
                         help="run on this layout's groups, one at a time and all at once")
-    parser.add_argument("--begin-bytes", default="8", metavar="SIZE", help="smallest size (8)")
+    parser.add_argument("--begin-bytes", default="8", metavar="SIZE",
+                        help="smallest size (8); 0 is a size too")
     parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
     parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
     parser.add_argument("--window", type=int, default=64, help="messages in flight (64)")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32",
+                        help="of the numbers; MPI adds no 16-bit ones, mpipar.comm does (float32)")
+    parser.add_argument("--ways", default="mpipar.comm,mpi4py,persistent", metavar="WAY,WAY",
+                        help=f"how to do it, of {', '.join(plans.WAYS)}, or all; C where there is "
+                             "a compiler (all but C)")
     parser.add_argument("--transport", choices=tuple(WIRES), default="mpi-host")
     parser.add_argument("--buffers", choices=POLICIES, default="rotated")
     parser.add_argument("--footprint", default="0", metavar="SIZE",
                         help="memory that rotated buffers walk through, twice per rank "
                              "(0: the last-level cache)")
-    parser.add_argument("--seconds", type=float,
-                        help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
-                             f"whole run ({quick.SECONDS:g})")
-    parser.add_argument("--target", type=float, default=0.02,
-                        help="stop when the median is known to this share (0.02)")
+    add_repeats(parser)
     parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
                         help="ranks start an iteration after a barrier (default), at an agreed "
                              "instant of the common clock, or at once, for throughput")
@@ -83,9 +106,9 @@ def parse(argv):
     parser.add_argument("--stall-seconds", type=float, default=60.0,
                         help="end the job after so many seconds without progress (60; 0: never)")
     parser.add_argument("--launches", type=int, metavar="K",
-                        help="start K fresh jobs with --start and keep all their rows")
+                        help=f"without a launcher: so many jobs ({launches.LAUNCHES})")
     parser.add_argument("--start", metavar="COMMAND",
-                        help=f"how --launches starts a job ({START})")
+                        help=f"without a launcher: what starts a job ({START})")
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
     args = parser.parse_args(argv)
@@ -103,9 +126,6 @@ def parse(argv):
 def without_effect(args, typed) -> list[str]:
     """The problems of flags that have no effect beside the others."""
     found = []
-    if args.start and args.launches is None:
-        found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
-                     "or type the command in front of python")
     if fixed := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
         found.append(f"--quick has sizes of its own: leave out {', '.join(fixed)}, or --quick")
     return found
@@ -129,6 +149,9 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
         found += plans.overlap_problems(args.cases, args.layout, args.overlap)
     if not args.cases:
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
+    found += way_problems(args)
+    if args.warm_up < 0 or not 0 <= args.iterations <= MOST_ITERATIONS:
+        found.append(f"--warm-up must be 0 or above, --iterations from 0 to {MOST_ITERATIONS}")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
         found.append("--window, --seconds and --target must be above 0")
     if args.bound_GBps is not None and not 0 < args.bound_GBps < math.inf:
@@ -147,6 +170,47 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     return found if args.overlap is None else plans.overlapped(found, args.overlap)
 
 
+def chosen_ways(args) -> tuple[str, ...]:
+    """The kinds of ways to run; the names that are none are left out. C: see `way_problems`."""
+    if args.ways == "all":
+        return plans.ALL_WAYS
+    return tuple(plans.WAYS[name] for name in args.ways.split(",") if name in plans.WAYS)
+
+
+def way_problems(args) -> list[str]:
+    """What is wrong with --ways."""
+    names = [] if args.ways == "all" else args.ways.split(",")
+    found = [f"--ways: no way {name!r}{suggestion(name, plans.WAYS)}; give some of "
+             f"{','.join(plans.WAYS)}, or all" for name in names if name not in plans.WAYS]
+    if "C" in names and not can_run_in_c(args):
+        found.append("--ways C: its loops take known buffers in host memory, and start after a "
+                     "barrier or at once; leave out C, or --buffers cold, --transport and --sync")
+    return found
+
+
+def can_run_in_c(args) -> bool:
+    """Whether loops in C can do what these flags ask for."""
+    return args.buffers != "cold" and args.sync != "deadline" and args.transport == "mpi-host"
+
+
+def loops_for(session, args):
+    """The loops in C if rows of them are wanted, else None.
+
+    With --ways all they are left out where they cannot be; world rank 0 says so.
+    Comm: as `compiled.loops_of`.
+    """
+    if plans.IN_C not in chosen_ways(args) or not can_run_in_c(args):
+        return None
+    try:
+        return compiled.loops_of(session)
+    except EnvironmentProblem as error:
+        if args.ways != "all":
+            raise
+        if session.world.rank == 0:
+            print(error, file=sys.stderr)
+        return None
+
+
 def attempt(found: list[str], function, *arguments):
     """function(*arguments); where it raises UsageError, its problems join `found`."""
     try:
@@ -163,11 +227,23 @@ def refuse_unaware(transport: str, tried: str) -> None:
                                  "failed; take --transport staged")
 
 
+def chosen_to_run(args, sections, loops) -> list:
+    """The sections with their ways. Raises UsageError where nothing is left."""
+    kinds = tuple(kind for kind in chosen_ways(args) if kind != plans.IN_C or loops is not None)
+    found = plans.restricted(sections, kinds, args.transport, args.buffers,
+                             args.dtype in MIXED)
+    if not found:
+        raise UsageError(f"nothing of {', '.join(args.cases)} runs with --ways {args.ways}, "
+                         f"--transport {args.transport} and --dtype {args.dtype}: add a way")
+    return found
+
+
 def chosen_plan(args) -> Plan:
     """The time limits and the start of the measurement, from the flags."""
     if args.quick:
         return Plan(0.05, 0.05, 5, 2, not args.no_check, args.sync)
-    return Plan(args.seconds, args.target, check=not args.no_check, sync=args.sync)
+    return Plan(args.seconds, args.target, warm_up=args.warm_up, check=not args.no_check,
+                sync=args.sync, exactly=args.iterations)
 
 
 def say_head(bench, head) -> None:
@@ -179,7 +255,7 @@ def say_head(bench, head) -> None:
         f"clock: {head['clock']}; start: {head['start']}",
         f"CUDA-aware MPI: stated {head['cuda_aware_stated']}, child job {head['cuda_aware_tried']}",
         f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}",
-        f"bound of busbw: {head['bound']}"]
+        f"bound of busbw: {head['bound']}", *places.lines(bench.places)]
     if head["crowded"]:
         lines.append("more ranks than cores on a host: shapes only, times say little")
     lines += gpus.remarks(bench.places)
@@ -195,10 +271,14 @@ def conclude(rows) -> None:
                 print(f"\n# {case}, {via}, {value} of {pairs[0]['size_bytes']} bytes\n"
                       + table.matrix(pairs, value))
                 print("\n".join(f"slow: {line}" for line in findings.slow_pairs(pairs)), end="")
+    for row in rows:
+        if row["case"] == Noise.name:
+            print("\n# noise: detours of a fixed piece of work, a second of it\n"
+                  + noise_lines(row))
     if shared := findings.contention(rows):
         print(f"\n# contention: together over alone\n{findings.contention_lines(shared)}")
     if broken := findings.guidelines(rows):
-        print("\n# slower than what could replace it (in this launch: see --launches)\n"
+        print("\n# slower than what could replace it, in this launch\n"
               + findings.guideline_lines(broken))
 
 
@@ -210,7 +290,8 @@ def begin(args, argv, bench, writer, tried: str) -> Bounds:
     head |= {"cuda_aware_stated": cuda_aware(), "cuda_aware_tried": tried or "not tried",
              "bound": bounds.describe()}
     writer.head(head)
-    say_head(bench, head)
+    if args.launch <= 1:
+        say_head(bench, head)
     return bounds
 
 
@@ -242,8 +323,11 @@ def sweep(bench, turns, writer, bounds: Bounds | None) -> list[dict]:
 def main(argv, session) -> int:
     """Check, measure, print; 1 if a payload was wrong."""
     args = parse(argv)
-    if args.launches is not None:
+    if session.launcher.name is None or args.launches is not None:
         return launches.run(session, args, argv)
+    if args.start:
+        raise UsageError(f"--start {args.start}: starts jobs where nothing else does; "
+                         f"{session.launcher.name} has started this one")
     tried = "" if args.transport == "mpi-host" or session.launcher.rank else cuda_probe.probe(
         cuda_probe.command())  # before MPI starts here: a child job is a job of its own
     world = session.start()
@@ -252,6 +336,8 @@ def main(argv, session) -> int:
         chosen_sections(args, world.size, host_size), read_bytes(args.footprint)))
     sections = wanted if args.transport != "nccl" else session.agree(
         lambda: plans.without_schedules(wanted))
+    loops = loops_for(session, args)
+    sections = session.agree(lambda: chosen_to_run(args, sections, loops))
     if world.rank == 0:
         for line in plans.left_out(args.cases, args.layout, wanted, sections):
             print(line, file=sys.stderr)
@@ -259,7 +345,7 @@ def main(argv, session) -> int:
         footprint = footprint or quick.FOOTPRINT
     session.agree(lambda: refuse_unaware(args.transport, tried))
     bench = Bench(session, args.dtype, args.buffers, footprint, chosen_plan(args), args.transport,
-                  args.window)
+                  args.window, loops=loops)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
     bounds = begin(args, argv, bench, writer, tried) if world.rank == 0 else None
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):

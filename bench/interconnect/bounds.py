@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bench.interconnect.groups import LINKS
-from bench.interconnect.messages import Bidirectional
+from bench.interconnect.paired import Bidirectional
 
 STATED, COPY = "--bound-GBps", "memory copy"
 

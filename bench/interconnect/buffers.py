@@ -2,8 +2,9 @@
 
 Training sends data that was just written, from many places. `rotated` imitates that: it walks
 through more memory than the last-level cache holds. `reused` takes the same array each time, as
-most other benchmarks do, and measures the cache. `cold` takes fresh memory each time, so that a
-receive meets pages that were never touched.
+most other benchmarks do, and measures the cache. `osu` is the same, and also a whole window is
+sent from one array and received into one array, as OSU's benchmarks do. `cold` takes fresh memory
+each time, so that a receive meets pages that were never touched.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from mpipar.errors import UsageError
 
-POLICIES = ("rotated", "reused", "cold")
+POLICIES = ("rotated", "reused", "osu", "cold")
 MAX_SLOTS = 4096
 LINE_BYTES = 64
 UNKNOWN_CACHE = 32 << 20

@@ -3,21 +3,30 @@
 A case is one operation of one size on one group. `prepare` lays out the buffers of an iteration and
 is not timed. `run` is timed. `check` compares the whole result, last element included, with the
 expected one; each rank has a pattern of its own. Sizes follow nccl-tests: the whole vector for
-all-reduce, the whole output for all-gather, the whole input for reduce-scatter and all-to-all.
+all-reduce and reduce, the whole output for all-gather and gather, the whole input for
+reduce-scatter, all-to-all and scatter.
+
+MPI knows no bfloat16 and cannot add float16. So bare calls move 16-bit numbers as integers, and the
+sums of 16-bit numbers have the way of mpipar.comm alone.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from ml_dtypes import finfo
 
+from bench.interconnect import compiled
 from bench.interconnect.buffers import Arena
 from mpipar.comm.group import Comm
 from mpipar.comm.record import wire_bytes
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
-EXACT = 1 << 24  # up to here float32 holds every integer
+PERSISTENT, IN_C = "mpi4py persistent", "C"
+METHODS = {COMM: "through_comm", BARE: "bare", BARE_UNEVEN: "uneven", IN_C: "c"}
+MOST_BITS = 24  # of the numbers in a payload: float32 holds every integer up to there
 APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patterns coincide
 NAME = "bench"  # of the barrier in the records
 
@@ -25,7 +34,8 @@ NAME = "bench"  # of the barrier in the records
 class Setup(NamedTuple):
     """What a case runs on: the group as a Comm and as a bare communicator, memory, size.
 
-    size: bytes asked for. window: messages in flight.
+    size: bytes asked for. window: messages in flight. loops: the library of `compiled`.
+    connect(mpi): a transport on another communicator.
     """
 
     comm: Comm
@@ -33,18 +43,21 @@ class Setup(NamedTuple):
     arena: Arena
     size: int
     window: int = 64
+    loops: object = None
+    connect: object = None
 
 
 def pattern(index: int, num_elements: int, dtype, terms: int = 1):
     """Numbers that identify sender and position; sums of `terms` of them are exact."""
-    cycle = EXACT // terms - 1
+    bits = min(MOST_BITS, finfo(dtype).nmant + 1) if np.dtype(dtype).itemsize < 8 else MOST_BITS
+    cycle = max(1, (1 << bits) // terms - 1)
     return ((np.arange(num_elements) + APART * index) % cycle + 1).astype(dtype)
 
 
 def mismatch(ops, got, expected, where: str) -> list[str]:
     """A sentence that says how an array differs from the expected one; [] if it does not."""
     got = np.asarray(ops.to_host(got)).reshape(-1)
-    expected = np.asarray(expected).reshape(-1)
+    expected = np.asarray(expected).reshape(-1).astype(got.dtype)
     if got.shape != expected.shape:
         return [f"{where}: {got.size} elements came, not {expected.size}"]
     wrong = np.flatnonzero(got != expected)
@@ -52,17 +65,20 @@ def mismatch(ops, got, expected, where: str) -> list[str]:
         return []
     first = int(wrong[0])
     text = f"{where}: {len(wrong)} of {got.size} elements are wrong, the first at {first}: "
-    return [text + f"{got[first]:g}, not {expected[first]:g}"]
+    return [text + f"{float(got[first]):g}, not {float(expected[first]):g}"]
 
 
 class Case:
     """Base of the cases. size_bytes: what is really moved, after rounding to whole elements.
 
-    per_sample: operations in one sample.
+    per_sample: operations in one sample. sync: how its iterations start, whatever the user chose.
+    wide: mpipar.comm has it for float32 and float64 alone.
     """
 
     name = ""
     vias = (COMM, BARE)
+    sync = None
+    sums = wide = False
     per_sample = 1
     sized = True
     in_place = False
@@ -73,10 +89,17 @@ class Case:
         self.ops = setup.arena.ops
         self.ranks, self.index = setup.comm.size, setup.comm.index
         self.item = self.ops.dtype.itemsize
+        if via != COMM:
+            from mpi4py import MPI
+            self.mpi4py = MPI
 
     def elements(self, parts: int = 1) -> int:
-        """Elements of the size asked for, a multiple of `parts`."""
-        return max(1, round(self.setup.size / self.item / parts)) * parts
+        """Elements of the size asked for, a multiple of `parts`; 0 bytes are 0 elements."""
+        return max(self.setup.size > 0, round(self.setup.size / self.item / parts)) * parts
+
+    def known(self, x):
+        """The same memory in a type that the way knows: MPI does not know 16-bit numbers."""
+        return x.view(np.uint16) if self.item == 2 and self.via != COMM else x
 
     def volume(self) -> dict:
         """size_bytes, bytes_in and bytes_out of a rank, and wire_bytes, which it sends."""
@@ -93,18 +116,31 @@ class Case:
         else:
             pending.Wait()
 
+    def wait_all(self, pending) -> None:
+        """Wait until all of these are done."""
+        if self.via == COMM:
+            for one in pending:
+                one.wait()
+        else:
+            self.mpi4py.Request.Waitall(pending)
+
     def test(self, pending) -> bool:
         """Whether everything posted is done; the call also lets it progress."""
         return pending.test() if self.via == COMM else pending.Test()
 
+    def in_c(self, team, samples: int):
+        """(entered, left) of so many samples in C, each after a barrier of `team` unless None."""
+        raise AssertionError(f"{self.name} has no loop in C")
+
     def close(self) -> None:
-        """Free the communicators that belong to the case alone. Comm: every member of the group."""
+        """Free what belongs to the case alone. Comm: every member of the group."""
 
 
 class Collective(Case):
-    """One input, one output; in place where `output` is None. sums: it adds the ranks' numbers."""
+    """One input, one output; in place where `output` is None. sums: it adds the ranks' numbers.
 
-    sums = False
+    `prepare` leaves in `run` the call itself, with its arguments: nothing else is timed.
+    """
 
     def shape_in(self) -> tuple[int, ...]:
         """Shape of this rank's input."""
@@ -120,32 +156,37 @@ class Collective(Case):
         self.inputs = setup.arena.cut("send", 1, int(np.prod(shape)))
         shape = self.shape_out()
         self.outputs = setup.arena.cut("receive", 1, int(np.prod(shape))) if shape else None
-        self.call = {COMM: self.through_comm, BARE: self.bare,
-                     BARE_UNEVEN: getattr(self, "uneven", None)}[via]
-        if via != COMM:
-            from mpi4py import MPI
-            self.in_place_marker = MPI.IN_PLACE
+        self.call = getattr(self, METHODS[via])
 
     def prepare(self) -> None:
         self.x = self.inputs.take()[0].reshape(self.shape_in())
         if self.inputs.views is None:
             self.x[...] = 0
         # mpipar.comm makes its outputs itself, as training does.
+        self.y = self.x
         if self.outputs is not None and self.via != COMM:
             self.y = self.outputs.take()[0].reshape(self.shape_out())
+        self.aim(self.call(self.known(self.x), self.known(self.y)))
 
-    def run(self):
-        self.result = self.call()
+    def aim(self, call) -> None:
+        """Take the call that is to be timed."""
+        self.run = call
 
     def check(self) -> list[str]:
         self.prepare()
         self.put(self.x, self.given())
-        if self.outputs is not None and self.via != COMM:
+        if self.y is not self.x:
             self.y[...] = -1
-        self.run()
-        found = mismatch(self.ops, self.result, self.expected(), f"rank {self.index}")
+        made = self.run()
+        result = made if self.outputs is not None and self.via == COMM else self.y
+        found = mismatch(self.ops, result, self.expected(), f"rank {self.index}"
+                         ) if self.has_result() else []
         self.x[...] = 0  # sums in place must not grow
         return found
+
+    def has_result(self) -> bool:
+        """Whether this rank gets a result."""
+        return True
 
     def pattern(self, index: int, parts: int = 1):
         return pattern(index, self.elements(parts) // parts, self.ops.dtype,
@@ -160,12 +201,24 @@ class AllReduce(Collective):
 
     name, in_place, sums = "all-reduce", True, True
 
-    def through_comm(self):
-        return self.comm.all_reduce(self.x, NAME)
+    vias = (COMM, BARE, IN_C)
 
-    def bare(self):
-        self.mpi.Allreduce(self.in_place_marker, self.x)
-        return self.x
+    def through_comm(self, x, y):
+        return partial(self.comm.all_reduce, x, NAME)
+
+    def bare(self, x, y):
+        return partial(self.mpi.Allreduce, self.mpi4py.IN_PLACE, x)
+
+    def c(self, x, y):
+        return partial(self.loop, None, [x])
+
+    def in_c(self, team, samples: int):
+        return self.loop(team, [self.inputs.take()[0] for _ in range(samples)])
+
+    def loop(self, team, xs):
+        """Sum each of xs in C. Comm: an all-reduce for each; the team's barriers."""
+        return compiled.run(self.setup.loops, "all_reduce", self.mpi, team, len(xs), xs=xs,
+                            count=self.elements(), dtype=self.ops.dtype)
 
     def expected(self):
         return sum(self.pattern(index).astype(np.float64) for index in range(self.ranks))
@@ -205,12 +258,11 @@ class AllGather(Blocks):
     def shape_out(self):
         return self.parts()
 
-    def through_comm(self):
-        return self.comm.all_gather(self.x, NAME)
+    def through_comm(self, x, y):
+        return partial(self.comm.all_gather, x, NAME)
 
-    def bare(self):
-        self.mpi.Allgather(self.x, self.y)
-        return self.y
+    def bare(self, x, y):
+        return partial(self.mpi.Allgather, x, y)
 
     def given(self):
         return self.pattern(self.index, self.ranks)
@@ -231,17 +283,15 @@ class ReduceScatter(Blocks):
     def shape_out(self):
         return self.parts()[1:]
 
-    def through_comm(self):
-        return self.comm.reduce_scatter(self.x, NAME)
+    def through_comm(self, x, y):
+        return partial(self.comm.reduce_scatter, x, NAME)
 
-    def bare(self):
-        self.mpi.Reduce_scatter_block(self.x, self.y)
-        return self.y
+    def bare(self, x, y):
+        return partial(self.mpi.Reduce_scatter_block, x, y)
 
-    def uneven(self):
+    def uneven(self, x, y):
         ranks, count = self.parts()
-        self.mpi.Reduce_scatter(self.x, self.y, recvcounts=[count] * ranks)
-        return self.y
+        return partial(self.mpi.Reduce_scatter, x, y, recvcounts=[count] * ranks)
 
     def expected(self):
         return sum(self.pattern(index * self.ranks + self.index, self.ranks).astype(np.float64)
@@ -259,34 +309,12 @@ class AllToAll(Blocks):
     def shape_out(self):
         return self.parts()
 
-    def through_comm(self):
-        return self.comm.all_to_all(self.x, NAME)
+    def through_comm(self, x, y):
+        return partial(self.comm.all_to_all, x, NAME)
 
-    def bare(self):
-        self.mpi.Alltoall(self.x, self.y)
-        return self.y
+    def bare(self, x, y):
+        return partial(self.mpi.Alltoall, x, y)
 
     def expected(self):
         return [self.pattern(index * self.ranks + self.index, self.ranks)
                 for index in range(self.ranks)]
-
-
-class Broadcast(Collective):
-    """A broadcast: the first rank of the group sends its array to all others."""
-
-    name = "broadcast"
-
-    def through_comm(self):
-        return self.comm.broadcast(self.x, 0, NAME)
-
-    def bare(self):
-        self.mpi.Bcast(self.x, root=0)
-        return self.x
-
-    def expected(self):
-        return self.pattern(0)
-
-    def volume(self):
-        size = self.elements() * self.item
-        return {"size_bytes": size, "bytes_in": size if self.index == 0 else 0, "bytes_out": size,
-                "wire_bytes": wire_bytes("broadcast", size, self.ranks)}

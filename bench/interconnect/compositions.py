@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bench.interconnect.cases import BARE, COMM, NAME, AllReduce, Setup
 from bench.interconnect.messages import TAG, Messages
-from mpipar.comm.connect import Options
 from mpipar.comm.group import Comm
 
 BARE_ANY = "mpi4py Alltoallv"
@@ -34,6 +33,7 @@ class ReduceScatterAllGather(AllReduce):
     """Each rank sums its part of the vector, then all ranks gather all parts."""
 
     name, in_place = "reduce-scatter+all-gather", False
+    vias = (COMM, BARE)
 
     def elements(self, parts: int = 1) -> int:
         return super().elements(parts * self.ranks)
@@ -44,13 +44,15 @@ class ReduceScatterAllGather(AllReduce):
     def shape_out(self):
         return self.shape_in()
 
-    def through_comm(self):
-        return self.comm.all_gather(self.comm.reduce_scatter(self.x, NAME), NAME)
+    def through_comm(self, x, y):
+        return lambda: self.comm.all_gather(self.comm.reduce_scatter(x, NAME), NAME)
 
-    def bare(self):
-        self.mpi.Reduce_scatter_block(self.x, self.y[self.index])
-        self.mpi.Allgather(self.in_place_marker, self.y)
-        return self.y
+    def bare(self, x, y):
+        def both():
+            self.mpi.Reduce_scatter_block(x, y[self.index])
+            self.mpi.Allgather(self.mpi4py.IN_PLACE, y)
+
+        return both
 
 
 class TwoLevel(ReduceScatterAllGather):
@@ -72,24 +74,29 @@ class TwoLevel(ReduceScatterAllGather):
     @staticmethod
     def level(setup: Setup, members) -> Comm:
         """These members of the group on a communicator of their own, on the same transport."""
-        group, wire = setup.comm, setup.comm.wire
+        group = setup.comm
         mpi = setup.mpi.Split(min(members), group.index)
-        return Comm(group.axis, members, mpi.rank, type(wire)(wire.ops, mpi, Options()),
-                    group.recorder)
+        return Comm(group.axis, members, mpi.rank, setup.connect(mpi), group.recorder)
 
     def shape_in(self):
         return self.near.size, self.elements() // self.near.size
 
-    def through_comm(self):
-        part = self.near.reduce_scatter(self.x, NAME)
-        return self.near.all_gather(self.far.all_reduce(part, NAME), NAME)
+    def through_comm(self, x, y):
+        def levels():
+            part = self.near.reduce_scatter(x, NAME)
+            return self.near.all_gather(self.far.all_reduce(part, NAME), NAME)
 
-    def bare(self):
-        near, part = self.near.wire.mpi, self.y[self.near.index]
-        near.Reduce_scatter_block(self.x, part)
-        self.far.wire.mpi.Allreduce(self.in_place_marker, part)
-        near.Allgather(self.in_place_marker, self.y)
-        return self.y
+        return levels
+
+    def bare(self, x, y):
+        near, far, part = self.near.wire.mpi, self.far.wire.mpi, y[self.near.index]
+
+        def levels():
+            near.Reduce_scatter_block(x, part)
+            far.Allreduce(self.mpi4py.IN_PLACE, part)
+            near.Allgather(self.mpi4py.IN_PLACE, y)
+
+        return levels
 
     def close(self):
         self.near.wire.close()
@@ -128,7 +135,7 @@ class UnevenAllToAll(Messages):
 
     def run(self):
         if self.via == BARE_ANY:
-            self.mpi.Alltoallv((self.x, self.sent), (self.y, self.received))
+            self.mpi.Alltoallv((self.known(self.x), self.sent), (self.known(self.y), self.received))
             return
         others = [rank for rank in range(self.ranks) if rank != self.index]
         pending = [self.irecv(self.ys[rank], rank, TAG, *self.label) for rank in others]

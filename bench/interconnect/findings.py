@@ -25,6 +25,12 @@ GUIDELINES = (
     (("all-gather", None), (("all-to-all", None),)),
     (("broadcast", None), (("all-reduce", None),)),
     (("iall-reduce", None), (("all-reduce", None),)),
+    (("all-reduce", None), (("reduce", None), ("broadcast", None))),
+    (("reduce", None), (("all-reduce", None),)),
+    (("gather", BARE), (("all-gather", BARE),)),
+    (("all-gather", BARE), (("gather", BARE), ("broadcast", BARE))),
+    (("scatter", BARE), (("broadcast", BARE),)),
+    (("broadcast", BARE), (("scatter", BARE), ("all-gather", BARE))),
     (("all-to-allv", BARE_ANY), (("all-to-allv", BARE),)),
 )
 

@@ -5,20 +5,16 @@ The other groups must not disturb a group that is measured alone, so they wait w
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from bench.interconnect.nccl import NcclTransport
-from mpipar.comm.connect import Options
+from mpipar.comm.connect import Options, narrow
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
-from mpipar.job import gpus
-from mpipar.job.environment import host_name
 
 POLL_SECONDS = 0.5e-3
 WIRES = {"mpi-host": HostTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport,
@@ -50,6 +46,11 @@ class Group(NamedTuple):
             self.team.Free()
 
 
+def make_wire(transport: str, ops, mpi):
+    """A transport on this communicator. Comm: NCCL's, every member."""
+    return narrow(WIRES[transport](ops, mpi, Options()), ops, mpi.size)
+
+
 def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:
     """The Group of these groups, with its communicators.
 
@@ -66,7 +67,7 @@ def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group
     team = world.Split(0 if inside else MPI.UNDEFINED, world.rank)
     if not inside:
         return Group(groups, None, None, None)
-    wire = WIRES[transport](ops, mpi, Options())
+    wire = make_wire(transport, ops, mpi)
     return Group(groups, Comm(axis, groups[mine], key, wire, recorder), mpi, team)
 
 
@@ -90,23 +91,6 @@ def wait_politely(world, progress) -> None:
     while not request.Test():
         progress.count += 1
         time.sleep(POLL_SECONDS)
-
-
-def sockets(cores, folder: str = "/sys/devices/system/cpu") -> list[int]:
-    """The processor packages of some cores; [-1] where the system does not say."""
-    found = set()
-    for core in cores:
-        path = Path(folder) / f"cpu{core}" / "topology" / "physical_package_id"
-        found.add(int(path.read_text()) if path.exists() else -1)
-    return sorted(found)
-
-
-def place_fact(world_rank: int, ops) -> dict:
-    """Where this rank runs. If its arrays are on a GPU: gpu, its GPU, and gpus, all it sees."""
-    cores = sorted(os.sched_getaffinity(0))
-    own = {} if ops.device == "cpu" else gpus.fact(ops.xp, ops.xp.cuda.Device().id)
-    return own | {"rank": world_rank, "host": host_name(os.environ), "cores": cores,
-                  "sockets": sockets(cores)}
 
 
 def link_of(places: list[dict], ranks) -> str:

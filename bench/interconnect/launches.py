@@ -6,19 +6,18 @@ import contextlib
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from bench import results
+from bench import results, table
 from bench.interconnect import findings, records, two_hosts
-from mpipar.console.tables import table
-from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from mpipar.job.environment import THREAD_VARIABLES
 
-START = "mpiexec -n 2"  # the default of --start
+START, LAUNCHES = "mpiexec -n 2", 5  # the defaults of --start and --launches
 LOOK_SECONDS = 0.2  # between two looks at a running job: rare looks do not disturb its measurement
 PATIENCE_SECONDS = 4.5  # a job has this long to end before each signal
 
@@ -30,25 +29,33 @@ def alone(session, start: str) -> None:
                          f"{session.launcher.name}")
 
 
+def own_launcher() -> str:
+    """The mpiexec beside Python, which a wheel of MPI brings; else that of the system."""
+    own = Path(sys.prefix) / "bin" / "mpiexec"
+    return str(own) if own.exists() else "mpiexec"
+
+
 def launcher_words(start: str | None) -> list[str]:
     """The words of --start. Raises UsageError where a quotation mark is open."""
     try:
-        return shlex.split(start or START)
+        return shlex.split(start) if start else [own_launcher(), *START.split()[1:]]
     except ValueError as error:
         raise UsageError(f"--start {start}: {error}; close it") from error
 
 
-def own_command(args, argv, launch: int) -> list[str]:
-    """The command line of one launch: the same flags without --launches and --start."""
+def own_command(args, argv, launch: int, path: str) -> list[str]:
+    """The command line of one launch, which writes to `path`: the same flags without those of
+    several launches.
+    """
     kept, skip = [], False
     for word in argv:
         name = word.split("=")[0]
-        if skip or name in ("--launches", "--start"):
+        if skip or name in ("--launches", "--start", "--json"):
             skip = not skip and "=" not in word
             continue
         kept.append(word)
     return [*launcher_words(args.start), sys.executable, "-m", "bench.interconnect", *kept,
-            "--launch", str(launch)]
+            "--json", path, "--launch", str(launch)]
 
 
 def environment_of_jobs() -> dict[str, str]:
@@ -81,35 +88,50 @@ def run_job(session, command, env=None, **options) -> int:
 
 
 def run(session, args, argv) -> int:
-    """Start --launches jobs, one after the other; each appends to --json.
+    """Start the jobs one after the other, and print the table of all; each appends to --json.
 
     Raises UsageError: see `alone`.
     """
-    if args.launches < 1:
+    count = LAUNCHES if args.launches is None else args.launches
+    if count < 1:
         raise UsageError("--launches must be at least 1")
     alone(session, args.start or START)
-    if not args.json:
-        raise UsageError("--launches keeps the rows of all jobs in one file: give --json FILE")
+    if args.json:
+        results.check_writable(args.json)  # the first launch empties it, once its flags are right
+    with tempfile.TemporaryDirectory() as folder, session.stop_on_request():
+        path = args.json or str(Path(folder) / "rows.jsonl")
+        code = run_jobs(session, args, argv, count, path)
+        if code in (EXIT_OK, EXIT_CHECK_FAILED):
+            print_outcome(records.rows_of([path]), count)
+    return code
+
+
+def run_jobs(session, args, argv, count: int, path: str) -> int:
+    """The exit code of the jobs together; those after a failed one are not started."""
     code = EXIT_OK
-    results.check_writable(args.json)  # the first launch empties it, once its flags are right
-    with session.stop_on_request():
-        for launch in range(1, args.launches + 1):
-            print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
-            try:
-                ended = run_job(session, own_command(args, argv, launch))
-            except OSError as error:
-                raise UsageError(f"--start {args.start}: {error.strerror}") from error
-            code = code or ended
-            if session.stop_requested or ended == EXIT_INTERRUPTED:
-                return EXIT_INTERRUPTED
-            if ended < 0 or ended > 1:
-                return abs(ended)
-    rows = records.rows_of([args.json])
-    print(f"\n# between launches\n{spread_lines(rows)}")
+    for launch in range(1, count + 1):
+        print(f"launch {launch} of {count}", file=sys.stderr, flush=True)
+        try:
+            ended = run_job(session, own_command(args, argv, launch, path),
+                            stdout=None if count == 1 else subprocess.DEVNULL)
+        except OSError as error:
+            raise UsageError(f"--start {args.start or START}: {error.strerror}") from error
+        code = code or ended
+        if session.stop_requested or ended == EXIT_INTERRUPTED:
+            return EXIT_INTERRUPTED
+        if ended < 0 or ended > 1:
+            return abs(ended)
+    return code
+
+
+def print_outcome(rows, count: int) -> None:
+    """Print what several launches say together; one has printed its own tables."""
+    if count == 1:
+        return
+    print("\n" + table.as_text([row for row in rows if not row["case"].startswith("pairs ")]))
     if broken := findings.guidelines(rows):
         print("\n# slower than what could replace it, in every launch\n"
               + findings.guideline_lines(broken))
-    return code
 
 
 @contextlib.contextmanager
@@ -118,8 +140,7 @@ def job_of(folder: Path, ranks: int, mbit_per_second: int):
 
     mbit_per_second: of the cable between two hosts with a rank each; 0 for one host.
     """
-    launcher = Path(sys.prefix) / "bin" / "mpiexec"
-    launcher = str(launcher) if launcher.exists() else "mpiexec"
+    launcher = own_launcher()
     environment = environment_of_jobs() | {"PYTHONPATH": str(results.ROOT)}
     with contextlib.ExitStack() as stack:
         prefix = [launcher, "-n", str(ranks)]
@@ -133,34 +154,3 @@ def job_of(folder: Path, ranks: int, mbit_per_second: int):
                            stdout=subprocess.DEVNULL)
 
         yield start
-
-
-def spread(rows) -> list[dict]:
-    """For each operation and size: the spread of the launches' medians beside that inside a launch.
-
-    Sizes that round to the same multiple of the ranks make one value of a launch.
-    """
-    found: dict = {}
-    for row in rows:
-        key = (row["case"], row["via"], row["mode"], tuple(row["ranks"]), row["size_bytes"])
-        found.setdefault(key, {}).setdefault(row["launch"], []).append(row)
-    lines = []
-    for (case, via, *_, size), same in sorted(found.items(), key=lambda item: str(item[0])):
-        medians = [statistics.median(row["median_us"] for row in rows) for rows in same.values()]
-        middle = statistics.median(medians)
-        inside = statistics.median((row["high_us"] - row["low_us"]) / row["median_us"]
-                                   for rows in same.values() for row in rows)
-        lines.append({"case": case, "via": via, "size_bytes": size, "launches": len(same),
-                      "median_us": middle, "between": (max(medians) - min(medians)) / middle,
-                      "inside": inside})
-    return lines
-
-
-def spread_lines(rows) -> str:
-    """The spread as a table: (largest - smallest) / median of medians; 95 % interval / median."""
-    head = ("case", "via", "size_B", "launches", "median_us", "between_launches", "inside_launch")
-    lines = [head]
-    lines += [(one["case"], one["via"], one["size_bytes"], one["launches"],
-               f"{one['median_us']:.2f}", f"{one['between']:.1%}", f"{one['inside']:.1%}")
-              for one in spread(rows)]
-    return table(lines, left=2)

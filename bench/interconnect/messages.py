@@ -1,29 +1,32 @@
-"""The message cases: ping-pong, windows, rings, fans, and a barrier.
+"""The message cases: rings, fans, random pairs, and a barrier; `paired` has ping-pong and windows.
 
-Each case posts the same messages through `mpipar.comm` or by bare mpi4py calls. Latency and
-windowed bandwidth follow OSU's definitions, but with as many distinct buffers as messages in
-flight.
+Each case posts the same messages through `mpipar.comm` or by bare mpi4py calls.
 """
 
 from __future__ import annotations
 
+import random
 import time
 
 from bench.interconnect.cases import COMM, NAME, Case, Setup, mismatch, pattern
 from bench.interconnect.posted import Posted
 
-TAG, ACK_TAG = 5, 6
-SHORT_BYTES = 16 << 10
-SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock, like OSU's loop
+TAG = 5
 LATE_SECONDS = 0.01
 MOST_MESSAGES = 4096  # of a rank at once whose contents tell them apart
 
 
 class BareNames:
-    """mpi4py's own calls under the names that `mpipar.comm` has for them."""
+    """mpi4py's own calls under the names that `mpipar.comm` has for them.
 
-    def __init__(self, mpi):
-        self.isend, self.irecv, self.send, self.recv = mpi.Isend, mpi.Irecv, mpi.Send, mpi.Recv
+    known(x): x in a type that MPI knows; None where it knows x.
+    """
+
+    def __init__(self, mpi, known=None):
+        calls = mpi.Isend, mpi.Irecv, mpi.Send, mpi.Recv
+        if known is not None:
+            calls = [lambda x, *more, call=call: call(known(x), *more) for call in calls]
+        self.isend, self.irecv, self.send, self.recv = calls
 
 
 class Messages(Case):
@@ -36,7 +39,8 @@ class Messages(Case):
         self.out = setup.arena.cut("send", sends, count) if sends else None
         self.into = setup.arena.cut("receive", receives, count) if receives else None
         self.ack = self.ops.zeros((1,), label="buffers")
-        wire, self.label = (self.comm, (NAME,)) if via == COMM else (BareNames(self.mpi), ())
+        wire, self.label = (self.comm, (NAME,)) if via == COMM else (
+            BareNames(self.mpi, self.known if self.item == 2 else None), ())
         self.isend, self.irecv = wire.isend, wire.irecv
         self.send, self.recv = wire.send, wire.recv
 
@@ -73,84 +77,6 @@ class Messages(Case):
         size = self.elements() * self.item
         sends, receives = (count * size // self.per_sample for count in self.counts())
         return {"size_bytes": size, "bytes_in": sends, "bytes_out": receives, "wire_bytes": sends}
-
-
-class Latency(Messages):
-    """Ping-pong: half a round trip. A sample has several, each with its own buffers if rotated."""
-
-    name = "latency"
-
-    def __init__(self, setup, via):
-        rounds = SHORT_ROUNDS if setup.size <= SHORT_BYTES else LONG_ROUNDS
-        room = max(1, setup.arena.footprint // max(1, setup.size))
-        self.rounds = {"reused": rounds, "rotated": min(rounds, room), "cold": 1}[
-            setup.arena.policy]
-        self.same = self.rounds if setup.arena.policy == "reused" else 1  # uses of each buffer
-        self.per_sample = 2 * self.rounds
-        super().__init__(setup, via)
-
-    def counts(self):
-        return self.rounds // self.same, self.rounds // self.same
-
-    def sources(self):
-        return [(1 - self.index, number) for number in range(self.rounds // self.same)]
-
-    def run(self):
-        send, recv, peer, label = self.send, self.recv, 1 - self.index, self.label
-        xs, ys = self.xs * self.same, self.ys * self.same
-        if self.index == 0:
-            for x, y in zip(xs, ys, strict=True):
-                send(x, peer, TAG, *label)
-                recv(y, peer, TAG, *label)
-        else:
-            for x, y in zip(xs, ys, strict=True):
-                recv(y, peer, TAG, *label)
-                send(x, peer, TAG, *label)
-
-    def volume(self):
-        size = self.elements() * self.item
-        return {"size_bytes": size, "bytes_in": size, "bytes_out": size, "wire_bytes": size}
-
-
-class Bandwidth(Messages):
-    """A window of messages one way, then one short answer; the time is that of one message."""
-
-    name = "bandwidth"
-    both = False
-
-    def __init__(self, setup, via):
-        most = max(2, setup.arena.footprint // max(1, setup.size))
-        self.window = self.per_sample = min(setup.window, most)
-        super().__init__(setup, via)
-
-    def counts(self):
-        sends = self.window if self.both or self.index == 0 else 0
-        receives = self.window if self.both or self.index == 1 else 0
-        return sends, receives
-
-    def sources(self):
-        return [(1 - self.index, number) for number in range(self.counts()[1])]
-
-    def run(self):
-        peer = 1 - self.index
-        pending = [self.irecv(y, peer, TAG, *self.label) for y in self.ys]
-        pending += [self.isend(x, peer, TAG, *self.label) for x in self.xs]
-        for one in pending:
-            self.wait(one)
-        if self.index == 0:
-            self.recv(self.ack, peer, ACK_TAG, *self.label)
-        else:
-            self.send(self.ack, peer, ACK_TAG, *self.label)
-
-
-class Bidirectional(Bandwidth):
-    """Windows both ways at once: twice the bytes in the time of one message each way."""
-
-    name, both = "bidirectional", True
-
-    def volume(self):
-        volume = super().volume()
-        return volume | {"counted_bytes": 2 * volume["size_bytes"]}
 
 
 class Ring(Posted, Messages):
@@ -206,6 +132,47 @@ class FanOut(FanIn):
 
     def sources(self):
         return [(0, self.index - 1)] if self.index else []
+
+
+class Bisection(Messages):
+    """Random pairs, anew for each iteration: one rank of each pair sends to the other.
+
+    Every rank is in one pair; of an odd number of ranks one rests. Links that many pairs share show
+    in it, whatever the order of the ranks is. Source: Hoefler, Schneider, Lumsdaine, Multistage
+    switches are not crossbars, CLUSTER 2008 (effective bisection bandwidth).
+    """
+
+    name = "bisection"
+
+    def __init__(self, setup: Setup, via: str):
+        self.random = random.Random(0)  # noqa: S311 - the same orders on all ranks
+        super().__init__(setup, via)
+
+    def counts(self):
+        return 1, 1
+
+    def prepare(self):
+        super().prepare()
+        order, half = list(range(self.ranks)), self.ranks // 2
+        self.random.shuffle(order)
+        place = order.index(self.index)
+        self.peer = order[(place + half) % (2 * half)] if place < 2 * half else None
+        self.sends = place < half
+        if self.sends or self.peer is None:
+            self.ys = []
+
+    def sources(self):
+        return [(self.peer, 0)] if self.ys else []
+
+    def run(self):
+        if self.ys:
+            self.recv(self.ys[0], self.peer, TAG, *self.label)
+        elif self.sends:
+            self.send(self.xs[0], self.peer, TAG, *self.label)
+
+    def volume(self):
+        volume, pairs = super().volume(), self.ranks // 2
+        return volume | {"counted_bytes": pairs * volume["size_bytes"], "messages": pairs}
 
 
 class Barrier(Case):

@@ -7,31 +7,46 @@ from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
-from bench.interconnect.cases import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
+from bench.interconnect.cases import (
+    BARE,
+    COMM,
+    IN_C,
+    PERSISTENT,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    ReduceScatter,
+)
 from bench.interconnect.chain import Hops, Program, hops_of
 from bench.interconnect.compositions import ReduceScatterAllGather, TwoLevel, UnevenAllToAll, blocks
-from bench.interconnect.messages import (
+from bench.interconnect.messages import Barrier, Bisection, FanIn, FanOut, Ring
+from bench.interconnect.noise import PLAIN, Noise
+from bench.interconnect.paired import (
     Bandwidth,
-    Barrier,
     Bidirectional,
-    FanIn,
-    FanOut,
     Latency,
-    Ring,
+    MultiBandwidth,
+    MultiLatency,
 )
 from bench.interconnect.posted import Posted, PostedAllReduce
+from bench.interconnect.rooted import Broadcast, Gather, Reduce, Scatter
 from mpipar.comm.grid import AXES, Grid
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import UsageError, suggestion
 
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
-    Ring, AllReduce, PostedAllReduce, AllGather, ReduceScatter, ReduceScatterAllGather, Broadcast,
-    AllToAll, UnevenAllToAll, FanIn, FanOut, Barrier)}
+    MultiLatency, MultiBandwidth, Bisection, Ring, AllReduce, PostedAllReduce, Reduce, AllGather,
+    ReduceScatter, ReduceScatterAllGather, Gather, Scatter, Broadcast, AllToAll, UnevenAllToAll,
+    FanIn, FanOut, Barrier, Noise)}
 CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain")
-WITHOUT_LAYOUT = (*PAIR_CASES, "pairs")  # cases that do not run on the groups of a layout
+WITHOUT_LAYOUT = (*PAIR_CASES, "pairs", Noise.name)  # do not run on the groups of a layout
+IN_PAIRS = (MultiLatency.name, MultiBandwidth.name)  # need an even number of ranks
+WAYS = {"mpipar.comm": COMM, "mpi4py": BARE, "persistent": PERSISTENT, "C": IN_C}
+PLAIN_WAYS, USUAL_WAYS, ALL_WAYS = (COMM, BARE), (COMM, BARE, PERSISTENT), tuple(WAYS.values())
 POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
                 "stage-chain")
+LEAST_BYTES = 8  # after 0
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
 CHAIN_SCHEDULES = ("1f1b", "interleaved")
 
@@ -41,7 +56,7 @@ class Section(NamedTuple):
 
     title: of the table. make(setup, via) -> Case. groups: of world ranks. mode: "" or how the
     groups of a layout run, "alone" or "together". num_tests: the number of Tests while computing,
-    for a case that is overlapped.
+    for a case that is overlapped. kinds: of the ways to run it.
     """
 
     title: str
@@ -51,6 +66,7 @@ class Section(NamedTuple):
     axis: str = "world"
     mode: str = ""
     num_tests: int | None = None
+    kinds: tuple[str, ...] = PLAIN_WAYS
 
     @property
     def case(self) -> type:
@@ -59,8 +75,13 @@ class Section(NamedTuple):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The ways to run the case: through mpipar.comm, and by bare calls."""
-        return self.case.vias
+        """The ways to run the case: those of its own that are of the chosen kinds.
+
+        Other calls of mpi4py for the same thing, such as Reduce_scatter, are of mpi4py's kind.
+        """
+        special = set(WAYS.values())
+        return tuple(via for via in self.case.vias if via == PLAIN or (
+            via in self.kinds if via in special else BARE in self.kinds))
 
 
 def size_problems(texts: dict[str, str]) -> list[str]:
@@ -75,11 +96,14 @@ def size_problems(texts: dict[str, str]) -> list[str]:
 
 
 def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
-    """Sizes from begin to end, each `factor` times the one before, rounded to whole bytes."""
-    if begin < 1 or end < begin or factor <= 1:
+    """Sizes from begin to end, each `factor` times the one before, rounded to whole bytes.
+
+    From 0 on: 0, then the least size that holds a number, and so on.
+    """
+    if begin < 0 or end < begin or factor <= 1:
         raise UsageError(f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
-                         "1 <= --begin-bytes <= --end-bytes and --factor above 1")
-    sizes, size = [], float(begin)
+                         "0 <= --begin-bytes <= --end-bytes and --factor above 1")
+    sizes, size = [0] * (begin == 0), float(begin or LEAST_BYTES)
     while size <= end * 1.0001:
         sizes.append(round(size))
         size *= factor
@@ -134,6 +158,27 @@ def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
     return found
 
 
+def ways_on(ways, transport: str) -> tuple[str, ...]:
+    """Those of the ways that a transport has; bare calls need memory that this MPI can read."""
+    return tuple(via for via in ways if transport not in ("staged", "nccl") or via in (COMM, PLAIN))
+
+
+def restricted(sections, kinds, transport: str, buffers: str, narrow: bool) -> list[Section]:
+    """The sections with the ways of these kinds that the job can run; those without any are left
+    out.
+
+    buffers: pages that nobody has touched ("cold") cannot be known before. narrow: numbers have 16
+    bits, which MPI cannot add.
+    """
+    found = []
+    for one in sections:
+        own = tuple(via for via in kinds if not (
+            (buffers == "cold" and via in (PERSISTENT, IN_C)) or (transport != "mpi-host" and
+             via == IN_C) or (narrow and one.case.sums and (via != COMM or one.case.wide))))
+        found.append(one._replace(kinds=own))
+    return [one for one in found if ways_on(one.ways, transport)]
+
+
 def overlapped(sections, num_tests: int) -> list[Section]:
     """Those of the sections that are posted and waited for, to run beside computing."""
     return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
@@ -160,8 +205,14 @@ def world_sections(cases, world_size: int, sizes, host_ranks: int = 1) -> list[S
             found.append(Section(*two_level(everybody, host_ranks), everybody, sizes))
         else:
             case = GROUP_CASES[name]
-            found.append(Section(name, case, everybody, sizes if case.sized else (0,)))
+            found.append(Section(name, case, in_pairs(name, everybody),
+                                 sizes if case.sized else (0,)))
     return found
+
+
+def in_pairs(name: str, groups):
+    """The groups of a case; where it needs pairs, the last rank of an odd number is left out."""
+    return tuple(group[:len(group) // 2 * 2] for group in groups) if name in IN_PAIRS else groups
 
 
 def two_level(groups, host_ranks: int) -> tuple[str, object]:
@@ -210,9 +261,14 @@ def left_out(cases, layout: str | None, wanted, kept) -> list[str]:
     if layout is not None and "stage-chain" in cases and all(one.axis != "pp" for one in wanted):
         lines.append("stage-chain is left out: a chain of stages needs pp=2 or more, --layout is "
                      f"{layout}")
-    if names := sorted({one.title for one in wanted} - {one.title for one in kept}):
-        lines.append(f"left out: {', '.join(names)}: NCCL's messages have no tags, which those of "
-                     "whole schedules need")
+    missing = [one for one in wanted if one.title not in {other.title for other in kept}]
+    for reason, own in (
+            ("NCCL's messages have no tags, which those of whole schedules need",
+             [one for one in missing if one.case is Program]),
+            ("nothing of it runs with these --ways, --transport and --dtype",
+             [one for one in missing if one.case is not Program])):
+        if names := sorted({one.title for one in own}):
+            lines.append(f"left out: {', '.join(names)}: {reason}")
     return lines
 
 
@@ -239,7 +295,8 @@ def layout_sections(cases, layout: dict[str, int], sizes, host_ranks: int = 1) -
                 makes = {name: GROUP_CASES[name]}
             for title, make in makes.items():
                 own = sizes if getattr(make, "sized", True) else (0,)
-                found += [Section(title, make, some, own, axis, mode) for some, mode in modes]
+                found += [Section(title, make, in_pairs(name, some), own, axis, mode)
+                          for some, mode in modes]
     if not found:
         raise UsageError(f"--layout has no groups for {', '.join(cases)}: a chain of stages needs "
                          "pp=2 or more")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bench.interconnect.cases import NAME, AllReduce, Case
+from functools import partial
+
+from bench.interconnect.cases import BARE, COMM, NAME, AllReduce, Case
 
 
 class Posted(Case):
@@ -12,21 +14,23 @@ class Posted(Case):
         raise AssertionError("each case posts its own")
 
     def run(self):
-        for one in self.post():
-            self.wait(one)
+        self.wait_all(self.post())
 
 
 class PostedAllReduce(Posted, AllReduce):
     """A posted all-reduce, as training uses it to sum gradients."""
 
-    name = "iall-reduce"
+    name, wide = "iall-reduce", True
+    vias = (COMM, BARE)
 
-    def through_comm(self):
-        return self.comm.iall_reduce(self.x, NAME)
+    def aim(self, call):
+        self.start = call
 
-    def bare(self):
-        return self.mpi.Iallreduce(self.in_place_marker, self.x)
+    def through_comm(self, x, y):
+        return partial(self.comm.iall_reduce, x, NAME)
+
+    def bare(self, x, y):
+        return partial(self.mpi.Iallreduce, self.mpi4py.IN_PLACE, x)
 
     def post(self):
-        self.result = self.x
-        return [self.call()]
+        return [self.start()]

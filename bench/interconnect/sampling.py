@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.interconnect.cases import IN_C
 from bench.interconnect.groups import wait_politely
 from bench.interconnect.starts import STARTS
 from bench.interconnect.statistics import half_width
@@ -28,7 +29,7 @@ class Plan(NamedTuple):
     """budget: seconds for one way of one size. target: half the median's interval over the median.
 
     least: the least number of iterations. warm_up: iterations that are not kept. sync: how they
-    start.
+    start. exactly: the number of iterations, whatever time and target say; 0: these decide.
     """
 
     budget: float = 1.0
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     warm_up: int = 5
     check: bool = True
     sync: str = "barrier"
+    exactly: int = 0
 
 
 class Progress:
@@ -68,13 +70,19 @@ class Outcome(NamedTuple):
 def enough(durations_s, spent_s: float, plan: Plan) -> bool:
     """Whether one way has been measured well enough, or for long enough."""
     count = len(durations_s)
+    if plan.exactly:
+        return count >= plan.exactly
     if count >= plan.least and (spent_s >= plan.budget or half_width(durations_s) <= plan.target):
         return True
     return count >= MOST or spent_s >= 4 * plan.budget
 
 
-def batch_size(durations_s, plan: Plan) -> int:
-    """Iterations that take one turn's share of the budget."""
+def batch_size(durations_s, plan: Plan, kept: int = 0) -> int:
+    """Iterations that take one turn's share of the budget; kept: how many there are already."""
+    if plan.exactly:
+        return min(-(-plan.exactly // TURNS), plan.exactly - kept)
+    if not len(durations_s):
+        return 1
     typical = max(float(np.median(durations_s)), 1e-7)
     return max(1, min(MOST // TURNS, int(plan.budget / TURNS / typical)))
 
@@ -84,17 +92,23 @@ def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, li
     entered, left, late = np.empty(count, np.int64), np.empty(count, np.int64), []
     settle = case.ops.synchronize if case.ops.device != "cpu" else None
     start.begin()
+    if case.via == IN_C:
+        entered, left = case.in_c(start.barrier, count)
+        progress.count += count
+        return entered, left, []
     for number in range(count):
         case.prepare()
         if settle:
             settle()
         if start.wait():
             late.append(number)
-        entered[number] = perf_counter_ns()
-        case.run()
+        run = case.run
+        begun = perf_counter_ns()
+        run()
         if settle:
             settle()
         left[number] = perf_counter_ns()
+        entered[number] = begun
         progress.count += 1
     return entered, left, late
 
@@ -129,7 +143,8 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
     one.
     Comm: the cases; on the team the start of each iteration and one all-reduce for each turn.
     """
-    found, together = {}, STARTS[plan.sync](team, ahead_ns)
+    found = {}
+    starts = {via: STARTS[case.sync or plan.sync](team, ahead_ns) for via, case in cases.items()}
     for via, case in cases.items():
         progress.doing = f"check of {case.name}, {case.setup.size} bytes, {via}"
         found[via] = Outcome([], [], checked(team, case) if plan.check else [], [])
@@ -141,11 +156,11 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
         for via, count in zip(running, counts, strict=True):
             progress.doing = f"{cases[via].name}, {cases[via].setup.size} bytes, {via}"
             start = perf_counter()
-            entered, left, late = batch(together, cases[via], count, progress)
+            entered, left, late = batch(starts[via], cases[via], count, progress)
             if turn:
                 spent[via] += perf_counter() - start
                 found[via].add(entered, left, late)
-            orders.append(batch_size((left - entered) * 1e-9, plan))
+            orders.append(batch_size((left - entered) * 1e-9, plan, len(found[via].left)))
         kept = {via: np.subtract(found[via].left, found[via].entered) * 1e-9 for via in running}
         done = turn >= LEAST_TURNS and all(enough(kept[via], spent[via], plan) for via in running)
         first = team.rank == 0

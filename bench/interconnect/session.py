@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy as np
 from bench import results
 from bench.interconnect import overlap
 from bench.interconnect.buffers import Arena, cache_bytes
-from bench.interconnect.groups import link_of, make_group, place_fact
+from bench.interconnect.groups import link_of, make_group, make_wire
+from bench.interconnect.places import place_fact
 from bench.interconnect.sampling import (
     ELSEWHERE,
     Plan,
@@ -91,14 +93,15 @@ def make_ops(transport: str, dtype: str, host_rank: int):
 class Bench:
     """One launch. world: every rank; only world rank 0 has rows, prints and writes.
 
+    loops: the library of bench.interconnect.compiled, where rows in C are measured.
     Comm: every rank must make it; if the GPU of one is not usable, all leave together.
     """
 
     def __init__(self, session, dtype: str, buffers: str, footprint: int, plan: Plan,
-                 transport: str = "mpi-host", window: int = 64):
+                 transport: str = "mpi-host", window: int = 64, *, loops=None):
         self.session, self.world = session, session.world
         self.ops = session.agree(lambda: make_ops(transport, dtype, session.host_rank))
-        self.transport, self.plan, self.window = transport, plan, window
+        self.transport, self.plan, self.window, self.loops = transport, plan, window, loops
         self.arena = Arena(self.ops, buffers, largest(self.world, footprint or cache_bytes()))
         self.recorder, self.progress = Recorder(), Progress()
         self.recorder.phase = "F"
@@ -166,17 +169,16 @@ class Bench:
         group.close()
         return rows
 
-    def ways(self, section) -> tuple[str, ...]:
-        """The ways of this section; bare calls need memory that this MPI can read."""
-        return section.ways[:1] if self.transport in ("staged", "nccl") else section.ways
-
     def _one(self, section, group, size: int) -> list[dict]:
         from bench.interconnect.cases import Setup
+        from bench.interconnect.plans import ways_on
 
         fact: dict = {"ways": {}, "volume": {}}
         if group.team is not None:
-            setup = Setup(group.comm, group.mpi, self.arena, size, self.window)
-            cases = {via: section.make(setup, via) for via in self.ways(section)}
+            setup = Setup(group.comm, group.mpi, self.arena, size, self.window, self.loops,
+                          partial(make_wire, self.transport, self.ops))
+            cases = {via: section.make(setup, via)
+                     for via in ways_on(section.ways, self.transport)}
             if section.num_tests is not None:
                 cases = overlap.with_computing(group.team, section, setup, cases, self.progress)
             outcomes = measure_cases(group.team, cases, self.plan, self.progress,
@@ -244,11 +246,13 @@ class Bench:
             "bytes_on_wire_per_rank": max(volume["wire_bytes"] for volume in volumes),
             "slowest_rank": ranks[slowest], "slowest_share": share,
             "checked": "ok" if self.plan.check else "unchecked",
-            "sync": self.plan.sync, "late": len(late), "late_at": late,
+            "sync": section.case.sync or self.plan.sync, "late": len(late), "late_at": late,
             "entered_ns": (entered - start).tolist(), "left_ns": (left - start).tolist(),
         }
         times = times_us(row)
         line = summary(times)
+        if "messages" in volumes[0]:
+            row["messages_per_s"] = volumes[0]["messages"] * 1e6 / line["median_us"]
         return row | line | {
             "converged": half_width(times) <= self.plan.target, "skew_us": skew_us(row),
             **bandwidths(section.title, len(ranks), counted, line["median_us"])}

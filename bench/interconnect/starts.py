@@ -20,10 +20,10 @@ LATE_NS = 5_000  # after the deadline: this rank had not heard of it in time, or
 
 
 class BarrierStart:
-    """Starts each iteration after a barrier."""
+    """Starts each iteration after a barrier. barrier: of this communicator; None for none."""
 
     def __init__(self, team, ahead_ns: int = 0):
-        self.team = team
+        self.team = self.barrier = team
 
     def begin(self) -> None:
         """Prepare a batch of iterations; here nothing is needed."""
@@ -36,6 +36,10 @@ class BarrierStart:
 
 class NoStart(BarrierStart):
     """A barrier before each batch; its iterations follow each other."""
+
+    def __init__(self, team, ahead_ns: int = 0):
+        super().__init__(team)
+        self.barrier = None
 
     def begin(self) -> None:
         """Comm: a barrier of the team."""

@@ -15,6 +15,7 @@ import numpy as np
 
 FIRST_ALONE = ("latency", "bandwidth", "bidirectional")  # only the first rank's clock counts, as
 # in OSU's point-to-point tests
+EACH_ALONE = "noise"  # nothing is sent: the slowest rank's own time counts
 EXACT_SPLITS = 20_000  # of two sets of launches: up to here every split is counted
 
 # Bus bandwidth over algorithm bandwidth for P ranks: what the busiest link carries per byte of the
@@ -28,11 +29,15 @@ BUS_FACTORS = {
     "reduce-scatter+all-gather": lambda ranks: 2 * (ranks - 1) / ranks,
     "two-level-all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all-to-allv": lambda ranks: (ranks - 1) / ranks,
+    "gather": lambda ranks: (ranks - 1) / ranks,
+    "scatter": lambda ranks: (ranks - 1) / ranks,
+    "multi-bandwidth": lambda ranks: 1 / (ranks // 2),  # that of one pair
+    "bisection": lambda ranks: 1 / (ranks // 2),
 }
 
 
 def bus_factor(case: str, ranks: int) -> float:
-    """busbw / algbw; 1 for messages, rings and broadcasts. case: a title that begins with it."""
+    """busbw / algbw; 1 where it is not listed. case: a title that begins with its name."""
     name = case.split(maxsplit=1)[0]
     return BUS_FACTORS[name](ranks) if name in BUS_FACTORS else 1.0
 
@@ -56,7 +61,10 @@ def times_us(row: dict) -> np.ndarray:
     entered, left = np.array(row["entered_ns"]), np.array(row["left_ns"])
     if row["case"].removeprefix("pairs ") in FIRST_ALONE:
         entered, left = entered[:, :1], left[:, :1]
-    times = (back_to_back_ns if row["sync"] == "none" else iteration_ns)(entered, left)
+    if row["case"] == EACH_ALONE:
+        times = (left - entered).max(axis=1)
+    else:
+        times = (back_to_back_ns if row["sync"] == "none" else iteration_ns)(entered, left)
     return np.delete(times, row["late_at"]) * 1e-3 / row["per_sample"]
 
 

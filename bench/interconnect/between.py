@@ -1,0 +1,139 @@
+"""Between launches: the interval in which another launch's median lies, from a few launches.
+
+    python -m bench.interconnect latency all-reduce --launches 30 --json rows.jsonl
+    python -m bench.interconnect.between rows.jsonl [--write]    # --write: into bench/results/
+
+The program checks the interval by resampling many launches: how often do five hold a sixth?
+
+Launches differ by more than the iterations inside one. So an interval from one launch says nothing
+about the next. This one is the prediction interval for one more value of a normal distribution,
+taken on logarithms, because times spread by factors:
+
+    exp(m +- t s sqrt(1 + 1/K))
+
+m and s: mean and standard deviation of the logarithms of K medians; t: the quantile of Student's t
+with K - 1 degrees of freedom. Source: Hahn and Meeker, Statistical Intervals, 1991, chapter 4.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bench import results
+from bench.interconnect import records
+from mpipar.config import flags
+from mpipar.errors import EXIT_OK, DataError
+from mpipar.job.session import guard
+
+RESULT = "bench/results/launches.json"
+LEAST_LAUNCHES, DRAWS = 20, 1000
+SHARE = 0.95
+KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", "window",
+       "size_bytes", "sync")
+
+
+def inside(t: float, degrees: int) -> float:
+    """The probability that Student's t with so many degrees of freedom is between -t and t.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle, odd = math.atan(t / math.sqrt(degrees)), degrees % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(degrees // 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (2 * k + 1 + odd) / (2 * k + 2 + odd)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def quantile(degrees: int, share: float = SHARE) -> float:
+    """The t within which Student's t lies with this probability, on both sides together."""
+    low, high = 0.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle, degrees) < share else (low, middle)
+    return high
+
+
+def next_launch(medians, share: float = SHARE) -> tuple[float, float]:
+    """Where the median of one more launch lies with this probability; medians: of two or more."""
+    logs = np.log(np.maximum(medians, 1e-9))
+    width = quantile(len(logs) - 1, share) * logs.std(ddof=1) * math.sqrt(1 + 1 / len(logs))
+    return math.exp(logs.mean() - width), math.exp(logs.mean() + width)
+
+
+def medians_of(rows) -> dict[tuple, dict[int, float]]:
+    """{operation: {launch: its median}}; rounds of a launch make one value."""
+    found: dict = {}
+    for row in rows:
+        key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
+        found.setdefault(key, {}).setdefault(row["launch"], []).append(row["median_us"])
+    return {key: {launch: float(np.median(some)) for launch, some in own.items()}
+            for key, own in found.items()}
+
+
+def combined(rows) -> list[dict]:
+    """One row for each operation: the median over launches, and the interval of `next_launch`.
+
+    best_us, worst_us: of the launches' medians. within_percent: the interval inside a launch, as a
+    share of its median. An operation that one launch alone has keeps the interval of that launch.
+    """
+    groups: dict = {}
+    for row in rows:
+        key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
+        groups.setdefault(key, []).append(row)
+    medians, found = medians_of(rows), []
+    for key, own in groups.items():
+        values, first = list(medians[key].values()), own[0]
+        middle = float(np.median(values))
+        low, high = next_launch(values) if len(values) > 1 else (first["low_us"], first["high_us"])
+        within = np.median([(row["high_us"] - row["low_us"]) / max(row["median_us"], 1e-9)
+                            for row in own])
+        scale = first["median_us"] / middle if middle else 0.0
+        rates = {name: first[name] * scale for name in ("algbw_GBps", "busbw_GBps",
+                                                        "messages_per_s") if name in first}
+        found.append(first | rates | {
+            "launches": len(values), "median_us": middle, "low_us": low, "high_us": high,
+            "best_us": min(values), "worst_us": max(values), "within_percent": 100 * float(within)})
+    return found
+
+
+def held_share(medians, draws: int = DRAWS, few: int = 5) -> float:
+    """How often the interval of a few launches holds one more of them, drawn at random."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(draws):
+        *some, other = rng.choice(medians, few + 1, replace=False)
+        low, high = next_launch(some)
+        held += low <= other <= high
+    return held / draws
+
+
+def main(argv, session) -> int:
+    """Print, and write on request, what many launches of the same command say."""
+    parser = flags.Parser(prog="python -m bench.interconnect.between", description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="of bench.interconnect --launches 30 --json")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    args = parser.parse_args(argv)
+    lines, kept = [], {}
+    for key, launches in medians_of(records.rows_of([args.file], tell=True)).items():
+        one, medians = dict(zip(KEY, key, strict=True)), list(launches.values())
+        if len(medians) < LEAST_LAUNCHES:
+            raise DataError(f"{args.file}: {len(medians)} launches, at least {LEAST_LAUNCHES} are "
+                            "needed: measure with --launches 30")
+        name = f"{one['case']}, {one['size_bytes']} bytes, {one['via']}"
+        kept[name] = [round(median, 3) for median in medians]
+        lines.append({
+            "operation": name, "launches": len(medians), "median_us": float(np.median(medians)),
+            "best_us": min(medians), "worst_us": max(medians),
+            "held_percent": 100 * held_share(medians)})
+    print(results.markdown_table(lines))
+    if args.write:
+        results.write(str(results.ROOT / RESULT), "bench.interconnect.between", lines,
+                      beside={"medians_us": kept})
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    guard(main)

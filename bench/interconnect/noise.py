@@ -1,0 +1,80 @@
+"""System noise: how long a fixed piece of work really takes, again and again, on every rank.
+
+Nothing is sent. Each sample computes the same power of the same number, which stays in the first
+cache. So whatever a sample takes longer than the quickest was taken away: by the system, by other
+programs, or by the clock of the processor. Such a detour on one rank delays all of them at the next
+barrier. Source: Hoefler, Schneider, Lumsdaine, Characterizing the influence of system noise on
+large-scale applications by simulation, SC 2010; the fixed work quantum of Sottile and Minnich.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+
+import numpy as np
+
+from bench.interconnect.cases import Case
+from mpipar.console.tables import table
+
+PLAIN = "Python"
+QUANTUM_NS = 200_000
+BASE, MODULUS = 3, (1 << 521) - 1  # a Mersenne prime: every step of a power costs the same
+FIRST_BITS, TAKES = 512, 20
+EDGES_US = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
+
+
+class Noise(Case):
+    """A fixed quantum of work. Comm: one broadcast, which makes it the same on all ranks."""
+
+    name, sized, sync = "noise", False, "none"
+    vias = (PLAIN,)
+
+    def __init__(self, setup, via: str):
+        super().__init__(setup, via)
+        bits = np.array([self.bits()], np.int64)
+        self.mpi.Bcast(bits, root=0)
+        self.exponent = (1 << int(bits[0])) - 1
+
+    @staticmethod
+    def bits() -> int:
+        """Bits of the exponent with which a quantum takes about QUANTUM_NS here."""
+        exponent, took = (1 << FIRST_BITS) - 1, []
+        for _ in range(TAKES):
+            start = perf_counter_ns()
+            pow(BASE, exponent, MODULUS)
+            took.append(perf_counter_ns() - start)
+        return max(1, round(FIRST_BITS * QUANTUM_NS / min(took)))
+
+    def prepare(self):
+        pass
+
+    def run(self):
+        pow(BASE, self.exponent, MODULUS)
+
+    def check(self):
+        return []
+
+    def volume(self):
+        return {"size_bytes": 0, "bytes_in": 0, "bytes_out": 0, "wire_bytes": 0}
+
+
+def detours_us(row: dict) -> np.ndarray:
+    """(n, ranks): how much longer than that rank's quickest sample each took, in us."""
+    took = np.subtract(row["left_ns"], row["entered_ns"]) * 1e-3
+    return took - took.min(axis=0)
+
+
+def noise_lines(row: dict) -> str:
+    """For each rank: the share of time lost, and how many detours of each length a second has."""
+    detours = detours_us(row)
+    took = np.subtract(row["left_ns"], row["entered_ns"])
+    seconds = took.sum(axis=0) * 1e-9
+    names = [f"from_{low}_us" for low in EDGES_US]
+    lines = [("rank", "quantum_us", "lost_percent", "longest_us", *names)]
+    for place, rank in enumerate(row["ranks"]):
+        own = detours[:, place]
+        counts, _ = np.histogram(own, [*EDGES_US, np.inf])
+        lines.append((rank, f"{took[:, place].min() * 1e-3:.1f}",
+                      f"{own.sum() * 1e-6 / seconds[place] * 100:.3f}", f"{own.max():.1f}",
+                      *(f"{count / seconds[place]:.3g}" for count in counts)))
+    return table(lines)

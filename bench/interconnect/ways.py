@@ -1,0 +1,125 @@
+"""The ways of doing the same beside each other: C, mpi4py, persistent requests, and mpipar.comm.
+
+    python -m bench.interconnect latency bandwidth all-reduce --ways all --json rows.jsonl
+    python -m bench.interconnect.ways rows.jsonl [--write]    # --write: into bench/results/
+
+C runs the loops of loops.c, in the processes of the other ways and in turns with them. What mpi4py
+takes more is Python's part; what mpipar.comm takes above mpi4py is the record of the call.
+Limits: the record costs at most 0.6 us of a latency up to 8 KiB, and 3 % from 1 MiB on. Exit code 1
+says that it costs more. Where OSU's programs are on the PATH, they run too, each as a job of its
+own; their means stand in a column.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+
+from bench import results
+from bench.interconnect import launches, records
+from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT
+from mpipar.config import flags
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
+from mpipar.job.session import guard
+
+RESULT = "bench/results/interconnect.json"
+COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "persistent_us", COMM: "mpipar_comm_us"}
+LIMIT_US, SMALL_BYTES = 0.6, 8 << 10  # up to the size that OSU's benchmarks call small
+LIMIT_SHARE, LARGE_BYTES = 0.03, 1 << 20
+OSU = {"latency": "osu_latency", "bandwidth": "osu_bw", "all-reduce": "osu_allreduce"}
+OSU_SECONDS = 300
+
+
+def compared(rows) -> list[dict]:
+    """A line for each operation and size that was done in several ways: medians over launches."""
+    found: dict = {}
+    for row in rows:
+        key = (row["case"], row["mode"], tuple(row["ranks"]), row["size_bytes"], row["sync"])
+        found.setdefault(key, {}).setdefault(row["via"], []).append(row)
+    lines = []
+    for (case, _, ranks, size, _), ways in sorted(found.items()):
+        times = {COLUMNS[via]: statistics.median(row["median_us"] for row in own)
+                 for via, own in ways.items() if via in COLUMNS}
+        if len(times) < 2:
+            continue
+        line = {"case": case, "ranks": len(ranks), "size_bytes": size,
+                "launches": len({row["launch"] for own in ways.values() for row in own}),
+                **{name: times.get(name, "-") for name in COLUMNS.values()}}
+        for via in (BARE, PERSISTENT):
+            known = COLUMNS[via] in times and COLUMNS[IN_C] in times
+            line[f"{COLUMNS[via].removesuffix('_us')}_over_C"] = (
+                times[COLUMNS[via]] / times[COLUMNS[IN_C]] if known else "-")
+        both = COLUMNS[COMM] in times and COLUMNS[BARE] in times
+        line["record_us"] = times[COLUMNS[COMM]] - times[COLUMNS[BARE]] if both else "-"
+        lines.append(line)
+    return lines
+
+
+def latency_problems(lines) -> list[str]:
+    """Latencies at which the record of a call costs more than is allowed."""
+    found = []
+    for line in lines:
+        if line["case"] != "latency" or line["record_us"] == "-":
+            continue
+        size, more = line["size_bytes"], line["record_us"]
+        share = more / line["mpi4py_us"]
+        if (size <= SMALL_BYTES and more > LIMIT_US) or (
+                size >= LARGE_BYTES and share > LIMIT_SHARE):
+            found.append(f"latency of {size} bytes: {more:.2f} us ({share:.1%}) above bare mpi4py")
+    return found
+
+
+def osu_numbers(text: str, case: str) -> dict[int, float]:
+    """{size: us of a message} from what a program of OSU printed; bandwidths are in MB/s = 1e6."""
+    found = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0].isdecimal():
+            size, value = int(words[0]), float(words[1])
+            found[size] = size / value if case == "bandwidth" else value
+    return found
+
+
+def with_osu(lines) -> list[dict]:
+    """The lines with the column osu_us, where OSU's program for the case is installed."""
+    times: dict = {}
+    for case, program in OSU.items():
+        if (path := shutil.which(program)) and any(line["case"] == case for line in lines):
+            sizes = [line["size_bytes"] for line in lines if line["case"] == case]
+            ranks = max(line["ranks"] for line in lines if line["case"] == case)
+            done = subprocess.run(
+                [launches.own_launcher(), "-n", str(ranks), path, "-m",
+                 f"{max(1, min(sizes))}:{max(sizes)}"], capture_output=True, text=True,
+                check=False, env=launches.environment_of_jobs(), timeout=OSU_SECONDS)
+            times[case] = osu_numbers(done.stdout, case)
+    if not times:
+        return lines
+    return [line | {"osu_us": times.get(line["case"], {}).get(line["size_bytes"], "-")}
+            for line in lines]
+
+
+def main(argv, session) -> int:
+    """Print the lines, check the latencies, write the result file."""
+    parser = flags.Parser(prog="python -m bench.interconnect.ways", description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="of bench.interconnect --json")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    args = parser.parse_args(argv)
+    runs = records.read(args.file)
+    lines = with_osu(compared(records.rows_of([args.file], tell=True)))
+    if not lines:
+        raise DataError(f"{args.file}: nothing was done in two ways: measure with --ways all")
+    print(results.markdown_table(lines))
+    if args.write:
+        head = runs[0].head
+        results.write(str(results.ROOT / RESULT), "bench.interconnect.ways", lines,
+                      **{name: head[name] for name in ("library", "buffers", "dtype")})
+    found = latency_problems(lines)
+    for text in found:
+        print(text, file=sys.stderr)
+    return EXIT_CHECK_FAILED if found else EXIT_OK
+
+
+if __name__ == "__main__":
+    guard(main)
