@@ -63,15 +63,23 @@ def draw(words: list[str], root) -> tuple[str, str]:
 
 
 def label(canvas, point: tuple[float, float], words: str, taken: list) -> None:
-    """Names beside a point, moved away from names that stand there already."""
+    """Names beside a point: at the first place where nothing stands, the nearest ones first."""
     x, y = point
     width = CHARACTER * len(words)
-    left = x + 9 if x + 9 + width < LEFT + WIDE + 70 else x - 9 - width
-    shifts = [step * sign * ROW for step in range(1, 6) for sign in (-1, 1)]
-    free = next((shift for shift in [0, *shifts] if all(
-        abs(y + shift - other) >= ROW - 1 or left + width < low or left > high
-        for low, high, other in taken)), 0)
-    if free:
-        canvas.line(x, y, left + (0 if left > x else width), y + free, "ink")
-    canvas.text(left, y + 4 + free, words, "small")
-    taken.append((left, left + width, y + free))
+    places = [(side, step * sign * ROW) for step in range(9) for sign in (-1, 1)
+              for side in (x + 9, x - 9 - width)]
+    left, shift = next(((side, shift) for side, shift in places
+                        if is_free((side, side + width, y + shift), taken)), places[0])
+    if shift:
+        canvas.line(x, y, left + (0 if left > x else width), y + shift, "ink")
+    near, anchor = (left, "start") if left > x else (x - 9, "end")
+    canvas.text(near, y + 4 + shift, words, "small", anchor)
+    taken.append((left, left + width, y + shift))
+
+
+def is_free(span: tuple[float, float, float], taken: list) -> bool:
+    """Whether nothing stands at (left, right, y) of the diagram."""
+    left, right, y = span
+    inside = left > LEFT and right < LEFT + WIDE + 90 and TOP - 6 < y < TOP + HIGH - 4
+    return inside and all(abs(y - other) >= ROW - 1 or right < low or left > high
+                          for low, high, other in taken)
