@@ -45,6 +45,14 @@ def test_every_schedule_is_listed():
     assert re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE) == list(SCHEDULES)
 
 
+def test_columns_are_those_of_the_program():
+    sources = "".join(path.read_text() for path in (REPOSITORY / "mpipar").rglob("*.py"))
+    cells = re.findall(r"^\| (`[^|]*) \|", PAGES["docs/reference/columns.md"], re.MULTILINE)
+    names = [name for cell in cells for name in re.findall("`(.*?)`", cell)]
+    assert len(names) > 50
+    assert [name for name in names if name not in sources] == []
+
+
 # --- form
 
 
