@@ -1,7 +1,8 @@
 """Shows how the size of a tile decides the time of a kernel, on the CPU or on a GPU.
 
     python -m bench.tiles [--json FILE]
-    python -m bench.tiles --device cuda [--json FOLDER]    # three tables, gpu_*.json
+    python -m bench.tiles --products [--json FILE]         # one product, from loops to BLAS
+    python -m bench.tiles --device cuda [--json FOLDER]    # four tables, gpu_*.json
 
 On the CPU each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
 (numpy_attention.py) over a tile of queries. Small tiles drown in interpreter overhead, and large
@@ -16,6 +17,10 @@ per second, in percent of the rate at which NumPy copies an array larger than th
 counts its bytes twice, and half of them are writes. So a chain that reads more can pass 100.
 percent_of_gemm: operations on visible pairs per second, in percent of a product of 2048 x 2048
 matrices. Both peaks are measured in the same run.
+
+With --products a product of two matrices of --size rows and columns runs on one core as plain
+loops, in tiles, in packed tiles (all three compiled by Numba), and by BLAS. percent_of_blas: speed
+over that of BLAS. flop_per_byte: see bench/kernels/products.py.
 
 On a GPU every product of the ladder (mpipar/ops/cuda) runs beside cuBLAS. The two highest rungs run
 with tiles from starved to full. Every kernel between the products runs beside a copy on the device.
@@ -47,8 +52,9 @@ from bench import results
 from bench.kernels import gpu_products
 from bench.kernels.gpu_attention import HEAD_WIDTH, backward, parts
 from bench.kernels.gpu_memory import ADAMW
+from bench.step import blas
 from mpipar.config.flags import count
-from mpipar.errors import EXIT_CHECK_FAILED, UserError
+from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem, UserError
 from mpipar.ops import make, numpy_attention, numpy_tiles
 from mpipar.ops.array_ops import ArrayOps
 
@@ -56,6 +62,7 @@ ELEMENTS = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
 QUERIES = (4, 64, 256)
 TOLERANCE = 2e-5  # of the largest entry, float32
 PEAK_SIZE, COPY_BYTES = 2048, 1 << 28
+SIZE = 768  # of --products
 REPEATS = {"cpu": 5, "cuda": 20}
 
 
@@ -82,11 +89,18 @@ def parse(argv):
         ("heads", 6, f"attention heads, of {HEAD_WIDTH} elements each"),
     ):
         parser.add_argument(f"--{name}", type=count, default=default, help=f"{text} ({default})")
+    parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
+    parser.add_argument("--size", type=count, default=SIZE,
+                        help=f"sides of its matrices, a multiple of 4 ({SIZE})")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
     parser.add_argument("--repeats", type=count, help="timed calls (CPU: 5, the best counts; GPU: "
                                                     "20, the median)")
     parser.add_argument("--json", help="write the result to this file; GPU: to this folder")
     args = parser.parse_args(argv)
+    if args.size % 4:
+        parser.error(f"--size {args.size}: must be a multiple of 4")
+    if args.products and args.device != "cpu":
+        parser.error("--products runs on the CPU; on a GPU the products of the ladder always run")
     args.repeats = args.repeats or REPEATS[args.device]
     return args
 
@@ -211,11 +225,35 @@ def run(args) -> None:
                       seq_len=args.seq_len, heads=args.heads, repeats=args.repeats, **peak)
 
 
+def run_products(args) -> None:
+    """One product from loops to BLAS, print, write.
+
+    Raises OutputError, EnvironmentProblem without Numba, ValueError if a result is wrong.
+    """
+    results.check_writable(args.json)
+    if importlib.util.find_spec("numba") is None:
+        raise EnvironmentProblem("--products needs Numba: pip install '.[cpu]'")
+    from bench.kernels import products
+
+    with threadpool_limits(1):
+        copy_gbs = peaks(args.repeats)["copy_gbs"]
+        rows = products.rows(args.size, partial(best_seconds, repeats=args.repeats))
+    print(f"one thread: copy {copy_gbs:.1f} GB/s, {blas.numpy_blas()}")
+    print(results.markdown_table(rows))
+    if args.json:
+        results.write(args.json, "bench.tiles --products", rows, size=args.size,
+                      repeats=args.repeats, blas=blas.numpy_blas(), copy_gbs=copy_gbs,
+                      blas_gflops=rows[-1]["gflops"])
+
+
 def main(argv=None) -> int:
     """Measure one device; returns the exit code."""
     args = parse(argv)
     try:
-        gpu_products.run(args) if args.device == "cuda" else run(args)
+        if args.device == "cuda":
+            gpu_products.run(args)
+        else:
+            (run_products if args.products else run)(args)
     except ValueError as error:
         print(f"not timed: {error}", file=sys.stderr)
         return EXIT_CHECK_FAILED

@@ -53,3 +53,41 @@ def test_a_tile_that_changes_the_result_is_not_timed(monkeypatch, capsys):
     assert "gelu_forward, tile 1024: off by 1.0e-03" in err
     assert not out
     assert numpy_tiles.TILE > 1024
+
+
+@pytest.mark.numba
+def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
+    """100 is no multiple of a tile, so that every rung has rests."""
+    from bench.kernels import products
+
+    path = tmp_path / "products.json"
+    words = ["--products", "--size", "100", "--repeats", "1"]
+    assert tiles.main([*words, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [row["product"] for row in result["rows"]] == ["naive", "tiled", "packed", "BLAS"]
+    reuse = [row["flop_per_byte"] for row in result["rows"]]
+    assert reuse[0] == pytest.approx(2 / 8, rel=0.01)
+    assert reuse[3] == pytest.approx(2 * 100 / (3 * 4))
+    assert result["rows"][3]["percent_of_blas"] == 100
+    assert result["machine"]["blas_gflops"] == result["rows"][3]["gflops"]
+    assert result["machine"]["copy_gbs"] > 0
+    forgets = products.RUNGS["tiled"]._replace(call=lambda a, b, c: np.matmul(a[:, 1:], b[1:], c))
+    monkeypatch.setitem(products.RUNGS, "tiled", forgets)
+    assert tiles.main(words) == 1
+    assert "not timed: tiled product: off by" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--products --size 6", "must be a multiple of 4"),
+    ("--products --device cuda", "--products runs on the CPU")])
+def test_products_that_cannot_be_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        tiles.parse(words.split())
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_products_say_what_they_need(monkeypatch, capsys):
+    monkeypatch.setattr(tiles.importlib.util, "find_spec", lambda name: None)
+    assert tiles.main(["--products"]) == 69
+    assert "--products needs Numba: pip install" in capsys.readouterr().err
