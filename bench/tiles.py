@@ -18,9 +18,9 @@ counts its bytes twice, and half of them are writes. So a chain that reads more 
 percent_of_gemm: operations on visible pairs per second, in percent of a product of 2048 x 2048
 matrices. Both peaks are measured in the same run.
 
-With --products a product of two matrices of --size rows and columns runs on one core as plain
-loops, in tiles, in packed tiles (all three compiled by Numba), and by BLAS. percent_of_blas: speed
-over that of BLAS. flop_per_byte: see bench/kernels/products.py.
+With --products two matrices of --size rows and columns are multiplied on one core: by plain loops,
+in tiles, in packed tiles, and by BLAS. Numba compiles the first three. percent_of_blas: speed over
+that of BLAS. flop_per_byte: see bench/kernels/products.py.
 
 On a GPU every product of the ladder (mpipar/ops/cuda) runs beside cuBLAS. The two highest rungs run
 with tiles from starved to full. Every kernel between the products runs beside a copy on the device.
