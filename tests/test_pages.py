@@ -32,7 +32,7 @@ BLOCKS = [block for name, page in PAGES.items() for block in blocks_of(Path(name
 FILES = {name for page in PAGES.values() for name, _ in docs_commands.FILE.findall(page)}
 # Their commands run from top to bottom in an empty folder, as a reader types them.
 SESSIONS = [name for name in PAGES
-            if name.startswith(("docs/tour/", "docs/how-to/")) or name == "docs/questions.md"]
+            if name.startswith(("docs/tour/", "docs/how-to/", "docs/questions", "docs/planning"))]
 
 
 def test_exit_codes_are_those_of_the_program():

@@ -47,6 +47,9 @@ def test_what_cannot_fit_says_so_and_how_many_would():
     assert "no layout fits" in text
     assert "its states alone are" in text
     assert "use 24 devices" in text or "use 32 devices" in text
+    text = printed("plan", "mpt-30b", "--machine", "a100-80", "--ranks", "32", "--batch-size", "64",
+                   "--dp", "32", "--zero", "0", code=1)
+    assert "use another layout, as given parts of it leave none" in text
 
 
 def test_a_folder_and_a_file_name_the_model(tmp_path):

@@ -66,8 +66,11 @@ class Cluster:
     def with_dtype(self, dtype: str) -> Cluster:
         """The rates of products in a number format of `peak_tflops`: as far from its peak."""
         share = self.peak_tflops[dtype] / self.peak_tflops[self.dtype_16]
+        if share == 1:
+            return self
         return replace(self, product_tflops=self.product_tflops * share,
-                       attention_tflops=self.attention_tflops * share)
+                       attention_tflops=self.attention_tflops * share,
+                       basis=f"{self.basis}; {dtype} in proportion to its peak")
 
     def with_network(self, gbits_per_device: float) -> Cluster:
         """The same devices behind a network of another rate."""

@@ -95,8 +95,9 @@ def bound_by(step: StepTime) -> str:
 def parts_table(question: Question, best: Candidate) -> str:
     """Seconds of the step, and bytes of the fullest rank."""
     memory = [*best.memory._asdict().items(), ("reserve", RESERVE)]
+    parts = {name: max(seconds, 0.0) for name, seconds in best.step._asdict().items()}
     time = [(PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
-            for name, seconds in best.step._asdict().items()]
+            for name, seconds in parts.items()]
     rows = [("a step's seconds", "", "", "GiB of the fullest rank", "")]
     for place in range(max(len(time), len(memory))):
         left = time[place] if place < len(time) else ("", "", "")
@@ -232,13 +233,20 @@ def impossible(question: Question, plan: Plan) -> str:
 
 
 def enough(question: Question) -> str:
-    """The number of devices on which the same job fits, as words."""
+    """On what the same job fits, as words: without given parts of the layout, or more devices."""
+    if question.fixed and fits(question._replace(fixed={})):
+        return "another layout, as given parts of it leave none"
     for factor in FACTORS:
         more = question._replace(ranks=question.ranks * factor, fixed={})
-        if any(footprint(more.shape, layout, more.stack).total <= more.gib * GIB
-               for layout in layouts(more, Counter())):
+        if fits(more):
             return f"{more.ranks} devices"
     return f"more than {question.ranks * FACTORS[-1]} devices"
+
+
+def fits(question: Question) -> bool:
+    """Whether any layout fits in memory."""
+    return any(footprint(question.shape, layout, question.stack).total <= question.gib * GIB
+               for layout in layouts(question, Counter()))
 
 
 def states_of(one: Candidate) -> float:
