@@ -45,7 +45,7 @@ def draw(words: list[str], root) -> tuple[str, str]:
     recorder = watch(config, 0, Posting())
     sums = [(flops, Record._make(entry[:len(Record._fields)]))
             for flops, entry in zip(recorder.entries.posted, recorder.entries, strict=True)]
-    sums = [(flops, record) for flops, record in sums if record.name.startswith("grads.")]
+    sums = [(flops, record) for flops, record in sums if record.name in ("grads.bucket", "grads.late")]
     if not sums:
         raise UsageError("no sums of gradients: choose a layout with dp")
     passes = [(flops, name) for flops, name, _ in recorder.seen if name]
