@@ -15,7 +15,7 @@ from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
 
 LEFT, WIDE, TOP, HIGH, BAR = 92, 600, 84, 26, 16
-SHOWN = ("F", "B", "I", "W")
+NAMES = ("grads.bucket", "grads.late")  # sums of gradients over copies
 
 
 class Noted(deque):
@@ -45,7 +45,7 @@ def draw(words: list[str], root) -> tuple[str, str]:
     recorder = watch(config, 0, Posting())
     sums = [(flops, Record._make(entry[:len(Record._fields)]))
             for flops, entry in zip(recorder.entries.posted, recorder.entries, strict=True)]
-    sums = [(flops, record) for flops, record in sums if record.name in ("grads.bucket", "grads.late")]
+    sums = [(flops, record) for flops, record in sums if record.name in NAMES]
     if not sums:
         raise UsageError("no sums of gradients: choose a layout with dp")
     passes = [(flops, name) for flops, name, _ in recorder.seen if name]

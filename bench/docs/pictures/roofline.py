@@ -46,14 +46,16 @@ def draw(words: list[str], root) -> tuple[str, str]:
     canvas.line(*at(ridge, peak), *at(high_x, peak), "dp", width=2.5)
     x, y = at(ridge, peak)
     canvas.text(x + 6, y - 8, f"BLAS {peak:.0f} GFLOP/s", "small")
-    x, y = at(low_x * 2, low_x * 2 * memory)
-    canvas.text(x, y - 14, f"memory {memory:.1f} GB/s", "small")
+    x, y = at(ridge / 4, ridge / 4 * memory)
+    canvas.text(x - 8, y - 2, f"memory {memory:.1f} GB/s", "small", "end")
     for row in rows:
         x, y = at(row["flop_per_byte"], row["gflops"])
         words = f"{row['product']}: {row['percent_of_blas']:.3g} % of BLAS"
         canvas.circle(x, y, 5, "wait", words)
         left = x + 9 + CHARACTER * len(words) > LEFT + WIDE
-        canvas.text(x - 9 if left else x + 9, y + 4, words, "small", "end" if left else "start")
+        below = 20 if row["gflops"] > 0.8 * peak else 4  # clear of the roof
+        canvas.text(x - 9 if left else x + 9, y + below, words, "small",
+                    "end" if left else "start")
     told = "; ".join(f"{row['product']} {row['gflops']:.3g} GFLOP/s" for row in rows)
     alt = f"Roofline: memory gives {memory:.1f} GB/s, BLAS {peak:.0f} GFLOP/s. {told}"
     return canvas.svg("Roofline of the product ladder", alt), alt
