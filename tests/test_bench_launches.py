@@ -218,3 +218,24 @@ def test_job_that_runs_is_left_alone(monkeypatch):
     monkeypatch.setattr(launches, "PATIENCE_SECONDS", 0.01)
     session = types.SimpleNamespace(stop_requested=False)
     assert launches.run_job(session, ["sh", "-c", "sleep 0.3; exit 7"]) == 7
+
+
+def test_launches_of_a_quick_run_share_its_time(monkeypatch, tmp_path):
+    """A first launch that takes too long leaves less to those behind it."""
+    now, commands = [100.0], []
+
+    def job(session, command, **options):
+        commands.append(command)
+        now[0] += 50.0 if len(commands) == 1 else 10.0
+        return 0
+
+    monkeypatch.setattr(launches, "run_job", job)
+    monkeypatch.setattr(launches, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    session = types.SimpleNamespace(stop_requested=False)
+    argv = ["--quick", "--seconds", "90", "--launches", "3"]
+    args = interconnect.parse(argv)
+    assert launches.run_jobs(session, args, argv, 3, str(tmp_path / "rows")) == 0
+    assert [command[-2:] for command in commands] == [
+        ["--seconds", "28.0"], ["--seconds", "18.0"], ["--seconds", "28.0"]]
+    own = commands[1][commands[1].index("bench.interconnect") + 1:]
+    assert interconnect.parse(own).seconds == 18.0

@@ -57,7 +57,7 @@ def add_repeats(parser) -> None:
     """Add the flags that say how often each size and way is repeated."""
     parser.add_argument("--seconds", type=float,
                         help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
-                             f"whole run ({quick.SECONDS:g})")
+                             f"whole run, all launches ({quick.SECONDS:g})")
     parser.add_argument("--target", type=float, default=0.02,
                         help="stop when the median is known to this share (0.02)")
     parser.add_argument("--warm-up", type=int, default=5, metavar="N",

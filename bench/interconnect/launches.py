@@ -18,6 +18,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageErr
 from mpipar.job.environment import THREAD_VARIABLES
 
 START, LAUNCHES = "mpiexec -n 2", 5  # the defaults of --start and --launches
+START_SECONDS, LEAST_SECONDS = 2.0, 1.0  # of a quick launch: until it measures, and measuring
 LOOK_SECONDS = 0.2  # between two looks at a running job: rare looks do not disturb its measurement
 PATIENCE_SECONDS = 4.5  # a job has this long to end before each signal
 
@@ -108,12 +109,15 @@ def run(session, args, argv) -> int:
 
 def run_jobs(session, args, argv, count: int, path: str) -> int:
     """The exit code of the jobs together; those after a failed one are not started."""
-    code = EXIT_OK
+    code, end = EXIT_OK, time.monotonic() + args.seconds
     for launch in range(1, count + 1):
         print(f"launch {launch} of {count}", file=sys.stderr, flush=True)
+        command = own_command(args, argv, launch, path)
+        if args.quick:  # --seconds is the time of all launches; the last one given counts
+            left = (end - time.monotonic()) / (count - launch + 1) - START_SECONDS
+            command += ["--seconds", f"{max(LEAST_SECONDS, left):.1f}"]
         try:
-            ended = run_job(session, own_command(args, argv, launch, path),
-                            stdout=None if count == 1 else subprocess.DEVNULL)
+            ended = run_job(session, command, stdout=None if count == 1 else subprocess.DEVNULL)
         except OSError as error:
             raise UsageError(f"--start {args.start or START}: {error.strerror}") from error
         code = code or ended

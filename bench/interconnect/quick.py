@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.interconnect.budget import Budget
 
-SECONDS = 60.0  # of the whole run, the default of --seconds with --quick
+SECONDS = 120.0  # of the whole run, all launches; the default of --seconds with --quick
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
 FOOTPRINT = 16 << 20
 PLANNED = 0.9  # of the time: the last size may take longer than expected
