@@ -170,7 +170,10 @@ def command_problem(command):
     words = shlex.split(command)
     if words[0].endswith("mpiexec"):
         words = words[3:]
-    if any(re.fullmatch(r"[A-Z_]+|[A-Z]+\.\w+", word) for word in words[1:]):
+    if not words:  # `mpiexec -n 4` alone: what to put before a command
+        return None
+    exercise = words[:3] == ["mpipar", "learn", "check"]  # its answer is the reader's
+    if not exercise and any(re.fullmatch(r"[A-Z_]+|[A-Z]+\.\w+", word) for word in words[1:]):
         return "a placeholder in place of a value"
     program = words[0].removeprefix(".venv/bin/")
     if program == "mpipar" and words[1:] not in [[name] for name in cli.COMMANDS]:
