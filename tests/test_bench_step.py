@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import run_command, run_ranks
 
+from bench.docs import tables
 from bench.step import __main__ as step
 from bench.step import blas, freed, products
 from bench.step.sides import torch_side
@@ -19,6 +20,7 @@ from mpipar.ops.numpy_ops import NumpyOps
 SIZES = """--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2
     --no-compiled"""
 WRONG_GRADIENT = """
+from bench.docs import tables
 from bench.step import __main__ as step
 from mpipar.errors import UsageError
 from mpipar.job.session import guard
@@ -235,3 +237,14 @@ def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
 def test_a_peak_is_above_zero(peak):
     with pytest.raises(UsageError, match="--peak-tflops must be above 0"):
         step.parse(["--peak-tflops", peak])
+
+
+def test_the_readme_says_what_the_lead_rests_on():
+    def row(side, blas, step_ms):
+        return {"side": side, "blas": blas, "step_ms": step_ms}
+
+    rows = [row("mpipar numpy", "openblas 0.3 Zen", 90.0), row("mpipar numba", "", 80.0),
+            row("torch", "mkl AVX2", 120.0), row("torch compiled", "mkl AVX2", 100.0),
+            row("products, torch", "mkl AVX2", 50.0)]
+    assert tables.lead(rows) == ("A step takes 0.90 (numpy) and 0.80 (numba) of the time of"
+                                 " PyTorch's best form, with Zen and AVX2 products.")

@@ -41,7 +41,15 @@ def file_map(block: Block, root: Path) -> str:
 
 
 def table(block: Block, root: Path) -> str:
-    """A table of the program's own facts: `exit codes`, `commands`, `flags`, `tour`."""
+    """A table of the program's own facts: `exit codes`, `commands`, `flags`, `tour`.
+
+    `lead FILE` is a sentence: what a result of bench.step says beside PyTorch.
+    """
+    if block.words.startswith("lead "):
+        path = root / block.words.removeprefix("lead ")
+        if not path.is_file():
+            raise block.problem(f"no file {path.name}")
+        return lead(json.loads(path.read_text())["rows"])
     if block.words == "tour":
         return chapters(root / "docs" / "tour")
     if block.words == "exit codes":
@@ -51,7 +59,19 @@ def table(block: Block, root: Path) -> str:
                        ((f"`mpipar {name}`", text) for name, text in cli.COMMANDS.items()))
     if block.words == "flags":
         return "\n\n".join(map(flags_of, cli.COMMANDS))
-    raise block.problem("use exit codes, commands, flags, or tour")
+    raise block.problem("use exit codes, commands, flags, tour, or lead FILE")
+
+
+def lead(rows: list[dict]) -> str:
+    """What one rank's sides take of the time of PyTorch's best, and what loops both rest on."""
+    theirs = min((row for row in rows if row["side"].startswith("torch")),
+                 key=lambda row: row["step_ms"])
+    ours = {row["side"].split()[1]: row for row in rows if row["side"].startswith("mpipar ")}
+    shown = " and ".join(f"{row['step_ms'] / theirs['step_ms']:.2f} ({name})"
+                         for name, row in ours.items())
+    loops = [row["blas"].split()[-1] for row in (next(iter(ours.values())), theirs)]
+    return (f"A step takes {shown} of the time of PyTorch's best form, with {loops[0]} and"
+            f" {loops[1]} products.")
 
 
 def chapters(folder: Path) -> str:

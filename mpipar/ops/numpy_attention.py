@@ -18,7 +18,7 @@ from mpipar.ops.array_attention import LOWEST
 QUERY_TILE = 64
 # Scores of the rows that are worked on together. The interpreter's time for a tile does not depend
 # on its size, and short rows have small tiles.
-ROW_SCORES = 1 << 16
+ROW_SCORES = 1 << 17
 
 # queries: a slice. Keys from `keys` on are hidden from all of them, keys before `doubtful` from
 # none.
