@@ -22,9 +22,10 @@ def keep_heap() -> bool:
         _set(MMAP_THRESHOLD, WHOLE) or _set(MMAP_THRESHOLD, MOST))
 
 
-def give_back_heap() -> bool:
-    """Let large arrays go back to the system when they are freed, so that a limit counts them."""
-    return _set(TRIM_THRESHOLD, LARGE) and _set(MMAP_THRESHOLD, LARGE)
+def give_back_heap() -> None:
+    """Give free memory back to the system, now and later, so that a limit counts what is used."""
+    if _set(TRIM_THRESHOLD, LARGE) and _set(MMAP_THRESHOLD, LARGE):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set(parameter: int, value: int) -> bool:
