@@ -207,11 +207,11 @@ def test_one_thread_where_several_would_wait_for_a_core(monkeypatch, slowdown, l
     monkeypatch.setattr(blas, "one_thread", lambda: called.append(1))
     monkeypatch.setattr(loops.mpi, "gather_facts", lambda world, fact: [0.5, fact])
     session = SimpleNamespace(presets={"OPENBLAS_NUM_THREADS": "2"}, world=None, notes=[])
-    loops.settle_threads(session)
+    loops.settle_threads(session, "cpu")
     assert bool(called) == limited
     assert ("one thread per rank" in session.notes[0]) == limited
     session.presets, session.notes = {}, []  # the user has set a number
-    loops.settle_threads(session)
+    loops.settle_threads(session, "cpu")
     assert session.notes == []
 
 

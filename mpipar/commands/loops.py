@@ -116,7 +116,7 @@ def loaded_facts(session, loops: str | None) -> dict[str, str]:
     return {"BLAS": ", ".join(map(blas.shown, pools))}
 
 
-def settle_threads(session) -> None:
+def settle_threads(session, device: str) -> None:
     """One thread of BLAS per rank where several would wait for each other's cores.
 
     Threads of one product wait for each other in loops. Where other programs use the cores, that
@@ -124,7 +124,7 @@ def settle_threads(session) -> None:
     Comm: an all-gather of a number per rank, if ranks have several threads.
     """
     threads = int(session.presets.get(THREAD_VARIABLES[0], 1))
-    if threads == 1:
+    if threads == 1 or device != "cpu":
         return
     slower = max(mpi.gather_facts(session.world, blas.slowdown(threads)))
     if slower < 1:

@@ -121,7 +121,7 @@ class Run:
         session.compare({"data": " ".join(map(str, self.fingerprint.values()))}
                         | source_facts(inputs.config.run.init_from)
                         | loops.loaded_facts(session, inputs.config.run.blas_arch))
-        loops.settle_threads(session)
+        loops.settle_threads(session, inputs.config.run.device)
         inputs = resume.behind(start, inputs)
         self.inputs = with_choices(session, inputs, readings, machine_path)
         self.config = self.inputs.config

@@ -29,7 +29,7 @@ AVX512 = ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl")
 ARCHITECTURES = {
     "Haswell": AVX2, "Zen": AVX2, "SkylakeX": (*AVX2, *AVX512),
     "Cooperlake": (*AVX2, *AVX512, "avx512_bf16"),
-    "SapphireRapids": (*AVX2, *AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    "SapphireRapids": (*AVX2, *AVX512, "avx512_bf16"),
 }
 UNITS = tuple(dict.fromkeys(unit for units in ARCHITECTURES.values() for unit in units))
 TRIED = ("SkylakeX", "Haswell")  # beside OpenBLAS's own choice: one for each width of vectors
