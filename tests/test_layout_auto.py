@@ -11,6 +11,7 @@ from mpipar.config.reading import Reading, over
 from mpipar.config.resumed import resumed
 from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
+from mpipar.plan import choose_layout
 from mpipar.plan.choose_layout import choose
 from mpipar.plan.machine import Passes
 from mpipar.plan.measure_machine import one_blocks
@@ -46,6 +47,18 @@ def test_the_choice_is_that_of_brute_force(seconds):
     assert every[str(best.grid)] <= 1.03 * min(every.values())
     assert notes[0].startswith("--layout auto: ")
     assert all(len(line) < 200 for line in notes[1].splitlines())
+
+
+def test_a_bound_above_the_step_would_lose_the_best_layout(monkeypatch):
+    """The broken twin: passes that seem to take longer than the whole step are never judged."""
+    best, _ = choose(configs(), known())
+    true = choose_layout.scheduled
+
+    def longer(config, model):
+        one = true(config, model)
+        return one._replace(seconds=10.0) if one.config.grid == best.grid else one
+    monkeypatch.setattr(choose_layout, "scheduled", longer)
+    assert choose(configs(), known())[0].grid != best.grid
 
 
 def test_what_does_not_fit_is_not_chosen_and_says_why():

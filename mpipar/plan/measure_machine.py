@@ -27,7 +27,7 @@ from mpipar.plan.measure_units import measure_units, update_seconds
 from mpipar.plan.step import microbatch_rows
 
 SECONDS = 20.0  # at most, but for a pass that has begun
-SIZES = (8, 4 << 10, 64 << 10, 1 << 20)  # bytes of a message, and of a sum
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20)  # bytes of a message, and of a sum
 REPEATS = 5  # of a sum, after one that does not count
 ROUNDS, PATIENCE = 3, 30  # of passes, if there are so many times the seconds of a first look
 LINK = "any two ranks"
