@@ -113,7 +113,8 @@ def loaded_facts(session, loops: str | None) -> dict[str, str]:
     runs = next(filter(None, (pool.get("architecture") for pool in pools)), loops)
     if runs.lower() != loops.lower():
         session.notes.append(f"BLAS: NumPy's library has no loops for {loops} and runs {runs}'s")
-    return {"BLAS": ", ".join(map(blas.shown, pools))}
+    # A process lists its libraries in any order.
+    return {"BLAS": ", ".join(sorted(map(blas.shown, pools)))}
 
 
 def settle_threads(session, device: str) -> None:
