@@ -1,7 +1,9 @@
 """A barrier's place in the source: the line of the layer, beside the line of the cut."""
 
+import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from config_helpers import changed
 from helpers import REPOSITORY
@@ -68,13 +70,36 @@ def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
     assert len({record.cut for record in recorder.records}) == 1
 
 
+def test_a_send_that_blocks_is_known_before_it_has_a_tally():
+    """Its tally comes while the message travels. Until then the record knows its caller."""
+    comm, seen = Comms.solo(make("cpu", "float32"), Grid(0, pp_size=2)).pp, []
+
+    def blocked(x, peer, tag):
+        seen.append(comm.recorder.records[-1])
+
+    comm.wire.send = blocked
+    for step in (1, 2):
+        comm.recorder.step = step
+        comm.send(np.zeros(3, np.float32), 1, 7, "bench")
+    for step, (during, after) in enumerate(zip(seen, comm.recorder.records, strict=True), 1):
+        assert (during.done_ns, during.step, during.seq) == (0, step, step)
+        assert after.done_ns >= after.posted_ns > 0
+        assert during == after._replace(done_ns=0)
+        assert (after.name, after.payload_bytes, after.wire_bytes, after.tag) == (
+            "bench", 12, 12, 7)
+        assert "comm.send(np.zeros(3" in line_of(after.site)
+    (counter,) = comm.recorder.counters.values()
+    assert counter.calls == 2
+    comm.recorder.reset_counters()
+    assert comm.recorder.counters == {}
+    assert len(comm.recorder.records) == 2
+
+
 def recorded(records, spans):
     """A recorder that holds records (posted, waited, done) of one axis, and spans (kind, ends)."""
     recorder = Recorder()
-    for times in records:
-        entry = [*times, "all_reduce", "grads.bucket", "dp", 1, -1, -1, 8, 8, "", 1, 0, 0, "sync",
-                 "", ""]
-        recorder.entries.append([*entry, None])
+    tally = recorder.tally("dp", 2, "", "all_reduce", "grads.bucket", 8, sys._getframe())
+    recorder.entries.extend([*times, 1, -1, -1, "", 1, 0, 0, tally] for times in records)
     recorder._spans.extend((*one, 1, 0, 0) for one in spans)
     return recorder
 

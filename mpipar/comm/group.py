@@ -20,20 +20,21 @@ from mpipar.comm.connect import Options, connect, split
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.hosts import cores_of
 from mpipar.comm.record import (
+    DONE,
+    NO_TALLY,
     POINT_TO_POINT,
     T_CODE,
-    T_CUT,
     T_DEPTH,
     T_INSTRUCTION,
-    T_SITE,
-    T_SITE_CODE,
-    T_SITE_INSTRUCTION,
-    T_WIRE,
+    T_PAYLOAD,
+    T_PHASE,
     TALLY,
     WAITED,
-    Record,
     Recorder,
-    find_site,
+    as_record,
+    close,
+    count,
+    is_elsewhere,
 )
 
 
@@ -43,15 +44,12 @@ class Pending:
     request: None once it is done, and in a group of one.
     """
 
-    __slots__ = ("array", "entry", "recorder", "request")
+    __slots__ = ("array", "entry", "request")
 
-    def __init__(self, request, entry, recorder, array):
+    def __init__(self, request, entry, array):
         self.request = request
         self.entry = entry
-        self.recorder = recorder
         self.array = array
-        if entry is not None:
-            entry[WAITED] = 0  # posted, and nobody waits for it yet
 
     def test(self) -> bool:
         """Let the operation progress; when it is done, record that and return true."""
@@ -60,7 +58,7 @@ class Pending:
         if not self.request.Test():
             return False
         self.entry[WAITED] = perf_counter_ns()  # nobody had to wait for it
-        self.recorder.close(self.entry)
+        close(self.entry)
         self.request = None
         return True
 
@@ -69,7 +67,7 @@ class Pending:
         if self.request is not None:
             self.entry[WAITED] = perf_counter_ns()
             self.request.Wait()
-            self.recorder.close(self.entry)
+            close(self.entry)
             self.request = None
         return self.array
 
@@ -90,39 +88,41 @@ class Comm:
         self.recorder = recorder
         self.check = check
         self.seq = 0
+        self._newest: dict = {}  # {(operation, name): tally of its newest call}
         on_device = wire is not None and wire.ops.device == "cuda"
         self._drain = wire.ops.synchronize if on_device else None
 
-    def _open(self, operation, name, payload, dtype, peer=-1, tag=-1):
-        """What comes before every operation: append its entry to the record, and return it.
+    def _tally(self, operation, name, payload, dtype, frame):
+        """The tally of a call; frame: the caller of the communicator's method.
 
-        It first drains the stream that made the array, because MPI does not wait for a device. The
-        caller of the communicator's method is two frames up from here.
+        To find a line number takes longer than all the rest. Most calls of a barrier come from the
+        line of the call before, so that one's tally is tried first.
+        """
+        tally = self._newest.get((operation, name), NO_TALLY)
+        if (tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti
+                or tally[T_PAYLOAD] != payload or tally[T_PHASE] is not self.recorder.phase
+                or (tally[T_DEPTH] and is_elsewhere(tally, frame))):
+            tally = self.recorder.tally(
+                self.axis, self.size, dtype, operation, name, payload, frame)
+            self._newest[operation, name] = tally
+        return tally
+
+    def _open(self, operation, name, payload, dtype, peer=-1, tag=-1):
+        """What comes before an operation: append its entry to the record, and return it.
+
+        It first drains the stream that made the array, because MPI does not wait for a device.
         """
         if self._drain is not None:
             self._drain()
         recorder = self.recorder
         self.seq = seq = self.seq + 1
-        phase = recorder.phase
-        key = (self.axis, name, operation, phase, payload)
-        tally = recorder.tallies.get(key) or recorder.new_tally(key, self.size, dtype)
-        # Finding a line number takes longer than all the rest, and most callers are the same as
-        # last time.
-        frame = _getframe(2)
-        if tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti:
-            find_site(tally, frame)
-        elif tally[T_DEPTH]:
-            site = _getframe(2 + tally[T_DEPTH])
-            if tally[T_SITE_CODE] is not site.f_code or tally[T_SITE_INSTRUCTION] != site.f_lasti:
-                find_site(tally, frame)
+        tally = self._tally(operation, name, payload, dtype, _getframe(2))
         now = perf_counter_ns()
-        entry = [
-            now, now, 0, operation, name, self.axis, seq, peer, tag, payload, tally[T_WIRE], dtype,
-            recorder.step, recorder.stage, recorder.mb, phase, tally[T_SITE], tally[T_CUT], tally,
-        ]
+        entry = [now, now, 0, seq, peer, tag, dtype, recorder.step, recorder.stage, recorder.mb,
+                 tally]
         recorder.entries.append(entry)
         if self.check is not None and operation not in POINT_TO_POINT:
-            self.check(Record._make(entry[:TALLY]))
+            self.check(as_record(entry))
         return entry
 
     def all_reduce(self, x, name: str, op: str = "sum"):
@@ -130,15 +130,16 @@ class Comm:
         if self.size > 1:
             entry = self._open("all_reduce", name, x.nbytes, x.dtype)
             self.wire.all_reduce(x, op)
-            self.recorder.close(entry)
+            close(entry)
         return x
 
     def iall_reduce(self, x, name: str) -> Pending:
         """Post an in-place sum of x over the group; x is done after `wait`."""
         if self.size == 1:
-            return Pending(None, None, None, x)
+            return Pending(None, None, x)
         entry = self._open("all_reduce", name, x.nbytes, x.dtype)
-        return Pending(self.wire.iall_reduce(x), entry, self.recorder, x)
+        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        return Pending(self.wire.iall_reduce(x), entry, x)
 
     def all_gather(self, x, name: str):
         """Everybody's x, stacked in group order: (...) -> (size, ...)."""
@@ -146,7 +147,7 @@ class Comm:
             return x.reshape(1, *x.shape)
         entry = self._open("all_gather", name, x.nbytes * self.size, x.dtype)
         y = self.wire.all_gather(x, self.size)
-        self.recorder.close(entry)
+        close(entry)
         return y
 
     def reduce_scatter(self, x, name: str):
@@ -156,7 +157,7 @@ class Comm:
             return x.reshape(x.shape[1:])
         entry = self._open("reduce_scatter", name, x.nbytes, x.dtype)
         y = self.wire.reduce_scatter(x)
-        self.recorder.close(entry)
+        close(entry)
         return y
 
     def ireduce_scatter(self, x, name: str) -> Pending:
@@ -167,9 +168,10 @@ class Comm:
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
         if self.size == 1:
-            return Pending(None, None, None, x)
+            return Pending(None, None, x)
         entry = self._open("reduce_scatter", name, x.nbytes, x.dtype)
-        return Pending(self.wire.ireduce_scatter(x), entry, self.recorder, x)
+        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        return Pending(self.wire.ireduce_scatter(x), entry, x)
 
     def iall_gather(self, x, name: str) -> Pending:
         """Post an all-gather into x (size, ...): x[index] is this rank's part, and after `wait`
@@ -177,9 +179,10 @@ class Comm:
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
         if self.size == 1:
-            return Pending(None, None, None, x)
+            return Pending(None, None, x)
         entry = self._open("all_gather", name, x.nbytes, x.dtype)
-        return Pending(self.wire.iall_gather(x), entry, self.recorder, x)
+        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        return Pending(self.wire.iall_gather(x), entry, x)
 
     def all_to_all(self, x, name: str):
         """Send part j of x (size, ...) to rank j; returns what the others sent here, in the same
@@ -190,7 +193,7 @@ class Comm:
             return x
         entry = self._open("all_to_all", name, x.nbytes, x.dtype)
         y = self.wire.all_to_all(x)
-        self.recorder.close(entry)
+        close(entry)
         return y
 
     def broadcast(self, x, root: int, name: str):
@@ -198,7 +201,7 @@ class Comm:
         if self.size > 1:
             entry = self._open("broadcast", name, x.nbytes, x.dtype, peer=root)
             self.wire.broadcast(x, root)
-            self.recorder.close(entry)
+            close(entry)
         return x
 
     def reduce(self, x, root: int, name: str):
@@ -206,7 +209,7 @@ class Comm:
         if self.size > 1:
             entry = self._open("reduce", name, x.nbytes, x.dtype, peer=root)
             self.wire.reduce(x, root)
-            self.recorder.close(entry)
+            close(entry)
         return x if self.index == root else None
 
     def barrier(self, name: str) -> None:
@@ -214,29 +217,44 @@ class Comm:
         if self.size > 1:
             entry = self._open("barrier", name, 0, "")
             self.wire.barrier()
-            self.recorder.close(entry)
+            close(entry)
 
     def isend(self, x, peer: int, tag: int, name: str) -> Pending:
         """Post a send of x to `peer` (place in the group); x must not be written until done."""
         entry = self._open("send", name, x.nbytes, x.dtype, peer, tag)
-        return Pending(self.wire.isend(x, peer, tag), entry, self.recorder, x)
+        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        return Pending(self.wire.isend(x, peer, tag), entry, x)
 
     def irecv(self, x, peer: int, tag: int, name: str) -> Pending:
         """Post a receive into x from `peer`; x is valid after `wait`."""
         entry = self._open("recv", name, x.nbytes, x.dtype, peer, tag)
-        return Pending(self.wire.irecv(x, peer, tag), entry, self.recorder, x)
+        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        return Pending(self.wire.irecv(x, peer, tag), entry, x)
 
     def send(self, x, peer: int, tag: int, name: str) -> None:
-        """Send x and wait until it is on its way."""
-        entry = self._open("send", name, x.nbytes, x.dtype, peer, tag)
+        """Send x and wait until it is on its way.
+
+        The receiver waits for this call. So its entry is written as in `_open`, but it gets its
+        tally only while the message travels.
+        """
+        if self._drain is not None:
+            self._drain()
+        recorder, frame, payload = self.recorder, _getframe(1), x.nbytes
+        self.seq = seq = self.seq + 1
+        now = perf_counter_ns()
+        entry = [now, now, 0, seq, peer, tag, x.dtype, recorder.step, recorder.stage, recorder.mb,
+                 (self, "send", name, payload, frame)]
+        recorder.entries.append(entry)
         self.wire.send(x, peer, tag)
-        self.recorder.close(entry)
+        entry[DONE] = perf_counter_ns()
+        entry[TALLY] = self._tally("send", name, payload, x.dtype, frame)
+        count(entry)
 
     def recv(self, x, peer: int, tag: int, name: str):
         """Receive into x and return it."""
         entry = self._open("recv", name, x.nbytes, x.dtype, peer, tag)
         self.wire.recv(x, peer, tag)
-        self.recorder.close(entry)
+        close(entry)
         return x
 
     def neighbor(self, steps: int) -> int:

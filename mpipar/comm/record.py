@@ -109,17 +109,17 @@ class Sums(NamedTuple):
         return Sums(*map(sum, zip(self, other, strict=True)))
 
 
-# An entry is a list: the fields of a Record in their order, then its tally. Only this file and
-# group.py write entries and use positions. A reader gets a Record.
-WAITED, DONE = Record._fields.index("waited_ns"), Record._fields.index("done_ns")
-TALLY = len(Record._fields)
+# An entry is a list that belongs to one operation; `Record` says what its parts mean. It must cost
+# next to nothing, so whatever the calls of one line have in common lies in its last part, the
+# tally. Only this file and group.py know these positions. A reader gets a Record.
+(POSTED, WAITED, DONE, SEQ, PEER, TAG, DTYPE, STEP, STAGE, MB, TALLY) = range(11)
 
-# What the entries of one barrier share. An entry must cost next to nothing, so one look-up finds
-# it when the operation is posted. First come calls, nanoseconds inside, wire bytes of a call and
-# dtype. Then comes the last caller: its code and instruction. The rest was found from it: how many
-# frames further out the site is, the site's code and instruction, and both places.
-(T_CALLS, T_NANOSECONDS, T_WIRE, T_DTYPE, T_CODE, T_INSTRUCTION, T_DEPTH, T_SITE_CODE,
- T_SITE_INSTRUCTION, T_SITE, T_CUT) = range(11)
+# A tally is a list too: first what is counted, then what tells its calls from others, then the rest
+# of a Record. `code` and `instruction` are the caller's; `depth` is the number of frames from there
+# to the site, whose code and instruction follow.
+(T_CALLS, T_NANOSECONDS, T_PAYLOAD, T_PHASE, T_CODE, T_INSTRUCTION, T_DEPTH, T_SITE_CODE,
+ T_SITE_INSTRUCTION, T_OPERATION, T_NAME, T_AXIS, T_WIRE, T_DTYPE, T_SITE, T_CUT) = range(16)
+NO_TALLY = (None,) * 16  # of no call
 
 
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
@@ -149,14 +149,51 @@ def place(path: str, line: int) -> str:
     return f"{path.removeprefix(PACKAGE)}:{line}"
 
 
-def find_site(tally: list, frame) -> None:
-    """Note in a tally the caller `frame` of a group, and the site beyond the cuts."""
+def site_of(frame) -> tuple:
+    """The site beyond the cuts for a caller `frame` of a group: (frames out, its frame)."""
     site, depth = frame, 0
     while site.f_globals.get("__name__", "").startswith(CUTS) and site.f_back is not None:
         site, depth = site.f_back, depth + 1
-    cut = place(frame.f_code.co_filename, frame.f_lineno) if depth else ""
-    tally[T_CODE:] = (frame.f_code, frame.f_lasti, depth, site.f_code, site.f_lasti,
-                      place(site.f_code.co_filename, site.f_lineno), cut)
+    return depth, site
+
+
+def is_elsewhere(tally, frame) -> bool:
+    """Whether the site of a tally is not that of this caller."""
+    for _ in range(tally[T_DEPTH]):
+        frame = frame.f_back
+    return tally[T_SITE_CODE] is not frame.f_code or tally[T_SITE_INSTRUCTION] != frame.f_lasti
+
+
+def tally_of(entry: list) -> list:
+    """The tally of an entry; of one that has none yet, from its call: the group and the frame."""
+    last = entry[TALLY]
+    if isinstance(last, list):
+        return last
+    comm, *call = last
+    return comm.recorder.tally(comm.axis, comm.size, entry[DTYPE], *call)
+
+
+def as_record(entry: list) -> Record:
+    """The Record of an entry. Other threads may ask, also while MPI holds its call."""
+    tally = tally_of(entry)
+    return Record(
+        *entry[:SEQ], *tally[T_OPERATION:T_WIRE], *entry[SEQ:DTYPE], tally[T_PAYLOAD],
+        tally[T_WIRE], *entry[DTYPE:TALLY], tally[T_PHASE], tally[T_SITE], tally[T_CUT])
+
+
+def close(entry: list) -> None:
+    """Mark the entry's operation as done now and count it."""
+    entry[DONE] = now = perf_counter_ns()
+    tally = entry[TALLY]
+    tally[T_CALLS] += 1
+    tally[T_NANOSECONDS] += now - entry[WAITED]
+
+
+def count(entry: list) -> None:
+    """Count an operation that is done."""
+    tally = entry[TALLY]
+    tally[T_CALLS] += 1
+    tally[T_NANOSECONDS] += entry[DONE] - entry[WAITED]
 
 
 def overlap_ns(flights, computing, blocked) -> tuple[int, int]:
@@ -192,8 +229,7 @@ class Recorder:
         self.entries: deque[list] = deque(maxlen=capacity)
         self._spans: deque[tuple] = deque(maxlen=capacity)
         self.operations: list = []
-        # By axis, name, operation, phase, payload.
-        self.tallies: dict[tuple[str, str, str, str, int], list] = {}
+        self.tallies: dict[tuple, list] = {}  # by what tells their calls from others, see `tally`
         self.busy_ns: dict[str, int] = {}
         self.step = 0
         self.stage = -1
@@ -210,7 +246,7 @@ class Recorder:
     @property
     def records(self) -> list[Record]:
         """The records in the ring, oldest first. Other threads may ask."""
-        return [Record._make(entry[:TALLY]) for entry in list(self.entries)]
+        return [as_record(entry) for entry in list(self.entries)]
 
     @property
     def spans(self) -> list[Span]:
@@ -219,8 +255,8 @@ class Recorder:
 
     def newest(self) -> tuple:
         """Fields of the newest record and of the newest span: what changes with every event."""
-        return tuple(tuple(ring[-1][:TALLY]) if ring else () for ring in (
-            self.entries, self._spans))
+        return (as_record(self.entries[-1]) if self.entries else (),
+                self._spans[-1] if self._spans else ())
 
     @property
     def capacity(self) -> int | None:
@@ -233,7 +269,8 @@ class Recorder:
 
     def reset_counters(self) -> None:
         """Start counting anew (the rings stay)."""
-        self.tallies = {}
+        for tally in self.tallies.values():
+            tally[T_CALLS] = tally[T_NANOSECONDS] = 0
         self.busy_ns = {}
 
     def clear(self) -> None:
@@ -246,27 +283,27 @@ class Recorder:
     def counters(self) -> dict[Key, Sums]:
         """The counters, which include what has left the ring."""
         counters: dict[Key, Sums] = {}
-        for (axis, name, operation, phase, payload), tally in self.tallies.items():
+        for tally in list(self.tallies.values()):
             calls = tally[T_CALLS]
             if calls:
-                key = Key(axis, name, operation, phase, str(tally[T_DTYPE]))
-                own = Sums(calls, calls * payload, calls * tally[T_WIRE], tally[T_NANOSECONDS])
+                key = Key(tally[T_AXIS], tally[T_NAME], tally[T_OPERATION], tally[T_PHASE],
+                          str(tally[T_DTYPE]))
+                own = Sums(calls, calls * tally[T_PAYLOAD], calls * tally[T_WIRE],
+                           tally[T_NANOSECONDS])
                 counters[key] = counters.get(key, Sums()).plus(own)
         return counters
 
-    def new_tally(self, key: tuple, group_size: int, dtype) -> list:
-        """The tally of a barrier that is crossed for the first time; key: see `tallies`."""
-        operation, payload = key[2], key[4]
-        tally = self.tallies[key] = [
-            0, 0, wire_bytes(operation, payload, group_size), dtype, None, -1, 0, None, -1, "", ""]
-        return tally
-
-    def close(self, entry) -> None:
-        """Mark the entry's operation as done now and count it."""
-        entry[DONE] = now = perf_counter_ns()
-        tally = entry[TALLY]
-        tally[T_CALLS] += 1
-        tally[T_NANOSECONDS] += now - entry[WAITED]
+    def tally(self, axis: str, group_size: int, dtype, operation, name, payload, frame) -> list:
+        """The tally of a call from this frame; a new one for a new kind of call."""
+        depth, site = site_of(frame)
+        call = (payload, self.phase, frame.f_code, frame.f_lasti, depth, site.f_code, site.f_lasti,
+                operation, name, axis)
+        if call not in self.tallies:
+            cut = place(frame.f_code.co_filename, frame.f_lineno) if depth else ""
+            self.tallies[call] = [
+                0, 0, *call, wire_bytes(operation, payload, group_size), dtype,
+                place(site.f_code.co_filename, site.f_lineno), cut]
+        return self.tallies[call]
 
     def span(self, kind: str, start_ns: int, stage: int = -1, mb: int = -1) -> None:
         """Append a compute span that began at `start_ns` and ends now."""
