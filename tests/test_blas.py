@@ -55,6 +55,7 @@ def test_every_architecture_names_units_that_are_read():
     ([NEW, NEW], None, None, ("SkylakeX", "from a trial: Zen 108 GFLOP/s, SkylakeX 205 GFLOP/s")),
     ([NEW, OLD], None, None, ("Zen", "not every host has the vector units of the fastest")),
     ([NEW, NEW], None, "Haswell", ("Haswell", "as OPENBLAS_CORETYPE=Haswell says")),
+    ([NEW, NEW], None, "HASWELL", ("Haswell", "as OPENBLAS_CORETYPE=HASWELL says")),
     ([NEW, NEW], "Zen", "Haswell", ("Zen", "as --blas-arch says")),
     ([(), ()], None, "NeoverseN1", ("NeoverseN1", "as OPENBLAS_CORETYPE=NeoverseN1 says")),
 ])  # fmt: skip
@@ -80,16 +81,20 @@ def test_loops_that_a_host_cannot_run_are_refused():
     facts = [fact(saved=None, rates={}), fact("b", OLD)]
     with pytest.raises(EnvironmentProblem, match="OPENBLAS_CORETYPE=SkylakeX: the processor of b"):
         loops.decide(facts, None, "SkylakeX")
+    with pytest.raises(EnvironmentProblem, match="OPENBLAS_CORETYPE=SKYLAKEX: the processor of b"):
+        loops.decide(facts, None, "SKYLAKEX")
     assert "--blas-arch SkylakeX: the processor of b (a processor) has no avx512f" in (
         loops.flag_problem(facts, "SkylakeX"))
     assert "--blas-arch Skylake: must be one of Haswell, " in loops.flag_problem(facts, "Skylake")
+    assert "set OPENBLAS_CORETYPE" in loops.flag_problem(facts, "")
     assert loops.flag_problem(facts, "Zen") == ""
 
 
 def test_the_run_that_goes_on_says_its_loops(tmp_path):
     step = tmp_path / "checkpoints" / "step-00000002"
     step.mkdir(parents=True)
-    for text, found in (('blas-arch = "Zen"\n', "Zen"), ("seed = 1\n", None), ("?", None)):
+    for text, found in (('blas-arch = "Zen"\n', "Zen"), ("seed = 1\n", None), ("?", None),
+                        ('blas-arch = ["Zen"]\n', None)):
         (tmp_path / "config.toml").write_text(text)
         for run in ({"resume": str(tmp_path)}, {"resume": str(step)},
                     {"resume": "auto", "out": str(tmp_path)}):

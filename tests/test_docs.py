@@ -225,3 +225,22 @@ def test_check_names_the_page_that_is_out_of_date(tmp_path, monkeypatch, capsys)
     page.write_text("<!-- made: up -->\n<!-- end -->\n")
     assert program.main([str(page)]) == 1
     assert "page.md:1:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["none.md"], "none.md: no such page; name README.md"),
+    (["docs"], "docs: no such page"),
+    (["/page.md"], "/page.md: no such page"),
+    (["measure"], "name a FILE.json"),
+])  # fmt: skip
+def test_what_is_no_page_is_refused(argv, message, capsys):
+    assert program.main(argv) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b"\xff", b""])
+def test_what_is_no_measured_file_is_refused(text, tmp_path, capsys):
+    file = tmp_path / "one.json"
+    file.write_bytes(text)
+    assert program.main(["measure", str(file)]) == 1
+    assert f"{file}: is " in capsys.readouterr().err

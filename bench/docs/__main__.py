@@ -20,7 +20,7 @@ from bench.docs import measured
 from bench.docs.blocks import PageError
 from bench.docs.commands import Workplace
 from bench.docs.pages import ROOT, pages, read_page, write_page
-from mpipar.errors import UserError
+from mpipar.errors import DataError, UserError
 
 MOST_SHOWN = 20  # lines of a difference
 
@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["measure"]:
+            if len(argv) == 1:
+                raise DataError("measure: name a FILE.json, and the commands if it is new")
             measured.measure(Path(argv[1]), argv[2:])
             return 0
         parser = argparse.ArgumentParser(prog="python -m bench.docs", description=__doc__,
@@ -38,11 +40,19 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--check", action="store_true", help="write nothing")
         parser.add_argument("--no-run", action="store_true", help="run no command of a page")
         args = parser.parse_args(argv)
-        chosen = [path.resolve().relative_to(ROOT) for path in args.pages] or pages()
+        chosen = [known_page(path) for path in args.pages] or pages()
         return go_through(chosen, check=args.check, run=not args.no_run)
     except (PageError, UserError) as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def known_page(path: Path) -> Path:
+    """A page that the user names, as a path in the repository. Raises DataError."""
+    whole = path.resolve()
+    if whole.suffix != ".md" or not whole.is_relative_to(ROOT) or not whole.is_file():
+        raise DataError(f"{path}: no such page; name README.md or a page of docs/")
+    return whole.relative_to(ROOT)
 
 
 def go_through(chosen: list[Path], *, check: bool, run: bool) -> int:

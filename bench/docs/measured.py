@@ -63,8 +63,11 @@ def rows_of(path: Path) -> list[dict]:
         found = json.loads(path.read_text())
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; name the commands to measure") from error
-    if found["bench"] != BENCH:
-        raise DataError(f"{path}: is a file of {found['bench']}, not of {BENCH}")
+    except ValueError as error:
+        raise DataError(f"{path}: is no JSON; name a new file") from error
+    bench = found.get("bench") if isinstance(found, dict) else "another program"
+    if bench != BENCH:
+        raise DataError(f"{path}: is a file of {bench}, not of {BENCH}")
     return found["rows"]
 
 

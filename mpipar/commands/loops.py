@@ -40,7 +40,7 @@ def with_loops(session, reading: Reading) -> Reading:
         fact["rates"] = {} if run.blas_arch or named else blas.measured_rates()
     session.start()
     facts = mpi.gather_facts(session.world, fact)
-    if run.blas_arch and (problem := flag_problem(facts, run.blas_arch)):
+    if run.blas_arch is not None and (problem := flag_problem(facts, run.blas_arch)):
         return replace(reading, problems=(problem,), unread=(problem,))
     loops, words = session.agree(lambda: decide(facts, run.blas_arch, named))
     if loops is None:
@@ -58,14 +58,16 @@ def saved_loops(run) -> str | None:
     with suppress(UserError, OSError, ValueError):
         for place in (folder, folder.parent.parent) if folder else ():  # of a run, or of a step
             if (place / "config.toml").is_file():
-                return values_of(read_text(place / "config.toml")).get("blas_arch")
+                found = values_of(read_text(place / "config.toml")).get("blas_arch")
+                return found if isinstance(found, str) else None
     return None
 
 
 def flag_problem(facts: list[dict], asked: str) -> str:
     """What is wrong with --blas-arch, or nothing. facts: of each rank."""
     if asked not in blas.ARCHITECTURES:
-        return f"--blas-arch {asked}: must be one of {', '.join(blas.ARCHITECTURES)}"
+        return (f"--blas-arch {asked}: must be one of {', '.join(blas.ARCHITECTURES)}; for others"
+                f" leave it out, and set {blas.VARIABLE}")
     return unfit(f"--blas-arch {asked}", asked, facts)
 
 
@@ -88,11 +90,11 @@ def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str
     if asked:
         return asked, "as --blas-arch says"
     if named:
-        given = f"{blas.VARIABLE}={named}"
-        if problem := unfit(given, named, facts):
+        given, loops = f"{blas.VARIABLE}={named}", blas.spelled(named)
+        if problem := unfit(given, loops, facts):
             raise EnvironmentProblem(problem)
-        before = f"; before: {saved}" if saved and saved != named else ""
-        return named, f"as {given} says{before}"
+        before = f"; before: {saved}" if saved and saved != loops else ""
+        return loops, f"as {given} says{before}"
     if saved and not blas.lacking(saved, common):
         return saved, "as before"
     loops = blas.fastest(rates, common)

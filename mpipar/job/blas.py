@@ -55,6 +55,11 @@ def lacking(architecture: str, units: Collection[str]) -> list[str]:
     return [unit for unit in ARCHITECTURES.get(architecture, ()) if unit not in units]
 
 
+def spelled(name: str) -> str:
+    """A name of ARCHITECTURES as it stands there; OpenBLAS takes capital and small letters."""
+    return next((one for one in ARCHITECTURES if one.lower() == name.lower()), name)
+
+
 def wide(architecture: str | None) -> bool:
     """Whether an architecture's loops use AVX-512."""
     return "avx512f" in ARCHITECTURES.get(architecture, ())
