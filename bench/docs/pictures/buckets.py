@@ -10,7 +10,6 @@ from collections import deque
 from bench.docs.pictures import shapes
 from bench.docs.pictures.drawing import Drawing
 from bench.docs.pictures.memory import Watching, watch
-from mpipar.comm.record import Record
 from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
 
@@ -43,8 +42,7 @@ def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
     config = shapes.config_of(words)
     recorder = watch(config, 0, Posting())
-    sums = [(flops, Record._make(entry[:len(Record._fields)]))
-            for flops, entry in zip(recorder.entries.posted, recorder.entries, strict=True)]
+    sums = zip(recorder.entries.posted, recorder.records, strict=True)
     sums = [(flops, record) for flops, record in sums if record.name in NAMES]
     if not sums:
         raise UsageError("no sums of gradients: choose a layout with dp")
