@@ -22,6 +22,7 @@ from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.search import Question, layouts, search
 from mpipar.plan.step_time import (
     STEP,
+    TIE,
     StepTime,
     compute_of,
     hop_seconds,
@@ -92,14 +93,14 @@ def search_mixed(question: Question, kinds: tuple[Kind, ...], count: int = 5,
         elif any(kind.ranks % (layout.ranks // layout.pp) for kind in kinds):
             rejected["a stage would have two kinds of devices"] += 1
         else:
-            ranked += [(least_seconds(question, layout, kinds), layout, order)
-                       for order in permutations(kinds)]
+            least = least_seconds(question, layout, kinds)
+            ranked += [(least, layout, order) for order in permutations(kinds)]
     ranked.sort(key=lambda one: one[0])
     best: dict[tuple, Uneven] = {}
     pipelines = Pipelines()
     for below, layout, order in ranked:
         known = sorted(one.step.total for one in best.values())[:count]
-        if len(known) == count and below > known[-1]:
+        if len(known) == count and below > known[-1] * (1 + TIE):
             break
         tell(f"{len(ranked):,} layouts of several kinds, the best {known[0] if known else 0:.3f} s")
         found = judged(question, layout, order, pipelines)

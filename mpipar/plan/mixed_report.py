@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
 from mpipar.plan.block_time import block_times
@@ -57,10 +59,16 @@ def kinds_table(question: Question, one: Uneven) -> str:
         block = block_times(question.shape, one.layout, kind.cluster, question.stack)
         rows.append((
             f"{kind.ranks} x {kind.cluster.name}", f"{own[0]} to {own[-1]}",
-            ",".join(str(one.counts[rank]) for rank in own), f"{1e3 * block.all.total:.2f}",
+            in_runs(one.counts[rank] for rank in own), f"{1e3 * block.all.total:.2f}",
             f"{max(one.memory[rank].total for rank in own) / GIB:.1f}", f"{kind.gib:.1f}",
             kind.cluster.basis))
     return table(rows)
+
+
+def in_runs(counts) -> str:
+    """Blocks of stages, equal neighbours together, as 4 x 7, 2 x 9."""
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
+    return ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
 
 
 def ranking(plan: MixedPlan) -> str:
@@ -70,7 +78,7 @@ def ranking(plan: MixedPlan) -> str:
         even = ("does not fit", "") if one.even is None else (
             f"{one.even:.3f}", f"{100 * (one.even / one.step.total - 1):.0f}")
         rows.append((layout_words(one.layout), ", ".join(kind.cluster.name for kind in one.kinds),
-                     ",".join(map(str, one.counts)), f"{one.step.total:.3f}", *even))
+                     in_runs(one.counts), f"{one.step.total:.3f}", *even))
     return table(rows, left=3)
 
 
