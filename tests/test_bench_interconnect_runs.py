@@ -24,7 +24,7 @@ from in_process import StandIn
 
 from bench.interconnect import __main__ as interconnect
 from bench.interconnect import plans, records, starts
-from bench.interconnect.cases import BARE, COMM
+from bench.interconnect.cases import BARE, COMM, PREPARED
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Curve, Machine, Piece
@@ -153,13 +153,13 @@ def test_wrong_payload_is_refused(tmp_path):
     assert done.returncode == EXIT_CHECK_FAILED, done.tail()
     assert ("refused: all-reduce, 64 bytes, mpipar.comm: rank 1: 1 of 16 elements are wrong"
             in done.stderr)
-    assert {row["via"] for row in records.rows_of([str(path)])} == {BARE}
+    assert {row["via"] for row in records.rows_of([str(path)])} == {BARE, PREPARED}
 
 
 def test_unchecked_is_said(tmp_path):
     done = bench(2, "wrong", "all-reduce", *SHORT, "--no-check", program=FAULTY)
     assert done.returncode == 0, done.tail()
-    assert done.stdout.count("unchecked") == 2
+    assert done.stdout.count("unchecked") == 3
 
 
 def test_stall_ends_with_a_message():

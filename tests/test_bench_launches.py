@@ -100,7 +100,7 @@ def test_ways_stand_beside_c_and_beside_osu(tmp_path, monkeypatch):
     times = {"C": 1.0, BARE: 1.5, "mpi4py persistent": 1.2, COMM: 2.0}
     rows = [row("latency", via, 8, median=time) | {"launch": 0} for via, time in times.items()]
     (line,) = ways.compared(rows)
-    assert (line["mpi4py_over_C"], line["persistent_over_C"]) == (1.5, 1.2)
+    assert (line["mpi4py_over_C"], line["prepared_over_C"]) == (1.5, 1.2)
     assert line["record_us"] == pytest.approx(0.5)
     assert ways.with_osu([line]) == [line]  # nothing of OSU is installed here
     assert ways.osu_numbers("# OSU\n# Size  MB/s\n8   16.0\n16  16.0\n", "bandwidth") == {

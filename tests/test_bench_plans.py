@@ -36,6 +36,7 @@ def test_sizes_begin_with_nothing():
 
 @pytest.mark.parametrize(("words", "ways"), [
     ("latency", "mpipar.comm,mpi4py,mpi4py persistent"), ("latency --ways all", "all"),
+    ("all-reduce --ways persistent", "mpi4py prepared"),
     ("latency --buffers cold --ways all", "mpipar.comm,mpi4py"),
     ("latency --transport staged", "mpipar.comm"), ("gather --transport staged", None),
     ("all-reduce --dtype bfloat16", "mpipar.comm"), ("reduce --dtype float16", None),

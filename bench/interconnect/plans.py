@@ -12,6 +12,7 @@ from bench.interconnect.cases import (
     COMM,
     IN_C,
     PERSISTENT,
+    PREPARED,
     AllGather,
     AllReduce,
     AllToAll,
@@ -77,11 +78,12 @@ class Section(NamedTuple):
     def ways(self) -> tuple[str, ...]:
         """The ways to run the case: those of its own that are of the chosen kinds.
 
-        Other calls of mpi4py for the same thing, such as Reduce_scatter, are of mpi4py's kind.
+        What is prepared before the call is of the kind of persistent requests. Other calls of
+        mpi4py for the same thing, such as Reduce_scatter, are of mpi4py's kind.
         """
-        special = set(WAYS.values())
-        return tuple(via for via in self.case.vias if via == PLAIN or (
-            via in self.kinds if via in special else BARE in self.kinds))
+        kinds = {via: via for via in WAYS.values()} | {PREPARED: PERSISTENT}
+        return tuple(via for via in self.case.vias
+                     if via == PLAIN or kinds.get(via, BARE) in self.kinds)
 
 
 def size_problems(texts: dict[str, str]) -> list[str]:

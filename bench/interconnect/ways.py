@@ -19,13 +19,14 @@ import sys
 
 from bench import results
 from bench.interconnect import launches, records
-from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT
+from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, PREPARED
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
 from mpipar.job.session import guard
 
 RESULT = "bench/results/interconnect.json"
-COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "persistent_us", COMM: "mpipar_comm_us"}
+COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "prepared_us", PREPARED: "prepared_us",
+           COMM: "mpipar_comm_us"}
 LIMIT_US, SMALL_BYTES = 0.6, 8 << 10  # up to the size that OSU's benchmarks call small
 LIMIT_SHARE, LARGE_BYTES = 0.03, 1 << 20
 OSU = {"latency": "osu_latency", "bandwidth": "osu_bw", "all-reduce": "osu_allreduce"}
