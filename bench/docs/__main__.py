@@ -22,7 +22,7 @@ from bench.docs.commands import Workplace
 from bench.docs.pages import ROOT, pages, read_page, write_page
 from mpipar.errors import DataError, UserError
 
-MOST_SHOWN = 20  # lines of a difference
+MOST_SHOWN, WIDEST = 20, 200  # lines of a difference, and characters of a line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def difference(before: str, after: str) -> str:
     """The first lines that differ."""
     lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), "old", "new",
                                       lineterm="", n=0))
-    return "\n".join(lines[:MOST_SHOWN])
+    return "\n".join(line[:WIDEST] for line in lines[:MOST_SHOWN])
 
 
 if __name__ == "__main__":
