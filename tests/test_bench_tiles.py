@@ -68,6 +68,7 @@ def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
     reuse = [row["flop_per_byte"] for row in result["rows"]]
     assert reuse[0] == pytest.approx(2 / 8, rel=0.01)
     assert reuse[3] == pytest.approx(2 * 100 / (3 * 4))
+    assert max(reuse) == reuse[3]
     assert result["rows"][3]["percent_of_blas"] == 100
     assert result["machine"]["blas_gflops"] == result["rows"][3]["gflops"]
     assert result["machine"]["copy_gbs"] > 0

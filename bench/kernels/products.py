@@ -10,6 +10,7 @@ the roofline.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import NamedTuple
 
 import numba
@@ -107,8 +108,10 @@ class Rung(NamedTuple):
 
 RUNGS = {
     "naive": Rung(naive, lambda size: (size**3, size**3, size**2)),
-    "tiled": Rung(tiled, lambda size: (size**3 / TILE, size**3 / TILE, 2 * size**2)),
-    "packed": Rung(packed, lambda size: (size**3 / COLUMNS, size**2, 2 * size**3 / INNER)),
+    "tiled": Rung(tiled, lambda size: (
+        size**2 * ceil(size / TILE), size**2 * ceil(size / TILE), 2 * size**2)),
+    "packed": Rung(packed, lambda size: (
+        size**2 * ceil(size / COLUMNS), size**2, 2 * size**2 * ceil(size / INNER))),
     "BLAS": Rung(lambda a, b, c: np.matmul(a, b, out=c),
                  lambda size: (size**2, size**2, size**2)),
 }
