@@ -139,9 +139,9 @@ def test_the_first_of_two_jobs_keeps_its_rates(trials, tmp_path, monkeypatch):
 
     def late(units):
         blas._measure = measure
-        monkeypatch.setattr(blas, "_measure", lambda units: first)
+        monkeypatch.setattr(blas, "_measure", lambda units: (first, True))
         blas.measured_rates()
-        return RATES
+        return RATES, True
 
     monkeypatch.setattr(blas, "_measure", late)
     assert blas.measured_rates() == first
@@ -153,6 +153,16 @@ def test_the_first_of_two_jobs_keeps_its_rates(trials, tmp_path, monkeypatch):
 def test_another_blas_is_left_alone(trials, monkeypatch, answer):
     monkeypatch.setattr(blas, "_trial", lambda architecture=None: answer)
     assert blas.measured_rates() == {}
+
+
+@pytest.mark.parametrize(("failing", "found"), [(None, {}), ("SkylakeX", {"Zen": RATES["Zen"]})])
+def test_a_trial_that_was_interrupted_comes_again(trials, tmp_path, monkeypatch, failing, found):
+    whole = blas._trial
+    monkeypatch.setattr(blas, "_trial", lambda name=None: None if name == failing else whole(name))
+    assert blas.measured_rates() == found
+    assert not list((tmp_path / "mpipar" / "blas").iterdir())
+    monkeypatch.setattr(blas, "_trial", whole)
+    assert blas.measured_rates() == RATES
 
 
 def test_a_trial_that_fails_costs_nothing_but_its_rate(trials, monkeypatch):

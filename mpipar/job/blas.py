@@ -69,7 +69,8 @@ def measured_rates() -> dict[str, float]:
     """{architecture: GFLOP/s of one thread} of this host, OpenBLAS's own choice first.
 
     Empty where NumPy has another BLAS, or nothing could be measured. Rates are measured once per
-    processor and NumPy. Of two jobs that measure at the same time, the first one's rates are kept.
+    processor and NumPy, and kept if every trial answered. Of two jobs that measure at the same
+    time, the first one's rates are kept.
     """
     name, units = processor()
     numpy = importlib.util.find_spec("numpy").origin
@@ -78,8 +79,8 @@ def measured_rates() -> dict[str, float]:
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json" if folder else None
     if (kept := _kept(path)) is not None:
         return kept
-    rates = _measure(units)
-    if path is not None:
+    rates, whole = _measure(units)
+    if path is not None and whole:
         own = path.with_name(f"{path.name}.{os.getpid()}")
         with suppress(OSError):
             own.write_text(json.dumps({"processor": name, "numpy": numpy, "gflops": rates}))
@@ -103,21 +104,25 @@ def _kept(path: Path | None) -> dict[str, float] | None:
         return None
 
 
-def _measure(units: Collection[str]) -> dict[str, float]:
-    """OpenBLAS's own choice, and each of TRIED whose vectors have another width."""
+def _measure(units: Collection[str]) -> tuple[dict[str, float], bool]:
+    """OpenBLAS's own choice, and each of TRIED whose vectors have another width.
+
+    And whether every trial answered. One that was interrupted or took too long must come again.
+    """
     first = _trial()
     if first is None or first["library"] != "openblas" or not first["architecture"]:
-        return {}
+        return {}, first is not None
     own = first["architecture"]
-    rates = {own: first["gflops"]}
+    rates, whole = {own: first["gflops"]}, True
     for name in TRIED:
         same = own in ARCHITECTURES and wide(name) == wide(own)
         if same or lacking(name, units):
             continue
         other = _trial(name)
+        whole = whole and other is not None
         if other is not None and other["architecture"] == name:
             rates[name] = other["gflops"]
-    return rates
+    return rates, whole
 
 
 def _trial(architecture: str | None = None) -> dict | None:
