@@ -156,6 +156,8 @@ def test_tasks_are_short_sentences():
 REFUSED = {
     "no such topic": (["rign"], ["'rign': no such example", "did you mean ring?"]),
     "an exercise as topic": (["4a"], ["type mpipar learn check 4a"]),
+    "a file for no exercise": (["--file", "x.py"], ["--file x.py: answers an exercise: type"]),
+    "a file for an example": (["ring", "--file", "x.py"], ["--file x.py: answers an exercise"]),
     "no such exercise": (["check", "4z"], ["no such exercise", "mpipar learn lists them"]),
     "one rank for an example": (["ffn"], ["2 or 4 ranks, and 1 is", "mpiexec -n 2 mpipar learn"]),
     "words behind an example": (["ffn", "x", "y"], ["leave x y out"]),

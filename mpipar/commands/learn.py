@@ -50,6 +50,10 @@ def run(session, args) -> int:
     Comm: that of an example, or of what an exercise runs.
     """
     topic, words = args.topic, tuple(args.words)
+    if args.file and (topic != CHECK or not words):
+        session.facts = {}
+        raise UsageError(f"--file {args.file}: answers an exercise: type mpipar learn {CHECK} ID"
+                         f" --file {args.file}")
     if topic is None or (topic == CHECK and not words):
         return print_alone(session, listing())
     if topic == CHECK:
