@@ -170,13 +170,14 @@ def restricted(sections, kinds, transport: str, buffers: str, narrow: bool) -> l
     out.
 
     buffers: pages that nobody has touched ("cold") cannot be known before. narrow: numbers have 16
-    bits, which MPI cannot add.
+    bits, which MPI cannot add. A matrix of all pairs has the plain ways alone.
     """
     found = []
     for one in sections:
+        plain = buffers == "cold" or one.title.startswith("pairs ")
         own = tuple(via for via in kinds if not (
-            (buffers == "cold" and via in (PERSISTENT, IN_C)) or (transport != "mpi-host" and
-             via == IN_C) or (narrow and one.case.sums and (via != COMM or one.case.wide))))
+            (plain and via not in PLAIN_WAYS) or (via == IN_C and transport != "mpi-host")
+            or (narrow and one.case.sums and (via != COMM or one.case.wide))))
         found.append(one._replace(kinds=own))
     return [one for one in found if ways_on(one.ways, transport)]
 
