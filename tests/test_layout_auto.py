@@ -132,3 +132,8 @@ def test_only_train_chooses(tmp_path):
 def test_a_cost_model_without_a_choice_is_refused():
     assert_refused(2, ["--layout auto and --schedule auto choose by it"], "train", "--machine",
                    "machine.json", ranks=2)
+
+
+def test_a_cost_model_is_read_even_where_one_layout_is_left(tmp_path):
+    assert_refused(65, ["none.json"], "train", "--layout", "auto", "--machine", "none.json",
+                   folder=tmp_path)

@@ -154,6 +154,8 @@ def test_tasks_are_short_sentences():
 
 
 REFUSED = {
+    "no layout": (["check", "15b", ""], ["names no layout"]),
+    "help in an answer": (["check", "15b", "pp=4 --help"], ["--help: unknown flag"]),
     "no such topic": (["rign"], ["'rign': no such example", "did you mean ring?"]),
     "an exercise as topic": (["4a"], ["type mpipar learn check 4a"]),
     "a file for no exercise": (["--file", "x.py"], ["--file x.py: answers an exercise: type"]),

@@ -53,7 +53,10 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
     Comm: `measure_machine` without a cost model; a barrier; the choice from world rank 0.
     """
     config, world = inputs.config, session.world
-    notes = []
+    machine, notes = None, []
+    if machine_path is not None:
+        machine = session.agree(
+            lambda: machine_file.load(machine_path) if world.rank == 0 else None)
     if readings[0].chooses_layout and len(readings) == 1:
         notes = [(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
                   f" ranks can have for this model and {config.train.batch_size} rows a step")]
@@ -61,8 +64,8 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
         return replace(inputs, notes=[*inputs.notes, *notes])
     others = (resolve(one, world.size)[0] for one in readings[1:])
     configs = [config, *(replace(config, grid=one.grid, train=one.train) for one in others)]
-    machine, begin = None, monotonic()
     if machine_path is None:
+        begin = monotonic()
         machine = measure_machine(configs, inputs.ops, world)
         source = (f"measured for {monotonic() - begin:.1f} s on these ranks, {SECONDS:g} at most;"
                   " --machine FILE measures nothing")
@@ -72,7 +75,7 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
     def chosen():
         try:
             if world.rank == 0:
-                return choose(configs, machine or machine_file.load(machine_path))
+                return choose(configs, machine)
         finally:
             quiet_barrier(world)  # the others sleep
         return None, []

@@ -71,9 +71,11 @@ def config_of(case: Case, words: tuple[str, ...]):
         typed = [part for word in words for part in shlex.split(word)]
     except ValueError as error:
         raise UsageError(f"the answer cannot be read: {error}") from None
-    if typed and not typed[0].startswith("-"):
+    if not typed:
+        raise UsageError("the answer names no layout: type one in quotes, such as 'pp=4,tp=8'")
+    if not typed[0].startswith("-"):
         typed = ["--layout", *typed]
-    parser = Parser(prog="mpipar explain")
+    parser = Parser(prog="mpipar explain", add_help=False)
     add_flags(parser, TAKEN)
     args, extras = parser.parse_known_args(typed)
     reading = read(args, unknown_flags(parser, extras))
