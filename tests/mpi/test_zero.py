@@ -216,7 +216,7 @@ def test_no_gather_before_the_input_gradient(monkeypatch):
         for flat, number in self.needs[stage][unit]:
             whole = room[first:first + flat.length(number)]
             first += whole.size
-            posted.append((Pending(None, None, None, whole), flat, number, whole))
+            posted.append((Pending(None, None, whole), flat, number, whole))
         self.coming[stage, unit] = posted
 
     monkeypatch.setattr(GatheredUnits, "post", post)
