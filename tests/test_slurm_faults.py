@@ -157,7 +157,7 @@ def test_a_job_goes_on_after_its_time_limit(with_job, weights):
         job.assert_whole(weights(1))
         assert "stopped and saved" in job.output()
 
-    with_job(body, "--time=1", "--signal=USR1@55")
+    with_job(body, "--time=1", "--signal=USR1@40")
 
 
 @fault(28, "SIGTERM by scontrol requeue, under SLURM", 75)
