@@ -9,6 +9,8 @@ Loops in C show what Python costs.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from bench.interconnect import compiled
 from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, Setup
 from bench.interconnect.messages import TAG, Messages
@@ -19,17 +21,25 @@ SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock
 
 
 class Kept:
-    """Persistent requests, one for each buffer. init(x): makes one."""
+    """Persistent requests, one for each message of a sample. init(x): makes one.
+
+    MPI allows no request to start again before it is done. So messages of one buffer that are
+    under way together have a request each.
+    """
 
     def __init__(self, init):
         self.init, self.made = init, {}
 
     def of(self, arrays) -> list:
-        """The requests of these arrays, which are made when an array comes for the first time."""
+        """The requests of these messages' arrays, which are made when they come first."""
+        times, found = Counter(), []
         for x in arrays:
-            if id(x) not in self.made:
-                self.made[id(x)] = self.init(x)
-        return [self.made[id(x)] for x in arrays]
+            key = id(x), times[id(x)]
+            times[id(x)] += 1
+            if key not in self.made:
+                self.made[key] = self.init(x)
+            found.append(self.made[key])
+        return found
 
     def close(self) -> None:
         for request in self.made.values():
@@ -57,7 +67,7 @@ class Paired(Messages):
     def prepare(self):
         super().prepare()
         if self.via == PERSISTENT:
-            self.requests = [kept.of(some) * self.same
+            self.requests = [kept.of(some * self.same)
                              for kept, some in zip(self.kept, (self.xs, self.ys), strict=True)]
 
     def run_in_c(self) -> None:
