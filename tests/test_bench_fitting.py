@@ -47,6 +47,7 @@ def test_pieces_and_parameters_are_recovered(seed):
     assert curve.samples == 20 * 3 * 200
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say():
     """Of the 95 % intervals of 2 pieces x 2 parameters x 15 fits at least 90 % hold (54 of 60)."""
     inside = 0

@@ -77,6 +77,7 @@ def test_kernels_between_the_products(card):
 
 
 @pytest.mark.shim
+@pytest.mark.slow
 def test_attention(card, monkeypatch):
     assert gpu_attention.HEAD_WIDTH <= MOST_WIDTH
     monkeypatch.setattr(gpu_attention, "HEAD_WIDTH", 10)  # independent of the width of the chains

@@ -91,6 +91,7 @@ def test_the_other_norm_than_that_of_the_weights_is_refused(saved, tmp_path, rng
 
 
 @needs_launcher
+@pytest.mark.slow
 def test_trains_on_any_layout_and_goes_on_on_another(tmp_path):
     run = tmp_path / "run"
     result = mpipar("train", *SMALL, *TEXT, "--steps", 3, "--sample-tokens", 3,

@@ -106,6 +106,7 @@ def layouts(draw, most=8):
         "dtype": st.sampled_from(["float64", "bfloat16", "float16"])}))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_there_and_back_changes_no_byte(tmp_path_factory, first, second, values):
     """Save on A, load and save on B, load and save on A again: the same bytes as the first time."""
     folder = tmp_path_factory.mktemp("there-and-back")
