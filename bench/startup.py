@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from bench import results
+from bench.interconnect.launches import environment_of_jobs
 from mpipar.config import flags
 from mpipar.errors import EnvironmentProblem
 from mpipar.job.session import guard
@@ -61,7 +62,8 @@ def one_start(argv: list[str]) -> tuple[float, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         begin, found = time.perf_counter(), None
         with subprocess.Popen(argv, cwd=folder, text=True, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+                              env=environment_of_jobs(), stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) as process:
             for line in process.stdout:
                 if found is None and line.startswith("step 1/"):
                     found = time.perf_counter() - begin

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.docs.blocks import Block, part
+from bench.interconnect.launches import environment_of_jobs
 from mpipar import cli
 from mpipar.errors import UserError
 from mpipar.job.environment import Launcher
@@ -109,7 +110,8 @@ def run_inside(words: list[str], folder: Path) -> tuple[int, str] | None:
 def run_outside(command: str, folder: Path) -> tuple[int, str]:
     """As `execute`, by a shell and in processes of its own."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    kept = {key: value for key, value in environment_of_jobs().items()
+            if not key.startswith("PYTEST_")}
     done = subprocess.run(["bash", "-c", command], cwd=folder, check=False, text=True,
                           env={**kept, **SETTINGS, "PATH": path}, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT)
