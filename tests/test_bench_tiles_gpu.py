@@ -58,6 +58,7 @@ def test_sweep(card, monkeypatch):
 
 
 @pytest.mark.shim
+@pytest.mark.slow
 def test_kernels_between_the_products(card):
     found = gpu_memory.rows(card, tiles.parse(GPU_SIZES))
     rows = {(row["kernel"], row["dtype"]): row for row in found}

@@ -78,6 +78,7 @@ def step(**run):
 
 @pytest.mark.shim
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
 def test_a_step_runs_in_kernels_and_is_that_of_numpy(monkeypatch, dtype):
     """In 16 bits both round between two functions. Only the embedding's gradient is widened."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)

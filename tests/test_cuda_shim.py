@@ -44,6 +44,7 @@ def test_thread_sanitizer_sees_the_missing_barrier():
     assert "trial.cu:9 in void reverse<64>" in text
 
 
+@pytest.mark.slow
 def test_address_sanitizer_sees_one_element_too_far():
     for size, caught in ((64, False), (63, True)):
         x = np.arange(size, dtype=np.float32)

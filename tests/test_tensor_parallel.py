@@ -90,6 +90,7 @@ def test_a_run_reports_barriers_by_name_and_how_much_of_the_ring_is_hidden(tmp_p
     assert 0 <= int(hidden[1]) <= 100
 
 
+@pytest.mark.slow
 def test_costs_for_the_choice_of_a_schedule(tmp_path):
     done = mpipar(*SMALL[:-4], "--tp", 2, "--pp", 2, "--schedule", "auto", "--sequence-parallel",
                   "--out", tmp_path / "run", ranks=4)
