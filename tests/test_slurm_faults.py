@@ -152,12 +152,19 @@ def test_tasks_of_an_array_that_are_asked_to_stop_go_on_later(with_job, weights)
 
 
 @fault(27, "SIGUSR1 before SLURM's time limit", 75)
-def test_a_job_goes_on_after_its_time_limit(with_job, weights):
+def test_a_job_goes_on_after_its_time_limit(cluster, with_job, weights):
     def body(job):
+        def set_limit(minutes):
+            cluster.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
+
+        job.wait_for_steps()
+        set_limit(2)  # SLURM looks every 30 s: at its next look, less is left than the warning asks
+        job.wait_until(lambda: job.fields()["Restarts"] == "1")
+        set_limit(10)
         job.assert_whole(weights(1))
         assert "stopped and saved" in job.output()
 
-    with_job(body, "--time=1", "--signal=USR1@40")
+    with_job(body, "--time=10", "--signal=USR1@120")
 
 
 @fault(28, "SIGTERM by scontrol requeue, under SLURM", 75)
