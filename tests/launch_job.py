@@ -6,6 +6,8 @@ seconds.
 """
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -47,6 +49,25 @@ def ready(session, world):
     (Path(session.run_folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
 
 
+def slow_down_the_launcher(session):
+    """It gets to killing the other ranks only when they have long seen that this one has ended.
+
+    Meanwhile it also forwards nothing, so what the ranks say goes to a file.
+    """
+    from mpi4py import MPI
+
+    class World(MPI.Intracomm):
+        def Abort(self, code):
+            launcher = os.getppid()
+            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {launcher}"])
+            os.kill(launcher, signal.SIGSTOP)
+            super().Abort(code)
+
+    session.world = World(session.world)
+    said = Path(os.environ["TMPDIR"]) / "said"
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+
+
 def go_wrong(how, session, world):
     rank = world.Get_rank()
     if how == "two":
@@ -55,6 +76,11 @@ def go_wrong(how, session, world):
             raise OutputError("disk full")
         if rank == 2:
             raise ValueError("a defect")
+    elif how == "slow-launcher":
+        slow_down_the_launcher(session)
+        world.Barrier()
+        if rank == 1:
+            raise OutputError("disk full")
     elif how == "unheard" and rank == 1:
         # nobody sees this error, because nobody reads the console any more
         for stream in (1, 2):

@@ -94,12 +94,19 @@ def test_failing_rank_leaves_a_record_in_the_run_folder(tmp_path):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("attempt", range(6))
+@pytest.mark.parametrize("attempt", range(4))
 def test_two_ranks_failing_differently_at_once_give_one_code(attempt, tmp_path):
     folder = [str(tmp_path)] if attempt % 2 else []
     code, block = one_block(launch(4, "two", *folder))
     assert code in (70, 74)
     assert ("rank 1 of 4" if code == 74 else "rank 2 of 4") in block
+
+
+@needs_mpiexec
+def test_a_launcher_that_kills_late_gives_no_rank_time_for_a_second_block(tmp_path):
+    assert launch(4, "slow-launcher").returncode == 74
+    assert (tmp_path / "tmp" / "said").read_text().count(BLOCK) == 1
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["said"]
 
 
 @needs_mpiexec

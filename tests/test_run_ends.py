@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +17,9 @@ from helpers import find_launcher, run_command, run_ranks
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, one_block
 
 from mpipar.console import output
+from mpipar.errors import OutputError
+from mpipar.job import failure
+from mpipar.job.environment import started
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
@@ -190,6 +194,21 @@ def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path):
     assert "report.html: File too large" in done.stdout
     assert "(70, True, None)" in done.stdout
     assert [path.name for path in tmp_path.rglob("*")] == ["errors"]
+
+
+def test_a_rank_that_fails_when_the_files_of_the_first_are_gone_is_silent(tmp_path):
+    first, second = failure.Claim(), failure.Claim()
+    second.share(os.getpid(), started(os.getpid()), first.open())
+    report = failure.error_report(ValueError("a defect"), "")
+    assert not second.is_taken([tmp_path / "errors"])
+    assert first.take([tmp_path / "errors"], 0, report)[:2] == (70, True)
+    shutil.rmtree(tmp_path / "errors")
+    assert second.is_taken([tmp_path / "errors"])
+    late = failure.error_report(OutputError("disk full"), "")
+    assert second.take([tmp_path / "errors"], 1, late) == (70, False, None)
+    assert list(tmp_path.glob("err*")) == []
+    code, speaks, record = second.take([tmp_path / "run", tmp_path / "errors"], 1, late)
+    assert (code, speaks, record.parent.name) == (70, False, "run"), "all ranks leave a record"
 
 
 # --- standard output that nobody gets

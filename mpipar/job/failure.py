@@ -1,12 +1,13 @@
 """One error block for one failed job: what went wrong, where, why, and what to do.
 
-If several ranks fail at the same time, claim() decides which one speaks. It is the first to create
+If several ranks fail at the same time, a Claim decides which one speaks. It is the first to create
 one file. The file is a hard link to a record that is already complete, so whoever finds it can read
-it.
+it. Ranks that come after the file has gone find its exit code in a byte that their host shares.
 """
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from mpipar import errors
 from mpipar.errors import EXIT_CODES, UserError
 from mpipar.files.text import brief, printable
+from mpipar.job.environment import started
 
 MOST_TEXT = 4000  # characters of a sentence of the block: a file's name or value may be long
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -110,6 +112,51 @@ def claim(folders: list[Path], world_rank: int, found: Report) -> tuple[int, boo
     return found.exit_code, True, None
 
 
-def is_claimed(folders: list[Path]) -> bool:
-    """Whether a rank is already ending the job."""
-    return any((folder / "first.json").exists() for folder in folders)
+class Claim:
+    """Which rank ends the job, by files and by a byte that the ranks of a host share.
+
+    The temporary files go before the launcher has killed all ranks: nobody else would remove them.
+    The byte is memory without a name, which stays until its last rank has gone. It holds the job's
+    exit code, and 0 while nobody ends the job.
+    """
+
+    def __init__(self):
+        self._byte: int | None = None
+
+    def open(self) -> int:
+        """Make a byte; return the number of its file, or -1 where the system knows no such file."""
+        with contextlib.suppress(OSError, AttributeError):
+            self._byte = os.memfd_create("mpipar-claim")
+            os.write(self._byte, bytes(1))
+            return self._byte
+        return -1
+
+    def share(self, pid: int, start: int, number: int) -> None:
+        """From now on use the byte that a process of this host has made.
+
+        start: see `started`. A process in another container cannot be reached; then files decide.
+        """
+        with contextlib.suppress(OSError):
+            if started(pid) == start:
+                self._byte = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+
+    def _code(self) -> int:
+        return 0 if self._byte is None else os.pread(self._byte, 1, 0)[0]
+
+    def is_taken(self, folders: list[Path]) -> bool:
+        """Whether a rank is already ending the job. It writes the byte before it removes a file."""
+        return any((folder / "first.json").exists() for folder in folders) or self._code() > 0
+
+    def take(self, folders: list[Path], world_rank: int,
+             found: Report) -> tuple[int, bool, Path | None]:
+        """claim(), if no rank of this host was first. The last folder is the temporary one."""
+        if self._byte is None:
+            return claim(folders, world_rank, found)
+        fcntl.lockf(self._byte, fcntl.LOCK_EX)  # the end of a process frees it, too
+        earlier = self._code()
+        code, speaks, record = claim(folders[:-1] if earlier else folders, world_rank, found)
+        if earlier:
+            code, speaks = earlier, False
+        os.pwrite(self._byte, bytes([code]), 0)
+        fcntl.lockf(self._byte, fcntl.LOCK_UN)
+        return code, speaks, record

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.job.environment import MPICH, Launcher
+from mpipar.job.environment import MPICH, Launcher, started
 
 MAPS = Path("/proc/self/maps")
 
@@ -64,13 +64,15 @@ def finalize(MPI) -> None:
     ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
 
-def host_processes(communicator, own: list[int]) -> dict[int, list[int]]:
-    """{world rank: facts} of the ranks on this host; own: this rank's number, then its facts.
+def host_processes(communicator, rank: int, number: int) -> dict[int, list[int]]:
+    """{world rank: process id, its start, number} of the ranks on this host.
 
+    rank: this world rank. number: any of this rank's, for the others. For the start see `started`.
     Comm: a split, and an all-gather over the ranks of the host.
     """
     from mpi4py import MPI
 
+    own = [rank, os.getpid(), started(os.getpid()), number]
     host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
     numbers = array.array("q", [0] * len(own) * host.Get_size())
     host.Allgather(array.array("q", own), numbers)

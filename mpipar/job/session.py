@@ -35,7 +35,6 @@ from mpipar.job.environment import (
     presets,
     read_launcher,
     scratch,
-    started,
 )
 from mpipar.job.heap import keep_heap
 from mpipar.job.siblings import watch_ends
@@ -89,7 +88,7 @@ class Session(Interruptible):
         self._leaving = self._killed = False
         self.ending = contextlib.ExitStack()
         self._private = None
-        self._token = ""
+        self._token, self._claim = "", failure.Claim()
         self._keeps = False  # whether the console has named a record in the temporary folder
         self._failing = threading.Lock()
         # Where ranks of this host find each other until they have a run folder.
@@ -115,12 +114,12 @@ class Session(Interruptible):
         self._private = self.world.Dup()
         token = bytearray(os.urandom(8))
         self._private.Bcast(token, root=0)
-        self._token = token.hex()
-        self._name = self._token
+        self._token = self._name = token.hex()
         own = self.world.Get_rank()
-        others = mpi.host_processes(self._private, [own, os.getpid(), started(os.getpid())])
+        others = mpi.host_processes(self._private, own, self._claim.open())
         self.host_ranks = tuple(sorted(others))
         self.host_rank = self.host_ranks.index(own)
+        self._claim.share(*others[self.host_ranks[0]])
         del others[own]
         watch_ends(others, self.sibling_ended)
         if self.host_rank == 0:
@@ -157,7 +156,7 @@ class Session(Interruptible):
         A process that was asked to stop says nothing: the launcher is ending all ranks. Nor does
         one whose job another rank is ending.
         """
-        if self._leaving or self.stop_requested or failure.is_claimed(self._error_folders()):
+        if self._leaving or self.stop_requested or self._claim.is_taken(self._error_folders()):
             return
         self._killed = True
         if self.status is not None:
@@ -293,7 +292,7 @@ class Session(Interruptible):
             speaks = self.launcher.local_rank == 0
         else:
             number = self.launcher.rank if starting else self.world.Get_rank()
-            code, speaks, record = failure.claim(self._error_folders(), number, found)
+            code, speaks, record = self._claim.take(self._error_folders(), number, found)
         if speaks:
             # a console that nobody reads must not keep the job alive
             later(ABORT_SECONDS, self._abort, code)

@@ -15,11 +15,11 @@ from mpipar.job.environment import started
 def watch_ends(processes: Mapping[int, Sequence[int]], ended: Callable[[int], None]) -> None:
     """Call ended(rank), in a thread, for the first of these processes that ends.
 
-    processes: number and start of each rank's process. A system without pidfd_open (Linux 5.3)
-    sees nothing, nor does a rank whose processes have other numbers, in another container.
+    processes: see `host_processes`. A system without pidfd_open (Linux 5.3) sees nothing, nor does
+    a rank whose processes have other numbers, in another container.
     """
     poll, ranks = select.poll(), {}
-    for rank, (pid, start) in processes.items():
+    for rank, (pid, start, *_) in processes.items():
         with contextlib.suppress(OSError, AttributeError):
             descriptor = os.pidfd_open(pid)
             if started(pid) == start:
