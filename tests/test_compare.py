@@ -16,7 +16,7 @@ from test_trace import SMALL
 from trace_cases import MS, blocking, record, span, trace
 
 from mpipar.commands import compare
-from mpipar.commands.compare import config_of
+from mpipar.commands.compare import config_of, most_flops, work_and_shapes
 from mpipar.errors import EXIT_CHECK_FAILED, UsageError
 from mpipar.plan import machine_file
 from mpipar.plan.machine import settings_of
@@ -237,16 +237,27 @@ def test_a_cost_model_explains_a_part_and_names_the_rest(folders, tmp_path):
     text = printed("compare", folders["none"], folders["delay"], "--machine",
                    tmp_path / "machine.json")
     rows = {line.split("  ")[0]: line.split()[-3:] for line in text.splitlines()}
-    parts = {"passes of the busiest rank", "idle in the pipeline", "messages between stages",
-             "sums over replicas", "update", "all parts"}
+    parts = {"passes of the busiest rank, at A's FLOP/s", "products of other shapes",
+             "idle in the pipeline", "messages between stages", "sums over replicas", "update",
+             "all parts"}
     assert parts < set(rows)
     assert {rows[part][2] for part in parts} == {"+0.00"}
     assert float(rows["measured, and not in the model"][2]) > 50
+    assert "ms the cost model explains +0.00 ms" in text
     other = replace(own, tp=1)
     machine_file.save(replace(known, units=(other,)), str(tmp_path / "other.json"))
     wrong = refusal_after("compare", folders["none"], folders["delay"], "--machine",
                           tmp_path / "other.json")
     assert "has no passes of this model" in wrong
+
+
+def test_passes_are_work_and_shapes_of_products(folders):
+    work, shapes = work_and_shapes(comparison.Change("passes", 100.0, 90.0), 10, 8)
+    assert (work.before_ms, work.after_ms) == (100, 80)  # 8 of 10 parts of the work
+    assert (shapes.before_ms, shapes.after_ms) == (0, 10)  # and each takes longer
+    config = config_of(folders["none"])
+    twice = replace(config, train=replace(config.train, batch_size=2 * config.train.batch_size))
+    assert most_flops(twice) == 2 * most_flops(config) > 0
 
 
 def refusal_after(*words):

@@ -164,6 +164,7 @@ REFUSED = {
     "one rank for an example": (["ffn"], ["2 or 4 ranks, and 1 is", "mpiexec -n 2 mpipar learn"]),
     "words behind an example": (["ffn", "x", "y"], ["leave x y out"]),
     "no number": (["check", "4a", "many", "22"], ["'many' is not a number such as 12"]),
+    "a decimal comma": (["check", "4a", "8,3", "22"], ["'8,3' is not a number such as 12, 8.3"]),
     "too few numbers": (["check", "4a", "8.3"], ["1 word given: type 2, BUSY MESSAGES"]),
     "a huge number": (["check", "5a", "1e999999999"], ["is not a number"]),
     "a division by zero": (["check", "5a", "1/0"], ["is not a number"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import textwrap
 
+from mpipar.comm.grid import Grid
 from mpipar.config.reading import values_of
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
@@ -16,6 +17,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
 from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import brief, harmless
 from mpipar.plan import machine_file
+from mpipar.plan.predict import predict
 from mpipar.plan.step import step_parts
 from mpipar.trace import comparison, trace_file
 from mpipar.trace.analysis import analyse
@@ -119,18 +121,38 @@ def print_explained(machine, before: Side, after: Side) -> None:
 
     Raises UsageError if the cost model lacks a run's model or layout.
     """
-    parts = [step_parts(machine, config_of(side[0].trace.folder)) for side in (before, after)]
+    configs = [config_of(side[0].trace.folder) for side in (before, after)]
+    parts = [step_parts(machine, config) for config in configs]
     step, _, _ = comparison.step_time(before, after)
-    predicted = [comparison.Change(part, 1e3 * parts[0][part], 1e3 * parts[1][part])
-                 for part in parts[0]]
+    passes, *others = [comparison.Change(part, 1e3 * parts[0][part], 1e3 * parts[1][part])
+                       for part in parts[0]]
     total = comparison.Change("all parts", *(1e3 * sum(side.values()) for side in parts))
     rest = comparison.Change("measured, and not in the model", step.before_ms - total.before_ms,
                              step.after_ms - total.after_ms)
     print("\nwhat the cost model says of a step, ms:")
     rows = [("part", "A ms", "B ms", "change ms")]
     rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}")
-             for one in (*predicted, total, rest)]
+             for one in (*work_and_shapes(passes, *map(most_flops, configs)), *others, total, rest)]
     print(table(rows))
+    print(f"of the difference of {step.change_ms:+.2f} ms the cost model explains"
+          f" {total.change_ms:+.2f} ms")
+
+
+def work_and_shapes(passes: comparison.Change, before: int, after: int) -> list[comparison.Change]:
+    """The passes in two parts: other work at the rate of A, and products of other shapes.
+
+    before, after: FLOPs of the busiest rank.
+    """
+    at_rate_of_a = passes.before_ms * after / before
+    return [comparison.Change(f"{passes.what}, at A's FLOP/s", passes.before_ms, at_rate_of_a),
+            comparison.Change("products of other shapes", 0.0, passes.after_ms - at_rate_of_a)]
+
+
+def most_flops(config) -> int:
+    """FLOPs of a step on the busiest rank of the pipeline."""
+    first = Grid.of(config.grid, 0)
+    return max(sum(predict(config, first.at(pp=pp_rank)).flops.values())
+               for pp_rank in range(first.pp_size))
 
 
 def config_of(folder):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mpipar.commands.plan_question import (
+    ACTIVATIONS,
     DTYPES,
     batch_range,
     job_of,
@@ -48,6 +49,8 @@ def add_arguments(parser) -> None:
     add("--seq-len", type=int, metavar="T", help="tokens of a row (default: the model's)")
     add("--dtype", choices=DTYPES, help="format of numbers (default: bfloat16 where the machine has"
         " it, else float16)")
+    add("--activation", choices=ACTIVATIONS, help="of the feed-forward network (default: the"
+        " model's); relu2, the square of a ReLU, can be planned, and not be trained here")
     add("--stack", choices=tuple(STACKS), default="megatron",
         help="software whose efficiency is assumed (default megatron)")
     add("--memory-limit", metavar="BYTES", help="of a device, as 40G (default: the machine's)")
@@ -101,7 +104,7 @@ def run(args) -> int:
     if args.html is not None:
         output.write_text(Path(args.html), page(question, plan, text))
     if args.json:
-        print(json.dumps(plan_report.as_dict(question, plan), indent=1))
+        print(json.dumps(plan_report.as_dict(question, plan, job), indent=1))
     elif args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from collections.abc import Callable
@@ -9,11 +10,11 @@ from dataclasses import replace
 
 from mpipar.checkpoint.formats import model_settings
 from mpipar.config.presets import PRESETS
+from mpipar.config.reading import read
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import build
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import DataError, UsageError, suggestion
-from mpipar.files.bounded import read_toml
 from mpipar.files.text import brief
 from mpipar.plan.cluster import STACKS, Cluster, load_cluster
 from mpipar.plan.confirm import Job
@@ -25,6 +26,7 @@ from mpipar.plan.sites import Sites
 MOST_RANKS = 1 << 17
 MOST_ROWS = 1 << 24  # of a step
 DTYPES = ("float32", "float16", "bfloat16")
+ACTIVATIONS = ("gelu", "swiglu", "relu2")
 ONE_KIND = ("memory_limit", "batch_range", "csv", "html", "confirm", "sites", "failure_hours")
 
 
@@ -111,9 +113,15 @@ def question_of(args, job: Job) -> tuple[Question, tuple[Kind, ...]]:
     # Groups of tp lie inside the nodes of every kind.
     cluster = min(clusters, key=Cluster.per_node)
     question = Question(
-        Shape.of(model.completed()), cluster, STACKS[args.stack].with_dtype(dtype), args.ranks,
+        shape_of(model, args.activation), cluster, STACKS[args.stack].with_dtype(dtype), args.ranks,
         batch, room(gib, args.headroom), fixed, args.mfu_rule, dtype)
     return question, kinds
+
+
+def shape_of(model, activation: str | None) -> Shape:
+    """The Shape of a model, with another activation function if one is given."""
+    shape = Shape.of(model.completed())
+    return shape._replace(activation=activation or shape.activation)
 
 
 def problems_of(read: Callable, text: str) -> list[str]:
@@ -218,9 +226,10 @@ def job_of(text: str) -> Job:
     if text in PRESETS:
         return Job(build({"preset": text}), f"--preset {quoted}")
     if text.endswith(".toml"):
-        values = {name.replace("-", "_"): value
-                  for name, value in read_toml(text, UsageError).items()}
-        config, flags = build(values), f"--config {quoted}"
+        reading = read(argparse.Namespace(config=text))
+        if reading.problems:
+            raise UsageError([*reading.problems, *config_problems(reading.config)])
+        config, flags = reading.config, f"--config {quoted}"
     elif os.path.isdir(text) or os.path.basename(text) == "config.json":
         folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
         config, flags = build(model_settings(folder)), f"--init-from {shlex.quote(folder)}"

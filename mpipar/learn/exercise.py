@@ -19,6 +19,8 @@ MOST_DIGITS = 7  # behind the point
 # A larger exponent would make a number of endless digits.
 NUMBER = re.compile(r"[+-]?(\d{1,9}/[1-9]\d{0,8}|\d{1,15}\.?\d{0,15}([eE][+-]?\d{1,2})?)", re.ASCII)
 
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # commas that are not for decimals
+
 
 def at_once(function: Callable):
     """Call a function: what `Session.agree` does for one process."""
@@ -146,7 +148,7 @@ def numbers_of(words: tuple[str, ...], answer: str) -> list[Fraction]:
 
 def number_of(word: str) -> Fraction:
     """12, 1,024, 8.3 %, 1/128 or 1e-3; ValueError for anything else."""
-    text = word.replace(",", "").replace("%", "").strip()
+    text = THOUSANDS.sub("", word).replace("%", "").strip()
     if not NUMBER.fullmatch(text):
         raise ValueError(word)
     return Fraction(text)

@@ -53,6 +53,8 @@ def train_config(question: Question, config: Config, layout: Layout, num_microba
         stage_layers=counts if layout.pp > 1 else None)
     model = replace(config.model, seq_len=question.shape.tokens, max_positions=None,
                     sequence_parallel=layout.sequence_parallel)
+    if model.completed().activation != question.shape.activation:
+        model = replace(model, activation=question.shape.activation)
     train = replace(config.train, batch_size=layout.dp * layout.rows * num_microbatches)
     memory = replace(config.memory, recompute=layout.recompute, zero=layout.zero,
                      zero_grads="sharded" if layout.zero == 3 else "full")

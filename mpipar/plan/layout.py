@@ -15,7 +15,7 @@ class Layout(NamedTuple):
     """How a job is cut. rows: of a microbatch. chunks: stages of each pipeline rank.
 
     recompute: none, attention or block. zero: 0, 1 or 3; 2 stands for weights that are gathered
-    once and stay for the step. outer: the axis whose groups cross nodes first (rank order).
+    once and stay for the step.
     """
 
     dp: int = 1

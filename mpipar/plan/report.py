@@ -9,19 +9,21 @@ from dataclasses import replace
 from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
 from mpipar.plan.confirm import Confirmed, Job, command_line
-from mpipar.plan.footprint import GIB, RESERVE, footprint, rank_footprint
+from mpipar.plan.footprint import GIB, RESERVE, Footprint, footprint, rank_footprint
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.published import nearest_runs
 from mpipar.plan.search import Candidate, Plan, Question, layouts
 from mpipar.plan.shape import MFU_RULES, utilization
 from mpipar.plan.sites import Sites, crossings, needed_gbits
-from mpipar.plan.step_time import StepTime, step_time
+from mpipar.plan.step_time import TIE, StepTime, rank_times, shortest, step_time
 
 PARTS = {"compute": "products, attention, elementwise", "again": "forward passes again",
          "tp": "tp barriers", "cp": "cp messages", "bubble": "idle in the pipeline",
          "hops": "messages between stages", "sums": "gradient sums", "update": "update"}
+SHORT = {"again": "recompute", "bubble": "idle", "hops": "pp", "sums": "dp"}  # in narrow columns
 FACTORS = (2, 3, 4, 8, 16, 32, 64)  # how many times as many devices are tried
+OFF = (0.8, 1.2)  # factors on each input
 INPUTS = {  # what a verdict rests on: name -> a Cluster with a factor on it
     "rate of products": lambda cluster, by: replace(
         cluster, product_tflops=cluster.product_tflops * by),
@@ -46,9 +48,9 @@ def report(question: Question, plan: Plan, job: Job) -> str:
         return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
     best = plan.best[0]
     blocks += [verdict(question, best), command_line(question, job, best.layout),
-               parts_table(question, best), stages_table(question, best),
+               parts_table(question, best), *stage_tables(question, best),
                "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
-               rejections(plan), changes(question, plan), confidence(question, best)]
+               rejections(plan), changes_table(question, plan), confidence(question, best)]
     return "\n\n".join(blocks)
 
 
@@ -107,19 +109,30 @@ def parts_table(question: Question, best: Candidate) -> str:
     return table(rows)
 
 
-def stages_table(question: Question, best: Candidate) -> str:
-    """Blocks and memory of each pipeline rank."""
-    layout, shape = best.layout, question.shape
+def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, StepTime]]:
+    """(blocks, memory, parts of the step) of each pipeline rank."""
+    layout, shape, stack = best.layout, question.shape, question.stack
     counts = blocks_of_stages(shape.layers, layout.stages)
-    rows = [("pipeline rank", "blocks", "states GiB", "stash GiB", "buffers GiB", "all GiB")]
-    for rank in range(layout.pp):
-        found = rank_footprint(shape, layout, question.stack, rank, counts)
-        states = found.weights + found.gradients + found.optimizer
-        rows.append((str(rank), str(layout.blocks_of(rank, counts)), *(
-            f"{size / GIB:.1f}" for size in (states, found.stash, found.buffers, found.total))))
-    if len(rows) > 10:  # the ends differ, and the middle ones change evenly
-        rows = [*rows[:5], ("...", *[""] * 5), *rows[-3:]]
-    return table(rows)
+    times = rank_times(shape, layout, question.cluster, stack, Pipelines().simulated)
+    return [(layout.blocks_of(rank, counts), rank_footprint(shape, layout, stack, rank, counts),
+             times[rank]) for rank in range(layout.pp)]
+
+
+def stage_tables(question: Question, best: Candidate) -> list[str]:
+    """Memory and seconds of each pipeline rank. The rows of the second add up to the step."""
+    memory = [("pipeline rank", "blocks", "weights GiB", "gradients GiB", "optimizer GiB",
+               "stash GiB", "buffers GiB", "all GiB")]
+    time = [("seconds of rank", *(SHORT.get(name, name) for name in StepTime._fields))]
+    for rank, (blocks, found, parts) in enumerate(stages(question, best)):
+        memory.append((str(rank), str(blocks), *(
+            f"{size / GIB:.1f}" for size in (*found, found.total))))
+        time.append((str(rank), *(f"{max(seconds, 0):.3f}" for seconds in parts)))
+    return [table(in_short(memory)), table(in_short(time))]
+
+
+def in_short(rows: list[tuple]) -> list[tuple]:
+    """A table's first and last rows: the ends of a pipeline differ, and the middle is even."""
+    return rows if len(rows) <= 10 else [*rows[:5], ("...", *[""] * (len(rows[0]) - 1)), *rows[-3:]]
 
 
 def own_table(found: list[Confirmed], why_not: str) -> str:
@@ -196,6 +209,8 @@ def why_not(first: Candidate, other: Candidate) -> str:
     text = f"{more[worse]:+.2f} s {PARTS[worse]}"
     if more[better] < -0.005:
         text += f", {more[better]:+.2f} s {PARTS[better]}"
+    if other.step.total < first.step.total:  # see `shortest`
+        text += f"; within {100 * TIE:.0f} %, and needs the network more"
     return text
 
 
@@ -225,11 +240,14 @@ def impossible(question: Question, plan: Plan) -> str:
     """Why nothing fits, and what the layout with the least memory lacks."""
     if plan.least is None:
         return "no layout can be run: see the reasons below"
-    one = plan.least
-    return (f"no layout fits: the one that needs least has {one.memory.total / GIB:.1f} GiB on its"
+    one, more = plan.least, plan.memory[1]
+    text = (f"no layout fits: the one that needs least has {one.memory.total / GIB:.1f} GiB on its"
             f" fullest rank, and {question.gib:.1f} are there\n  {layout_words(one.layout)}\n"
             f"its states alone are {states_of(one) / GIB:.1f} GiB; use {enough(question)}, or"
             " devices with more memory")
+    if more:
+        text += f"\nwith 20 % more memory would be first: {layout_words(more.layout)}"
+    return text
 
 
 def enough(question: Question) -> str:
@@ -254,21 +272,45 @@ def states_of(one: Candidate) -> float:
     return one.memory.weights + one.memory.gradients + one.memory.optimizer
 
 
-def changes(question: Question, plan: Plan) -> str:
-    """What the step would be, and which printed layout would win, with inputs 20 % off."""
+def changes(question: Question, plan: Plan) -> list[dict]:
+    """What the step would be, and which printed layout would be first, with inputs 20 % off.
+
+    Of the memory the layouts depend, too: the search has kept what it would choose.
+    """
     pipelines = Pipelines()
-    rows = [("if this were", "20 % less: s", "20 % more: s", "then first")]
+    found = []
     for name, changed in INPUTS.items():
         steps = []
-        for by in (0.8, 1.2):
+        for by in OFF:
             cluster = changed(question.cluster, by)
             steps.append([step_time(question.shape, one.layout, cluster, question.stack,
-                                    pipelines.simulated).total for one in plan.best])
-        winners = {min(range(len(found)), key=found.__getitem__) for found in steps} - {0}
-        rows.append((name, *(f"{found[0]:.3f}" for found in steps),
-                     ", ".join(sizes_text(plan.best[place].layout._asdict())
-                               for place in sorted(winners)) or "the same"))
-    return table(rows)
+                                    pipelines.simulated) for one in plan.best])
+        firsts = [plan.best[shortest(dict(enumerate(each)))] for each in steps]
+        found.append({"input": name, "steps_s": [each[0].total for each in steps],
+                      "first": [one.layout for one in firsts]})
+    return [*found, {"input": "memory of a device",
+                     "steps_s": [one.step.total if one else None for one in plan.memory],
+                     "first": [one.layout if one else None for one in plan.memory]}]
+
+
+def changes_table(question: Question, plan: Plan) -> str:
+    """`changes` as a table; its last column is text."""
+    rows, lasts = [("if this were", "20 % less: s", "20 % more: s")], ["then first"]
+    for row in changes(question, plan):
+        rows.append((row["input"], *(f"{seconds:.3f}" if seconds else "-"
+                                     for seconds in row["steps_s"])))
+        others = [f"{text}: {instead(plan.best[0].layout, layout)}"
+                  for text, layout in zip(("less", "more"), row["first"], strict=True)
+                  if layout != plan.best[0].layout]
+        lasts.append("; ".join(others) or "the same")
+    return "\n".join(map("  ".join, zip(table(rows).splitlines(), lasts, strict=True)))
+
+
+def instead(first: Layout, other: Layout | None) -> str:
+    """Another layout than the first in few words: its grid, or on the same grid all of it."""
+    if other is None:
+        return "none fits"
+    return layout_words(other) if other.grid == first.grid else sizes_text(other._asdict())
 
 
 def confidence(question: Question, best: Candidate) -> str:
@@ -290,15 +332,29 @@ def csv_rows(question: Question, plan: Plan) -> list[list]:
                       f"{100 * mfu(question, one):.2f}"] for one in plan.best)]
 
 
-def as_dict(question: Question, plan: Plan) -> dict:
+def as_dict(question: Question, plan: Plan, job: Job) -> dict:
     """Everything as plain values; seconds, bytes."""
-    return {
+    found = {
         "model": question.shape._asdict() | {"parameters": question.shape.parameters},
         "machine": question.cluster.name, "basis": question.cluster.basis,
         "ranks": question.ranks, "dtype": question.dtype, "batch_size": question.batch_size,
-        "memory_gib": question.gib,
+        "memory_gib": question.gib, "fits": bool(plan.best),
         "layouts": [{"layout": one.layout._asdict(), "step_s": one.step.total,
                      "parts_s": one.step._asdict(), "memory_bytes": one.memory._asdict(),
-                     "total_bytes": one.memory.total, "mfu": mfu(question, one)}
+                     "total_bytes": one.memory.total, "mfu": mfu(question, one),
+                     "why_not_first": "" if one is plan.best[0] else why_not(plan.best[0], one)}
                     for one in plan.best],
         "fitting": plan.fitting, "simulated": plan.simulated, "rejected": plan.rejected}
+    if not plan.best:
+        return found | {"why_not": impossible(question, plan)}
+    best = plan.best[0]
+    return found | {
+        "command": command_line(question, job, best.layout), "bound_by": bound_by(best.step),
+        "pipeline_ranks": [{"blocks": blocks, "memory_bytes": memory._asdict(),
+                            "parts_s": parts._asdict()}
+                           for blocks, memory, parts in stages(question, best)],
+        "changes": [row | {"first": [one and one._asdict() for one in row["first"]]}
+                    for row in changes(question, plan)],
+        "published": [{"row": run.row["id"], "measured_s": run.seconds,
+                       "predicted_s": run.predicted, "error": run.error}
+                      for run in nearest_runs(question.shape, best.layout, question.cluster)]}

@@ -25,6 +25,7 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which a row is worth cutting
 TOLD = 1000  # layouts between two calls of `tell`
+LESS, MORE = 0.8, 1.2  # of the memory: what would be chosen then is part of the answer
 FIXED = ("dp", "pp", "cp", "tp", "rows", "schedule", "chunks", "sequence_parallel", "recompute",
          "zero")
 
@@ -58,7 +59,8 @@ class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
     least: a layout that is closest to fitting, where none does. front: (bound of the step, GiB,
-    layout) of each layout of which no other has less of both.
+    layout) of each layout of which no other has less of both. memory: the best layout with 20 %
+    less and with 20 % more memory; None where nothing fits.
     """
 
     best: list[Candidate]
@@ -67,6 +69,7 @@ class Plan(NamedTuple):
     rejected: dict[str, int]
     least: Candidate | None
     front: list[tuple[float, float, Layout]]
+    memory: list[Candidate | None]
 
 
 def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
@@ -157,19 +160,35 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     """The `count` layouts with the shortest simulated step. tell: is called with the state."""
     rejected, ranked, fitting = Counter(), [], 0
     shape, cluster, stack = question.shape, question.cluster, question.stack
-    least, pipelines = None, Pipelines()
+    least, room = None, question.gib * GIB
     for seen, layout in enumerate(layouts(question, rejected)):
         if seen % TOLD == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
         memory = footprint(shape, layout, stack)
-        if memory.total > question.gib * GIB:
+        if memory.total > room:
             rejected["does not fit in memory"] += 1
             if least is None or memory.total < least[1].total:
                 least = layout, memory
-            continue
-        fitting += 1
-        ranked.append((step_time(shape, layout, cluster, stack, bound).total, layout, memory))
+        fitting += memory.total <= room
+        if memory.total <= MORE * room:
+            ranked.append((step_time(shape, layout, cluster, stack, bound).total, layout, memory))
     ranked.sort(key=lambda one: one[0])
+    pipelines = Pipelines()
+    fit = [one for one in ranked if one[2].total <= room]
+    best, tried = judged(question, fit, count, pipelines, lambda tried: tell(
+        f"{fitting:,} layouts fit, {tried:,} simulated"))
+    closest = None
+    if least and not best:
+        closest = Candidate(least[0], step_time(shape, least[0], cluster, stack, bound), least[1])
+    other = [judged(question, [one for one in ranked if one[2].total <= factor * room], 1,
+                    pipelines)[0] for factor in (LESS, MORE)]
+    return Plan(best, fitting, tried, dict(rejected.most_common()), closest, trade_off(fit),
+                [found[0] if found else None for found in other])
+
+
+def judged(question: Question, ranked: list[tuple], count: int, pipelines: Pipelines,
+           tell=lambda tried: None) -> tuple[list[Candidate], int]:
+    """(the best `count` of (bound, layout, memory) in ascending order, how many were simulated)."""
     best: dict[tuple, Candidate] = {}
     tried = 0
     for below, layout, memory in ranked:
@@ -178,16 +197,13 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
             break
         if known is None or below < known.step.total:
             tried += 1
-            tell(f"{fitting:,} layouts fit, {tried:,} simulated")
-            step = step_time(shape, layout, cluster, stack, pipelines.simulated)
+            tell(tried)
+            step = step_time(question.shape, layout, question.cluster, question.stack,
+                             pipelines.simulated)
             found = Candidate(layout, step, memory)
             if known is None or found.step.total < known.step.total:
                 best[layout.grid] = found
-    closest = None
-    if least and not best:
-        closest = Candidate(least[0], step_time(shape, least[0], cluster, stack, bound), least[1])
-    return Plan(in_order(best)[:count], fitting, tried, dict(rejected.most_common()), closest,
-                trade_off(ranked))
+    return in_order(best)[:count], tried
 
 
 def trade_off(ranked: list[tuple]) -> list[tuple[float, float, Layout]]:

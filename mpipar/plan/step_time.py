@@ -63,14 +63,33 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
     block = block_times(shape, layout, cluster, stack)
     counts = blocks_of_stages(shape.layers, layout.stages)
     busy = busy_seconds(layout, block, counts)
+    passes = (pipeline or closed)(layout, block, counts)
     rank = max(range(layout.pp), key=lambda rank: busy[rank])
+    return rank_time(shape, layout, cluster, stack, rank, block, passes)
+
+
+def rank_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
+               pipeline: Callable) -> list[StepTime]:
+    """The step as each pipeline rank spends it; a rank that has done its sums waits for others."""
+    block = block_times(shape, layout, cluster, stack)
+    passes = pipeline(layout, block, blocks_of_stages(shape.layers, layout.stages))
+    found = [rank_time(shape, layout, cluster, stack, rank, block, passes)
+             for rank in range(layout.pp)]
+    total = step_time(shape, layout, cluster, stack, lambda *_: passes).total
+    return [one._replace(bubble=one.bubble + total - one.total) for one in found]
+
+
+def rank_time(shape, layout, cluster, stack, rank: int, block: BlockTimes,
+              passes: float) -> StepTime:
+    """The parts of a step on one pipeline rank. passes: seconds of the whole pipeline."""
+    counts = blocks_of_stages(shape.layers, layout.stages)
     blocks, m = layout.blocks_of(rank, counts), layout.num_microbatches
     elements = rank_parameters(shape, layout, rank, counts)
     head = (rank == layout.last_rank) * m * block.head
     return StepTime(
         m * blocks * compute_of(block) + head, m * blocks * block.again.total,
         m * blocks * tp_of(block), m * blocks * (block.f.cp + block.i.cp),
-        (pipeline or closed)(layout, block, counts) - busy[rank],
+        passes - m * blocks * block.all.total - head,
         hop_seconds(shape, layout, cluster, stack),
         m * blocks * (block.f.gathers + block.i.gathers)
         + sum_seconds(shape, layout, cluster, stack, elements),
