@@ -19,7 +19,7 @@ from mpipar.job import alike
 from mpipar.job.session import Session
 
 COMMANDS = {
-    "train": "train a model on all ranks, over any layout dp x pp x tp",
+    "train": "train a model on all ranks, over any layout dp x pp x cp x tp",
     "generate": "continue a text with a trained model",
     "verify": "prove this layout: one step here against one rank, tensor by tensor",
     "data": "turn text files into files of tokens, with their tokenizer; needs no MPI",

@@ -103,6 +103,8 @@ def test_help_shows_the_usual_flags_and_names_help_all(command):
     if command == "train":
         usual = {flag(name)[2:] for _, _, members in flags.USUAL for name in members}
         assert set(names) == usual | {"help", "help-all"}
+        assert {"cp", "seed", "preset", "layout", "trace"} <= usual
+        assert len(usual) <= 24
     if command == "generate":
         assert not hidden
 

@@ -212,6 +212,16 @@ def test_misfit_is_refused_with_legal_values(values, world_size, words):
     assert len(found) == 1, found
 
 
+@pytest.mark.parametrize(("values", "words"), [
+    ({"model": "convnet", "preset": "digits"}, "a convnet has none"),
+    ({"seq_len": 63}, "--seq-len 63"), ({"cp_attention": "ulysses", "heads": 1}, "(1)")])
+def test_what_cp_cannot_cut_is_said_beside_ranks_that_do_not_fit(values, words):
+    found = usage_problems(changed(cp=2, **values), 1)
+    assert len(found) == 2
+    assert "mpiexec -n 2" in found[0]
+    assert words in found[1]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

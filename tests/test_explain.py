@@ -1,5 +1,6 @@
 """`mpipar explain`: the barriers of a step in order, and their formulas beside the counts."""
 
+import itertools
 import math
 import re
 import sys
@@ -21,7 +22,8 @@ from mpipar.config.model import ConvnetConfig, DecoderConfig, model_config
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
-from mpipar.plan import formulas
+from mpipar.plan import formulas, memory_formulas
+from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.train.worker import configured_schedule
 
@@ -82,6 +84,8 @@ def assert_closed_forms(config):
             assert calls in (None, len(own)), (axis, text, world_rank)
             if sent is not None:
                 assert sent == sum(one.wire_bytes for one in own), (axis, sent_text, world_rank)
+        for label, (text, size) in memory_formulas.states(config, prediction).items():
+            assert size in (None, prediction.peak_bytes.get(label, 0)), (label, text, world_rank)
         assert {axis for axis, one in expected.items() if one.sent is not None} >= axes & {
             "tp", "pp", "dp", "cp", "data"}
         if block := formulas.one_block(records):
@@ -168,6 +172,40 @@ def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, d
         config, grid=grid, memory=memory, run=replace(config.run, dtype=dtype),
         train=replace(config.train, bucket_bytes=2000),
         model=replace(config.model, seq_len=8, **settings)))
+
+
+LLAMA = {"norm": "rms", "arch": "llama", "activation": "swiglu", "positions": "rope",
+         "bias": "none", "kv_heads": 2}
+
+
+@pytest.mark.parametrize(("recompute", "dtype"), [("none", "float64"), *(
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product(["none", "attention", "block"], ["float64", "bfloat16"])
+    if case != ("none", "float64"))])
+@pytest.mark.parametrize(("tp", "cp", "method", "settings", "run"), [
+    (1, 1, None, {}, {}), (2, 1, None, {"sequence_parallel": True}, {}), (4, 1, None, RING, {}),
+    (2, 2, "ring", {}, {}), (1, 2, "gather", LLAMA, {}), (1, 2, "ulysses", LLAMA, {}),
+    (4, 1, None, LLAMA, {}), (1, 2, "ulysses", {}, {"device": "cuda"}),
+    (2, 1, None, {}, {"device": "cuda"})], ids=str)
+def test_what_a_block_keeps_follows_its_closed_form(tp, cp, method, settings, run, recompute,
+                                                    dtype):
+    config = configure((1, 1, 1), "1f1b", "pair")
+    if run and dtype == "float64":
+        dtype = "float32"  # no fused kernel computes in float64
+    config = replace(
+        config, grid=replace(config.grid, tp=tp, cp=cp, cp_attention=method),
+        memory=MemoryConfig(recompute), run=replace(config.run, dtype=dtype, **run),
+        model=replace(config.model, layers=2, seq_len=12, **settings))
+    memory, forms = unit_memory(config), memory_formulas.block(config)
+    for field, (text, size) in zip(("stash_bytes", "kept_bytes"), forms.values(), strict=True):
+        assert memory[field][1:3] == (size, size), (field, text)
+
+
+def test_only_a_decoder_s_pair_has_a_closed_form_of_a_block():
+    for cut in ("gather", "reduce"):
+        assert memory_formulas.block(configure((1, 1, 1), "1f1b", cut)) == {}
+    config = configure((1, 1, 1), "1f1b", "pair")
+    assert memory_formulas.block(replace(config, model=ConvnetConfig())) == {}
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])

@@ -25,8 +25,9 @@ from mpipar.console.tables import (
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.ops.shape_array import labels_of
-from mpipar.plan import formulas, machine_file
+from mpipar.plan import formulas, machine_file, memory_formulas
 from mpipar.plan.choose_layout import choose
+from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.plan.step import step_estimate
 from mpipar.train.worker import configured_schedule
@@ -137,6 +138,8 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
         print(closed_forms(prediction, config, schedule, split, grid))
     else:
         print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")
+    print("\nparameters, and what a block keeps of one microbatch, beside the closed forms:")
+    print(f"{memory_forms(prediction, config)}\n\n{formulas.letters(config)}")
     print("\nFLOPs of products: " + (", ".join(
         f"{phase} {short_count(flops)}" for phase, flops in prediction.flops.items()) or "none"))
     print("memory at the peak: " + ", ".join(
@@ -201,4 +204,18 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
         rows.append((axis, len(own), "" if count is None else count, formula,
                      nbytes(sum(one.wire_bytes for one in own)),
                      "" if size is None else nbytes(size), text))
+    return table(rows)
+
+
+def memory_forms(prediction, config) -> str:
+    """Counted and expected bytes of weights, gradients and optimizer, and of a block's stash."""
+    forms, counted = memory_formulas.states(config, prediction), dict(prediction.peak_bytes)
+    if parts := memory_formulas.block(config):
+        one = unit_memory(replace(config, model=replace(config.model, layers=1)))
+        kept = (one[field][1] for field in ("stash_bytes", "kept_bytes"))
+        forms, counted = forms | parts, counted | dict(zip(parts, kept, strict=True))
+    rows = [("", "bytes", "closed form", "")]
+    for label, (text, size) in forms.items():
+        rows.append((label, nbytes(counted.get(label, 0)), "" if size is None else nbytes(size),
+                     text))
     return table(rows)

@@ -16,11 +16,11 @@ from mpipar.job.environment import read_launcher
 MANY = 28  # flags; a command with more of them shows the usual ones
 MOST_CHOICES = 8  # that stand behind a flag
 USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the others too
-    ("input and output", "", ("preset", "config", "data", "val_data", "out", "resume")),
-    ("layout", "dp x pp x tp = number of ranks", ("layout", "dp", "pp", "tp")),
+    ("input and output", "", ("preset", "config", "data", "out", "resume")),
+    ("layout", "dp x pp x cp x tp = number of ranks", ("layout", "dp", "pp", "cp", "tp")),
     ("pipeline", "", ("schedule", "num_microbatches")),
     ("shape of the model", "", ("model", "layers", "d_model", "heads", "seq_len")),
-    ("update", "", ("steps", "batch_size", "lr")),
+    ("update", "", ("steps", "batch_size", "lr", "seed")),
     ("machine and measurement", "", ("dtype", "device", "trace")),
 )
 MORE = {  # flags that are not fields
@@ -83,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=Tr
     for title, text, members in groups:
         chosen = [name for name in members if name in hidden]
         if chosen:
-            group = parser.add_argument_group(title, text)
+            group = parser.add_argument_group(title, text or None)
             for name in chosen:
                 _add_flag(group, name, **({"help": help_of[name]} if name in help_of else {}))
                 hidden.remove(name)

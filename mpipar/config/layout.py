@@ -158,7 +158,8 @@ def context_problems(model, grid) -> list[str]:
         found.append(f"--seq-len {model.seq_len}: --cp {cp} with --cp-attention {method} cuts a row"
                      f" into {unit} equal pieces; use --seq-len {down}{up}")
     heads = max(1, model.whole_kv_heads // grid.tp)
-    if method == "ulysses" and heads % cp:
+    is_cut = cuts_heads(grid.tp, model.whole_heads, model.whole_kv_heads)
+    if method == "ulysses" and is_cut and heads % cp:
         found.append(f"--cp {cp}: --cp-attention ulysses deals out the heads of a rank ({heads}),"
                      f" so it takes --cp {listing(divisors(heads), cp)}; --cp-attention ring takes"
                      " any")

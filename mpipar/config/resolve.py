@@ -114,9 +114,9 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
         method = given.cp_attention or ("ring" if given.cp > 1 else None)
         config = replace(config, model=model, grid=replace(
             given, dp=dp, pp=pp, tp=tp, cp_attention=method))
-        if not misfits:
-            misfits += [*layout.context_problems(config.model, config.grid),
-                        *(() if "zero" in bad else sharing_problems(config))]
+        if not misfits and "zero" not in bad:
+            misfits += sharing_problems(config)
+        misfits += layout.context_problems(config.model, config.grid)
         config, batch_problems, notes = _choose_batch(config)
         usage += misfits + (batch_problems if given.dp or not misfits else [])
         for check, error in checks:

@@ -82,6 +82,7 @@ class NumpyOps(NumpyAttention, TiledOps):
             np.matmul(left[:, first : first + step].T, right, out=product)
             block += product
 
+    # Rotary positions, in tiles of tokens.
 
     def _rotate(self, x, cos, sin):
         whole = *x.shape[:2], cos.shape[-1]

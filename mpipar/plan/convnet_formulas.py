@@ -17,6 +17,9 @@ from mpipar.comm.record import family
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.models.convnet import stem_size, stream_size
 
+LETTERS = """\
+B images of a microbatch, D channels of the stream, F channels inside a pair, S0 and S places of an
+image before and after the stem, e bytes of a number, s bytes of one in a sum"""
 CARRIED = {  # (name, operation): letters of the payload, besides B*e; for up and down see `letters`
     ("stem", "all_gather"): ("S0", "D"), ("head", "all_reduce"): ("D",),
     ("activations", "send"): ("S", "D"), ("activations", "recv"): ("S", "D"),

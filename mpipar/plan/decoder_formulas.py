@@ -16,6 +16,9 @@ from mpipar.comm.grid import share
 from mpipar.comm.record import family
 from mpipar.data.rows import rows_per_microbatch
 
+LETTERS = """\
+B rows of a microbatch, T tokens of each on a rank, D model width, F ffn width, Q and K widths of a
+rank's queries and keys, h its heads of queries, e bytes of a number, s bytes of one in a sum"""
 OF_THE_STREAM = {  # barriers and messages that carry D numbers for each token
     "embedding", "attn.qkv", "attn.proj", "ffn.up", "ffn.down", "head", "activations", "gradients"}
 

@@ -32,6 +32,17 @@ def sent(record) -> str:
     return FACTORS.get(record.operation, "1" if record.operation == "send" else "0")
 
 
+def letters(config) -> str:
+    """What the letters and words of the formulas mean, for a reader of `mpipar explain`."""
+    found = f"{FORMULAS[config.model.model].LETTERS},\nN numbers of this rank's parameters"
+    if config.memory.zero:
+        found += ", x ranks that share them out, one segment after the other"
+    if config.memory.zero == 3:
+        found += (",\nreads: the segments that all units read, u0 and u1: the largest units of even"
+                  " and of odd number,\nu: the larger one")
+    return found
+
+
 class Expected(NamedTuple):
     """One rank's calls and bytes sent per step over one axis; None where there is no formula."""
 
@@ -58,11 +69,11 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
         # Neighbouring stages on one rank need no message. A mirror's stages are of two directions.
         hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
                    for stage in stages for other in (stage - 1, stage + 1))
-        text, size = payload("activations", "send", config, _itemsizes(config)[0], 2)
+        text, size = payload("activations", "send", config, bytes_of_numbers(config)[0], 2)
         found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
                                f"{m[1]} * {hops} * {text}", m[0] * hops * size)
     if grid.cp_size > 1:
-        itemsizes = _itemsizes(config)
+        itemsizes = bytes_of_numbers(config)
         first = decoder_formulas.context(config, *itemsizes, grid.cp_size)
         again = decoder_formulas.context_again(config, itemsizes[0], grid.cp_size)
         first = first[0], f"({first[1]})", first[2]
@@ -76,7 +87,7 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
         found["kv"] = Expected(
             "1 for each stage with blocks", sum(count > 0 for count in numbers),
             "2(q-1)/q * gradients of keys and values",
-            2 * (sharing - 1) / sharing * sum(numbers) * _itemsizes(config)[1])
+            2 * (sharing - 1) / sharing * sum(numbers) * bytes_of_numbers(config)[1])
     copies = grid.dp_size * grid.cp_size
     if copies > 1:
         found["data" if grid.cp_size > 1 else "dp"] = _data(config, prediction, copies, *m)
@@ -88,10 +99,10 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
 def _data(config, prediction, group_size: int, m: int, m_text: str) -> Expected:
     """The Expected of the ranks that sum gradients, and share out what they keep (--zero).
 
-    S is the number of segments, U that of the segments that all units read. Those of a tied table
-    count for each of its users. Source: arXiv 1910.02054, for a split backward and m microbatches.
+    Segments are shared out one by one. Reads are the segments that all units read: those of a tied
+    table count for each of its users. Source: arXiv 1910.02054, for a split backward.
     """
-    (itemsize, sum_itemsize), memory = _itemsizes(config), config.memory
+    (itemsize, sum_itemsize), memory = bytes_of_numbers(config), config.memory
     factor = (group_size - 1) / group_size
     if memory.zero == 0:  # the number of calls depends on buckets and further groups
         return Expected(sent_formula="2(q-1)/q * gradients",
@@ -99,15 +110,15 @@ def _data(config, prediction, group_size: int, m: int, m_text: str) -> Expected:
     segments = [one for stage in prediction.segments.values() for one in stage]
     numbers = sum(run.stop - run.start for *_, run in segments)
     if memory.zero == 1:
-        return Expected("2S", 2 * len(segments), "(q-1)/q * (gradients + weights)",
+        return Expected("2 segments", 2 * len(segments), "(q-1)/q * (gradients + weights)",
                         factor * numbers * (sum_itemsize + itemsize))
     lengths = [one for units in prediction.reads.values() for unit in units for one in unit]
     gathers, gathers_text = (1, "") if memory.gathers == "stage" else (2 * m, f"2*{m_text} ")
     calls, sums, text = len(segments), numbers, "gradients"
-    calls_text = f"{gathers_text}U + S"
+    calls_text = f"{gathers_text}reads + segments"
     if memory.keeps_pieces_of_gradients:
         calls, sums, text = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
-        calls_text = f"{gathers_text}U + {m_text} U"
+        calls_text = f"{gathers_text}reads + {m_text} reads"
     return Expected(calls_text, gathers * len(lengths) + calls,
                     f"(q-1)/q * ({gathers_text}weights + {text})",
                     factor * (gathers * sum(lengths) * itemsize + sums * sum_itemsize))
@@ -119,7 +130,7 @@ def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int,
 
     These come once per stage; what is shared out, once per segment, as a rank's piece of it.
     """
-    module, sizes = FORMULAS[config.model.model], _itemsizes(config)
+    module, sizes = FORMULAS[config.model.model], bytes_of_numbers(config)
     first, last = (sum(part[end] for part in parts) for end in (1, 2))
     count, _, sent_once = module.layer(config, sizes[0], group_size)
     calls, calls_text, size, text = _blocks(
@@ -157,7 +168,7 @@ def _blocks(parts, config, first, again) -> tuple[int, str, float, str]:
             blocks * first[2] + twice * again[2], " + ".join(texts))
 
 
-def _itemsizes(config) -> tuple[int, int]:
+def bytes_of_numbers(config) -> tuple[int, int]:
     """Bytes of a number: in activations, and in sums and gradients, which keep 32 bits."""
     itemsize = np.dtype(config.run.dtype).itemsize
     return itemsize, max(itemsize, 4)

@@ -136,10 +136,14 @@ def _unit_memory(config) -> dict:
     num_units = config.model.layers + 2
     kept: dict = {"f": {}, "i": {}, "w": {}}
 
+    def held():
+        """Bytes alive, without what the first unit leaves as scratch for all others."""
+        return sum(size for label, size in ops.live.items() if label != "scratch")
+
     def observe(kind, unit, run):
-        before = sum(ops.live.values())
+        before = held()
         result = run()
-        kept[kind][unit] = sum(ops.live.values()) - before
+        kept[kind][unit] = held() - before
         return result
 
     batch = data.data_of(config.model).blank_batch(ops, config)

@@ -17,8 +17,10 @@ from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
+from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.plan.predict import predict
 from mpipar.train.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
 from mpipar.train.worker import Worker
 
@@ -80,6 +82,20 @@ def real_step(config):
     worker.train_step(1, lambda mb: rows.train(1, mb))
     worker.close()
     return worker, recorder
+
+
+def peaks(config) -> tuple[int, int]:
+    """Measured and predicted peak bytes of this rank's arrays in a step.
+
+    They differ by 5 % or by 1 MiB at most, whichever is larger.
+    """
+    predicted, peak = predict(config, WORLD.rank).peak_total, PeakMemory(
+        ops_module.make("cpu", config.run.dtype))
+    peak.start()
+    real_step(config)
+    peak.stop()
+    assert abs(peak.peak - predicted) <= max(0.05 * predicted, 1 << 20), (peak.peak, predicted)
+    return peak.peak, predicted
 
 
 @functools.cache

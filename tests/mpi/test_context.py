@@ -8,6 +8,7 @@ from small_model import (
     WORLD,
     assert_equals_one_rank,
     computed_once,
+    peaks,
     poison_unwritten,
     real_step,
     small_config,
@@ -140,6 +141,17 @@ def test_text_and_held_out_loss_are_those_of_one_rank(method):
               for one in (worker, alone)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)
     worker.close()
+
+
+@pytest.mark.parametrize("method", [
+    "ring", *(pytest.param(one, marks=pytest.mark.slow) for one in METHOD_NAMES[1:])])
+@pytest.mark.ranks(2)
+def test_what_a_rank_keeps_is_predicted_and_less_than_all_tokens(method):
+    model = replace(MODEL, layers=2, d_model=96, ffn=384, seq_len=128)
+    measured, _ = peaks(small_config(
+        (1, 1, 1), 2, rows_per_mb=1, cp=2, cp_attention=method, model=model))
+    whole = small_config((1, 1, 1), 2, rows_per_mb=1, model=model)
+    assert measured < 0.7 * predict(whole, 0).peak_total
 
 
 # --- pairs of a query and a key that are multiplied

@@ -9,6 +9,7 @@ import pytest
 from small_model import LAYOUTS, MODEL, WORLD, cut_model, last
 from test_mixed import DP, PP, TP, mixed, on_all_ranks, worker_of
 
+from mpipar.config.memory import MemoryConfig
 from mpipar.errors import DriftError, NonFiniteError
 from mpipar.layers.loss import CrossEntropy
 from mpipar.train import gradsync, replicas
@@ -124,6 +125,22 @@ def test_the_ranks_that_differ_are_named(layout):
 def test_mirrored_stages_are_compared():
     text, _ = drift(PP, "master", "block1.attn.qkv.w", 4, schedule="dualpipe")
     assert "weights of block1.attn.qkv.w: rank 0 unlike rank 1" in text
+
+
+@pytest.mark.ranks(2)
+def test_what_is_whole_on_a_rank_is_compared():
+    """With --zero 1 the weights, and no moment; with --zero 3 nothing, and nothing is sent."""
+    text, _ = drift(DP, "master", "block3.ffn.up.w", memory=MemoryConfig(zero=1))
+    assert text.endswith("\nweights of block3.ffn.up.w: rank 0 unlike rank 1"), text
+    for level, kinds in ((1, {"master"}), (3, set())):
+        worker, step = worker_of(mixed("float32", DP, memory=MemoryConfig(zero=level)))
+        copies = Replicas(worker)
+        step(1)
+        worker.recorder.clear()
+        copies.check(1)
+        assert {kind for kind, *_ in copies.places} == kinds
+        assert len(worker.recorder.records) == len(kinds)
+        worker.close()
 
 
 @pytest.mark.ranks(2)

@@ -47,6 +47,7 @@ HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error
 ROUNDINGS = {"rows": 0.25, "tp": 6}
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+WHOLE = MemoryConfig()  # nothing is shared out, nothing made again
 
 
 @pytest.fixture(params=HALF_UNIT)
@@ -54,10 +55,12 @@ def dtype(request):
     return request.param
 
 
-def mixed(dtype, layout, num_microbatches=2, optimizer="sgd", scale=None, interval=None, **options):
+def mixed(dtype, layout, num_microbatches=2, *, optimizer="sgd", scale=None, interval=None,
+          memory=WHOLE, **options):
     config = small_config(layout, num_microbatches, **options)
     run = replace(config.run, dtype=dtype, loss_scale=scale, loss_scale_interval=interval)
-    return replace(config, run=run, train=replace(config.train, optimizer=optimizer))
+    train = replace(config.train, optimizer=optimizer)
+    return replace(config, run=run, train=train, memory=memory)
 
 
 def worker_of(config):
@@ -223,10 +226,9 @@ def overflow_on_rank_1(monkeypatch, at_step):
 
 def skip_together(layout, zero=0):
     """Steps 2 and 3 overflow on one rank: nobody may change a weight; then the scale recovers."""
-    config = mixed(
-        "float16", layout, optimizer="adamw", scale=1024.0, interval=2, rows_per_mb=1)
-    config = replace(config, memory=MemoryConfig(zero=zero))
-    worker, step = worker_of(config)
+    worker, step = worker_of(mixed(
+        "float16", layout, optimizer="adamw", scale=1024.0, interval=2, rows_per_mb=1,
+        memory=MemoryConfig(zero=zero)))
     problem, skipped, scales = "", [], []
     for number in range(1, 8):
         before = [stage.flat.master.copy() for stage in worker.stages.values()]

@@ -8,6 +8,7 @@ from small_model import (
     WORLD,
     assert_equals_one_rank,
     computed_once,
+    peaks,
     poison_unwritten,
     real_step,
     small_config,
@@ -16,11 +17,9 @@ from small_model import (
     with_sync_sends,
 )
 
-from mpipar import ops as ops_module
 from mpipar.comm.group import Pending
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import DecoderConfig
-from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.shards import Sharding
@@ -123,12 +122,8 @@ def test_what_is_shared_out_is_what_is_predicted():
         config = small_config((2, 1, 1), 2, rows_per_mb=1, model=model)
         config = replace(config, memory=memory, train=replace(
             config.train, optimizer="adamw", bucket_bytes=1 << 20))
-        predicted.append(predict(config, WORLD.rank).peak_total)
-        peak = PeakMemory(ops_module.make("cpu", "float64"))
-        peak.start()
-        real_step(config)
-        peak.stop()
-        measured.append(peak.peak)
+        for found, one in zip((measured, predicted), peaks(config), strict=True):
+            found.append(one)
     assert predicted == sorted(predicted, reverse=True)
     for less in (1, 2, 3):
         saved = predicted[0] - predicted[less]
