@@ -146,6 +146,7 @@ def main(argv: list[str], session: Session) -> int:
                          f"use one of {', '.join(COMMANDS)}")
     if name not in WITHOUT_MPI:
         session.facts = {"command": name} | alike.versions()
+    session.will_loop = name == "train"
     parser = command_parser(name, "--help-all" in argv)
     # Text files, or the words of an answer, may stand before, between and behind the flags.
     parse = (parser.parse_known_intermixed_args if name in ("data", "learn")

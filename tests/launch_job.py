@@ -28,7 +28,7 @@ def fail_with(error):
 def no_return(world):
     """Wait for the rank at fault, as all other ranks do."""
     world.Barrier()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def wait_for_stop(session, world):
@@ -41,6 +41,7 @@ def wait_for_stop(session, world):
             world.Allgather(bytes([session.stop_requested]), asked)
             if any(asked):
                 print(f"left at step {step}", flush=True)
+                time.sleep(0.5)  # in which a run saves, and the other ranks get their signals
                 return 75
     return 70
 
@@ -49,23 +50,32 @@ def ready(session, world):
     (Path(session.run_folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
 
 
-def slow_down_the_launcher(session):
-    """It gets to killing the other ranks only when they have long seen that this one has ended.
+def stop_the_launcher():
+    """The process that forwards what the ranks say, and kills them, does nothing for a while."""
+    subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {os.getppid()}"])
+    os.kill(os.getppid(), signal.SIGSTOP)
 
-    Meanwhile it also forwards nothing, so what the ranks say goes to a file.
+
+def fail_under_a_slow_launcher(session):
+    """Rank 1 fails. The launcher forwards its words late, and kills the other ranks late.
+
+    These have long seen that it has ended. What they say goes to a file.
     """
     from mpi4py import MPI
 
     class World(MPI.Intracomm):
         def Abort(self, code):
-            launcher = os.getppid()
-            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {launcher}"])
-            os.kill(launcher, signal.SIGSTOP)
+            stop_the_launcher()
             super().Abort(code)
 
     session.world = World(session.world)
-    said = Path(os.environ["TMPDIR"]) / "said"
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    if session.world.Get_rank() != 1:
+        said = Path(os.environ["TMPDIR"]) / "said"
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    session.world.Barrier()
+    if session.world.Get_rank() == 1:
+        stop_the_launcher()
+        raise OutputError("disk full")
 
 
 def go_wrong(how, session, world):
@@ -77,10 +87,7 @@ def go_wrong(how, session, world):
         if rank == 2:
             raise ValueError("a defect")
     elif how == "slow-launcher":
-        slow_down_the_launcher(session)
-        world.Barrier()
-        if rank == 1:
-            raise OutputError("disk full")
+        fail_under_a_slow_launcher(session)
     elif how == "unheard" and rank == 1:
         # nobody sees this error, because nobody reads the console any more
         for stream in (1, 2):
@@ -99,7 +106,7 @@ def go_wrong(how, session, world):
             threading.Thread(
                 target=fail_with, args=(ValueError("a defect"),), name="helper", daemon=daemon
             ).start()
-            time.sleep(60)
+            time.sleep(600)
     no_return(world)
 
 

@@ -25,8 +25,9 @@ from helpers import (
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
 
 from mpipar.checkpoint.manifest import committed_steps
+from mpipar.job.signals import Interruptible
 
-QUICK = 5.0  # seconds from Ctrl-C to the end of all processes
+QUICK = 30.0  # seconds from Ctrl-C to the end of all processes: a second, and much for the load
 TINY = """train --data text.txt --layers 2 --d-model 9 --heads 3 --ffn 12 --seq-len 5
     --batch-size 6 --num-microbatches 2 --log-interval 3 --out run""".split()
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
@@ -146,6 +147,36 @@ def test_a_save_that_takes_long_is_not_cut(sign, tmp_path):
     names = [path.name for path in sorted(folder.iterdir())]
     assert {"config.json", "model.safetensors"} < set(names)
     assert not [name for name in names if name.endswith(".partial")]
+
+
+class Recorded(Interruptible):
+    """A process that only notes why it would end."""
+
+    def __init__(self):
+        super().__init__(speaks=False)
+        self.ends = []
+
+    def fail(self, error):
+        self.ends.append(str(error))
+
+
+@pytest.mark.parametrize("will_loop", [True, False])
+def test_sigusr1_waits_for_steps_that_are_still_to_come(will_loop):
+    """A SLURM job whose time ends while it starts up goes on later, from a checkpoint."""
+    process = Recorded()
+    process.will_loop = will_loop
+    process.interrupt(signal.SIGUSR1)
+    assert process.stop_requested or not will_loop
+    assert process.ends == ["interrupted (SIGUSR1)"] * (not will_loop)
+    process.interrupt(signal.SIGTERM)
+    assert process.ends.pop() == "interrupted (SIGTERM)"
+    process.ends.clear()
+    with process.stop_on_request():
+        process.interrupt(signal.SIGUSR1)
+        assert process.stop_requested
+        assert process.ends == []
+    process.interrupt(signal.SIGUSR1)
+    assert process.ends == ["interrupted (SIGUSR1)"]
 
 
 AT_THE_END = """

@@ -369,12 +369,13 @@ class Run:
     def finish(self) -> int:
         """Show what the model has learned; return the exit code. Comm: forward passes."""
         weights, steps = self.folder / WEIGHTS, self.config.train.steps
+        self.session.saved = str(weights)  # a signal from here on loses nothing
         if self.stopped:
             self.report(f"stopped on request after step {self.last} of {steps}")
             self.log(f"stopped on request after step {self.last}; checkpoint and weights are in"
                      f" {self.folder}; go on with --resume auto --out {self.folder}")
             return EXIT_STOPPED
-        self.session.where, self.session.saved = lambda: "evaluation", str(weights)
+        self.session.where = lambda: "evaluation"
         if self.session.stop_requested:  # it came too late for a step, during the last save
             self.session.fail(KeyboardInterrupt("stopped on request"))
         took = f" in {self.seconds:.1f} s"

@@ -1,10 +1,14 @@
 """Signals: which ask a run to save or to stop at a step boundary, and which end the process.
 
-| signal | in the loop of steps | before and after it |
-| --- | --- | --- |
-| SIGINT (Ctrl-C), SIGTERM, SIGUSR1 | finish the step, save, stop | stop at once |
-| a second SIGINT | stop at once, without saving | - |
-| SIGUSR2 | finish the step, save, go on | save after the first step |
+| signal | before the loop of steps | in it | after it |
+| --- | --- | --- | --- |
+| SIGINT (Ctrl-C), SIGTERM | stop at once | finish the step, save, stop | stop at once |
+| SIGUSR1 | save and stop after the first step | the same | stop at once |
+| a second SIGINT | - | stop at once, without saving | - |
+| SIGUSR2 | save after the first step | finish the step, save, go on | - |
+
+A command without such a loop stops at once. SLURM sends SIGUSR1 before a job's time ends. A run
+that still starts up then has to leave a checkpoint with which the job goes on.
 """
 
 import contextlib
@@ -25,12 +29,13 @@ class Interruptible:
 
     speaks: whether this process, of all processes of its job, says that a request has come.
     stop_requested, save_requested: see stop_on_request(). Whoever saves clears save_requested.
+    will_loop: whether stop_on_request() is still to come, so that SIGUSR1 can wait for it.
     """
 
     def __init__(self, speaks: bool = True):
         self.speaks = speaks
         self.stop_requested = self.save_requested = False
-        self._in_loop = self._impatient = False
+        self.will_loop = self._in_loop = self._impatient = False
 
     @contextlib.contextmanager
     def stop_on_request(self):
@@ -40,7 +45,7 @@ class Interruptible:
         The ranks must agree on it there, because a signal may reach one rank, or each at another
         step. No timer ends a step or a save that takes long. A second Ctrl-C does.
         """
-        self._in_loop = True
+        self._in_loop, self.will_loop = True, False
         try:
             yield self
         finally:
@@ -52,14 +57,16 @@ class Interruptible:
             self.save_requested = True
             return
         name = signal.Signals(number).name
-        if not self._in_loop:
+        early = self.will_loop and number == signal.SIGUSR1
+        if not self._in_loop and not early:
             self.fail(KeyboardInterrupt(f"interrupted ({name})"))
         if number == signal.SIGINT and self._impatient:
             self.fail(KeyboardInterrupt(f"interrupted twice ({name})"))
         self._impatient = self._impatient or number == signal.SIGINT
         if self.speaks and not self.stop_requested:
             # a thread of its own: a console that nobody reads must not stop the signals
-            later(0, note, f"{name}: stops after this step; a second Ctrl-C stops at once")
+            when = "the first step" if early else "this step; a second Ctrl-C stops at once"
+            later(0, note, f"{name}: stops after {when}")
         self.stop_requested = True
 
 
