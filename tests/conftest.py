@@ -32,7 +32,10 @@ for pool in blas.pools():
 pytest_plugins = ["fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"
 
-hypothesis.settings.register_profile("mpipar", deadline=None, print_blob=True)
+# A busy machine makes slow examples: how long one takes is no finding.
+hypothesis.settings.register_profile(
+    "mpipar", deadline=None, print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow])
 # The same examples in every CI run: a failure must come from the change, not from chance.
 hypothesis.settings.register_profile(
     "ci", parent=hypothesis.settings.get_profile("mpipar"), derandomize=True

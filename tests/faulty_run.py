@@ -85,14 +85,14 @@ PLACES = {  # of a process that stops outside the steps of a training run
     "stopped-end": (mpi, "finalize"), "stopped-verify": (Worker, "gradients"),
     "stopped-generate": (Worker, "forward")}
 if FAULT in PLACES:
-    watch.START_SECONDS = 0.0
+    watch.START_SECONDS = 3.0  # one rank may be up that long before another
     stop_in(*PLACES[FAULT])
 if FAULT == "slow-disk":
     plain_fsync = os.fsync
     os.fsync = lambda number: (time.sleep(4), plain_fsync(number))
 if FAULT == "slow-first-start" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     plain_step = Worker.train_step
-    Worker.train_step = lambda *arguments: (time.sleep(1), plain_step(*arguments))[1]
+    Worker.train_step = lambda *arguments: (time.sleep(2), plain_step(*arguments))[1]
 if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
     plain_forward = LayerNorm.forward
     microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation after them

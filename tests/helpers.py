@@ -154,7 +154,7 @@ def run_command(
     return result
 
 
-def wait_for_end(mark: str, limit: float = 5.0) -> list[int]:
+def wait_for_end(mark: str, limit: float = 20.0) -> list[int]:
     """Wait until no marked process is left; return those still there after ``limit`` seconds."""
     deadline = time.monotonic() + limit
     while (left := processes_with(MARK, mark)) and time.monotonic() < deadline:

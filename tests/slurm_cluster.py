@@ -7,7 +7,9 @@ environment, exit codes and signals are real; timing is not.
 import contextlib
 import dataclasses
 import getpass
+import itertools
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -143,16 +145,23 @@ def job_output(fields: Mapping[str, str]) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
+def is_free(port: int) -> bool:
+    """Return whether nobody has this TCP port of loopback now."""
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) != 0
+
+
 def free_ports(count: int) -> list[int]:
-    """Return TCP ports that are free on loopback now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+    """Return TCP ports that are free on loopback now.
+
+    They lie below those that the system gives to whoever asks for any: nobody gets one of these
+    before the daemons have started.
+    """
+    shuffled = random.SystemRandom().sample(range(20_000, 32_000), 1000)
+    return list(itertools.islice(filter(is_free, shuffled), count))
 
 
-def configuration(folder: Path, nodes: tuple[str, ...], cpus: int, slurmd_timeout: int) -> str:
+def configuration(folder: Path, nodes: tuple[str, ...], cpus: int) -> str:
     """Return the text of slurm.conf."""
     control_port, *node_ports = free_ports(1 + len(nodes))
     host = socket.gethostname().split(".")[0]
@@ -186,9 +195,9 @@ def configuration(folder: Path, nodes: tuple[str, ...], cpus: int, slurmd_timeou
         "SchedulerParameters=batch_sched_delay=0,sched_interval=1",
         "MpiDefault=none",
         "ReturnToService=2",
-        "KillWait=5",
+        "KillWait=20",
         "MessageTimeout=30",
-        f"SlurmdTimeout={slurmd_timeout}",
+        "SlurmdTimeout=120",
     ]
     for name, port in zip(nodes, node_ports, strict=True):
         lines.append(
@@ -243,13 +252,18 @@ def start_node(cluster: SlurmCluster, node: str) -> None:
 
 
 def kill_node(cluster: SlurmCluster, node: str) -> None:
-    """End everything that runs on a node at once, as a loss of power would."""
+    """End everything that runs on a node at once, as a loss of power would, and tell SLURM.
+
+    It would see the loss itself after SlurmdTimeout. One that is short enough to wait for also
+    loses a node that is only slow.
+    """
     ranks = processes_with("SLURMD_NODENAME", node)
     parents = {parent_of(pid) for pid in ranks}
     daemon = int((cluster.folder / f"slurmd-{node}.pid").read_text())
     for pid in (daemon, *parents, *ranks):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
 
 def parent_of(pid: int) -> int:
@@ -287,12 +301,9 @@ def stop(cluster: SlurmCluster) -> None:
 
 @contextlib.contextmanager
 def slurm_cluster(
-    nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4, slurmd_timeout: int = 120
+    nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4
 ) -> Iterator[SlurmCluster]:
-    """Run a cluster of ``nodes`` with ``cpus`` declared CPUs each; tear it down on leaving.
-
-    slurmd_timeout: seconds after which a node that does not answer is lost.
-    """
+    """Run a cluster of ``nodes`` with ``cpus`` declared CPUs each; tear it down on leaving."""
     # Not pytest's folder: too long for a unix socket, and munged refuses folders closed to others.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
@@ -302,7 +313,7 @@ def slurm_cluster(
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     cluster = SlurmCluster(folder, nodes)
-    cluster.config.write_text(configuration(folder, nodes, cpus, slurmd_timeout))
+    cluster.config.write_text(configuration(folder, nodes, cpus))
 
     def all_idle() -> bool:
         result = cluster.run("sinfo", "-h", "-N", "-o", "%T", timeout=30.0)

@@ -13,7 +13,7 @@ from slurm_cluster import CUT_REQUEST, SlurmCluster, slurm_cluster
 
 from bench.interconnect import records
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(480)]
 
 TINY = (
     "--steps 4 --log-interval 2 --layers 2 --d-model 16 --heads 2 --seq-len 16 --batch-size 4"
@@ -64,7 +64,7 @@ def test_a_job_that_slurm_cut_off_is_started_again(cluster, tmp_path, then):
     first = f"mkdir {tmp_path}/once && echo 'slurmstepd-n1: error: {CUT_REQUEST}' && {then}"
     result = cluster.finish(lambda: cluster.submit(
         f"--output={tmp_path}/job.log", "--wrap", f"{first} || echo done", cwd=tmp_path),
-        timeout=30.0)
+        timeout=60.0)
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
     assert result.output.endswith("done\n")
 
@@ -75,7 +75,7 @@ def test_interconnect_script(cluster, tmp_path):
         "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log",
         "slurm/interconnect.sbatch", "barrier", "latency", "--begin-bytes", "64", "--end-bytes",
         "64", "--seconds", "0.01", "--launches", "2", "--json", str(path), cwd=REPOSITORY,
-        env={"MPIPAR_VENV": sys.prefix}), timeout=90.0)
+        env={"MPIPAR_VENV": sys.prefix}), timeout=180.0)
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
     runs = records.read(str(path))
     assert [run.head["launch"] for run in runs] == [1, 2]

@@ -18,10 +18,10 @@ from slurm_cluster import (
     start_node,
 )
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(480)]
 
 LIMIT = 150.0  # seconds from the submission of a job to its end
-STEPS = 40  # a second each at the first start
+STEPS = 40  # two seconds each at the first start
 RUN = f"""--pp 2 --layers 2 --d-model 16 --heads 2 --seq-len 16 --batch-size 4 --num-microbatches 2
     --steps {STEPS} --sample-tokens 0 --data text.txt""".split()
 # At its first start a job is so slow that it meets whatever a test has for it.
@@ -33,7 +33,7 @@ exec {sys.executable} {REPOSITORY}/tests/faulty_run.py slow-first-start "$@"
 
 @pytest.fixture(scope="module")
 def cluster():
-    with slurm_cluster(slurmd_timeout=8) as running:
+    with slurm_cluster() as running:
         yield running
 
 

@@ -55,7 +55,7 @@ def stuck(nodeid: str, thread_id: int) -> None:
     frames = traceback.extract_stack(sys._current_frames()[thread_id])
     own = [x for x in frames if not re.search(r"/(_pytest|pluggy|runpy)\b", x.filename)]
     say(f": {TEST_LIMIT} s in {nodeid} =====\n{''.join(traceback.format_list(own))}")
-    time.sleep(1.0)
+    time.sleep(3.0)  # another rank may have begun this test so much later
     MPI.COMM_WORLD.Abort(1)
 
 

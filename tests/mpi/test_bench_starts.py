@@ -98,10 +98,16 @@ def test_iteration_whose_deadline_was_missed_is_flagged():
 @pytest.mark.parametrize("start", [NoStart, BarrierStart])
 def test_only_a_barrier_makes_ranks_wait_for_each_other(start):
     class Ahead(Nothing):
+        calls = 0
+
         def run(self):
-            if WORLD.rank == 1:
-                time.sleep(MISSED_SECONDS)
+            """Without a barrier rank 1 ends its first iteration in the last one of rank 0."""
+            self.calls += 1
+            if start is NoStart and (WORLD.rank, self.calls) == (0, 5):
+                WORLD.send(None, 1)
+            elif start is NoStart and (WORLD.rank, self.calls) == (1, 1):
+                WORLD.recv(source=0)
 
     _, left, _ = batch(start(WORLD), Ahead(), 5, Progress())
     first, last = WORLD.allgather(left)
-    assert (first[-1] < last[-2]) == (start is NoStart)
+    assert (first[-2] < last[0]) == (start is NoStart)
