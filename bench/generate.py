@@ -141,13 +141,17 @@ def random_prompts(config, count, length):
     return rng.integers(0, config.model.vocab_size, (count, length)).tolist()
 
 
-def measure(sides, prompts, args, world) -> dict[str, list[list[float]]]:
+def measure(preset, sides, prompts, args, world) -> dict[str, list[list[float]]]:
     """Name of a side -> seconds of its rounds, for each repetition; the first one is not counted.
 
     Comm: a barrier before each, and the sides' own.
     """
     found = {name: [] for name in sides}
-    for _ in range(args.repeats + 1):
+    for repetition in range(args.repeats + 1):
+        if world.rank == 0:
+            print(f"{preset}, batch {len(prompts)}: "
+                  f"{f'repetition {repetition} of {args.repeats}' if repetition else 'warm-up'}",
+                  file=sys.stderr, flush=True)
         for name, side in sides.items():
             world.Barrier()
             found[name].append(side.run(prompts, args.new_tokens)[0])
@@ -188,7 +192,7 @@ def beside_transformers(preset, args, world) -> tuple[list[dict], str]:
                 side.run(prompts, args.new_tokens)[1], args.prompt_tokens)
             if not wrong <= TOLERANCE:
                 return [], f"{preset}, {name}: another token is likelier by {wrong:.1e}"
-        made += rows(preset, measure(ours | theirs, prompts, args, world), batch_size, args)
+        made += rows(preset, measure(preset, ours | theirs, prompts, args, world), batch_size, args)
     return made, ""
 
 
@@ -200,7 +204,7 @@ def over_layouts(preset, args, world) -> tuple[list[dict], str]:
     for batch_size in args.batch_sizes:
         prompts = random_prompts(next(iter(sides.values())).config, batch_size,
                                  args.prompt_tokens)
-        made += rows(preset, measure(sides, prompts, args, world), batch_size, args)
+        made += rows(preset, measure(preset, sides, prompts, args, world), batch_size, args)
     return made, ""
 
 

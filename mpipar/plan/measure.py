@@ -8,7 +8,7 @@ step. Memory comes from running the layers on shapes. The result is one `Costs` 
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 
 import numpy as np
@@ -29,7 +29,7 @@ from mpipar.plan.sharing import pipeline_cores
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
 
-REPEATS = 5  # after one warm-up; medians are taken
+REPEATS = 5  # microbatches of a measurement, after one that warms up
 
 
 def stage_units(stage: int, stage_layers) -> range:
@@ -46,33 +46,37 @@ def unit_counts(config, schedule) -> tuple[int, ...]:
     return tuple(len(stage_units(stage, split)) for stage in range(len(split)))
 
 
-def one_pass(groups, batch, x, dy, observe):
-    """Forward, input gradients and weight gradients of a stage, unit by unit.
+class Watch:
+    """Stands in for the engine that a stage's passes report to: says what each unit took.
 
-    groups: (unit, its layers) of each unit. observe(kind, unit, run) calls run(), takes its
-    measurement and returns the result.
+    look: gives a number now, time or bytes. taken: {(kind of pass, unit of the stage): how much the
+    number rose from entering the unit to leaving it, each time}.
+    """
+
+    def __init__(self, look):
+        self.look, self.kind, self.taken = look, "f", {}
+
+    def enter(self, unit):
+        self.before = self.look()
+
+    def leave(self, unit):
+        self.taken.setdefault((self.kind, unit), []).append(self.look() - self.before)
+
+
+def watch_passes(stage, watch, stashes, x, dy) -> None:
+    """Run all passes of a stage on as many microbatches as there are empty stashes.
+
+    All forward passes come first, as with gpipe: a backward finds its stash as cold as in a step.
     Comm: the layers' barriers over tp.
     """
-    stash = Stash(batch)
-    for unit, layers in groups:
-        def forward(x=x, layers=layers):
-            for layer in layers:
-                x = layer.forward(x, stash)
-            return x
-        x = observe("f", unit, forward)
-    if groups and not groups[-1][1][-1].params:  # the loss gets no gradient from above
-        dy = None
-    for unit, layers in reversed(groups):
-        def backward_input(dy=dy, layers=layers):
-            for layer in reversed(layers):
-                dy = layer.backward_input(dy, stash)
-            return dy
-        dy = observe("i", unit, backward_input)
-    for unit, layers in reversed(groups):
-        def backward_weight(layers=layers):
-            for layer in reversed(layers):
-                layer.backward_weight(stash)
-        observe("w", unit, backward_weight)
+    watch.kind = "f"
+    for stash in stashes:
+        stage.forward(x, stash, watch)
+    for stash in stashes:
+        watch.kind = "i"
+        stage.backward_input(None if stage.loss is not None else dy, stash, watch)
+        watch.kind = "w"
+        stage.backward_weight(stash, watch)
 
 
 def activation_shape(worker, batch) -> tuple[int, ...]:
@@ -81,9 +85,10 @@ def activation_shape(worker, batch) -> tuple[int, ...]:
 
 
 def measure_times(worker, repeats: int) -> dict:
-    """{kind: {unit: median seconds}} of the units that this rank holds.
+    """{kind: {unit: mean seconds}} of the units that this rank holds.
 
-    A first pass counts only where no other follows.
+    repeats: microbatches, after one that warms up. 0: that one counts. A step adds its passes up,
+    so their mean counts.
 
     Comm: the layers' barriers over tp.
     """
@@ -92,22 +97,20 @@ def measure_times(worker, repeats: int) -> dict:
     activation = activation_shape(worker, batch)
     rng = np.random.default_rng(0)
     x, dy = (ops.asarray(rng.standard_normal(activation).astype(ops.dtype)) for _ in range(2))
-    samples: dict = {}
 
-    def observe(kind, unit, run):
-        start = perf_counter()
-        result = run()
+    def now():
         ops.synchronize()
-        samples.setdefault(kind, {}).setdefault(unit, []).append(perf_counter() - start)
-        return result
+        return perf_counter()
 
-    for _ in range(1 + repeats):
-        for number, stage in worker.stages.items():
-            units = stage_units(number, worker.stage_layers)
-            groups = list(zip(units, stage.units, strict=True))
-            one_pass(groups, batch, x, dy, observe)
-    return {kind: {unit: median(times[1:] or times) for unit, times in units.items()}
-            for kind, units in samples.items()}
+    found: dict = {kind: {} for kind in "fiw"}
+    for number, stage in worker.stages.items():
+        for microbatches in (1, repeats) if repeats else (1,):
+            watch = Watch(now)
+            watch_passes(stage, watch, [Stash(batch) for _ in range(microbatches)], x, dy)
+        first = stage_units(number, worker.stage_layers)[0]
+        for (kind, unit), times in watch.taken.items():
+            found[kind][first + unit] = mean(times)
+    return found
 
 
 def unit_memory(config) -> dict:
@@ -134,28 +137,23 @@ def _unit_memory(config) -> dict:
     stage = models.model_of(config.model).Stage(
         context, config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2
-    kept: dict = {"f": {}, "i": {}, "w": {}}
 
     def held():
         """Bytes alive, without what the first unit leaves as scratch for all others."""
         return sum(size for label, size in ops.live.items() if label != "scratch")
 
-    def observe(kind, unit, run):
-        before = held()
-        result = run()
-        kept[kind][unit] = held() - before
-        return result
-
     batch = data.data_of(config.model).blank_batch(ops, config)
-    one_pass(list(enumerate(stage.units)), batch, None, None, observe)
+    watch = Watch(held)
+    watch_passes(stage, watch, [Stash(batch)], None, None)
+    kept = {key: sum(rises) for key, rises in watch.taken.items()}
     moments = len(OPTIMIZERS[config.train.optimizer].kinds)
     copies = 1 + moments + (ops.dtype != ops.statistics)
     each = ops.dtype.itemsize + copies * ops.statistics.itemsize
     weights = [each * sum(p.size for layer in layers for p in layer.params)
                for layers in stage.units]
     return {
-        "stash_bytes": tuple(kept["f"][unit] for unit in range(num_units)),
-        "kept_bytes": tuple(-kept["w"][unit] for unit in range(num_units)),
+        "stash_bytes": tuple(kept["f", unit] for unit in range(num_units)),
+        "kept_bytes": tuple(-kept["w", unit] for unit in range(num_units)),
         "weight_bytes": tuple(weights),
     }
 

@@ -6,7 +6,7 @@ as in training.
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 
 from mpipar.comm.facts import gather_facts
@@ -30,21 +30,20 @@ def largest(mpi_world, value: float) -> float:
 def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -> Units | None:
     """Time the passes of a config's parts, on world rank 0; None elsewhere.
 
-    Each time is that of the quietest of the rounds. The update is left at 0.
+    The times are those of the quietest of the rounds. The update is left at 0.
     Comm: that of `measure_costs` for each round.
     """
     grid = Grid.of(config.grid, mpi_world.rank)
     costs = [measure_costs(config, grid, ops, mpi_world, repeats) for _ in rounds]
     if costs[0] is None:
         return None
-    quiet = {kind: [min(times) for times in zip(*(getattr(one, kind) for one in costs),
-                                                strict=True)] for kind in "fiw"}
+    quiet = min(costs, key=lambda one: sum(map(sum, (one.f, one.i, one.w))))
+    passes = [Passes(*times) for times in zip(quiet.f, quiet.i, quiet.w, strict=True)]
     return Units(
         settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
         microbatch_rows(config),
-        embedding=Passes(**{kind: times[0] for kind, times in quiet.items()}),
-        block=Passes(**{kind: median(times[1:-1]) for kind, times in quiet.items()}),
-        head=Passes(**{kind: times[-1] for kind, times in quiet.items()}),
+        embedding=passes[0], block=Passes(*map(mean, zip(*passes[1:-1], strict=True))),
+        head=passes[-1],
         update_seconds_per_parameter=0.0)
 
 
