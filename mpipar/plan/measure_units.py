@@ -38,12 +38,12 @@ def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -
     if costs[0] is None:
         return None
     quiet = min(costs, key=lambda one: sum(map(sum, (one.f, one.i, one.w))))
-    passes = [Passes(*times) for times in zip(quiet.f, quiet.i, quiet.w, strict=True)]
+    times = list(zip(quiet.f, quiet.i, quiet.w, strict=True))
     return Units(
         settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
         microbatch_rows(config),
-        embedding=passes[0], block=Passes(*map(mean, zip(*passes[1:-1], strict=True))),
-        head=passes[-1],
+        embedding=Passes(*times[0]), head=Passes(*times[-1]),
+        block=Passes(*map(mean, zip(*times[1:-1], strict=True))),
         update_seconds_per_parameter=0.0)
 
 
