@@ -40,3 +40,7 @@ def __getattr__(name):
         raise AttributeError(f"module 'mpipar' has no attribute {name!r}")
     module, _, attribute = LIBRARY[name].rpartition(".")
     return getattr(importlib.import_module(f"mpipar.{module}"), attribute)
+
+
+def __dir__():
+    return [*globals(), *LIBRARY]

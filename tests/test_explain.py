@@ -174,6 +174,19 @@ def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, d
         model=replace(config.model, seq_len=8, **settings)))
 
 
+def test_recomputation_saves_only_what_lives_from_f_to_i():
+    """On its last rank zb-h1 runs I soon behind F, and puts off W, which reads the whole stash."""
+    saved = {}
+    for schedule, rank in itertools.product(("1f1b", "zb-h1"), (0, 3)):
+        config = configure((1, 4, 1), schedule, "pair")
+        config = replace(config, model=replace(config.model, layers=8))
+        whole, again = (predict(replace(config, memory=memory), rank).peak_bytes["stash"]
+                        for memory in (MemoryConfig(), MemoryConfig("block")))
+        saved[schedule, rank] = 1 - again / whole
+    assert min(saved["1f1b", 0], saved["zb-h1", 0]) > 0.4, saved
+    assert 0 <= saved["zb-h1", 3] < 0.1 < saved["1f1b", 3], saved
+
+
 LLAMA = {"norm": "rms", "arch": "llama", "activation": "swiglu", "positions": "rope",
          "bias": "none", "kv_heads": 2}
 

@@ -34,6 +34,7 @@ def test_importing_the_package_loads_neither_numpy_nor_mpi():
 def test_every_name_of_the_library_is_there_and_no_other():
     for name in mpipar.__all__:
         assert getattr(mpipar, name) is not None
+        assert name in dir(mpipar)
     with pytest.raises(AttributeError, match="has no attribute 'linear_layer'"):
         _ = mpipar.linear_layer
 

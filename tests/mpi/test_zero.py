@@ -54,9 +54,10 @@ CASES = {
 HERE = CASES.get(WORLD.size, [])
 # A small part is for every session, by place; the slow ones run all, and each schedule with each.
 FIRST = {2: (0, 2, 3, 4), 4: (1, 6, 7, 8), 8: (0,)}.get(WORLD.size, ())
-EVERY = [((2, 2, 1), 1, schedule, MODEL, memory)
+EVERY = [((3 - cp, 2, 1), cp, schedule, MODEL, memory)
          for number, schedule in enumerate(SCHEDULES)
-         for memory in (replace((ONE, THREE)[number % 2], recompute="block"), PIECES, KEPT)]
+         for memory, cp in ((replace((ONE, THREE)[number % 2], recompute="block"), 1 + number % 2),
+                            (PIECES, 2 - number % 2), (KEPT, 1 + number % 2))]
 everything = pytest.mark.parametrize("case", [
     pytest.param(case, id=f"{case[:3]}-{case[-1].zero}",
                  marks=() if case in [HERE[place] for place in FIRST] else pytest.mark.slow)
