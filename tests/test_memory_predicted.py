@@ -8,9 +8,11 @@ from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.commands.resolve import memory_notes
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.console.memory import PeakMemory
+from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.train.worker import Worker
 
@@ -55,3 +57,23 @@ def test_predicted_peak_is_the_measured_one(case, kernels):
     assert abs(found.peak - predicted) <= max(SHARE * predicted, LEAST_BYTES), (
         f"predicted {predicted / 2**20:.2f} MiB, measured {found.peak / 2**20:.2f} MiB")
     assert found.objects > 0
+
+
+def test_the_first_blocks_of_a_stage_alone_make_scores_again():
+    values = TINY | {"layers": 4, "seq_len": 32, "recompute": "attention"}
+    every, two, none = (
+        unit_memory(resolve(build(values | more), 1)[0])["stash_bytes"][1:5]
+        for more in ({}, {"recompute_layers": 2}, {"recompute": "none"}))
+    assert max(every) < min(none)
+    assert two == every[:2] + none[2:]
+
+
+@pytest.mark.parametrize(("values", "ranks", "who"), [
+    ({"cp": 2}, 2, "--cp-attention ring"), ({"cp": 2, "cp_attention": "ulysses"}, 2, None),
+    ({"device": "cuda"}, 1, "--kernels fused"), ({"device": "cuda", "head_dim": 136}, 1, None),
+    ({}, 1, None)])
+def test_a_note_says_where_there_are_no_scores_to_make_again(values, ranks, who):
+    config, _ = resolve(build({"recompute": "attention"} | values), ranks)
+    assert memory_notes(config) == ([] if who is None else [
+        f"--recompute attention: changes nothing, because {who} keeps no scores"])
+    assert memory_notes(resolve(build(values), ranks)[0]) == []

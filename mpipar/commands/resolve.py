@@ -16,7 +16,8 @@ from mpipar.config.sections import Config, build, is_in_force, settings
 from mpipar.config.setting import flag
 from mpipar.data.dataset import is_dataset, read_dataset
 from mpipar.errors import DataError, UsageError, UserError, combine
-from mpipar.ops import kernel_problems
+from mpipar.ops import kernel_problems, shapes_for
+from mpipar.partition.context import keeps_scores
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.schedules.catalog import num_stages, schedule_problems
 from mpipar.trace.tracer import trace_problems
@@ -56,7 +57,17 @@ def resolve(reading: Reading, world_size: int,
     errors += found
     if errors:
         raise combine(errors)
-    return config, [*notes, *source_notes]
+    return config, [*notes, *source_notes, *memory_notes(config)]
+
+
+def memory_notes(config: Config) -> list[str]:
+    """A note if there are no scores that --recompute attention could make again."""
+    if config.memory.recompute != "attention" or keeps_scores(
+            config, shapes_for(config.run, None).tiled_head_width):
+        return []
+    method = config.grid.cp_attention
+    who = f"--cp-attention {method}" if method in ("ring", "gather") else "--kernels fused"
+    return [f"--recompute attention: changes nothing, because {who} keeps no scores"]
 
 
 def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mpipar.comm.group import Comms
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.shards import WHOLE, Sharding
-from mpipar.partition import context_whole
+from mpipar.partition import context_again, context_whole
+from mpipar.partition.context import attention_over
 from mpipar.partition.tokens import WholeTokens
 
 
@@ -32,8 +33,9 @@ class Context:
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
     which tokens this rank holds between two products, by default all of them. attention: how the
-    ranks of cp attend to each other's tokens, see `partition.context`. recomputed: how many of a
-    stage's first blocks keep only their input. sharding: what the data group shares out. copies:
+    ranks of cp attend to each other's tokens, see `partition.context`. again: how many of a stage's
+    first blocks make something again. attention_again: how these attend if they make only scores
+    again; None if they keep only their input. sharding: what the data group shares out. copies:
     those of the stage's parameters. tied: those of a table that the first and the last stage share.
     """
 
@@ -41,7 +43,8 @@ class Context:
     comms: Comms
     held: WholeTokens | None = None
     attention: object = context_whole
-    recomputed: int = 0
+    again: int = 0
+    attention_again: object = None
     sharding: Sharding = WHOLE
     copies: Copies = ALONE
     tied: Copies = ALONE
@@ -59,10 +62,17 @@ class Context:
         """The group of the ranks that hold the same shard and read different data: dp x cp."""
         return self.comms.data
 
-    def blocks(self, blocks) -> list:
-        """A stage's blocks, the first of them `Recomputed`."""
-        return [Recomputed(self, block) if place < self.recomputed else block
-                for place, block in enumerate(blocks)]
+    def blocks(self, make, indices) -> list:
+        """A stage's blocks, make(context, index); the first of them make something again."""
+        found = []
+        for place, index in enumerate(indices):
+            if place >= self.again:
+                found.append(make(self, index))
+            elif self.attention_again:
+                found.append(make(replace(self, attention=self.attention_again), index))
+            else:
+                found.append(Recomputed(self, make(self, index)))
+        return found
 
     def pair(self, cut: str) -> tuple[str, str]:
         """The cuts of two products, where the second reads the first one's result.
@@ -72,9 +82,15 @@ class Context:
         return self.held.cuts if cut == "pair" else (cut, cut)
 
 
+def made_again(config) -> dict:
+    """The fields of a Context that say how a Config attends, and what its blocks make again."""
+    memory = config.memory
+    scores = memory.recompute == "attention"
+    every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
+    return {"attention": attention_over(config), "again": every * (memory.recompute != "none"),
+            "attention_again": attention_over(config, context_again) if scores else None}
+
+
 def recomputed_blocks(config) -> int:
     """How many of the first blocks of a stage a Config makes run forward again."""
-    memory = config.memory
-    if memory.recompute != "block":
-        return 0
-    return config.model.layers if memory.recompute_layers is None else memory.recompute_layers
+    return made_again(config)["again"] if config.memory.recompute == "block" else 0

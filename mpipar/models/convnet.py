@@ -144,8 +144,8 @@ class Stage(LayerRun):
     def __init__(self, context, config, stage, stage_layers, tables):
         self.shape = (*stream_size(config), config.channels)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
-        units = [[block] for block in context.blocks(Block(context, index, config)
-                                                     for index in blocks)]
+        units = [[block] for block in context.blocks(
+            lambda context, index: Block(context, index, config), blocks)]
         loss = None
         if is_first:
             units.insert(0, [Stem(context, config)])

@@ -137,8 +137,8 @@ class Stage(LayerRun):
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
         rotation = ROTATIONS[config.positions](context.ops, config)
-        units = [[block] for block in context.blocks(Block(context, index, config, rotation)
-                                                     for index in blocks)]
+        units = [[block] for block in context.blocks(
+            lambda context, index: Block(context, index, config, rotation), blocks)]
         loss = None
         if is_first:
             table = shared_table(context, TOKENS, config, tables)

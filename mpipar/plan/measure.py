@@ -21,9 +21,8 @@ from mpipar.comm.group import Comms
 from mpipar.comm.hosts import cores_of, in_turns
 from mpipar.comm.record import Recorder
 from mpipar.config.memory import MemoryConfig
-from mpipar.layers.context import Context, recomputed_blocks
+from mpipar.layers.context import Context, made_again
 from mpipar.layers.stash import Stash
-from mpipar.partition.context import attention_over
 from mpipar.pipeline.costs import Costs
 from mpipar.plan.sharing import pipeline_cores
 from mpipar.train.optim import OPTIMIZERS
@@ -132,8 +131,7 @@ def _unit_memory(config) -> dict:
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
-    context = Context(
-        ops, comms, attention=attention_over(config), recomputed=recomputed_blocks(config))
+    context = Context(ops, comms, **made_again(config))
     stage = models.model_of(config.model).Stage(
         context, config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2

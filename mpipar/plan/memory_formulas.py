@@ -12,6 +12,7 @@ import numpy as np
 
 from mpipar.comm.grid import share
 from mpipar.ops import shapes_for
+from mpipar.partition.context import keeps_scores
 from mpipar.plan import decoder_formulas
 from mpipar.plan.formulas import bytes_of_numbers
 from mpipar.train.optim import OPTIMIZERS
@@ -93,8 +94,8 @@ def _attention(config, letters, heads: int, sum_itemsize: int) -> Form:
     """
     n, cp, method = letters.B * letters.T, config.grid.cp, config.grid.cp_attention
     exchanged = method == "ulysses"
-    tiled = config.model.head_dim <= shapes_for(config.run, None).tiled_head_width
-    if tiled or method in ("ring", "gather") or config.memory.recompute == "attention":
+    kept = keeps_scores(config, shapes_for(config.run, None).tiled_head_width)
+    if not kept or config.memory.recompute == "attention":
         twice = n * letters.Q * letters.e if exchanged else 0
         return Form("B*T*h*s" + (" + B*T*Q*e" if exchanged else ""),
                     n * heads * sum_itemsize + twice)

@@ -15,10 +15,9 @@ from mpipar import models
 from mpipar.comm.connect import Options
 from mpipar.comm.group import Comms
 from mpipar.errors import NonFiniteError
-from mpipar.layers.context import Context, Copies, recomputed_blocks
+from mpipar.layers.context import Context, Copies, made_again
 from mpipar.layers.shards import Sharding
 from mpipar.layers.units import UNITS
-from mpipar.partition.context import attention_over
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.pipeline.instructions import lower, with_weights_kept
@@ -154,8 +153,7 @@ class Worker:
         schedule, pp_rank = self.schedule, self.grid.pp_rank
         mirrored = len(holders(schedule, (stage,))) > 1
         return Context(
-            self.ops, self.comms, attention=attention_over(self.config),
-            recomputed=recomputed_blocks(self.config), sharding=self._sharding(),
+            self.ops, self.comms, **made_again(self.config), sharding=self._sharding(),
             copies=Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank),
             tied=Copies(("tie",) if schedule.num_stages > 1 else (),
                         schedule.rank_of(0, 0) == pp_rank))

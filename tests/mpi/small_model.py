@@ -85,17 +85,23 @@ def real_step(config):
 
 
 def peaks(config) -> tuple[int, int]:
-    """Measured and predicted peak bytes of this rank's arrays in a step.
-
-    They differ by 5 % or by 1 MiB at most, whichever is larger.
-    """
+    """Measured and predicted peak bytes of this rank's arrays in a step."""
     predicted, peak = predict(config, WORLD.rank).peak_total, PeakMemory(
         ops_module.make("cpu", config.run.dtype))
     peak.start()
     real_step(config)
     peak.stop()
-    assert abs(peak.peak - predicted) <= max(0.05 * predicted, 1 << 20), (peak.peak, predicted)
     return peak.peak, predicted
+
+
+def assert_saved(whole: tuple[int, int], less: tuple[int, int]) -> None:
+    """Assert that the measured peak falls by the predicted bytes, to 5 % or 1 MiB.
+
+    whole, less: what `peaks` returned. The larger of the two tolerances counts.
+    """
+    measured, predicted = (a - b for a, b in zip(whole, less, strict=True))
+    assert predicted > 1 << 20
+    assert abs(measured - predicted) <= max(0.05 * predicted, 1 << 20), (measured, predicted)
 
 
 @functools.cache

@@ -146,12 +146,14 @@ def test_text_and_held_out_loss_are_those_of_one_rank(method):
 @pytest.mark.parametrize("method", [
     "ring", *(pytest.param(one, marks=pytest.mark.slow) for one in METHOD_NAMES[1:])])
 @pytest.mark.ranks(2)
-def test_what_a_rank_keeps_is_predicted_and_less_than_all_tokens(method):
+def test_what_a_rank_keeps_is_what_is_predicted(method):
+    """To 5 % or 1 MiB, whichever is larger, and less than with all tokens."""
     model = replace(MODEL, layers=2, d_model=96, ffn=384, seq_len=128)
-    measured, _ = peaks(small_config(
+    measured, predicted = peaks(small_config(
         (1, 1, 1), 2, rows_per_mb=1, cp=2, cp_attention=method, model=model))
-    whole = small_config((1, 1, 1), 2, rows_per_mb=1, model=model)
-    assert measured < 0.7 * predict(whole, 0).peak_total
+    assert abs(measured - predicted) <= max(0.05 * predicted, 1 << 20), (measured, predicted)
+    whole = predict(small_config((1, 1, 1), 2, rows_per_mb=1, model=model), 0).peak_total
+    assert measured < 0.7 * whole, (measured, whole)
 
 
 # --- pairs of a query and a key that are multiplied
