@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One visit to a machine with a GPU, within ten minutes: the tests marked gpu, messages by way of
-# pinned host memory, the kernels beside cuBLAS, and a training step beside PyTorch.
+# pinned host memory, alone and while the GPU multiplies, the kernels beside cuBLAS, and a training
+# step beside PyTorch.
 #
 #     bash bench/gpu_session.sh
 #     OUT=FOLDER PYTHON=/opt/venv/bin/python3 LIMIT=300 bash bench/gpu_session.sh
@@ -90,13 +91,16 @@ session() {
     missing=$(probe)
     echo "python: $python, $("$python" --version 2>&1); mpiexec: ${mpiexec:-none}"
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null
-    part "gpu tests" 220 "$package pytest pytest_timeout hypothesis" \
+    part "gpu tests" 200 "$package pytest pytest_timeout hypothesis" \
         "$python" -m pytest -q -m gpu -p no:cacheprovider --color=no tests
     part interconnect 60 "$package MPI mpiexec" "$mpiexec" -n 2 "$python" -m bench.interconnect \
         --quick --transport staged --json "$out/interconnect.jsonl"
+    part overlap 40 "$package MPI mpiexec" "$mpiexec" -n 2 "$python" -m bench.interconnect \
+        iall-reduce ring --overlap 8 --begin-bytes 1M --end-bytes 64M --factor 8 --seconds 2 \
+        --transport staged
     part tiles 150 "$package" "$python" -m bench.tiles --device cuda --json "$out"
     for dtype in float32 bfloat16; do
-        part "step $dtype" 75 "$package MPI" "$python" -m bench.step --device cuda \
+        part "step $dtype" 70 "$package MPI" "$python" -m bench.step --device cuda \
             --dtype "$dtype" --json "$out/step_$dtype.json"
     done
     printf '\n===== summary: %d s\n' "$SECONDS"

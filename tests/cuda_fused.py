@@ -15,7 +15,7 @@ BOUNDS = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 class Poisoned:
     """NumPy whose empty arrays hold NaN, so that an element that no kernel writes shows."""
 
-    ascontiguousarray = staticmethod(np.ascontiguousarray)
+    ascontiguousarray, asarray = map(staticmethod, (np.ascontiguousarray, np.asarray))
 
     @staticmethod
     def empty(shape, dtype):

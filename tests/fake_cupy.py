@@ -2,12 +2,14 @@
 
 It proves which calls the device path makes, in which order, and that host and device memory are not
 mixed. It proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the
-stream is synchronized. Kernels run on the CPU (tests/cuda_host.py).
+stream is synchronized. Kernels run on the CPU (tests/cuda_host.py), and at once. Copies on other
+streams run as late as CUDA allows (tests/fake_streams.py).
 """
 
 import types
 
 import fake_cublas
+import fake_streams
 import numpy as np
 from cuda_host import run_kernel
 
@@ -17,17 +19,35 @@ __version__ = "14.2.0"  # the version that behaves like this
 
 
 class Stream:
-    busy = False
+    """The default stream: what is computed there first waits for the events it was told of."""
+
     reads_host = False  # a copy from host memory is queued
     ptr = 0
     synchronized = 0
+
+    def __init__(self):
+        self._busy, self._after = False, []
+
+    @property
+    def busy(self):
+        return self._busy
+
+    @busy.setter
+    def busy(self, value):
+        after, self._after = self._after, []
+        for event in after:
+            event.synchronize()
+        self._busy = value
+
+    def wait_event(self, event):
+        self._after.append(event)
 
     def synchronize(self):
         self.busy = self.reads_host = False
         self.synchronized += 1
 
 
-stream = Stream()
+stream = default = Stream()
 
 
 class DeviceArray(np.ndarray):
@@ -51,6 +71,18 @@ class DeviceArray(np.ndarray):
         return on_device(function(*map(on_host, arguments), **{
             key: on_host(value) for key, value in options.items()}))
 
+    def __getitem__(self, key):
+        if isinstance(key, np.ndarray):
+            stream.busy = True  # not a view
+        return super().__getitem__(key)
+
+    def reshape(self, *shape):
+        found = super().reshape(*shape)
+        if np.may_share_memory(found, self) or not self.size:
+            return found
+        stream.busy = True  # a copy
+        return super().reshape(*shape)
+
     def __setitem__(self, key, value):
         if isinstance(value, np.ndarray) and value.ndim and not isinstance(value, DeviceArray):
             raise TypeError("a host array is assigned to a device array")
@@ -62,16 +94,35 @@ class DeviceArray(np.ndarray):
         """Memory like CuPy's: `ptr` is the address of the first element."""
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
-    def set(self, host):
+    def set(self, arr, stream=None):
         """Queue the copy, like CuPy's `set`; it may not be done on return."""
-        assert not isinstance(host, DeviceArray)
-        stream.busy = stream.reads_host = True
-        np.copyto(self.view(np.ndarray), host)
+        assert not isinstance(arr, DeviceArray)
+        if stream is not None:
+            stream.copy(self.view(np.ndarray), arr, arr)
+            return
+        default.busy = default.reads_host = True
+        np.copyto(self.view(np.ndarray), arr)
 
-    def get(self, out):
+    def get(self, stream=None, out=None, blocking=True):
         assert not isinstance(out, DeviceArray)
-        stream.synchronize()
+        if not blocking:
+            stream.copy(out, self.view(np.ndarray), out)
+            return
+        default.synchronize()
         np.copyto(out, self.view(np.ndarray))
+
+
+def _method(name):
+    plain = getattr(np.ndarray, name)
+
+    def call(self, *arguments, **options):
+        stream.busy = True
+        return plain(self, *arguments, **options)
+    return call
+
+
+for _name in ("astype", "copy", "sum", "max", "min", "mean", "argmax", "argsort"):
+    setattr(DeviceArray, _name, _method(_name))
 
 
 def device(x):
@@ -147,7 +198,7 @@ class Event:
 def alloc_pinned_memory(nbytes):
     """Pinned memory. CuPy's pool reuses returned memory first, so no queued copy may still read."""
     assert not stream.reads_host, "page-locked memory is given away while a copy still reads it"
-    return bytearray(nbytes)
+    return fake_streams.Pinned(nbytes)
 
 
 def get_default_memory_pool():
@@ -160,7 +211,7 @@ cuda = types.SimpleNamespace(
     Device=lambda number=0: types.SimpleNamespace(
         id=number, use=lambda: None, pci_bus_id="0000:3B:00.0",
         compute_capability="90", attributes={"MultiProcessorCount": 3}),
-    Event=Event, get_elapsed_time=lambda start, stop: 1.0,  # ms
+    Event=Event, Stream=fake_streams.Stream, get_elapsed_time=lambda start, stop: 1.0,  # ms
     runtime=types.SimpleNamespace(
         getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"NVIDIA H200"}, **{
             name: value for name, value in vars(fake_cublas).items()

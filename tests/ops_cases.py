@@ -1,6 +1,7 @@
 """Calls every array function once on odd, unequal sizes, with any implementation."""
 
 from collections import namedtuple
+from itertools import pairwise
 
 import numpy as np
 
@@ -235,7 +236,16 @@ def _updates(ops, make, sizes):
     plain_data = make.sums(size)
     ops.sgd_step(plain_data, grad, 0.1)
     ops.adamw_step(data, grad, m, v, **ADAMW)
-    return {"sgd_step": plain_data, "adamw data": data, "adamw m": m, "adamw v": v}
+    state = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
+    ops.adamw_runs(*state, runs_of(size), **ADAMW)
+    return {"sgd_step": plain_data, "adamw data": data, "adamw m": m, "adamw v": v,
+            **{f"adamw of runs {name}": x for name, x in zip("d-mv", state, strict=True)}}
+
+
+def runs_of(size):
+    """Long and short runs of a flat buffer as AdamW takes them, by turns with and without decay."""
+    edges = [0, size // 2, size // 2 + 1, size - size // 5, size]
+    return [(number % 2 == 0, slice(*pair)) for number, pair in enumerate(pairwise(edges))]
 
 
 def _llama(ops, make, sizes):

@@ -68,8 +68,8 @@ def test_kernels_between_the_products(card):
     elements = 24 * 20
     assert rows["gelu_forward", "float32"]["MB"] == pytest.approx(2 * elements * 4e-6)
     assert rows["gelu_forward", "bfloat16"]["MB"] == pytest.approx(2 * elements * 2e-6)
-    assert rows["adamw_step", "float32"]["MB"] == pytest.approx(28 * elements * 1e-6)
-    assert rows["adamw_step", "bfloat16"]["MB"] == pytest.approx(30 * elements * 1e-6)
+    assert rows["adamw_runs", "float32"]["MB"] == pytest.approx(28 * elements * 1e-6)
+    assert rows["adamw_runs", "bfloat16"]["MB"] == pytest.approx(30 * elements * 1e-6)
     assert rows["cross_entropy_stats", "float32"]["MB"] == pytest.approx(6 * 300 * 4e-6)
     for row in rows.values():
         assert row["gb_per_s"] == pytest.approx(row["MB"])  # in a millisecond

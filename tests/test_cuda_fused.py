@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
-from ops_cases import ADAMW, plain
+from ops_cases import ADAMW, plain, runs_of
 
 from mpipar.ops.cuda.fused import Fused
 from mpipar.ops.loss_ops import EMPTY_MAX
@@ -130,7 +130,8 @@ def test_rmsnorm(case, shape):
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("copy", [None, "bfloat16", "float16"])
-def test_adamw(where, rng, step, copy):
+def test_adamw(where, rng, step, copy, monkeypatch):
+    monkeypatch.setattr("mpipar.ops.cuda.fused.MOST_BLOCKS_OF_RUN", 1)  # of 502 elements
     case = Case(where, "float32", rng)
     buffers = [case.array(1003) for _ in range(4)]
     buffers[3] = tuple(abs(one) for one in buffers[3])
@@ -139,8 +140,8 @@ def test_adamw(where, rng, step, copy):
     rounded = None
     if copy is not None:
         rounded = case.to_device(np.full(1003, np.nan, DTYPES[copy]))
-    case.fused.adamw_step(*got, **numbers, copy=rounded)
-    case.ops.adamw_step(*expected, **numbers)
+    case.fused.adamw_runs(*got, runs_of(1003), **numbers, copy=rounded)
+    case.ops.adamw_runs(*expected, runs_of(1003), **numbers)
     for one, other in zip(got, expected, strict=True):
         case.check(one, other)
     if copy is not None:

@@ -13,7 +13,7 @@ import pytest
 from config_helpers import changed, check_refused, reading_of
 from cuda_fused import DTYPES
 from helpers import assert_all_close, assert_close
-from ops_cases import ADAMW, LARGE, SMALL, call_every_op, plain
+from ops_cases import ADAMW, LARGE, SMALL, call_every_op, plain, runs_of
 
 from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import resolve as resolve_typed
@@ -139,7 +139,7 @@ def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dt
     counts = {name: microbatches * count for name, count in once.items()}
     counts["add_slabs"] = microbatches * (4 * blocks + (2 if norm == "layer" else 1) * norms)
     updates = "adamw" if dtype == "float32" else "adamw_with_copy"
-    counts[updates] = 2 * blocks + 2  # by unit, with and without decay
+    counts[updates] = 1
     assert {name: started.count(name) for name in started} == counts
     # position_forward: x and the table; backward of both tables: dy.
     assert len(widened) == (0 if dtype == "float32" else microbatches * 4)
@@ -179,7 +179,7 @@ def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
     ops = make("cuda", dtype)
     master, grad, m, v = (cupy.asarray(rng.uniform(0.5, 2, 300).astype("f4")) for _ in range(4))
     rounded = ops.empty((300,))
-    ops.adamw_step(master, grad, m, v, **ADAMW | {"lr": 0.1}, copy=rounded)
+    ops.adamw_runs(master, grad, m, v, runs_of(300), **ADAMW | {"lr": 0.1}, copy=rounded)
     assert (ops.to_host(rounded) == ops.to_host(master).astype(DTYPES[dtype])).all()
 
 

@@ -189,3 +189,20 @@ def test_what_does_not_fit_is_refused(words, messages):
 def test_how_products_are_computed_is_printed(words, text):
     config, _ = resolve_typed(reading_of(*words.split()), 1)
     assert headline(config, 1, 1, 1).splitlines()[0].endswith(text)
+
+
+def test_a_message_goes_to_the_host_and_back_while_products_run(rng, cupy):
+    """On a GPU this is the order of streams as it really is; MPI would be called in between."""
+    ops, message = make("cuda", "float64"), rng.standard_normal((300, 700))
+    x, y, w = map(ops.asarray, (message, np.zeros_like(message), np.ones((64, 64))))
+    ops.synchronize()
+    arrived = []
+    ops.copies.out(x, arrived.append)
+    product = ops.matmul(w, w)
+    ops.copies.hand_over(wait=True)
+    (host,) = arrived
+    assert np.array_equal(host, message)
+    ops.copies.use_after(ops.copies.into(host, y))
+    ops.scale(y, 2.0)
+    assert np.array_equal(ops.to_host(y), 2 * message)
+    assert np.all(ops.to_host(product) == 64)

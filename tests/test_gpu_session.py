@@ -8,13 +8,14 @@ from helpers import REPOSITORY, run_command
 
 SCRIPT = REPOSITORY / "bench" / "gpu_session.sh"
 TABLES = ("products", "tiles", "attention", "memory")  # of bench.tiles --device cuda
-PARTS = ["gpu tests", "interconnect", "tiles", "step float32", "step bfloat16"]
+PARTS = ["gpu tests", "interconnect", "overlap", "tiles", "step float32", "step bfloat16"]
 # A stand-in for python3 and mpiexec: nothing is missing, and each part ends as the test says.
 MADE_UP = """#!/bin/bash
 case "$*" in
     -) cat >/dev/null ;;
     --version) echo Python 3 ;;
     *"-m pytest"*) {tests} ;;
+    *--overlap*) {overlap} ;;
     *bench.interconnect*) {interconnect} ;;
     *bench.tiles*) {tiles} ;;
     *bench.step*) {step} ;;
@@ -32,7 +33,7 @@ def visit(folder, **env):
 
 def machine(folder, **parts):
     """A folder with a python3 and an mpiexec whose parts end as given; others end well."""
-    parts = dict.fromkeys(("tests", "interconnect", "tiles", "step"), "exit 0") | parts
+    parts = dict.fromkeys(("tests", "interconnect", "overlap", "tiles", "step"), "exit 0") | parts
     for name in ("python3", "mpiexec"):
         (folder / name).write_text(MADE_UP.format(**parts))
         (folder / name).chmod(0o755)
@@ -55,8 +56,8 @@ def test_every_part_runs_where_nothing_is_missing(tmp_path):
         tmp_path, interconnect=write, step=write, tiles=f"touch {tables}"))
     assert result.returncode == 0, result.tail()
     assert [line.rstrip().endswith(" s  ok") for line in lines.values()] == [True] * len(PARTS)
-    for words in ("-m pytest -q -m gpu", "-n 2", "--transport staged", "bench.tiles --device cuda",
-                  "--dtype float32", "--dtype bfloat16"):
+    for words in ("-m pytest -q -m gpu", "-n 2", "--transport staged", "--overlap 8",
+                  "bench.tiles --device cuda", "--dtype float32", "--dtype bfloat16"):
         assert words in result.stdout
     assert len(list((tmp_path / "out").iterdir())) == 8
 

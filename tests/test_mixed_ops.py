@@ -134,7 +134,8 @@ def assert_update_rounds_as_publish(ops, rng):
     flat = FlatParams(ops, [param])
     ops.copy(flat.master, ops.asarray(numbers))
     grad, m, v = (ops.zeros(numbers.shape, ops.statistics) for _ in range(3))
-    ops.adamw_step(flat.master, grad, m, v, **ADAMW | {"weight_decay": 0.0}, copy=flat.data)
+    runs = [(False, slice(0, len(numbers)))]
+    ops.adamw_runs(flat.master, grad, m, v, runs, **ADAMW, copy=flat.data)
     updated = ops.to_host(flat.data).tobytes()
     assert ops.to_host(flat.master).tobytes() == numbers.tobytes()  # nothing moved the halves
     flat.publish()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_close
-from ops_cases import LARGE, SMALL, call_every_op, parts, plain, positions_of
+from ops_cases import ADAMW, LARGE, SMALL, call_every_op, parts, plain, positions_of, runs_of
 
 from mpipar.ops import make, numpy_attention, numpy_ops, numpy_tiles
 from mpipar.ops.loss_ops import EMPTY_MAX
@@ -312,6 +312,19 @@ def test_in_place_functions_return_their_argument(ops, rng):
     assert ops.scale(x, 0.5) is x
     assert ops.bias_forward(x, b) is x
     assert_close(x, expected, 1e-15, "x")
+
+
+def test_adamw_of_runs_is_the_formula_with_a_decay_for_each_number(ops, rng):
+    runs, decay = runs_of(101), np.zeros(101)
+    for decays, run in runs:
+        decay[run] = 0.3 * decays
+    data, grad, m, v = (rng.uniform(0.5, 2.0, 101) for _ in range(4))
+    first, second = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
+    root = np.sqrt(second / (1 - 0.95**3)) + 1e-8
+    expected = data * (1 - 0.01 * decay) - 0.01 * first / (1 - 0.9**3) / root
+    ops.adamw_runs(data, grad, m, v, runs, **ADAMW | {"weight_decay": 0.3})
+    for one, wanted in ((data, expected), (m, first), (v, second)):
+        assert_close(one, wanted, 1e-12, "AdamW")
 
 
 def test_accumulating_another_shape_is_refused(ops):

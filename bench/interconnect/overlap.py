@@ -23,18 +23,20 @@ from bench.interconnect.starts import BarrierStart
 COMPUTING, BESIDE = "computing", " + computing"
 NO_RATES = {"algbw_GBps": 0.0, "busbw_GBps": 0.0}
 NO_BYTES = dict.fromkeys(("bytes_per_rank_in", "bytes_per_rank_out", "bytes_on_wire_per_rank"), 0)
-SIDE = 32  # of a matrix: three such matrices fit into any first-level cache
+# Of a matrix: three such matrices fit into any first-level cache, or one product fills a GPU.
+SIDES = {"cpu": 32, "cuda": 1024}
 TRIALS = 20  # runs of the operation from which the computing's length is taken
 LEAST_SECONDS = 2e-4  # of computing, to calibrate it
 TAKES = 5  # the quickest counts: other processes can only add time
 
 
 class Work:
-    """Products of small matrices in num_tests + 1 slices."""
+    """Products of small matrices in num_tests + 1 slices. A GPU makes them while Python goes on."""
 
     def __init__(self, ops, num_tests: int):
         self.ops, self.slices = ops, [1] * (num_tests + 1)
-        self.x = ops.asarray(np.full((SIDE, SIDE), 1 / SIDE, ops.dtype))
+        side = SIDES[ops.device]
+        self.x = ops.asarray(np.full((side, side), 1 / side, ops.dtype))
 
     def compute(self, count: int) -> None:
         """Compute `count` products; the numbers are the same each time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from mpipar.ops.llama_ops import rope_table
 
 EPS = 1e-5
 VOCABULARY = 50304
+UNITS = 12  # whose weights AdamW updates in one launch
 HALF = 32  # points of a head that are turned
 ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
@@ -162,20 +164,25 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
 
 
 def updates(gpu: Gpu, fused, plain, count, dtype) -> dict[str, Kernel]:
-    """AdamW over flat buffers; 16-bit parameters also need the copy."""
+    """AdamW over flat buffers of units, of which ten parts of eleven decay; 16-bit parameters also
+    need the copy.
+    """
+    edges = [count * (number // 2 * 11 + number % 2 * 10) // (11 * UNITS)
+             for number in range(2 * UNITS + 1)]
+    runs = [(number % 2 == 0, slice(*pair)) for number, pair in enumerate(pairwise(edges))]
     state = (*(gpu.random(count) for _ in range(3)), abs(gpu.random(count)))
     arrays = state if dtype == "float32" else (*state, gpu.random(count, dtype=dtype))
     written = (0, 2, 3) if dtype == "float32" else (0, 2, 3, 4)
 
     def call(data, grad, m, v, copy=None):
-        fused.adamw_step(data, grad, m, v, **ADAMW, copy=copy)
+        fused.adamw_runs(data, grad, m, v, runs, **ADAMW, copy=copy)
 
     def same(data, grad, m, v, *copy):
-        plain.adamw_step(data, grad, m, v, **ADAMW)
+        plain.adamw_runs(data, grad, m, v, runs, **ADAMW)
         for one in copy:
             one[...] = data
 
-    return {"adamw_step": Kernel(changed(call, *written), changed(same, *written), arrays,
+    return {"adamw_runs": Kernel(changed(call, *written), changed(same, *written), arrays,
                                  (7 * 4 + (dtype != "float32") * 2) * count)}
 
 

@@ -310,6 +310,19 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
         if copy is not None:
             self.copy(copy, data)
 
+    def adamw_runs(
+        self, data, grad, m, v, runs, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
+    ):
+        """Update flat buffers as `adamw_step` does; weights of some parts do not decay.
+
+        runs: (whether its weights decay, slice) of each part of the buffers.
+        """
+        for decays, run in runs:
+            self.adamw_step(
+                data[run], grad[run], m[run], v[run], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
+                weight_decay=weight_decay if decays else 0.0, step=step,
+                copy=None if copy is None else copy[run])
+
 
 def as_rows(x):
     """Return x (..., K) as a matrix (rows, K)."""

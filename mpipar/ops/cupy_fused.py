@@ -22,7 +22,7 @@ FUSED_16_BITS = (
     "rmsnorm_forward", "rmsnorm_backward_input", "rmsnorm_backward_weight",
     "attention_forward", "attention_backward_input", "attention_block_forward", "attention_delta",
     "attention_block_backward", "cross_entropy_forward",
-    "cross_entropy_backward_input", "adamw_step",
+    "cross_entropy_backward_input", "adamw_runs",
 )
 
 

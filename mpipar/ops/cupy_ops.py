@@ -11,6 +11,7 @@ from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
 from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.cuda.loader import Loader, num_processors
 from mpipar.ops.cuda.tile_model import TileModelGemm
+from mpipar.ops.cupy_copies import Copies
 
 OLDEST_CUPY = 14  # the first that knows bfloat16
 
@@ -24,6 +25,8 @@ class CupyOps(ArrayOps):
     host_rank: this process's place on its host, which gives the number of its GPU. If there are
     fewer GPUs, the count starts again at 0.
 
+    copies: those beside the computing stream. All groups of a rank share them.
+
     Products take operands of 16 bits as they are, whatever `dtype` is.
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
@@ -34,6 +37,7 @@ class CupyOps(ArrayOps):
     def __init__(self, dtype, gemm="blas", tf32=False, host_rank=0):
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")
         assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
+        self.copies = Copies(self.xp, self.pinned)
         self._blas = BlasGemm(self.xp, tf32)
         if gemm == "blas":
             self._gemm = self._blas

@@ -74,6 +74,8 @@ WHOLE = {
     "cross_entropy_combine": "stats[SN3] -> loss[N]:sum lse[N]:sum",
     "unfold_forward": "x[BHWC] kernel stride padding -> y[BPQK]",
     "unfold_backward_input": "dy[BPQK] shape=BHWC kernel stride padding -> dx[BHWC]",
+    "adamw_runs": "data[..]+ grad[..] m[..]+ v[..]+ runs lr beta1 beta2 eps weight_decay step "
+                  "copy[..]+? ->",
     "maxpool_forward": "x[BHWC] width -> y[BPQC] places[BPQC]:int64",
     "maxpool_backward_input": "dy[BPQC] places[BPQC] shape=BHWC width -> dx[BHWC]",
     "meanpool_forward": "x[BHWC] -> y[BC]",
@@ -86,6 +88,7 @@ FLOPS = {"matmul": "2..KM", "matmul_nt": "2..KM", "matmul_tn_add": "2..KM"}
 EXACT_IN_16_BITS = (
     "fill", "copy", "scale", "accumulate", "bias_forward", "embedding_forward", "sum",
     "square_sum", "checksum", "attention_merge", "cross_entropy_combine", "sgd_step", "adamw_step",
+    "adamw_runs",
 )
 # Functions that make arrays and take them from the device to the host.
 MEMORY = ("empty", "zeros", "asarray", "to_host", "pinned", "to_pinned", "synchronize")

@@ -14,8 +14,8 @@ from mpipar.ops.functions import EXACT_IN_16_BITS, FUNCTIONS, MEMORY
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
-# Facts that the shapes count or the kernels go by; none of them takes or gives an array.
-FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "recorder")
+# Facts that the shapes count or the kernels go by, and copies, which change no number.
+FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "recorder", "copies")
 
 
 def quiet(function):

@@ -63,16 +63,14 @@ class AdamW(Sgd):
             for kind in self.kinds}
 
     def update(self, number: int, flat, segment: int, lr: float, step: int) -> None:
-        config, grad = self.config, flat.summed[segment]
+        config = self.config
         moments = (self.moments[kind][number] for kind in self.kinds)
         master, data, m, v = (
             flat.piece(buffer, segment) for buffer in (flat.master, flat.data, *moments))
-        for decay, run in flat.updates[segment]:
-            rounded = None if flat.data is flat.master else data[run]
-            self.ops.adamw_step(
-                master[run], grad[run], m[run], v[run], lr=lr, beta1=config.beta1,
-                beta2=config.beta2, eps=config.eps,
-                weight_decay=config.weight_decay if decay else 0.0, step=step, copy=rounded)
+        self.ops.adamw_runs(
+            master, flat.summed[segment], m, v, flat.updates[segment], lr=lr, beta1=config.beta1,
+            beta2=config.beta2, eps=config.eps, weight_decay=config.weight_decay, step=step,
+            copy=None if flat.data is flat.master else data)
 
     def state(self) -> dict:
         return super().state() | self.moments

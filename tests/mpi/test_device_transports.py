@@ -1,13 +1,15 @@
 """The GPU path without a GPU: real CupyOps and device transports over a stand-in for CuPy.
 
 A step equals one rank, host and device memory never meet, and the stream is drained before every
-MPI call on device memory.
+MPI call on device memory. Copies of the staged transport run as late as they can, see
+`fake_streams`.
 """
 
 import sys
 from dataclasses import replace
 
 import fake_cupy
+import fake_streams
 import numpy as np
 import pytest
 from small_model import LAYOUTS, MODEL, WORLD, computed_once, small_config, tokens
@@ -16,30 +18,37 @@ from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, whole
 from bench.matmul.cut_product import connect as connect_cut
 from mpipar import ops as ops_module
 from mpipar.comm import connect
+from mpipar.comm.checked import CallCheck
 from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import HostTransport
 from mpipar.config.memory import MemoryConfig
 from mpipar.data.rows import Rows
+from mpipar.ops.cupy_copies import Copies
 from mpipar.train.verify import SPREAD, differences, full_tensors
 from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
-CALLS = ("all_reduce", "iall_reduce", "all_gather", "iall_gather", "reduce_scatter",
-         "ireduce_scatter", "isend", "irecv", "send", "recv", "broadcast", "reduce")
+BLOCKING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
+            "barrier")
+CALLS = (*BLOCKING, "iall_reduce", "iall_gather", "ireduce_scatter", "isend", "irecv", "send",
+         "recv")
 
 
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
 def cuda_aware(request, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    fake_streams.Stream.queued.clear()  # what a broken twin has left
     monkeypatch.setattr(connect, "cuda_aware", lambda: request.param)
     for name in CALLS:
         plain = getattr(HostTransport, name)
 
-        def checked(self, x, *arguments, plain=plain):
-            if isinstance(x, fake_cupy.DeviceArray):
+        def checked(self, *arguments, plain=plain, blocks=name in BLOCKING):
+            if arguments and isinstance(arguments[0], fake_cupy.DeviceArray):
                 assert not fake_cupy.stream.busy, "MPI gets an array that is still being computed"
-            return plain(self, x, *arguments)
+            assert not (blocks and self.ops.copies.leaving), "it blocks with an unsent message"
+            return plain(self, *arguments)
 
         monkeypatch.setattr(HostTransport, name, checked)
     return request.param
@@ -64,8 +73,98 @@ def test_device_path_that_shares_out_equals_one_rank(cuda_aware, memory):
     check_step(cuda_aware, replace(small_config((2, 1, 1), 2), memory=memory))
 
 
-def check_step(cuda_aware, config):
-    """Assert that a step on the device equals one on the host by one rank. Comm: a step's."""
+@pytest.mark.ranks(4)
+def test_device_path_with_checked_calls_equals_one_rank(cuda_aware, monkeypatch):
+    """--check-comm blocks in MPI too, before each collective."""
+    plain, unsent = CallCheck.__call__, []
+    monkeypatch.setattr(CallCheck, "__call__", lambda self, record: (
+        unsent.append(any(copy.leaves for copy in fake_streams.Stream.queued)),
+        plain(self, record))[1])
+    check_step(cuda_aware, small_config((2, 2, 1), 2), check_comm=True)
+    assert unsent
+    assert not any(unsent)
+
+
+def exchanged(poll=False):
+    """Two ranks post a sum and a message, and compute.
+
+    Return sum and message that this rank has then, and how many calls of MPI waited for a copy.
+    poll: test until all is done, before waiting.
+    """
+    ops, here = ops_module.make("cuda", "float64"), WORLD.rank
+    comms = Comms(Grid.of(small_config((2, 1, 1)).grid, here), ops, Recorder(), WORLD)
+    x, sent, got = (ops.asarray(np.full(5, value)) for value in (here + 1.0, here + 10.0, 0.0))
+    comm = comms.world
+    pending = [comm.iall_reduce(x, "sum"), comm.isend(sent, 1 - here, 7, "message"),
+               comm.irecv(got, 1 - here, 7, "message")]
+    ops.matmul(ops.zeros((3, 3)), ops.zeros((3, 3)))
+    waiting = len(ops.copies.leaving)
+    while poll and not all(one.test() for one in pending):
+        pass
+    for one in reversed(pending):
+        one.wait()
+    ops.scale(x, 1.0)
+    comms.close()
+    return ops.to_host(x), ops.to_host(got), waiting
+
+
+@pytest.mark.parametrize("poll", [False, True])
+@pytest.mark.ranks(2)
+def test_what_is_posted_arrives(cuda_aware, poll):
+    total, message, waiting = exchanged(poll)
+    np.testing.assert_array_equal(total, np.full(5, 3.0))
+    np.testing.assert_array_equal(message, np.full(5, 11.0 - WORLD.rank))
+    assert waiting == (2 if cuda_aware == "no" else 0), "products go on while copies are under way"
+
+
+def sent_at_once(self, x, then):
+    """MPI gets host memory before the event of its copy."""
+    host = COPY_OUT(self, x, then)
+    self.leaving.pop()[1]()
+    return host
+
+
+def forgotten(self, host, x):
+    """Host memory is given back before the event of the copy that reads it."""
+    x.set(host, stream=self._in)
+    return self._in.record()
+
+
+COPY_OUT = Copies.out
+TWINS = {"out": sent_at_once, "into": forgotten,
+         "use_after": lambda self, event: None}  # products do not wait for the copy of their input
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.ranks(2)
+def test_a_forgotten_event_is_caught(cuda_aware, monkeypatch, name):
+    if cuda_aware == "yes":
+        return  # nothing is copied
+    monkeypatch.setattr(Copies, name, TWINS[name])
+    with pytest.raises(AssertionError, match="page-locked" if name == "into" else "not equal"):
+        test_what_is_posted_arrives(cuda_aware, False)
+
+
+@pytest.mark.ranks(2)
+def test_a_message_left_behind_is_caught(cuda_aware, monkeypatch):
+    """A rank that blocks in MPI with a message that has not been sent may wait for ever."""
+    if cuda_aware == "yes":
+        return
+    ops = ops_module.make("cuda", "float64")
+    comms = Comms(Grid.of(small_config((2, 1, 1)).grid, WORLD.rank), ops, Recorder(), WORLD)
+    monkeypatch.setattr(Copies, "hand_over", lambda self, wait=False: None)
+    comms.world.isend(ops.zeros(5), 1 - WORLD.rank, 7, "message")
+    with pytest.raises(AssertionError, match="unsent message"):
+        comms.world.all_reduce(ops.zeros(5), "sum")
+    comms.close()
+
+
+def check_step(cuda_aware, config, check_comm=False):
+    """Assert that a step on the device equals one on the host by one rank. Comm: a step's.
+
+    Checked calls hand over every message at once, so they are an exception.
+    """
+    config = replace(config, run=replace(config.run, check_comm=check_comm))
     ops = ops_module.make("cuda", "float64")
     worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport

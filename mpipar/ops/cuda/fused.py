@@ -14,6 +14,7 @@ from mpipar.ops.cuda.ladder import C_TYPES
 ROW_THREADS = 128  # threads that share a row
 ELEMENT_THREADS = 256
 MOST_BLOCKS = 1 << 16  # of kernels whose threads take several elements each
+MOST_BLOCKS_OF_RUN = 1 << 10  # of AdamW: the longest run alone fills a wide GPU with them
 SLAB_THREADS = 8  # as in columns.cuh
 MOST_SLABS = 64  # enough blocks for a wide GPU; the second step reads this many partial sums
 NORM_KERNELS = "layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward"
@@ -230,20 +231,28 @@ class Fused:
 
     # Updates.
 
-    def adamw_step(
-        self, data, grad, m, v, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
+    def adamw_runs(
+        self, data, grad, m, v, runs, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
     ):
-        """Update the flat float32 buffers data, m, v; step counts from 1.
+        """Update the flat float32 buffers data, m, v in one launch; step counts from 1.
 
-        copy: a flat buffer of 16 bits that gets the new data too.
+        runs: (whether its weights decay, slice) of each part, a row of the grid for each. copy: a
+        flat buffer of 16 bits that gets the new data too.
         """
         buffers = [self._in_place(x) for x in (data, grad, m, v)]
         assert {(x.dtype.name, x.shape) for x in buffers} == {("float32", data.shape)}, data.dtype
+        if not runs:
+            return
+        table = np.array([(run.start, run.stop, decays) for decays, run in runs], np.int64)
+        longest = int((table[:, 1] - table[:, 0]).max())
+        blocks = min(ceil(longest / ELEMENT_THREADS), MOST_BLOCKS_OF_RUN)
         numbers = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * weight_decay,
                    lr / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps)
         name = "adamw" if copy is None else by_type("adamw_with_copy", copy.dtype.name)
         copies = () if copy is None else (self._in_place(copy),)
-        self._elements("adamw.cu", name, data.size, *buffers, *map(float, numbers), *copies)
+        self._loader.launch(
+            "adamw.cu", name, (blocks, len(runs)), (ELEMENT_THREADS,),
+            (self._xp.asarray(table), *buffers, *map(float, numbers), *copies))
 
     # What a kernel can take.
 

@@ -3,11 +3,16 @@
 
 #include "common.cuh"
 
-// The elements that belong to this thread when all threads of the grid share `count` of them.
-template <typename Use> __device__ inline void for_each_element(long long count, Use use) {
+// The elements that belong to this thread when all threads of a row of the grid share those from
+// `first` to before `end`.
+template <typename Use>
+__device__ inline void for_each_element(long long first, long long end, Use use) {
     long long step = (long long)(gridDim.x) * blockDim.x;
-    for (long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
-        use(i);
+    first += (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (long long i = first; i < end; i += step) use(i);
+}
+template <typename Use> __device__ inline void for_each_element(long long count, Use use) {
+    for_each_element(0, count, use);
 }
 
 // One value of a whole block of Threads threads (one-dimensional), in every thread: of_warp reduces

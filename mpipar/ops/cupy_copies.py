@@ -1,0 +1,59 @@
+"""Copies between a GPU and page-locked host memory, which run while the GPU computes.
+
+Each direction has a stream of its own beside the current stream, which computes. A GPU has a copy
+engine for each direction. So a copy out, a copy in and products run at the same time. An event
+marks the end of each copy, and nobody touches its memory before.
+"""
+
+from collections import deque
+from functools import partial
+
+
+class Copies:
+    """The copies of one rank. Whoever starts one has synchronized the computing stream before.
+
+    pinned(shape, dtype) gives page-locked memory.
+    """
+
+    def __init__(self, xp, pinned):
+        self._xp, self._pinned = xp, pinned
+        # Streams of the other kind wait for the default stream, where products run.
+        self._out = xp.cuda.Stream(non_blocking=True)
+        self._in = xp.cuda.Stream(non_blocking=True)
+        self.leaving = deque()  # (event of a copy to the host, what to call behind it), in order
+        self._arriving = []  # (event of a copy to the device, host memory that it reads)
+
+    def out(self, x, then):
+        """Queue a copy of x to new host memory, and return that; then(host) is called behind it."""
+        assert x.flags.c_contiguous, (x.shape, x.strides)
+        host = self.room(x.shape, x.dtype)
+        x.get(stream=self._out, out=host, blocking=False)
+        self.leaving.append((self._out.record(), partial(then, host)))
+        return host
+
+    def hand_over(self, wait=False):
+        """Make the calls that stand behind finished copies to the host; wait: behind all of them.
+
+        They are made in the order of the copies. A rank must wait for all before it blocks in MPI.
+        Otherwise the rank that it waits for could itself wait for a message that is still here.
+        """
+        while self.leaving and (wait or self.leaving[0][0].done):
+            event, then = self.leaving.popleft()
+            event.synchronize()
+            then()
+
+    def into(self, host, x):
+        """Queue a copy of host memory to x; return its event, for `use_after`."""
+        x.set(host, stream=self._in)
+        event = self._in.record()
+        self._arriving.append((event, host))
+        return event
+
+    def use_after(self, event):
+        """What is computed from now on comes after the event."""
+        self._xp.cuda.get_current_stream().wait_event(event)
+
+    def room(self, shape, dtype):
+        """New page-locked memory. What copies to the device still read is not given back before."""
+        self._arriving = [(event, host) for event, host in self._arriving if not event.done]
+        return self._pinned(shape, dtype)
