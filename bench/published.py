@@ -4,8 +4,9 @@
 
 For each source: errors of step time, beside those of one constant utilization (MFU) for the source.
 Then: how good the choice among measured layouts is, whether what ran is said to fit, and whether
-reported utilization follows from its stated rule. All constants are frozen: bench.fit_planner says
-where they come from. The default folder is bench/results.
+reported utilization follows from its stated rule. At last: which places publishers' layouts have in
+plans. All constants are frozen: bench.fit_planner says where they come from. The default folder is
+bench/results.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import results
+from mpipar.config.layout import sizes_text
 from mpipar.console.tables import table
 from mpipar.plan.footprint import footprint
 from mpipar.plan.published import (
@@ -26,6 +28,8 @@ from mpipar.plan.published import (
     read_runs,
     shape_of,
 )
+from mpipar.plan.report import why_not
+from mpipar.plan.search import Question, search
 from mpipar.plan.shape import utilization
 from mpipar.plan.step_time import shortest
 
@@ -33,6 +37,8 @@ OUT = Path(__file__).parent / "results"
 COUNTED = (  # a part of the column `source`, how it counts FLOPs; all others: "model"
     ("2104.04473", "hardware"), ("2201.11990", "hardware"), ("Megatron-Bridge", "causal"),
     ("v25.02.01 nemotron", "whole-heads"))
+CHOSEN = ("dgxc", "Nemotron", "Llama 3")
+PRINTED = 5  # layouts that a plan prints
 GROUPS = (  # title, a part of the column `source`, of `system`
     ("vTrain, many nodes", "ground_truth_multi", ""),
     ("Korthikanti et al.", "2205.05198", ""),
@@ -216,6 +222,31 @@ def answers(groups: dict[str, list[Run]]) -> list[dict]:
     return rows
 
 
+def publishers(runs) -> list[dict]:
+    """Where the plans of some jobs have the grids that their publishers chose, a row each.
+
+    Of sources that say what their authors train with; FSDP alone is no choice.
+    """
+    rows = []
+    for run in runs:
+        cut = "405b" in run.row["model"] and run.shape.layers < 126
+        if not any(part in run.source for part in CHOSEN) or run.layout.zero > 1 or cut:
+            continue
+        question = Question(run.shape, run.cluster, run.stack, run.layout.ranks,
+                            int(run.row["gbs"]), run.cluster.memory_gib, {})
+        best = search(question, PRINTED).best
+        chosen = dict(zip(("dp", "pp", "cp", "tp"), run.layout.grid, strict=True))
+        places = [place for place, one in enumerate(best, 1) if one.layout.grid == run.layout.grid]
+        own = search(question._replace(fixed=chosen), 1).best
+        reason = "does not fit" if not own else "" if places else why_not(best[0], own[0])
+        rows.append({
+            "row": run.row["id"], "job": f"{run.row['model']}, {run.layout.ranks} ranks",
+            "publisher": sizes_text(chosen), "place": places[0] if places else "-",
+            "longer %": 100 * (own[0].step.total / best[0].step.total - 1) if own else "-",
+            "why not": reason})
+    return rows
+
+
 def main() -> None:
     """Print the tables and write the files."""
     parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
@@ -226,7 +257,8 @@ def main() -> None:
     accuracies = [{"source": title} | accuracy(runs)
                   for title, runs in (groups | {"all": published_runs()}).items()]
     for name, rows in (("published", accuracies), ("published_answers", answers(groups)),
-                       ("published_mfu", utilization_rows())):
+                       ("published_mfu", utilization_rows()),
+                       ("published_layouts", publishers(published_runs()))):
         print(table([tuple(rows[0]), *(tuple(map(results.text, row.values())) for row in rows)]))
         print()
         results.write(args.out / f"{name}.json", "bench.published", rows)

@@ -34,6 +34,14 @@ def test_json_and_csv_say_the_same():
     assert product == 16
 
 
+def test_the_answer_says_what_goes_from_node_to_node():
+    text = printed(*WORDS, "--pp", "2", "--tp", "1", "--top", "1")
+    assert ("nodes have 8 devices: messages of pp go from node to node, those of dp stay inside"
+            "; with --rank-order dp,pp,cp,tp a step takes ") in text
+    assert "nodes have" not in printed(*WORDS[:5], "8", "--batch-size", "32", "--tp", "4", "--top",
+                                       "1")
+
+
 def test_each_pipeline_rank_has_its_memory_and_seconds():
     given = ("--pp", "4", "--schedule", "1f1b", "--tp", "2", "--recompute", "block", "--top", "1")
     found = json.loads(printed(*WORDS, *given, "--json"))

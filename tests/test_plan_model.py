@@ -10,6 +10,7 @@ import pytest
 from helpers import REPOSITORY
 
 from bench import published as bench_published
+from mpipar.comm.grid import Grid
 from mpipar.config.presets import PRESETS
 from mpipar.config.sections import build
 from mpipar.pipeline.schedules.catalog import make_schedule
@@ -18,11 +19,11 @@ from mpipar.plan import pipeline_time
 from mpipar.plan.block_time import BlockTimes, Times
 from mpipar.plan.cluster import STACKS, load_cluster, machine_names
 from mpipar.plan.collectives import all_gather, all_reduce
-from mpipar.plan.confirm import confirm
+from mpipar.plan.confirm import confirm, train_config
 from mpipar.plan.footprint import GIB, footprint, rank_footprint
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.published import published_runs, read_runs
-from mpipar.plan.search import SCHEDULES, Question, layouts, search
+from mpipar.plan.search import SCHEDULES, Candidate, Question, layouts, search, with_best_order
 from mpipar.plan.shape import Shape
 from mpipar.plan.step_time import step_time
 
@@ -166,6 +167,27 @@ def test_search_finds_what_brute_force_finds():
     assert found.simulated < len(every) / 2
 
 
+def test_what_sends_less_goes_from_node_to_node():
+    """Messages of each microbatch, for which nothing hides, against a sum in the end."""
+    layout = Layout(dp=8, pp=8, num_microbatches=64, schedule="interleaved", chunks=2,
+                    recompute="block")
+    h100, stack = load_cluster("h100"), STACKS["deepspeed"]
+    question = Question(shape_of("llama-8b"), h100.with_network(20), stack, 64, 512, 80.0, {})
+    pipelines = pipeline_time.Pipelines()
+    orders = [layout, layout._replace(outer="dp")]
+    slow, quick = (Candidate(one, step_time(question.shape, one, question.cluster, stack,
+                                            pipelines.simulated), None) for one in orders)
+    assert quick.step.hops < slow.step.hops / 5
+    assert quick.step.total < slow.step.total / 1.03
+    assert with_best_order(question, slow, pipelines) == quick
+    alone = slow._replace(layout=layout._replace(dp=1))
+    assert with_best_order(question._replace(ranks=8), alone, pipelines) == alone
+    config = train_config(question, build({"preset": "llama-8b"}), quick.layout, 64)
+    grid = Grid(0, pp_size=8, dp_size=8, order=tuple(config.grid.rank_order.split(",")))
+    for axis, stride in (("pp", quick.layout.stage_stride), ("dp", quick.layout.data_stride)):
+        assert grid.group(axis) == tuple(range(0, 8 * stride, stride))
+
+
 def test_recomputation_zero_and_tp_save_memory():
     shape, stack = shape_of("llama-8b"), STACKS["megatron"]
     plain = Layout(dp=8, rows=1, num_microbatches=4)
@@ -244,16 +266,10 @@ def test_constants_belong_to_machines_and_stacks_only():
 
 @pytest.mark.slow
 def test_layouts_of_their_publishers_are_among_the_first_five():
-    met = {}
-    for run in published_runs():
-        if "dgxc" not in run.source or run.layout.zero > 1 or run.shape.layers < 80:
-            continue
-        question = Question(run.shape, run.cluster, run.stack, run.layout.ranks,
-                            int(run.row["gbs"]), run.cluster.memory_gib, {})
-        grids = [one.layout.grid[1:] for one in search(question, 5).best]
-        met[run.row["id"]] = run.layout.grid[1:] in grids
-    assert len(met) >= 9
-    assert sum(met.values()) >= len(met) - 2, met
+    rows = bench_published.publishers(published_runs())
+    assert len(rows) >= 15
+    assert sum(row["place"] != "-" for row in rows) >= len(rows) - 2, rows
+    assert all(row["place"] != "-" or row["why not"] for row in rows)
 
 
 def test_presets_for_planning_exist():

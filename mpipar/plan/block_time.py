@@ -143,7 +143,7 @@ def with_gathers(shape, layout, cluster, stack, passes) -> tuple[Times, Times]:
     forward, backward, i = passes
     elements = shape.block_parameters / layout.tp
     gather = all_gather(
-        cluster, elements * stack.number_bytes, layout.data_ranks, layout.tp)
+        cluster, elements * stack.number_bytes, layout.data_ranks, layout.data_stride)
     scatter = gather * stack.wire_bytes / stack.number_bytes
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
 

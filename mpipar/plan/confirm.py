@@ -50,7 +50,7 @@ def train_config(question: Question, config: Config, layout: Layout, num_microba
         config.grid, dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp,
         num_microbatches=num_microbatches, schedule=layout.schedule,
         chunks=layout.chunks if layout.family.looped else None, group_size=None,
-        stage_layers=counts if layout.pp > 1 else None)
+        stage_layers=counts if layout.pp > 1 else None, rank_order=",".join(layout.rank_order))
     model = replace(config.model, seq_len=question.shape.tokens, max_positions=None,
                     sequence_parallel=layout.sequence_parallel)
     if model.completed().activation != question.shape.activation:

@@ -15,7 +15,8 @@ class Layout(NamedTuple):
     """How a job is cut. rows: of a microbatch. chunks: stages of each pipeline rank.
 
     recompute: none, attention or block. zero: 0, 1 or 3; 2 stands for weights that are gathered
-    once and stay for the step.
+    once and stay for the step. outer: the axis of the first place of --rank-order, pp or dp; the
+    other one lies inside of nodes as far as it can.
     """
 
     dp: int = 1
@@ -29,6 +30,7 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     recompute: str = "none"
     zero: int = 0
+    outer: str = "pp"
 
     @property
     def ranks(self) -> int:
@@ -43,6 +45,21 @@ class Layout(NamedTuple):
     def data_ranks(self) -> int:
         """Ranks that hold the same weights and read different tokens."""
         return self.dp * self.cp
+
+    @property
+    def stage_stride(self) -> int:
+        """How many ranks lie between neighbours of the pipeline."""
+        return self.tp * (self.cp if self.outer == "dp" else self.data_ranks)
+
+    @property
+    def data_stride(self) -> int:
+        """How many ranks lie between those that sum their gradients."""
+        return self.tp * (self.pp if self.outer == "dp" else 1)
+
+    @property
+    def rank_order(self) -> tuple[str, ...]:
+        """The axes, outermost first."""
+        return (self.outer, "dp" if self.outer == "pp" else "pp", "cp", "tp")
 
     @property
     def stages(self) -> int:

@@ -13,7 +13,7 @@ from mpipar.plan.footprint import GIB, RESERVE, Footprint, footprint, rank_footp
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.published import nearest_runs
-from mpipar.plan.search import Candidate, Plan, Question, layouts
+from mpipar.plan.search import Candidate, Plan, Question, layouts, other_order
 from mpipar.plan.shape import MFU_RULES, utilization
 from mpipar.plan.sites import Sites, crossings, needed_gbits
 from mpipar.plan.step_time import TIE, StepTime, rank_times, shortest, step_time
@@ -48,10 +48,10 @@ def report(question: Question, plan: Plan, job: Job) -> str:
         return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
     best = plan.best[0]
     blocks += [verdict(question, best), command_line(question, job, best.layout),
-               parts_table(question, best), *stage_tables(question, best),
+               nodes(question, best), parts_table(question, best), *stage_tables(question, best),
                "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
                rejections(plan), changes_table(question, plan), confidence(question, best)]
-    return "\n\n".join(blocks)
+    return "\n\n".join(filter(None, blocks))
 
 
 def headline(question: Question) -> str:
@@ -92,6 +92,28 @@ def bound_by(step: StepTime) -> str:
     others = {name: parts[name] for name in PARTS if name != "compute"}
     largest = max(others, key=others.get)
     return largest if others[largest] > 0.1 * step.total else "compute"
+
+
+def nodes(question: Question, best: Candidate) -> str:
+    """Which axes cross from node to node, and what the other rank order would take."""
+    layout, each, stride = best.layout, question.cluster.per_node(), 1
+    if layout.ranks <= each:
+        return ""
+    inside, across = [], []
+    for axis in reversed(layout.rank_order):
+        stride *= getattr(layout, axis)
+        if getattr(layout, axis) > 1:
+            (across if each % stride else inside).append(axis)
+    text = f"nodes have {each} devices: messages of {', '.join(across)} go from node to node"
+    if inside:
+        text += f", those of {', '.join(inside)} stay inside"
+    other = other_order(layout._replace(outer="pp"), question.cluster)
+    if other:
+        other = other._replace(outer=layout.rank_order[1])
+        step = step_time(question.shape, other, question.cluster, question.stack,
+                         Pipelines().simulated)
+        text += f"; with --rank-order {','.join(other.rank_order)} a step takes {step.total:.3f} s"
+    return text
 
 
 def parts_table(question: Question, best: Candidate) -> str:
@@ -186,7 +208,8 @@ def layout_words(layout: Layout) -> str:
              f"{layout.num_microbatches} x {layout.rows} rows",
              "sp" if layout.sequence_parallel else "",
              f"recompute {layout.recompute}" if layout.recompute != "none" else "",
-             f"zero {layout.zero}" if layout.zero else ""]
+             f"zero {layout.zero}" if layout.zero else "",
+             "dp outermost" if layout.outer == "dp" else ""]
     return ", ".join(word for word in words if word)
 
 
@@ -226,8 +249,9 @@ def batch_table(plans: dict[int, Plan]) -> str:
 
 def rejections(plan: Plan) -> str:
     """How many layouts were looked at, and why most were not."""
-    return (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
-            f" be shorter than these\n{rejected_lines(plan.rejected)}")
+    said = (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
+            " be shorter than these\n" if plan.fitting else "")
+    return said + rejected_lines(plan.rejected)
 
 
 def rejected_lines(rejected: dict[str, int]) -> str:

@@ -200,10 +200,26 @@ def judged(question: Question, ranked: list[tuple], count: int, pipelines: Pipel
             tell(tried)
             step = step_time(question.shape, layout, question.cluster, question.stack,
                              pipelines.simulated)
-            found = Candidate(layout, step, memory)
+            found = with_best_order(question, Candidate(layout, step, memory), pipelines)
             if known is None or found.step.total < known.step.total:
                 best[layout.grid] = found
     return in_order(best)[:count], tried
+
+
+def other_order(layout: Layout, cluster: Cluster) -> Layout | None:
+    """The same layout with dp across the nodes, and pp inside of them where it can be; or None."""
+    if layout.cp > 1 or min(layout.dp, layout.pp) == 1 or layout.ranks <= cluster.per_node():
+        return None
+    return layout._replace(outer="dp")
+
+
+def with_best_order(question: Question, one: Candidate, pipelines: Pipelines) -> Candidate:
+    """The candidate with dp as its outermost axis, if that makes the step clearly shorter."""
+    other = other_order(one.layout, question.cluster)
+    if other is None:
+        return one
+    step = step_time(question.shape, other, question.cluster, question.stack, pipelines.simulated)
+    return one._replace(layout=other, step=step) if step.total * (1 + TIE) < one.step.total else one
 
 
 def trade_off(ranked: list[tuple]) -> list[tuple[float, float, Layout]]:

@@ -148,25 +148,25 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     """
     if layout.pp == 1:
         return 0.0
-    stride = layout.tp * layout.data_ranks
     numbers = layout.rows * shape.tokens / layout.cp * shape.width
     message = numbers * stack.number_bytes / layout.tp  # each rank of tp sends a part of it
     count = 2 * (layout.pp * layout.chunks - 1)
     if layout.chunks > 1 and not stack.overlap:
         count += 2 * layout.num_microbatches * layout.chunks
-    return count * exchange(cluster, message, stride)
+    return count * exchange(cluster, message, layout.stage_stride)
 
 
 def sum_seconds(shape, layout, cluster, stack, elements: float) -> float:
     """Seconds of sums of a rank's parameters over the data ranks, behind the last backward."""
-    sums = all_gather(cluster, elements * stack.wire_bytes, layout.data_ranks, layout.tp)
-    weights = all_gather(cluster, elements * stack.number_bytes, layout.data_ranks, layout.tp)
+    sums = all_gather(cluster, elements * stack.wire_bytes, layout.data_ranks, layout.data_stride)
+    weights = all_gather(
+        cluster, elements * stack.number_bytes, layout.data_ranks, layout.data_stride)
     if layout.zero == 0:
         return 2 * sums
     if layout.zero > 1:  # the tables are units, too
         often = layout.num_microbatches if layout.zero == 3 else 1
         tables = shape.table_parameters * stack.number_bytes / layout.tp
-        return often * all_gather(cluster, tables, layout.data_ranks, layout.tp)
+        return often * all_gather(cluster, tables, layout.data_ranks, layout.data_stride)
     return (sums + weights) * (0.2 if stack.overlap else 1.0)
 
 
