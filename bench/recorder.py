@@ -27,7 +27,7 @@ from mpipar.comm.connect import Options
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import HostTransport
+from mpipar.comm.transport import DirectTransport
 from mpipar.config import flags
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
@@ -50,7 +50,7 @@ class Pairs:
         self.mpi = MPI.COMM_SELF.Dup()
         self.recorder = Recorder()
         self.recorder.phase = "F"
-        wire = HostTransport(ops, self.mpi, Options())
+        wire = DirectTransport(ops, self.mpi, Options())
         self.comm = Comm("tp", (0, 1), 0, wire, self.recorder)
         self.x, self.y = np.ones(16, np.float32), np.zeros(16, np.float32)
 

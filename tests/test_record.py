@@ -99,7 +99,7 @@ def recorded(records, spans):
     """A recorder that holds records (posted, waited, done) of one axis, and spans (kind, ends)."""
     recorder = Recorder()
     tally = recorder.tally("dp", 2, "", "all_reduce", "grads.bucket", 8, sys._getframe())
-    recorder.entries.extend([*times, 1, -1, -1, "", 1, 0, 0, tally] for times in records)
+    recorder.entries.extend([*times, 1, -1, -1, 1, 0, 0, tally] for times in records)
     recorder._spans.extend((*one, 1, 0, 0) for one in spans)
     return recorder
 

@@ -14,10 +14,10 @@ from bench.interconnect.nccl import NcclTransport
 from mpipar.comm.connect import Options, narrow
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.group import Comm
-from mpipar.comm.transport import HostTransport
+from mpipar.comm.transport import DirectTransport
 
 POLL_SECONDS = 0.5e-3
-WIRES = {"mpi-host": HostTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport,
+WIRES = {"mpi-host": DirectTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport,
          "nccl": NcclTransport}
 LINKS = ("same socket", "same node", "between nodes")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.narrow import NarrowTransport
-from mpipar.comm.transport import HostTransport, NoTransport
+from mpipar.comm.transport import DirectTransport, NoTransport
 
 
 class Options(NamedTuple):
@@ -41,7 +41,7 @@ def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options):
         return narrow(NoTransport(ops), ops, len(ranks))
     mpi_comm = split(mpi_world, ranks)
     if ops.device == "cpu":
-        kind = HostTransport
+        kind = DirectTransport
     else:
         kind = DeviceTransport if cuda_aware() == "yes" else StagedTransport
     return narrow(kind(ops, mpi_comm, options), ops, len(ranks))

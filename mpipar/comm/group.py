@@ -12,6 +12,7 @@ hangs, or some ranks get a wrong sum without any error.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from sys import _getframe
 from time import perf_counter_ns
 
@@ -23,18 +24,11 @@ from mpipar.comm.record import (
     DONE,
     NO_TALLY,
     POINT_TO_POINT,
-    T_CODE,
-    T_DEPTH,
-    T_INSTRUCTION,
-    T_PAYLOAD,
-    T_PHASE,
     TALLY,
     WAITED,
     Recorder,
     as_record,
     close,
-    count,
-    is_elsewhere,
 )
 
 
@@ -88,38 +82,33 @@ class Comm:
         self.recorder = recorder
         self.check = check
         self.seq = 0
-        self._newest: dict = {}  # {(operation, name): tally of its newest call}
+        self._newest: dict = defaultdict(dict)  # {operation: {name: tally of its newest call}}
         on_device = wire is not None and wire.ops.device == "cuda"
         self._drain = wire.ops.synchronize if on_device else None
 
-    def _tally(self, operation, name, payload, dtype, frame):
-        """The tally of a call; frame: the caller of the communicator's method.
+    def _open(self, operation, name, payload, dtype, peer=-1, tag=-1, posted=0):
+        """What comes before an operation: append its entry to the record, and return it.
+
+        It first drains the stream that made the array, because MPI does not wait for a device.
+        posted: when a send began whose message has gone already.
 
         To find a line number takes longer than all the rest. Most calls of a barrier come from the
         line of the call before, so that one's tally is tried first.
         """
-        tally = self._newest.get((operation, name), NO_TALLY)
-        if (tally[T_CODE] is not frame.f_code or tally[T_INSTRUCTION] != frame.f_lasti
-                or tally[T_PAYLOAD] != payload or tally[T_PHASE] is not self.recorder.phase
-                or (tally[T_DEPTH] and is_elsewhere(tally, frame))):
-            tally = self.recorder.tally(
-                self.axis, self.size, dtype, operation, name, payload, frame)
-            self._newest[operation, name] = tally
-        return tally
-
-    def _open(self, operation, name, payload, dtype, peer=-1, tag=-1):
-        """What comes before an operation: append its entry to the record, and return it.
-
-        It first drains the stream that made the array, because MPI does not wait for a device.
-        """
-        if self._drain is not None:
+        if self._drain is not None and not posted:
             self._drain()
-        recorder = self.recorder
+        recorder, frame, newest = self.recorder, _getframe(2), self._newest[operation]
+        tally = newest.get(name, NO_TALLY)
+        if (tally.instruction != frame.f_lasti or tally.code is not frame.f_code
+                or tally.payload_bytes != payload or tally.dtype is not dtype
+                or tally.phase is not recorder.phase
+                or (tally.depth and tally.is_elsewhere(frame))):
+            tally = newest[name] = recorder.tally(
+                self.axis, self.size, dtype, operation, name, payload, frame)
+        tally.calls += 1
         self.seq = seq = self.seq + 1
-        tally = self._tally(operation, name, payload, dtype, _getframe(2))
-        now = perf_counter_ns()
-        entry = [now, now, 0, seq, peer, tag, dtype, recorder.step, recorder.stage, recorder.mb,
-                 tally]
+        now = posted or perf_counter_ns()
+        entry = [now, now, 0, seq, peer, tag, recorder.step, recorder.stage, recorder.mb, tally]
         recorder.entries.append(entry)
         if self.check is not None and operation not in POINT_TO_POINT:
             self.check(as_record(entry))
@@ -234,27 +223,24 @@ class Comm:
     def send(self, x, peer: int, tag: int, name: str) -> None:
         """Send x and wait until it is on its way.
 
-        The receiver waits for this call. So its entry is written as in `_open`, but it gets its
-        tally only while the message travels.
+        The receiver waits for this call, so its entry is written behind the message. Whoever reads
+        the record before finds the call by its frame: `open_sends`.
         """
         if self._drain is not None:
             self._drain()
-        recorder, frame, payload = self.recorder, _getframe(1), x.nbytes
-        self.seq = seq = self.seq + 1
-        now = perf_counter_ns()
-        entry = [now, now, 0, seq, peer, tag, x.dtype, recorder.step, recorder.stage, recorder.mb,
-                 (self, "send", name, payload, frame)]
-        recorder.entries.append(entry)
+        posted = perf_counter_ns()
         self.wire.send(x, peer, tag)
-        entry[DONE] = perf_counter_ns()
-        entry[TALLY] = self._tally("send", name, payload, x.dtype, frame)
-        count(entry)
+        done = perf_counter_ns()
+        entry = self._open("send", name, x.nbytes, x.dtype, peer, tag, posted)
+        entry[DONE] = done
+        entry[TALLY].nanoseconds += done - posted
 
     def recv(self, x, peer: int, tag: int, name: str):
-        """Receive into x and return it."""
+        """Receive into x and return it. The end is that of `close`, without one more call."""
         entry = self._open("recv", name, x.nbytes, x.dtype, peer, tag)
         self.wire.recv(x, peer, tag)
-        close(entry)
+        entry[DONE] = done = perf_counter_ns()
+        entry[TALLY].nanoseconds += done - entry[WAITED]
         return x
 
     def neighbor(self, steps: int) -> int:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from sys import _current_frames
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -112,14 +114,42 @@ class Sums(NamedTuple):
 # An entry is a list that belongs to one operation; `Record` says what its parts mean. It must cost
 # next to nothing, so whatever the calls of one line have in common lies in its last part, the
 # tally. Only this file and group.py know these positions. A reader gets a Record.
-(POSTED, WAITED, DONE, SEQ, PEER, TAG, DTYPE, STEP, STAGE, MB, TALLY) = range(11)
+(POSTED, WAITED, DONE, SEQ, PEER, TAG, STEP, STAGE, MB, TALLY) = range(10)
 
-# A tally is a list too: first what is counted, then what tells its calls from others, then the rest
-# of a Record. `code` and `instruction` are the caller's; `depth` is the number of frames from there
-# to the site, whose code and instruction follow.
-(T_CALLS, T_NANOSECONDS, T_PAYLOAD, T_PHASE, T_CODE, T_INSTRUCTION, T_DEPTH, T_SITE_CODE,
- T_SITE_INSTRUCTION, T_OPERATION, T_NAME, T_AXIS, T_WIRE, T_DTYPE, T_SITE, T_CUT) = range(16)
-NO_TALLY = (None,) * 16  # of no call
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What the calls of one line have in common, their number, and the time of those that are done.
+
+    code, instruction: the caller's place in its function.
+    depth: the number of frames from there to the site, whose code and instruction follow.
+    """
+
+    operation: str = ""
+    name: str = ""
+    axis: str = ""
+    payload_bytes: int = 0
+    dtype: object = None
+    phase: str = ""
+    code: object = None
+    instruction: int = -1
+    depth: int = 0
+    site_code: object = None
+    site_instruction: int = -1
+    wire_bytes: int = 0
+    site: str = ""
+    cut: str = ""
+    calls: int = 0
+    nanoseconds: int = 0
+
+    def is_elsewhere(self, frame) -> bool:
+        """Whether this caller has another site."""
+        for _ in range(self.depth):
+            frame = frame.f_back
+        return self.site_code is not frame.f_code or self.site_instruction != frame.f_lasti
+
+
+NO_TALLY = Tally()  # of no call
 
 
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
@@ -157,43 +187,39 @@ def site_of(frame) -> tuple:
     return depth, site
 
 
-def is_elsewhere(tally, frame) -> bool:
-    """Whether the site of a tally is not that of this caller."""
-    for _ in range(tally[T_DEPTH]):
-        frame = frame.f_back
-    return tally[T_SITE_CODE] is not frame.f_code or tally[T_SITE_INSTRUCTION] != frame.f_lasti
-
-
-def tally_of(entry: list) -> list:
-    """The tally of an entry; of one that has none yet, from its call: the group and the frame."""
-    last = entry[TALLY]
-    if isinstance(last, list):
-        return last
-    comm, *call = last
-    return comm.recorder.tally(comm.axis, comm.size, entry[DTYPE], *call)
-
-
 def as_record(entry: list) -> Record:
     """The Record of an entry. Other threads may ask, also while MPI holds its call."""
-    tally = tally_of(entry)
+    tally = entry[TALLY]
     return Record(
-        *entry[:SEQ], *tally[T_OPERATION:T_WIRE], *entry[SEQ:DTYPE], tally[T_PAYLOAD],
-        tally[T_WIRE], *entry[DTYPE:TALLY], tally[T_PHASE], tally[T_SITE], tally[T_CUT])
+        *entry[:SEQ], tally.operation, tally.name, tally.axis, *entry[SEQ:STEP],
+        tally.payload_bytes, tally.wire_bytes, tally.dtype, *entry[STEP:TALLY], tally.phase,
+        tally.site, tally.cut)
 
 
 def close(entry: list) -> None:
-    """Mark the entry's operation as done now and count it."""
+    """Mark the entry's operation as done now, and add its time."""
     entry[DONE] = now = perf_counter_ns()
-    tally = entry[TALLY]
-    tally[T_CALLS] += 1
-    tally[T_NANOSECONDS] += now - entry[WAITED]
+    entry[TALLY].nanoseconds += now - entry[WAITED]
 
 
-def count(entry: list) -> None:
-    """Count an operation that is done."""
-    tally = entry[TALLY]
-    tally[T_CALLS] += 1
-    tally[T_NANOSECONDS] += entry[DONE] - entry[WAITED]
+def open_sends(recorder) -> list[list]:
+    """The entry of the blocking send that this rank is inside of, if it is in one.
+
+    `Comm.send` writes its entry behind the message. Until then its frame holds what belongs there.
+    """
+    found, frames = [], list(_current_frames().values())
+    for frame in frames:
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+        if frame.f_code.co_qualname == "Comm.send":
+            call = frame.f_locals
+            comm, x, posted = call["self"], call["x"], call.get("posted")
+            if comm.recorder is recorder and posted and "done" not in call:
+                tally = recorder.tally(comm.axis, comm.size, x.dtype, "send", call["name"],
+                                       x.nbytes, frame.f_back)
+                found.append([posted, posted, 0, comm.seq + 1, call["peer"], call["tag"],
+                              recorder.step, recorder.stage, recorder.mb, tally])
+    return found
 
 
 def overlap_ns(flights, computing, blocked) -> tuple[int, int]:
@@ -229,7 +255,7 @@ class Recorder:
         self.entries: deque[list] = deque(maxlen=capacity)
         self._spans: deque[tuple] = deque(maxlen=capacity)
         self.operations: list = []
-        self.tallies: dict[tuple, list] = {}  # by what tells their calls from others, see `tally`
+        self.tallies: dict[tuple, Tally] = {}  # by what tells their calls from others
         self.busy_ns: dict[str, int] = {}
         self.step = 0
         self.stage = -1
@@ -246,7 +272,7 @@ class Recorder:
     @property
     def records(self) -> list[Record]:
         """The records in the ring, oldest first. Other threads may ask."""
-        return [as_record(entry) for entry in list(self.entries)]
+        return [as_record(entry) for entry in [*self.entries, *open_sends(self)]]
 
     @property
     def spans(self) -> list[Span]:
@@ -255,8 +281,8 @@ class Recorder:
 
     def newest(self) -> tuple:
         """Fields of the newest record and of the newest span: what changes with every event."""
-        return (as_record(self.entries[-1]) if self.entries else (),
-                self._spans[-1] if self._spans else ())
+        entries = open_sends(self) or (self.entries and [self.entries[-1]])
+        return (as_record(entries[0]) if entries else (), self._spans[-1] if self._spans else ())
 
     @property
     def capacity(self) -> int | None:
@@ -270,7 +296,7 @@ class Recorder:
     def reset_counters(self) -> None:
         """Start counting anew (the rings stay)."""
         for tally in self.tallies.values():
-            tally[T_CALLS] = tally[T_NANOSECONDS] = 0
+            tally.calls = tally.nanoseconds = 0
         self.busy_ns = {}
 
     def clear(self) -> None:
@@ -284,25 +310,24 @@ class Recorder:
         """The counters, which include what has left the ring."""
         counters: dict[Key, Sums] = {}
         for tally in list(self.tallies.values()):
-            calls = tally[T_CALLS]
+            calls = tally.calls
             if calls:
-                key = Key(tally[T_AXIS], tally[T_NAME], tally[T_OPERATION], tally[T_PHASE],
-                          str(tally[T_DTYPE]))
-                own = Sums(calls, calls * tally[T_PAYLOAD], calls * tally[T_WIRE],
-                           tally[T_NANOSECONDS])
+                key = Key(tally.axis, tally.name, tally.operation, tally.phase, str(tally.dtype))
+                own = Sums(calls, calls * tally.payload_bytes, calls * tally.wire_bytes,
+                           tally.nanoseconds)
                 counters[key] = counters.get(key, Sums()).plus(own)
         return counters
 
-    def tally(self, axis: str, group_size: int, dtype, operation, name, payload, frame) -> list:
+    def tally(self, axis: str, group_size: int, dtype, operation, name, payload, frame) -> Tally:
         """The tally of a call from this frame; a new one for a new kind of call."""
         depth, site = site_of(frame)
-        call = (payload, self.phase, frame.f_code, frame.f_lasti, depth, site.f_code, site.f_lasti,
-                operation, name, axis)
+        call = (operation, name, axis, payload, dtype, self.phase, frame.f_code, frame.f_lasti,
+                depth, site.f_code, site.f_lasti)
         if call not in self.tallies:
             cut = place(frame.f_code.co_filename, frame.f_lineno) if depth else ""
-            self.tallies[call] = [
-                0, 0, *call, wire_bytes(operation, payload, group_size), dtype,
-                place(site.f_code.co_filename, site.f_lineno), cut]
+            self.tallies[call] = Tally(
+                *call, wire_bytes(operation, payload, group_size),
+                place(site.f_code.co_filename, site.f_lineno), cut)
         return self.tallies[call]
 
     def span(self, kind: str, start_ns: int, stage: int = -1, mb: int = -1) -> None:

@@ -100,7 +100,7 @@ class PatientRequest:
 
 
 class HostTransport:
-    """Hands NumPy arrays straight to MPI."""
+    """Hands arrays straight to MPI."""
 
     def __init__(self, ops, mpi_comm, options):
         from mpi4py import MPI
@@ -121,7 +121,7 @@ class HostTransport:
         return self.ops.empty(shape, dtype, label="buffers")
 
     def all_reduce(self, x, op):
-        self.mpi.Allreduce(self.in_place, x, op=self.reduce_ops[op])
+        self.mpi.Allreduce(self.in_place, x, self.reduce_ops[op])
 
     def iall_reduce(self, x):
         return self.mpi.Iallreduce(self.in_place, x)
@@ -178,3 +178,13 @@ class HostTransport:
 
     def close(self):
         self.mpi.Free()
+
+
+class DirectTransport(HostTransport):
+    """Hands NumPy arrays straight to MPI. A peer waits for a blocking call: that is MPI's own."""
+
+    def __init__(self, ops, mpi_comm, options):
+        super().__init__(ops, mpi_comm, options)
+        self.send = self._send
+        if not self.patient:
+            self.recv = mpi_comm.Recv
