@@ -129,6 +129,12 @@ class Case:
         """Whether everything posted is done; the call also lets it progress."""
         return pending.test() if self.via == COMM else pending.Test()
 
+    def laid_out(self, count: int):
+        """Yield the call of each of `count` iterations; its buffers are laid out just before it."""
+        for _ in range(count):
+            self.prepare()
+            yield self.run
+
     def in_c(self, team, samples: int):
         """(entered, left) of so many samples in C, each after a barrier of `team` unless None."""
         raise AssertionError(f"{self.name} has no loop in C")
@@ -210,7 +216,7 @@ class AllReduce(Collective):
     def prepared(self, x, y):
         """The bare call with address, count and type, so that mpi4py need not ask the array."""
         kind = self.mpi4py.DOUBLE if self.item == 8 else self.mpi4py.FLOAT
-        message = [self.mpi4py.buffer.frombuffer(x), x.size, kind]
+        message = self.mpi4py.buffer.frombuffer(x), x.size, kind
         return partial(self.mpi.Allreduce, self.mpi4py.IN_PLACE, message)
 
     def bare(self, x, y):
@@ -218,6 +224,11 @@ class AllReduce(Collective):
 
     def c(self, x, y):
         return partial(self.loop, None, [x])
+
+    def laid_out(self, count: int):
+        """As in C, all buffers are laid out before the first call; new ones would take memory."""
+        calls = super().laid_out(count)
+        return calls if self.inputs.views is None else list(calls)
 
     def in_c(self, team, samples: int):
         return self.loop(team, [self.inputs.take()[0] for _ in range(samples)])

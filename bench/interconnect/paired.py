@@ -69,6 +69,10 @@ class Paired(Messages):
         if self.via == PERSISTENT:
             self.requests = [kept.of(some * self.same)
                              for kept, some in zip(self.kept, (self.xs, self.ys), strict=True)]
+            self.arrange()
+
+    def arrange(self) -> None:
+        """Make of the requests what `run_kept` needs; this is not timed."""
 
     def run_in_c(self) -> None:
         """One sample in C. Comm: its messages."""
@@ -127,10 +131,12 @@ class Latency(Paired):
 
     def run_kept(self) -> None:
         """Comm: the same messages by persistent requests."""
-        for send, receive in zip(*self.requests, strict=True):
-            for one in (send, receive) if self.first else (receive, send):
-                one.Start()
-                one.Wait()
+        for call in self.calls:
+            call()
+
+    def arrange(self):
+        pairs = zip(*(self.requests if self.first else self.requests[::-1]), strict=True)
+        self.calls = [call for pair in pairs for one in pair for call in (one.Start, one.Wait)]
 
     def volume(self):
         size = self.elements() * self.item

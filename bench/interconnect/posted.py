@@ -23,6 +23,8 @@ class PostedAllReduce(Posted, AllReduce):
     name, wide = "iall-reduce", True
     vias = (COMM, BARE)
 
+    laid_out = Case.laid_out  # `post` has one call at a time
+
     def aim(self, call):
         self.start = call
 

@@ -96,13 +96,11 @@ def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, li
         entered, left = case.in_c(start.barrier, count)
         progress.count += count
         return entered, left, []
-    for number in range(count):
-        case.prepare()
+    for number, run in enumerate(case.laid_out(count)):
         if settle:
             settle()
         if start.wait():
             late.append(number)
-        run = case.run
         begun = perf_counter_ns()
         run()
         if settle:

@@ -4,7 +4,8 @@
     python -m bench.interconnect.ways rows.jsonl [--write]    # --write: into bench/results/
 
 C runs the loops of loops.c, in the processes of the other ways and in turns with them. What mpi4py
-takes more is Python's part; what mpipar.comm takes above mpi4py is the record of the call.
+takes more has two parts. `calling_us` is a call from Python and the benchmark's own loop;
+`asking_us` is what mpi4py asks of the array. `record_us` is mpipar's part, the record of the call.
 Limits: the record costs at most 0.6 us of a latency up to 8 KiB, and 3 % from 1 MiB on. Exit code 1
 says that it costs more. Where OSU's programs are on the PATH, they run too, each as a job of its
 own; their means stand in a column.
@@ -27,6 +28,8 @@ from mpipar.job.session import guard
 RESULT = "bench/results/interconnect.json"
 COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "prepared_us", PREPARED: "prepared_us",
            COMM: "mpipar_comm_us"}
+# From C to mpipar.comm: what is new at each step.
+STEPS = (("calling_us", IN_C, PREPARED), ("asking_us", PREPARED, BARE), ("record_us", BARE, COMM))
 LIMIT_US, SMALL_BYTES = 0.6, 8 << 10  # up to the size that OSU's benchmarks call small
 LIMIT_SHARE, LARGE_BYTES = 0.03, 1 << 20
 OSU = {"latency": "osu_latency", "bandwidth": "osu_bw", "all-reduce": "osu_allreduce"}
@@ -52,8 +55,9 @@ def compared(rows) -> list[dict]:
             known = COLUMNS[via] in times and COLUMNS[IN_C] in times
             line[f"{COLUMNS[via].removesuffix('_us')}_over_C"] = (
                 times[COLUMNS[via]] / times[COLUMNS[IN_C]] if known else "-")
-        both = COLUMNS[COMM] in times and COLUMNS[BARE] in times
-        line["record_us"] = times[COLUMNS[COMM]] - times[COLUMNS[BARE]] if both else "-"
+        for name, *step in STEPS:
+            less, more = (times.get(COLUMNS[via]) for via in step)
+            line[name] = "-" if None in (less, more) else more - less
         lines.append(line)
     return lines
 

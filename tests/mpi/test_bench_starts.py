@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from bench.interconnect.cases import Case
 from bench.interconnect.sampling import Plan, Progress, batch, measure_cases
 from bench.interconnect.starts import BarrierStart, DeadlineStart, NoStart
 
@@ -40,6 +41,7 @@ class Nothing:
     name, via, sync = "nothing", "mpipar.comm", None
     setup = type("Setup", (), {"size": 0})
     ops = type("Ops", (), {"device": "cpu"})
+    laid_out = Case.laid_out
 
     def prepare(self):
         pass
