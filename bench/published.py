@@ -236,12 +236,13 @@ def publishers(runs) -> list[dict]:
                             int(run.row["gbs"]), run.cluster.memory_gib, {})
         best = search(question, PRINTED).best
         chosen = dict(zip(("dp", "pp", "cp", "tp"), run.layout.grid, strict=True))
-        places = [place for place, one in enumerate(best, 1) if one.layout.grid == run.layout.grid]
-        own = search(question._replace(fixed=chosen), 1).best
-        reason = "does not fit" if not own else "" if places else why_not(best[0], own[0])
+        own = [one for one in best if one.layout.grid == run.layout.grid]
+        place = best.index(own[0]) + 1 if own else "-"
+        own = own or search(question._replace(fixed=chosen), 1).best
+        reason = "" if place != "-" else why_not(best[0], own[0]) if own else "does not fit"
         rows.append({
             "row": run.row["id"], "job": f"{run.row['model']}, {run.layout.ranks} ranks",
-            "publisher": sizes_text(chosen), "place": places[0] if places else "-",
+            "publisher": sizes_text(chosen), "place": place,
             "longer %": 100 * (own[0].step.total / best[0].step.total - 1) if own else "-",
             "why not": reason})
     return rows
