@@ -59,11 +59,10 @@ def parse(argv):
                         help="prompts at one time (1 8)")
     parser.add_argument("--contexts", nargs="+", type=flags.count,
                         help="lengths of a text at which a token is timed with cache and without")
-    for name, default, text in (("prompt-tokens", 128, "tokens of each prompt"),
-                                ("new-tokens", 128, "tokens added to each prompt"),
-                                ("repeats", 5, "repetitions")):
-        parser.add_argument(f"--{name}", type=flags.count, default=default,
-                            help=f"{text} ({default})")
+    for flag, default, text in (("--prompt-tokens", 128, "tokens of each prompt"),
+                                ("--new-tokens", 128, "tokens added to each prompt"),
+                                ("--repeats", 5, "repetitions")):
+        parser.add_argument(flag, type=flags.count, default=default, help=f"{text} ({default})")
     parser.add_argument("--threads", type=flags.count, help="threads of each rank (1)")
     parser.add_argument("--json", help="write the result to this file")
     return parser.parse_args(argv)
