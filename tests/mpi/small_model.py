@@ -94,14 +94,16 @@ def peaks(config) -> tuple[int, int]:
     return peak.peak, predicted
 
 
-def assert_saved(whole: tuple[int, int], less: tuple[int, int]) -> None:
+def assert_saved(whole: tuple[int, int], less: tuple[int, int], under_way: int = 0) -> None:
     """Assert that the measured peak falls by the predicted bytes, to 5 % or 1 MiB.
 
-    whole, less: what `peaks` returned. The larger of the two tolerances counts.
+    whole, less: what `peaks` returned. The larger of the two tolerances counts. under_way: bytes of
+    a message between stages; a rank that is late has one more in memory.
     """
     measured, predicted = (a - b for a, b in zip(whole, less, strict=True))
     assert predicted > 1 << 20
-    assert abs(measured - predicted) <= max(0.05 * predicted, 1 << 20), (measured, predicted)
+    assert abs(measured - predicted) <= max(0.05 * predicted, 1 << 20) + under_way, (
+        measured, predicted)
 
 
 @functools.cache
