@@ -13,37 +13,35 @@ class LlamaOps:
 
     def swiglu_forward(self, h, out=None):
         """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
-        y = self._logistic(h[..., 0, :], out)
-        y *= h[..., 0, :]
-        y *= h[..., 1, :]
-        return y
+        silu, _ = self._silu(h[..., 0, :])
+        return self.xp.multiply(silu, h[..., 1, :], out=out)
 
     def swiglu_backward_input(self, dy, h, out=None):
         """Return (dh (..., 2, F), and silu(gate) up (..., F) once more).
 
-        With s = s(gate): silu' = s + silu (1 - s).
+        With s = s(gate): silu' = s + silu (1 - s). On a CPU, a pass over the gaps of dh takes twice
+        as long as one over an array of its own, so each half of dh is written once.
         """
-        gate, up = h[..., 0, :], h[..., 1, :]
+        up = h[..., 1, :]
         dh = self.xp.empty(h.shape, h.dtype) if out is None else out
-        s = self._logistic(gate)
-        y = gate * s  # silu
+        y, s = self._silu(h[..., 0, :])
         self.xp.multiply(dy, y, out=dh[..., 1, :])
-        slope = dh[..., 0, :]
-        self.xp.multiply(y, s, out=slope)
-        self.xp.subtract(y, slope, out=slope)
+        s *= self.scalar(0.5)
+        slope = self.scalar(1.0) - s
+        slope *= y
         slope += s
         slope *= up
-        slope *= dy
+        self.xp.multiply(slope, dy, out=dh[..., 0, :])
         y *= up
         return dh, y
 
-    def _logistic(self, x, out=None):
-        """Return s(x)."""
-        s = self.xp.multiply(x, self.scalar(0.5), out=out)
-        self.xp.tanh(s, out=s)
-        s += self.scalar(1.0)
-        s *= self.scalar(0.5)
-        return s
+    def _silu(self, gate):
+        """Return (silu(gate), 2 s(gate))."""
+        silu = gate * self.scalar(0.5)
+        twice = self.xp.tanh(silu)
+        twice += self.scalar(1.0)
+        silu *= twice
+        return silu, twice
 
     def rope_forward(self, x, positions, table):
         """Turn each head of x (B, T, H, d) in place by the angles of its position; return x.
@@ -62,15 +60,11 @@ class LlamaOps:
 
     def _rotate(self, x, cos, sin):
         """Turn x (B, T, H, d) in place; cos and sin (T, d/2) or (B, T, d/2)."""
-        half = x.shape[-1] // 2
         assert x.shape[-1] == 2 * cos.shape[-1], (x.shape, cos.shape)
-        first, second = x[..., :half], x[..., half:]
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        part = first * sin
-        first *= cos
-        first -= second * sin
-        second *= cos
-        second += part
+        points = x.reshape(*x.shape[:-1], 2, -1)
+        turned = points[..., ::-1, :] * self.xp.stack([-sin, sin], axis=-2)[..., None, :, :]
+        x *= self.xp.concatenate([cos, cos], axis=-1)[..., None, :]
+        x += turned.reshape(x.shape)
 
 
 def rope_table(length, width, theta, scaling):

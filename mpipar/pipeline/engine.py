@@ -105,7 +105,7 @@ class Engine:
     def _progress(self):
         """Let messages move: MPI may do that only while it is called.
 
-        Finished sends free their arrays.
+        A device's copies to the host are handed to MPI here. Finished sends free their arrays.
         """
         self.sending = [send for send in self.sending if not send.test()]
         for receive in self.inbox.values():
