@@ -3,6 +3,7 @@
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
     python -m bench.step --freed                  # neither BLAS asks who made the processor
+    python -m bench.step --batch-size 8 --repeats 7
     python -m bench.step --recipe nanogpt         # nanoGPT's recipe for a CPU, on the default text
     python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]

@@ -19,8 +19,8 @@ class LlamaOps:
     def swiglu_backward_input(self, dy, h, out=None):
         """Return (dh (..., 2, F), and silu(gate) up (..., F) once more).
 
-        With s = s(gate): silu' = s + silu (1 - s). On a CPU, a pass over the gaps of dh takes twice
-        as long as one over an array of its own, so each half of dh is written once.
+        With s = s(gate): silu' = s + silu (1 - s). Each half of dh is written once: on a CPU, a
+        pass over its gaps takes twice as long as one over a whole array.
         """
         up = h[..., 1, :]
         dh = self.xp.empty(h.shape, h.dtype) if out is None else out
