@@ -218,7 +218,7 @@ TWINS = [
     ("norm.cu", "layernorm_forward", BEFORE_WRITES),
 ]
 TOO_FAR = [
-    ("gelu.cu", "gelu_forward", ("i < count; i", "i <= count; i")),
+    ("gelu.cu", "gelu_forward", ("i < end; i", "i <= end; i")),
     ("norm.cu", "layernorm_forward",
      ("    for (int j = threadIdx.x; j < columns; j += Threads)\n        y[j] = from_float<T>((",
       "    for (int j = threadIdx.x; j <= columns; j += Threads)\n        y[j] = from_float<T>((")),

@@ -1,6 +1,8 @@
 """A barrier's place in the source: the line of the layer, beside the line of the cut."""
 
+import gc
 import sys
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -124,3 +126,17 @@ def test_only_computing_hides_a_flight(records, spans, flight, hidden, twin):
     assert recorder.flight_ns("dp", ("all_reduce",)) == (flight, hidden)
     assert recorder.flight_ns("tp", ("all_reduce",)) == (0, 0)
     assert sum_of_waits(recorder) == twin != (flight, hidden)
+
+
+def test_who_reads_the_newest_record_keeps_no_arrays():
+    """The watchdog reads it from a thread of its own, while a pass has arrays in its frames."""
+    def a_pass():
+        x = np.ones(8)
+        Recorder().newest()
+        return weakref.ref(x)
+
+    gc.disable()
+    try:
+        assert a_pass()() is None
+    finally:
+        gc.enable()

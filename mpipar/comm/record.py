@@ -206,19 +206,21 @@ def open_sends(recorder) -> list[list]:
     """The entry of the blocking send that this rank is inside of, if it is in one.
 
     `Comm.send` writes its entry behind the message. Until then its frame holds what belongs there.
+    No frame stays in a name or a list: this function's own would make a circle, which keeps the
+    arrays of all frames alive.
     """
-    found, frames = [], list(_current_frames().values())
-    for frame in frames:
-        if frame.f_back is not None:
-            frames.append(frame.f_back)
-        if frame.f_code.co_qualname == "Comm.send":
-            call = frame.f_locals
-            comm, x, posted = call["self"], call["x"], call.get("posted")
-            if comm.recorder is recorder and posted and "done" not in call:
-                tally = recorder.tally(comm.axis, comm.size, x.dtype, "send", call["name"],
-                                       x.nbytes, frame.f_back)
-                found.append([posted, posted, 0, comm.seq + 1, call["peer"], call["tag"],
-                              recorder.step, recorder.stage, recorder.mb, tally])
+    found = []
+    for frame in _current_frames().values():
+        while frame is not None:
+            if frame.f_code.co_qualname == "Comm.send":
+                call = frame.f_locals
+                comm, x, posted = call["self"], call["x"], call.get("posted")
+                if comm.recorder is recorder and posted and "done" not in call:
+                    tally = recorder.tally(comm.axis, comm.size, x.dtype, "send", call["name"],
+                                           x.nbytes, frame.f_back)
+                    found.append([posted, posted, 0, comm.seq + 1, call["peer"], call["tag"],
+                                  recorder.step, recorder.stage, recorder.mb, tally])
+            frame = frame.f_back  # noqa: PLW2901
     return found
 
 
