@@ -50,31 +50,25 @@ def ready(session, world):
     (Path(session.run_folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
 
 
-def stop_the_launcher():
-    """The process that forwards what the ranks say, and kills them, does nothing for a while."""
-    subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {os.getppid()}"])
-    os.kill(os.getppid(), signal.SIGSTOP)
-
-
 def fail_under_a_slow_launcher(session):
-    """Rank 1 fails. The launcher forwards its words late, and kills the other ranks late.
+    """Rank 1 fails, and the launcher kills the other ranks when they have long seen its end.
 
-    These have long seen that it has ended. What they say goes to a file.
+    Meanwhile it also forwards nothing, so what the ranks say goes to a file.
     """
     from mpi4py import MPI
 
     class World(MPI.Intracomm):
         def Abort(self, code):
-            stop_the_launcher()
+            launcher = os.getppid()
+            subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {launcher}"])
+            os.kill(launcher, signal.SIGSTOP)
             super().Abort(code)
 
     session.world = World(session.world)
-    if session.world.Get_rank() != 1:
-        said = Path(os.environ["TMPDIR"]) / "said"
-        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    said = Path(os.environ["TMPDIR"]) / "said"
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
     session.world.Barrier()
     if session.world.Get_rank() == 1:
-        stop_the_launcher()
         raise OutputError("disk full")
 
 
