@@ -38,7 +38,7 @@ def test_an_uneven_stage_is_named(tmp_path):
     assert finding.lost_ms > 0
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_a_heavy_head_is_named(tmp_path):
     np.arange(16_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     run = traced(tmp_path / "run", "--layers", "4", "--stage-layers", "2,2", "--vocab-size",
