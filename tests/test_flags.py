@@ -105,7 +105,7 @@ def test_no_field_is_blamed_on_a_model_that_is_misspelt():
 def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
     written = tomllib.loads(to_toml(resolve(reading_of("--model", model).config, 1)[0]))
     names = {key.replace("-", "_") for key in written}
-    taken = {("model", model), ("optimizer", "adamw"),
+    taken = {("model", model), ("optimizer", "adamw"), ("zero", 0, 1),
              ("lr_schedule", "cosine", "linear", "wsd")}
     assert {CHOICES[name] for name in names & CHOICES.keys()} == taken
     of_rope = {name for name, choice in CHOICES.items() if choice == ("positions", "rope")}

@@ -38,4 +38,4 @@ class TrainConfig:
     clip: float = setting(1.0, "largest global gradient norm; 0 = no clipping", low=0.0)
     bucket_bytes: int = setting(
         4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages (default"
-        " 4M)", low=1, in_bytes=True)
+        " 4M)", low=1, in_bytes=True, only=("zero", 0, 1))  # ZeRO-3 sums each unit whole
