@@ -71,6 +71,15 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
         calibrate.parse(["--end-bytes", "x", "--seconds", "0"])
 
 
+def test_short_flags_are_those_of_nccl_tests():
+    short = interconnect.parse("ring -b 16 -e 1K -f 4 -n 7 -w 0 -d float64".split())
+    words = "ring --begin-bytes 16 --end-bytes 1K --factor 4 --iterations 7 --warm-up 0 --dtype"
+    assert short == interconnect.parse([*words.split(), "float64"])
+    assert interconnect.chosen_sizes(short) == (16, 64, 256, 1024)
+    with pytest.raises(UsageError, match=r"^--quick has sizes of its own: leave out -b, "):
+        interconnect.parse(["--quick", "-b", "8"])
+
+
 def test_sections_of_a_layout_are_its_groups_alone_and_together():
     layout = plans.read_layout("dp=2,tp=2", 4)
     found = plans.layout_sections(["all-reduce"], layout, (8,))

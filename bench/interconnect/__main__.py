@@ -46,8 +46,8 @@ from mpipar.job import gpus
 from mpipar.job.session import guard
 from mpipar.ops.mixed_ops import DTYPES as MIXED
 
-FIXED_BY_QUICK = ("--begin-bytes", "--end-bytes", "--factor", "--target", "--warm-up",
-                  "--iterations")
+FIXED_BY_QUICK = ("-b", "--begin-bytes", "-e", "--end-bytes", "-f", "--factor", "--target",
+                  "-w", "--warm-up", "-n", "--iterations")
 SECONDS = 0.5
 DTYPES = ("float32", "float64", *MIXED)
 MOST_ITERATIONS = 100_000
@@ -60,9 +60,9 @@ def add_repeats(parser) -> None:
                              f"whole run, all launches ({quick.SECONDS:g})")
     parser.add_argument("--target", type=float, default=0.02,
                         help="stop when the median is known to this share (0.02)")
-    parser.add_argument("--warm-up", type=int, default=5, metavar="N",
+    parser.add_argument("-w", "--warm-up", type=int, default=5, metavar="N",
                         help="iterations of each size and way that do not count (5)")
-    parser.add_argument("--iterations", type=int, default=0, metavar="N",
+    parser.add_argument("-n", "--iterations", type=int, default=0, metavar="N",
                         help="exactly so many that count (0: as --seconds and --target say)")
 
 
@@ -73,12 +73,13 @@ def parse(argv):
                         help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
     parser.add_argument("--layout", metavar="dp=2,tp=2",
                         help="run on this layout's groups, one at a time and all at once")
-    parser.add_argument("--begin-bytes", default="8", metavar="SIZE",
+    parser.add_argument("-b", "--begin-bytes", default="8", metavar="SIZE",
                         help="smallest size (8); 0 is a size too")
-    parser.add_argument("--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
-    parser.add_argument("--factor", type=float, default=2.0, help="from size to size (2)")
+    parser.add_argument("-e", "--end-bytes", default="4M", metavar="SIZE",
+                        help="largest size (4M)")
+    parser.add_argument("-f", "--factor", type=float, default=2.0, help="from size to size (2)")
     parser.add_argument("--window", type=int, default=64, help="messages in flight (64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32",
+    parser.add_argument("-d", "--dtype", choices=DTYPES, default="float32",
                         help="of the numbers; MPI adds no 16-bit ones, mpipar.comm does (float32)")
     parser.add_argument("--ways", default="mpipar.comm,mpi4py,persistent", metavar="WAY,WAY",
                         help=f"how to do it, of {', '.join(plans.WAYS)}, or all; C where there is "
