@@ -1,6 +1,8 @@
 """`mpipar learn`: each exercise knows a right answer from a wrong one, and mistakes are named."""
 
 import re
+import shlex
+import subprocess
 
 import pytest
 from english import long_sentences, page_paragraphs
@@ -12,6 +14,7 @@ from program import mpipar
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_USAGE
 from mpipar.learn.catalog import CHAPTERS, EXERCISES
 from mpipar.learn.examples.catalog import EXAMPLES
+from mpipar.learn.exercise import PROGRAM
 from mpipar.learn.lateness import CAUSES, SHAPES, late_rank, pipeline_run
 from mpipar.learn.twins import TWINS, by_letter
 from mpipar.pipeline.csv_format import write_csv
@@ -69,6 +72,15 @@ def test_a_schedule_is_proved_and_timed(number, tmp_path):
     assert "needs 1F0, which stands at" in check(number, "--file", path, code=EXIT_CHECK_FAILED)
     path.write_text("0F0,what\n")
     assert_refused(EXIT_USAGE, ["is not an instruction"], "learn", "check", number, "--file", path)
+
+
+@pytest.mark.parametrize("number", [one.id for one in EXERCISES.values() if one.original])
+def test_an_exercise_prints_the_command_that_its_file_begins_with(number, tmp_path):
+    (begin,) = (line for line in check(number).splitlines() if line.startswith("To begin: "))
+    subprocess.run(shlex.split(begin.partition(": ")[2]), cwd=tmp_path, check=True)
+    (copy,) = tmp_path.iterdir()
+    assert EXERCISES[number].command.endswith(f"--file {copy.name}")
+    assert copy.read_text() == (PROGRAM / EXERCISES[number].original).read_text()
 
 
 def test_a_weight_gradient_is_judged_by_finite_differences(tmp_path, capsys):
@@ -173,7 +185,10 @@ REFUSED = {
     "a file where words are asked for": (
         ["check", "4a", "--file", "x"], ["not answered by a file"]),
     "words where a file is asked for": (["check", "5b", "33"], ["answered by a file", "leave 33"]),
-    "no file": (["check", "2c", "--file", "none.py"], ["cannot read none.py", "No such file"]),
+    "no file": (["check", "5b", "--file", "none.csv"], ["cannot read none.csv", "No such file"]),
+    "no file, of a copy": (["check", "2c", "--file", "my file.py"], [
+        "--file my file.py: no such file; begin with a copy: cp",
+        "mpipar/partition/column.py 'my file.py'"]),
     "code without ranks": (["check", "6b", "--file", "x.py"], [
         "6b runs on 2 ranks, and 1 is started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
     "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': is no rank", "is no cause"]),

@@ -6,6 +6,7 @@ A wrong answer ends with exit code 1, a check that did not hold. What cannot be 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -143,6 +144,8 @@ def misfits(one: Exercise, words, file: str | None, size: int) -> list[str]:
         found.append(f"{one.id} is answered by a file: leave {' '.join(words)} out")
     if file and not one.takes_file:
         found.append(f"{one.id} is not answered by a file: type {one.command}")
+    if file and one.original and not os.path.exists(file):
+        found.append(f"--file {file}: no such file; begin with a copy: {one.copying(file)}")
     needs_ranks = file is not None and not one.alone
     if size not in one.ranks and (needs_ranks or (one.ranks and size > 1)):
         counts = " or ".join(map(str, sorted(one.ranks)))
@@ -168,6 +171,8 @@ def tell(one: Exercise, asked: Asked) -> int:
     if lines:
         print("\n" + "\n".join(lines))
     seed = f" --seed {asked.seed}" if asked.seed else ""
+    if one.original:
+        print(f"\nTo begin: {one.copying(one.answer.split()[-1])}")
     print(f"\nTo answer: {one.command}{seed}")
     return EXIT_OK
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
 
+PROGRAM = Path(__file__).parents[2]  # the folder in which the folder mpipar lies
 MOST_DIGITS = 7  # behind the point
 # A larger exponent would make a number of endless digits.
 NUMBER = re.compile(r"[+-]?(\d{1,9}/[1-9]\d{0,8}|\d{1,15}\.?\d{0,15}([eE][+-]?\d{1,2})?)", re.ASCII)
@@ -55,7 +57,8 @@ class Exercise(NamedTuple):
     id: number of its chapter, and a letter. task: what to find out, as sentences. answer: how it is
     typed behind the id. judge(asked) -> Verdict; with several ranks it counts on world rank 0.
     show(asked) -> lines that belong to the task. ranks: numbers of ranks on which it runs; empty if
-    it needs none. alone: whether one process can judge an answer too.
+    it needs none. alone: whether one process can judge an answer too. original: the file of the
+    program that the reader's file begins as a copy of.
     """
 
     id: str
@@ -65,6 +68,7 @@ class Exercise(NamedTuple):
     show: Callable[[Asked], list[str]] | None = None
     ranks: tuple[int, ...] = ()
     alone: bool = True
+    original: str = ""
 
     @property
     def chapter(self) -> int:
@@ -78,6 +82,10 @@ class Exercise(NamedTuple):
     def command(self) -> str:
         """What a reader types to answer."""
         return f"{'' if self.alone else self.launcher}mpipar learn check {self.id} {self.answer}"
+
+    def copying(self, file: str) -> str:
+        """What a reader types to begin a file, wherever mpipar is installed."""
+        return f"cp {shlex.quote(str(PROGRAM / self.original))} {shlex.quote(file)}"
 
     @property
     def launcher(self) -> str:

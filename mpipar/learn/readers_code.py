@@ -30,7 +30,8 @@ def exercises() -> list[Exercise]:
             "2c", "Write the weight gradient of a product: copy `backward_weight` of"
             " `mpipar/partition/column.py` into `my_linear.py`, empty it, and fill it with NumPy"
             " alone. x is (3, 4), dy is (3, 5), and what you find is added to dw (4, 5)."
-            " Finite differences judge it.", "--file my_linear.py", judge_weight_gradient),
+            " Finite differences judge it.", "--file my_linear.py", judge_weight_gradient,
+            original="mpipar/partition/column.py"),
         Exercise(
             "3c", "Write `all_reduce(comm, x)`: afterwards x holds the sum of everybody's x. Use"
             " `comm.isend(x, peer, tag, name)`, `comm.irecv(x, peer, tag, name)` and `.wait()`"
@@ -41,13 +42,14 @@ def exercises() -> list[Exercise]:
             "6b", "Write the row cut: copy `mpipar/partition/row.py` to `my_row.py`, empty its"
             " three functions, and fill them. A step with tp=2 must equal one rank.",
             "--file my_row.py", judge_step({"tp": 2}, row, CUT, "mpipar/partition/row.py"),
-            ranks=(2,), alone=False),
+            ranks=(2,), alone=False, original="mpipar/partition/row.py"),
         Exercise(
             "7d", "Write the loss over a cut vocabulary: copy `mpipar/layers/loss.py` to"
             " `my_loss.py`, and empty `forward` and `backward_input` of its class `CrossEntropy`."
             " Fill them with NumPy. No rank may send its logits.",
             "--file my_loss.py", judge_step({"tp": 2}, CrossEntropy, ("forward", "backward_input"),
-                                            "mpipar/layers/loss.py"), ranks=(2,), alone=False),
+                                            "mpipar/layers/loss.py"), ranks=(2,), alone=False,
+            original="mpipar/layers/loss.py"),
     ]
 
 
