@@ -21,6 +21,7 @@ from mpipar.plan.cluster import STACKS, load_cluster, machine_names
 from mpipar.plan.collectives import all_gather, all_reduce
 from mpipar.plan.confirm import confirm, train_config
 from mpipar.plan.footprint import GIB, footprint, rank_footprint
+from mpipar.plan.formats import FORMATS, in_format, least_seconds, search_formats
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.published import published_runs, read_runs
 from mpipar.plan.search import SCHEDULES, Candidate, Question, layouts, search, with_best_order
@@ -165,6 +166,26 @@ def test_search_finds_what_brute_force_finds():
     assert len(every) == found.fitting
     assert math.isclose(min(every), min(one.step.total for one in found.best), rel_tol=1e-12)
     assert found.simulated < len(every) / 2
+
+
+@pytest.mark.parametrize(("float16", "float32", "gib", "chosen"), [
+    (312, 19.5, 40, "bfloat16"), (312, 280, 40, "bfloat16"), (400, 19.5, 40, "float16"),
+    (312, 19.5, 26, "float32")])  # the last one: in 16 bits nothing fits, because of the masters
+def test_the_format_is_chosen_as_if_all_were_searched(float16, float32, gib, chosen):
+    cluster = dataclasses.replace(load_cluster("a100-40"), peak_tflops={
+        "bfloat16": 312.0, "float16": float16, "float32": float32})
+    question = Question(shape_of("gpt2-xl"), cluster, STACKS["megatron"], 1, 2, gib, {})
+    found, plan = search_formats(question)
+    steps = {}
+    for dtype in FORMATS:
+        asked = in_format(question, dtype)
+        for one in search(asked, 1).best:
+            steps[dtype] = one.step.total
+            assert least_seconds(asked) < one.step.total
+    assert found.dtype == chosen
+    assert plan.best[0].step.total == min(steps.values())
+    left_out = [reason for reason in plan.rejected if reason.startswith(FORMATS)]
+    assert len(left_out) == (1 if float16 == 312 else 2)
 
 
 def test_what_sends_less_goes_from_node_to_node():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mpipar.commands.plan_question import (
     ACTIVATIONS,
-    DTYPES,
     batch_range,
     job_of,
     question_of,
@@ -25,6 +24,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from mpipar.plan import report as plan_report
 from mpipar.plan.cluster import STACKS, machine_names
 from mpipar.plan.confirm import Job, confirm, train_config
+from mpipar.plan.formats import FORMATS, search_formats
 from mpipar.plan.mixed import search_mixed
 from mpipar.plan.mixed_report import mixed_dict, mixed_report
 from mpipar.plan.page import page
@@ -47,8 +47,8 @@ def add_arguments(parser) -> None:
     add("--batch-range", metavar="A:B", help="take the rows of a step, from A to B by doubling,"
         " that give the most tokens a second; the fewest within 1 %%")
     add("--seq-len", type=int, metavar="T", help="tokens of a row (default: the model's)")
-    add("--dtype", choices=DTYPES, help="format of numbers (default: bfloat16 where the machine has"
-        " it, else float16)")
+    add("--dtype", choices=FORMATS, help="format of numbers (default: the machine's with the"
+        " shortest step)")
     add("--activation", choices=ACTIVATIONS, help="of the feed-forward network (default: the"
         " model's); relu2, the square of a ReLU, can be planned, and not be trained here")
     add("--stack", choices=tuple(STACKS), default="megatron",
@@ -155,15 +155,25 @@ def refusal(question: Question, job: Job, layout, counts: tuple[int, ...] | None
 
 
 def chosen_batch(args, question: Question, tell):
-    """(question, plan, {rows of a step: plan}) of the rows that --batch-range leaves to choose."""
+    """(question, plan, {rows of a step: plan}) of the rows that --batch-range leaves to choose.
+
+    Without --dtype the number format is chosen, too, and stands in the question.
+    """
+    def found(rows: int) -> tuple[Question, Plan]:
+        asked = question._replace(batch_size=rows)
+        if args.dtype is None:
+            return search_formats(asked, args.top, tell)
+        return asked, search(asked, args.top, tell)
+
     if args.batch_range is None:
-        return question, search(question, args.top, tell), {}
+        return *found(question.batch_size), {}
     first, last = batch_range(args.batch_range)
-    plans, rows = {}, first
+    answers, rows = {}, first
     while rows <= last:
-        plans[rows] = search(question._replace(batch_size=rows), args.top, tell)
+        answers[rows] = found(rows)
         rows *= 2
+    plans = {rows: plan for rows, (_, plan) in answers.items()}
     rates = {rows: rows / plan.best[0].step.total for rows, plan in plans.items() if plan.best}
     most = max(rates.values(), default=0.0)
     best = min((rows for rows, rate in rates.items() if rate >= 0.99 * most), default=first)
-    return question._replace(batch_size=best), plans[best], plans
+    return *answers[best], plans

@@ -18,6 +18,7 @@ from mpipar.errors import DataError, UsageError, suggestion
 from mpipar.files.text import brief
 from mpipar.plan.cluster import STACKS, Cluster, load_cluster
 from mpipar.plan.confirm import Job
+from mpipar.plan.formats import FORMATS
 from mpipar.plan.mixed import Kind
 from mpipar.plan.search import FIXED, Question
 from mpipar.plan.shape import Shape
@@ -25,7 +26,6 @@ from mpipar.plan.sites import Sites
 
 MOST_RANKS = 1 << 17
 MOST_ROWS = 1 << 24  # of a step
-DTYPES = ("float32", "float16", "bfloat16")
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
 ONE_KIND = ("memory_limit", "batch_range", "csv", "html", "confirm", "sites", "failure_hours")
 
@@ -53,11 +53,11 @@ def clusters_of(names, dtype: str | None) -> tuple[list[Cluster], str]:
     By default it is the one of 16 bits that all have. Raises UsageError and DataError.
     """
     clusters = [load_cluster(name) for name in names]
-    dtype = dtype or min((cluster.dtype_16 for cluster in clusters), key=DTYPES.index)
+    dtype = dtype or min((cluster.dtype_16 for cluster in clusters), key=FORMATS.index)
     found = []
     for cluster in clusters:
         if dtype not in cluster.peak_tflops:
-            known = [one for one in DTYPES if one in cluster.peak_tflops]
+            known = [one for one in FORMATS if one in cluster.peak_tflops]
             found.append(f"--dtype {dtype}: {cluster.name} has no rate for it; use one of"
                          f" {', '.join(known)}")
     if found:

@@ -1,0 +1,63 @@
+"""Which number format: each that a machine has a rate for is searched, or shown to be slower."""
+
+from __future__ import annotations
+
+from mpipar.plan.footprint import GIB
+from mpipar.plan.search import Plan, Question, search
+
+FORMATS = ("float32", "float16", "bfloat16")  # that mpipar trains in, and machines have rates of
+
+
+def search_formats(question: Question, count: int = 5,
+                   tell=lambda text: None) -> tuple[Question, Plan]:
+    """The question in the format with the shortest step, and its plan.
+
+    question: in the format that is searched first. The plan counts the layouts in other formats as
+    rejected. Where nothing fits in any format, the first one answers.
+    """
+    plan, rejected = search(question, count, tell), {}
+    for dtype in other_formats(question) if layouts_of(plan) else ():
+        other = in_format(question, dtype)
+        least = least_seconds(other)
+        if plan.best and plan.best[0].step.total <= least:
+            rejected[f"{dtype}: its products alone take {least:.3f} s"] = layouts_of(plan)
+            continue
+        lost, found = other, search(other, count, tell)
+        if found.best and (not plan.best or found.best[0].step.total < plan.best[0].step.total):
+            lost, question, found, plan = question, other, plan, found
+        rejected[f"{lost.dtype}: {in_short(found)}"] = layouts_of(found)
+    return question, plan._replace(rejected=plan.rejected | rejected)
+
+
+def other_formats(question: Question) -> list[str]:
+    """The machine's formats whose rates or bytes differ from those of the question's format."""
+    def facts(dtype: str) -> tuple:
+        return question.cluster.peak_tflops[dtype], question.stack.with_dtype(dtype)
+    known = {facts(dtype): dtype for dtype in FORMATS if dtype in question.cluster.peak_tflops}
+    return [dtype for facts_of_it, dtype in known.items() if facts_of_it != facts(question.dtype)]
+
+
+def in_format(question: Question, dtype: str) -> Question:
+    """A question of 16 bits, asked for another format."""
+    return question._replace(cluster=question.cluster.with_dtype(dtype),
+                             stack=question.stack.with_dtype(dtype), dtype=dtype)
+
+
+def least_seconds(question: Question) -> float:
+    """Seconds of the products of weights alone, on devices that are never idle."""
+    shape = question.shape
+    weights = shape.layers * shape.block_parameters + shape.vocab * shape.width
+    rate = question.cluster.product_tflops * 1e12 * question.stack.products
+    return 6 * question.batch_size * shape.tokens * weights / (question.ranks * rate)
+
+
+def layouts_of(plan: Plan) -> int:
+    """How many layouts can be run, whether they fit or not."""
+    return plan.fitting + plan.rejected.get("does not fit in memory", 0)
+
+
+def in_short(plan: Plan) -> str:
+    """What a format that was not chosen gives."""
+    if plan.best:
+        return f"a step takes {plan.best[0].step.total:.3f} s or more"
+    return f"needs {plan.least.memory.total / GIB:.1f} GiB or more, and does not fit"
