@@ -310,6 +310,13 @@ def test_mistakes_are_said(flags, message):
     assert_refused(2, [message], "explain", *flags)
 
 
+def test_the_notes_of_a_training_run_are_printed_here_too():
+    flags = ("--num-microbatches", 3)  # which do not divide the preset's 16 rows
+    notes = [line for line in printed("train", *flags, "--print-config").splitlines()
+             if line.startswith("# batch size 16 of preset tiny rounded up to 18")]
+    assert [f"# {line}" for line in printed("explain", *flags).splitlines()[:1]] == notes
+
+
 def test_all_ranks_shows_who_holds_what():
     small = ["--layout", "pp=2,tp=2", "--layers", 3, "--d-model", 16, "--heads", 2]
     lines = printed("explain", *small, "--all-ranks").splitlines()

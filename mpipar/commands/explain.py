@@ -68,7 +68,7 @@ def run(reading, args) -> int:
 def configured(reading, args, machine):
     """The resolved configuration, with a schedule chosen by the machine for --schedule auto.
 
-    Raises UsageError.
+    It prints the notes that `train` prints of these flags. Raises UsageError.
     """
     given = reading.config.grid
     axes = {axis: getattr(given, axis) or 1 for axis in AXES}
@@ -77,7 +77,7 @@ def configured(reading, args, machine):
     if world_size > MOST_RANKS:
         raise UsageError(f"--layout {','.join(f'{axis}={size}' for axis, size in axes.items())}:"
                          f" has {world_size:,} ranks; at most {MOST_RANKS:,} are explained")
-    config, _ = resolve(reading, world_size)
+    config, notes = resolve(reading, world_size)
     problems = []
     if args.rank is not None and not 0 <= args.rank < world_size:
         problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")
@@ -93,7 +93,9 @@ def configured(reading, args, machine):
         raise UsageError(problems)
     if config.grid.schedule == AUTO:
         config, why = choose([config], machine)
-        print("\n".join([*why, ""]))
+        notes += why
+    if notes:
+        print("\n".join([*notes, ""]))
     return config
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mpipar import models
 from mpipar.comm.grid import Grid
+from mpipar.layers.context import recomputed_blocks
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import HOP, STREAM, Machine
@@ -68,10 +70,12 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     """
     units = measured_units(machine, config)
     factor = microbatch_rows(config) / units.rows
-    block = units.block
-    if config.memory.recompute == "block":  # the machine's file has blocks that run forward once
-        block = replace(block, i=block.i + block.f)
-    parts = [units.embedding, *[block] * config.model.layers, units.head]
+    once = units.block  # the machine's file has blocks that run forward once
+    twice = replace(once, i=once.i + once.f)
+    split = models.layer_split(config, configured_schedule(config.grid))
+    blocks = [twice if place < recomputed_blocks(config) else once
+              for count in split for place in range(count)]
+    parts = [units.embedding, *blocks, units.head]
     parts = [passes.scaled(factor) for passes in parts]
     return Costs(f=tuple(passes.f for passes in parts), i=tuple(passes.i for passes in parts),
                  w=tuple(passes.w for passes in parts),
