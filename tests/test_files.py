@@ -8,11 +8,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import at_once
+from in_process import at_once, printed
 
 from mpipar.errors import DataError, UsageError
 from mpipar.files import bounded
-from mpipar.files.text import harmless, printable, shown
+from mpipar.files.text import counted, harmless, printable, shown
 
 MANY = 400_000
 
@@ -118,3 +118,11 @@ def test_text_that_a_terminal_would_obey_is_spelled_out():
     assert printable("\x07\u20ac") == "\\x07\u20ac"
     assert shown("\x1b" + "x" * 1000, 10) == "'\\x1bxxxxx..."
     assert shown(["a"]) == "['a']"
+
+
+def test_one_of_a_thing_has_no_plural():
+    assert [counted(count, "microbatch") for count in (0, 1, 2)] == [
+        "0 microbatches", "1 microbatch", "2 microbatches"]
+    assert [counted(count, "traced row") for count in (1, 4)] == ["1 traced row", "4 traced rows"]
+    text = printed("explain", "--num-microbatches", 1, "--batch-size", 1)
+    assert "one step of 1f1b, 1 microbatch of 1 row, float32\n" in text

@@ -204,7 +204,7 @@ def test_a_big_trace_is_thinned_and_says_so(opened):
     page = opened(case, most_slices=300)
     told = page.run("return document.getElementById('remarks').textContent")
     match = re.fullmatch(
-        r"thinned: (\d+) of 2,000 slices are shown; step 1 of 1 steps, slices from [\d.]+ us on",
+        r"thinned: (\d+) of 2,000 slices are shown; step 1 of 1 step, slices from [\d.]+ us on",
         told)
     assert match, told
     assert int(match[1]) == page.run(COUNT) <= 300

@@ -15,7 +15,7 @@ from mpipar.config.sections import build
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
 from mpipar.files.bounded import problems_as, read_text
-from mpipar.files.text import brief, harmless
+from mpipar.files.text import brief, counted, harmless
 from mpipar.plan import machine_file
 from mpipar.plan.predict import predict
 from mpipar.plan.step import step_parts
@@ -68,7 +68,7 @@ def print_runs(before: Side, after: Side) -> None:
         for one in side:
             trace = one.trace
             print(f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
-                  f" {trace.meta['schedule']['name']}, {trace.num_steps} traced steps")
+                  f" {trace.meta['schedule']['name']}, {counted(trace.num_steps, 'traced step')}")
     first, *others = [one.trace for one in (*before, *after)]
     lines = [f"   {brief(key)}: {brief(str(old))} -> {brief(str(new))}" for other in others
              for key, old, new in comparison.settings_that_differ(first.folder, other.folder)]

@@ -24,6 +24,7 @@ from mpipar.console.tables import (
 )
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
+from mpipar.files.text import counted
 from mpipar.ops.shape_array import labels_of
 from mpipar.plan import formulas, machine_file, memory_formulas
 from mpipar.plan.choose_layout import choose
@@ -107,7 +108,7 @@ def print_all_ranks(config, schedule, summary: bool) -> None:
         prediction = predict(config, world_rank)
         facts.append(holding(config, schedule, prediction))
         counters.append([[*key, *counter] for key, counter in prediction.recorder.counters.items()])
-    print(f"{world_size} ranks; {step_words(config, schedule)}\n")
+    print(f"{counted(world_size, 'rank')}; {step_words(config, schedule)}\n")
     print(holdings(facts))
     if summary:
         print("\nbarriers by name, per step, summed over ranks:")
@@ -116,8 +117,9 @@ def print_all_ranks(config, schedule, summary: bool) -> None:
 
 def step_words(config, schedule) -> str:
     """The step that is explained, in words."""
-    return (f"one step of {schedule.name}, {config.grid.num_microbatches} microbatches of "
-            f"{rows_per_microbatch(config)} rows, {config.run.dtype}")
+    return (f"one step of {schedule.name}, "
+            f"{counted(config.grid.num_microbatches, 'microbatch')} of "
+            f"{counted(rows_per_microbatch(config), 'row')}, {config.run.dtype}")
 
 
 def print_rank(config, schedule, prediction, summary: bool) -> None:

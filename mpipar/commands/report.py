@@ -22,6 +22,7 @@ from mpipar.config.setting import flag
 from mpipar.console import series, tables
 from mpipar.errors import UserError
 from mpipar.files.replace import replace_file
+from mpipar.files.text import counted
 from mpipar.job import alike, mpi
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
@@ -40,7 +41,7 @@ def environment(session, hosts: int) -> list[tuple[str, str]]:
         ("command", f"mpipar {shlex.join(sys.argv[1:])}"),
         ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
         ("launcher", session.launcher.name or "none (one process)"),
-        ("ranks", f"{session.world.size} on {hosts} host{'s' * (hosts > 1)}"),
+        ("ranks", f"{session.world.size} on {counted(hosts, 'host')}"),
         ("MPI", mpi.library_name()), *((name, session.facts[name]) for name in alike.PROGRAMS),
         ("processor", cpu[1] if cpu else platform.machine()),
         ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
@@ -110,7 +111,7 @@ def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
     if lines:
         newest = lines[-20:]
         found.append(["training loss", f"{sum(one['loss'] for one in newest) / len(newest):.4f}",
-                      f"nats per {unit}, mean of the last {len(newest)} steps"])
+                      f"nats per {unit}, mean of the last {counted(len(newest), 'step')}"])
         speed = median(one["tokens_per_second"] for one in lines)
         found.append(["speed", tables.short_count(speed), f"{unit}s per second, median step"])
         seen = len(lines) * config.train.batch_size * config.model.targets_per_row

@@ -16,6 +16,7 @@ from mpipar.config.sections import Config, build, is_in_force, settings
 from mpipar.config.setting import flag
 from mpipar.data.dataset import is_dataset, read_dataset
 from mpipar.errors import DataError, UsageError, UserError, combine
+from mpipar.files.text import counted
 from mpipar.ops import kernel_problems, shapes_for
 from mpipar.partition.context import keeps_scores
 from mpipar.pipeline.csv_format import read_csv
@@ -140,9 +141,9 @@ def work_problems(config: Config) -> list[str]:
     blocks, num_mb = -(-config.model.layers // config.grid.pp), config.grid.num_microbatches
     if blocks * num_mb <= MOST_WORK:
         return []
-    return [(f"--num-microbatches {num_mb}: with {blocks} blocks on a pipeline rank a step has"
-             f" {blocks * num_mb:,} passes of blocks, and at most {MOST_WORK:,} are planned; use at"
-             f" most --num-microbatches {MOST_WORK // blocks}, or a larger --pp")]
+    return [(f"--num-microbatches {num_mb}: with {counted(blocks, 'block')} on a pipeline rank"
+             f" a step has {blocks * num_mb:,} passes of blocks, and at most {MOST_WORK:,} are"
+             f" planned; use at most --num-microbatches {MOST_WORK // blocks}, or a larger --pp")]
 
 
 def split_problems(grid, stages: int) -> list[str]:
@@ -152,8 +153,8 @@ def split_problems(grid, stages: int) -> list[str]:
     split = ",".join(map(str, grid.stage_layers))
     named = (f"--schedule-csv {grid.schedule_csv}" if grid.schedule_csv
              else f"--schedule {grid.schedule} with pp {grid.pp}")
-    return [(f"--stage-layers {split}: names {len(grid.stage_layers)} stages, but {named} has"
-             f" {stages}")]
+    return [(f"--stage-layers {split}: names {counted(len(grid.stage_layers), 'stage')}, but"
+             f" {named} has {stages}")]
 
 
 def csv_problems(grid) -> list[str]:

@@ -12,7 +12,7 @@ from mpipar.commands import explore
 from mpipar.console import output
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
-from mpipar.files.text import brief, shown
+from mpipar.files.text import brief, counted, shown
 from mpipar.pipeline import csv_format, draw
 from mpipar.pipeline.closed_form import ClosedForm, closed_form
 from mpipar.pipeline.costs import Costs
@@ -210,8 +210,9 @@ def headline(schedule: Schedule, costs: Costs) -> str:
 def title(schedule: Schedule) -> str:
     """Name and counts."""
     return (
-        f"{schedule.name}: {schedule.pp_size} workers, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches"
+        f"{schedule.name}: {counted(schedule.pp_size, 'worker')},"
+        f" {counted(schedule.num_stages, 'stage')},"
+        f" {counted(schedule.num_microbatches, 'microbatch')}"
     )
 
 
@@ -288,7 +289,8 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
         ))
     if len(rows) == 1:
         raise UsageError(list(dict.fromkeys(notes)))  # a problem of all schedules is named once
-    head = f"{p} workers, {m} microbatches; a worker's layers take {cost_words(costs)}"
+    head = f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
+    head += f" {cost_words(costs)}"
     foot = "peak stash: microbatches of a worker's layers; dualpipe holds its weights twice"
     return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])
 

@@ -9,7 +9,7 @@ from mpipar.comm.record import family
 from mpipar.console.bubble import bubble_table
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
-from mpipar.files.text import harmless
+from mpipar.files.text import counted, harmless
 from mpipar.trace import html, perfetto, pop, trace_file, waits
 from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, category_ns
 from mpipar.trace.timeline import median_step, timeline
@@ -47,7 +47,7 @@ def show(args, trace) -> int:
     if args.html is not None or args.perfetto is not None:
         write_files(args, analysis)
         return EXIT_OK
-    print(f"{trace.size()}, {trace.num_steps} steps of"
+    print(f"{trace.size()}, {counted(trace.num_steps, 'step')} of"
           f" {trace.meta['schedule']['name']} in {(trace.end - trace.start) * 1e-6:.1f} ms;"
           f" clocks: {trace.clock.describe()}")
     for remark in trace.remarks():

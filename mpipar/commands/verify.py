@@ -8,6 +8,7 @@ from mpipar.commands.inputs import prepare
 from mpipar.config.grid import AUTO
 from mpipar.console.tables import layout_text, table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
+from mpipar.files.text import counted
 from mpipar.train import verify
 
 
@@ -32,8 +33,8 @@ def run(session, reading) -> int:
         if asked != "float64" and "dtype" in reading.given:
             print(f"in float64 in place of {asked}: this proves the layout, whatever the dtype;"
                   " rounding would hide its mistakes")
-        print(f"{layout_text(grid)}, schedule"
-              f" {grid.schedule_csv or grid.schedule}, {grid.num_microbatches} microbatches,"
+        print(f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
+              f" {counted(grid.num_microbatches, 'microbatch')},"
               " against one rank and one microbatch; float64\n")
         rows = [("tensor", "of the step", "largest difference", "at", "")]
         rows += [(d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS")

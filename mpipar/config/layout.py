@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpipar.comm.grid import PIECES_PER_RANK
+from mpipar.files.text import counted
 
 Layout = tuple[int, int, int]  # (dp, pp, tp)
 
@@ -90,8 +91,8 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
                      f"{listing(range(max(1, layers - 5), layers + 1), pp)}"
                      f"{'' if fixed else f', or --layers {pp}'}")
     if not found:
-        found.append(f"no layout of {world_size} ranks fits the axes given and the model's shape; "
-                     f"use one of: {_shown(options, cp)}")
+        found.append(f"no layout of {counted(world_size, 'rank')} fits the axes given and the"
+                     f" model's shape; use one of: {_shown(options, cp)}")
     return (dp or 1, pp or 1, tp or 1), found
 
 
@@ -129,7 +130,7 @@ def _product_problems(given, world_size: int, options: list[Layout], cp: int) ->
     named = [f"{name} {axis}" for name, axis in zip(("dp", "pp", "tp"), given, strict=True) if axis]
     named += [f"cp {cp}"] if cp > 1 else []
     total = f"{' x '.join(named)} = {product}" if len(named) > 1 else named[0]
-    wants = f"a multiple of {product} ranks" if None in given else f"{product} ranks"
+    wants = f"a multiple of {product} ranks" if None in given else counted(product, "rank")
     started = "1 was started" if world_size == 1 else f"{world_size} were started"
     cure = f"start them with mpiexec -n {product}"
     cure += f", or use one of: {_shown(options, cp)}" if options else ""

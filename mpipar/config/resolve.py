@@ -14,6 +14,7 @@ from mpipar.config.run import run_problems
 from mpipar.config.sections import SECTIONS, Config, settings
 from mpipar.config.setting import value_problem
 from mpipar.errors import UsageError, UserError, combine
+from mpipar.files.text import counted
 
 WHOLE_TOKENS = 1 << 14  # of a step that one rank computes in one microbatch
 Check = tuple[Callable[[Config], list[str] | None], type[UserError]]
@@ -74,13 +75,14 @@ def _choose_batch(config: Config) -> tuple[Config, list[str], list[str]]:
     up = -(-(rows or preset["batch_size"]) // unit) * unit
     if rows is None and up != preset["batch_size"]:
         notes.append(f"batch size {preset['batch_size']} of preset {config.run.preset} rounded up "
-                     f"to {up}, a multiple of dp {dp} * {num_mb} microbatches")
+                     f"to {up}, a multiple of dp {dp} * {counted(num_mb, 'microbatch')}")
     elif rows is not None and up != rows:
         down = f"{up - unit} or " if up > unit else ""
         cure = (f", or --num-microbatches {listing(divisors(rows // dp), num_mb)}"
                 if rows % dp == 0 else ", or another --dp")
-        found.append(f"--batch-size {rows}: must be a multiple of dp {dp} * {num_mb} "
-                     f"microbatches = {unit}; use --batch-size {down}{up}{cure}")
+        found.append(f"--batch-size {rows}: must be a multiple of dp {dp} *"
+                     f" {counted(num_mb, 'microbatch')} = {unit}; use --batch-size"
+                     f" {down}{up}{cure}")
     return replace(config, grid=replace(config.grid, num_microbatches=num_mb),
                    train=replace(config.train, batch_size=up)), found, notes
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 
 from mpipar.comm.record import COMPUTE
 from mpipar.console.tables import table
+from mpipar.files.text import counted
 
 
 def share_facts(recorder) -> dict:
@@ -70,7 +71,7 @@ def crowded(hosts: list[str], cores: list[int]) -> str | None:
              if ranks[host] > have}
     if not found:
         return None
-    told = ", ".join(f"{count} ranks share {have} core{'s' * (have > 1)} of {host}"
+    told = ", ".join(f"{count} ranks share {counted(have, 'core')} of {host}"
                      for host, (count, have) in found.items())
     return (f"{told}: a rank also waits for a core,\nso passes last longer and measured shares"
             " differ from simulated ones")

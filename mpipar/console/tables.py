@@ -6,6 +6,7 @@ from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
+from mpipar.files.text import counted
 from mpipar.ops.shape_array import labels_of
 
 
@@ -45,7 +46,7 @@ def layout_text(grid) -> str:
 
 def microbatches_text(count: int) -> str:
     """The microbatches of a step, also in the words of other programs."""
-    return f"{count} microbatches (gradient accumulation)" if count > 1 else "1 microbatch"
+    return f"{counted(count, 'microbatch')}{' (gradient accumulation)' * (count > 1)}"
 
 
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
@@ -53,14 +54,14 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
     grid, model, run = config.grid, config.model, config.run
     kernels = f", {run.kernels} kernels" if run.kernels else ""
     return (
-        f"{world_size} rank{'s' * (world_size > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}:"
+        f"{counted(world_size, 'rank')} on {counted(num_hosts, 'host')}:"
         f" {layout_text(grid)},"
-        f" schedule {grid.schedule_csv or grid.schedule}, {num_stages} stages,"
+        f" schedule {grid.schedule_csv or grid.schedule}, {counted(num_stages, 'stage')},"
         f" {microbatches_text(grid.num_microbatches)}, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"
         f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
         f"model {run.preset}: {models.model_of(model).describe_model(model)};"
-        f" {config.train.optimizer}, {config.train.batch_size} rows per step"
+        f" {config.train.optimizer}, {counted(config.train.batch_size, 'row')} per step"
     )
 
 

@@ -22,6 +22,7 @@ from mpipar.data.token_file import BLOCK, Piece, TokenFiles, outside
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
+from mpipar.files.text import counted
 from mpipar.files.utf8 import BLOCK as TEXT_BLOCK
 from mpipar.files.utf8 import text_pieces
 
@@ -77,8 +78,7 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
         raise DataError(problems)
     found = [_joined(part, vocab_size) for part in (train, held_out)]
     unit = "tokens" if files[0].suffix == ".bin" else "bytes"
-    return Source(*found, f"{sum(map(len, pieces)):,} {unit} from {len(files)}"
-                  f" file{'s' * (len(files) > 1)}")
+    return Source(*found, f"{sum(map(len, pieces)):,} {unit} from {counted(len(files), 'file')}")
 
 
 def is_held_out(path: Path) -> bool:

@@ -28,6 +28,12 @@ def brief(text: str, most: int = MOST_SHOWN) -> str:
     return harmless(text if len(text) <= most else f"{text[:most]}...")
 
 
+def counted(count: int, word: str) -> str:
+    """As in `1 rank`, `4 ranks` and `4 microbatches`."""
+    ending = "es" if word.endswith(("ch", "s")) else "s"
+    return f"{count} {word}{ending * (count != 1)}"
+
+
 def shown(value, most: int = MOST_SHOWN) -> str:
     """A foreign value for a sentence: its repr, cut if it is long."""
     return brief(repr(value), most)

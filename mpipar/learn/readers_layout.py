@@ -12,6 +12,7 @@ from mpipar.config.reading import over, read
 from mpipar.config.resolve import resolve
 from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
+from mpipar.files.text import counted
 from mpipar.learn.exercise import Asked, Exercise, Verdict
 from mpipar.pipeline.schedules.catalog import schedule_problems
 from mpipar.plan.predict import predict
@@ -86,7 +87,8 @@ def config_of(case: Case, words: tuple[str, ...]):
                                    "batch_size": microbatches * axes["dp"]}, reading)
     problems = list(reading.problems)
     if not problems and size != case.devices:
-        problems.append(f"the layout has {size} ranks, and there are {case.devices} devices")
+        problems.append(f"the layout has {counted(size, 'rank')}, and there are"
+                        f" {case.devices} devices")
     if problems:
         raise UsageError(problems)
     return resolve(reading.config, case.devices, [(counts, UsageError)])[0]

@@ -6,6 +6,7 @@ from itertools import groupby
 
 from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
+from mpipar.files.text import counted
 from mpipar.plan.block_time import block_times
 from mpipar.plan.confirm import Job, command_line
 from mpipar.plan.footprint import GIB
@@ -19,7 +20,7 @@ def mixed_report(question: Question, kinds: tuple[Kind, ...], plan: MixedPlan, j
     shape = question.shape
     names = " + ".join(f"{kind.ranks} x {kind.cluster.name}" for kind in kinds)
     head = (f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
-            f" {question.batch_size} rows of {shape.tokens} tokens a step, on {names}")
+            f" {counted(question.batch_size, 'row')} of {shape.tokens} tokens a step, on {names}")
     if not plan.best:
         return "\n\n".join([head, "no layout over these kinds fits, or can be run",
                             others(plan), rejected_lines(plan.rejected)])

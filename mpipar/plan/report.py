@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
+from mpipar.files.text import counted
 from mpipar.plan.confirm import Confirmed, Job, command_line
 from mpipar.plan.footprint import GIB, RESERVE, Footprint, footprint, rank_footprint
 from mpipar.plan.layout import Layout, blocks_of_stages
@@ -58,8 +59,8 @@ def headline(question: Question) -> str:
     """Model, machine and batch."""
     shape, cluster = question.shape, question.cluster
     return (f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
-            f" {question.batch_size} rows of {shape.tokens} tokens a step, on {question.ranks} x"
-            f" {cluster.name}\n"
+            f" {counted(question.batch_size, 'row')} of {shape.tokens} tokens a step, on"
+            f" {question.ranks} x {cluster.name}\n"
             f"the machine's figures: {cluster.basis}")
 
 

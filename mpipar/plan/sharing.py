@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from mpipar.comm.grid import AXES
+from mpipar.files.text import counted
 
 EQUAL_SHARES = "in the prediction, ranks that compute at the same time get equal shares"
 
@@ -33,4 +34,4 @@ def sharing_note(grid_config, cores: int) -> str:
     ranks = prod(getattr(grid_config, axis) for axis in AXES)
     if ranks <= cores:
         return ""
-    return f"{ranks} ranks share {cores} core{'s' * (cores > 1)}: {EQUAL_SHARES}"
+    return f"{ranks} ranks share {counted(cores, 'core')}: {EQUAL_SHARES}"

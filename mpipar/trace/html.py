@@ -13,6 +13,7 @@ from mpipar import models
 from mpipar.comm.record import BUSY
 from mpipar.config.model import model_config
 from mpipar.console import html, output, series
+from mpipar.files.text import counted
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
 
@@ -42,8 +43,8 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
     return {
         "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
         "model": f"{models.model_of(model).describe_model(model)};"
-                 f" {meta['batch_size']} rows per step,"
-                 f" {meta['schedule']['num_microbatches']} microbatches, {meta['dtype']}",
+                 f" {counted(meta['batch_size'], 'row')} per step,"
+                 f" {counted(meta['schedule']['num_microbatches'], 'microbatch')}, {meta['dtype']}",
         "clock": trace.clock.describe(), "thinned": thinned,
         "remarks": trace.remarks(),
         "step_ms": (trace.end - trace.start) * 1e-6 / trace.num_steps,
@@ -164,7 +165,8 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
         shortest = sorted(lengths[min(kept)])[-most] + 1
         count = sum(length >= shortest for length in lengths[min(kept)])
     shown = f"step {min(kept)}" if len(kept) == 1 else f"steps {min(kept)} to {max(kept)}"
-    text = f"thinned: {count:,} of {total:,} slices are shown; {shown} of {len(lengths)} steps"
+    text = (f"thinned: {count:,} of {total:,} slices are shown;"
+            f" {shown} of {counted(len(lengths), 'step')}")
     if shortest:
         text += f", slices from {shortest * 1e-3:.1f} us on"
     return kept, shortest, text

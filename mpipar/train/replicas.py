@@ -19,6 +19,7 @@ from mpipar.checkpoint.params import all_params
 from mpipar.checkpoint.save import place_among_copies
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.errors import DriftError
+from mpipar.files.text import counted
 from mpipar.train.optim import TITLES
 
 DRIFT = ("copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
@@ -89,8 +90,8 @@ class Replicas:
     def summary(self) -> str:
         """What the comparisons so far have found and cost."""
         each = self.seconds / self.count * 1e3
-        return (f"all copies of tensors were equal: compared {self.count} time"
-                f"{'s' * (self.count > 1)}, {each:.1f} ms each")
+        return ("all copies of tensors were equal: compared"
+                f" {counted(self.count, 'time')}, {each:.1f} ms each")
 
     def _report(self, step, drifted, mine) -> list[str]:
         """Lines that name each piece that drifted and its ranks, by what they hold.
