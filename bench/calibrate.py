@@ -50,14 +50,6 @@ COMPUTING = 0.5  # of the time, at most
 ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 replicas
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """The text 1,2,4 as a tuple of numbers above 0."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers above 0, as 1,2,4")
-    return tuple(dict.fromkeys(map(int, parts)))
-
-
 def parse(argv):
     """Read and check the flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.calibrate", description=__doc__)
@@ -71,9 +63,9 @@ def parse(argv):
     parser.add_argument("--config", metavar="FILE.toml",
                         help="the model whose passes are measured, as mpipar train --print-config "
                              "shows it (the preset tiny)")
-    parser.add_argument("--rows", type=whole_numbers, default=ROWS, metavar="1,2,4",
+    parser.add_argument("--rows", type=flags.counts, default=ROWS, metavar="1,2,4",
                         help="rows of a microbatch for the passes (1,2,4)")
-    parser.add_argument("--tp", type=whole_numbers, default=(1,), metavar="1,2",
+    parser.add_argument("--tp", type=flags.counts, default=(1,), metavar="1,2",
                         help="tensor-parallel ranks for the passes (1)")
     parser.add_argument("--only-steps", action="store_true",
                         help="only what the prediction of a step reads: messages, all-reduces and "

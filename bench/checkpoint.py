@@ -256,10 +256,9 @@ def report(args, found: dict, sizes: dict, layout: str, ranks: int) -> int:
     print(f"state of {state_bytes / 2**20:.0f} MiB, {ranks} rank(s), saved by {layout}\n"
           f"{results.markdown_table(rows)}\n\n"
           f"a save takes {ratio:.2f} times its two parts; limit {LIMIT}")
-    if args.json:
-        results.write(args.json, "bench.checkpoint", rows, ranks=ranks,
-                      state_MiB=round(state_bytes / 2**20, 1), repeats=args.repeats,
-                      save_over_parts=round(ratio, 3))
+    results.write(args.json, "bench.checkpoint", rows, ranks=ranks,
+                  state_MiB=round(state_bytes / 2**20, 1), repeats=args.repeats,
+                  save_over_parts=round(ratio, 3))
     if ratio > LIMIT:
         print("the limit is not kept")
     return EXIT_CHECK_FAILED if ratio > LIMIT else 0

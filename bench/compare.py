@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.interconnect import records
+from bench.interconnect.between import KEY, by_operation, medians_of
 from bench.interconnect.statistics import discoveries, rank_sum
 from mpipar.config import flags
 from mpipar.console.tables import table
@@ -29,9 +30,7 @@ from mpipar.job.session import guard
 
 FALSE_RATE = 0.05
 LARGE_FACTOR = 1.5
-KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", "window",
-       "size_bytes", "sync")
-VERDICTS = "faster", "slower", "not shown"
+FASTER, SLOWER, NOT_SHOWN = "faster", "slower", "not shown"
 
 
 class Side(NamedTuple):
@@ -58,22 +57,17 @@ class Comparison(NamedTuple):
     verdict: str
 
 
-def by_operation(rows) -> dict[tuple, Side]:
-    """Each operation in a file; the rounds of a launch make one value."""
-    found: dict = {}
-    for row in rows:
-        key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
-        found.setdefault(key, {}).setdefault(row["launch"], []).append(row)
-    return {key: Side([float(np.median([row["median_us"] for row in own]))
-                       for own in launches.values()],
-                      min(row["low_us"] for own in launches.values() for row in own),
-                      max(row["high_us"] for own in launches.values() for row in own))
-            for key, launches in found.items()}
+def sides(rows) -> dict[tuple, Side]:
+    """Each operation in a file."""
+    return {key: Side(medians_of(launches),
+                      min(row["low_us"] for own in launches for row in own),
+                      max(row["high_us"] for own in launches for row in own))
+            for key, launches in by_operation(rows).items()}
 
 
 def compare_rows(a_rows, b_rows) -> list[Comparison]:
     """Every operation that both have, in A's order."""
-    a, b = by_operation(a_rows), by_operation(b_rows)
+    a, b = sides(a_rows), sides(b_rows)
     keys = [key for key in a if key in b]
     p_values = [rank_sum(a[key].medians, b[key].medians) for key in keys]
     sure = discoveries(p_values, FALSE_RATE)
@@ -90,15 +84,15 @@ def compared(key: tuple, a: Side, b: Side, p_value: float, stands: bool) -> Comp
     else:
         apart = p_value <= FALSE_RATE
     large = max(a_us, b_us) > LARGE_FACTOR * min(a_us, b_us)
-    verdict = VERDICTS[2]
+    verdict = NOT_SHOWN
     if a_us != b_us and (stands or (large and apart)):
-        verdict = VERDICTS[0 if b_us < a_us else 1]
+        verdict = FASTER if b_us < a_us else SLOWER
     return Comparison(key, launches, a_us, b_us, p_value, verdict)
 
 
 def shown_verdict(one: Comparison) -> str:
     """The verdict, with a remark where a side has one launch."""
-    known = one.verdict != VERDICTS[2] and min(one.launches) == 1
+    known = one.verdict != NOT_SHOWN and min(one.launches) == 1
     return f"{one.verdict}, one launch" if known else one.verdict
 
 
@@ -146,7 +140,7 @@ def main(argv, session) -> int:
         if args.check and min(map(min, (one.launches for one in found))) > 1:
             raise UsageError(f"--check: {warning}")
         print(warning, file=sys.stderr)
-    slower = [one for one in found if one.verdict == VERDICTS[1]]
+    slower = [one for one in found if one.verdict == SLOWER]
     if args.check:
         print(f"{len(slower)} of {len(found)} rows are slower in B")
     return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK

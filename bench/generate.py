@@ -17,7 +17,6 @@ ours. What counts are the medians over the repetitions.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import statistics
 import sys
@@ -30,7 +29,6 @@ from threadpoolctl import threadpool_limits
 
 from bench import results
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.comm.facts import broadcast_text
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
@@ -38,7 +36,7 @@ from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.data.rows import Batch
-from mpipar.errors import EXIT_CHECK_FAILED
+from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.inference.generate import Text, generate
 from mpipar.inference.sampling import Sampling
 from mpipar.job.session import guard
@@ -66,6 +64,12 @@ def parse(argv):
     parser.add_argument("--threads", type=flags.count, help="threads of each rank (1)")
     parser.add_argument("--json", help="write the result to this file")
     return parser.parse_args(argv)
+
+
+class WrongTextError(UserError):
+    """A text has a token that is not the likeliest; nothing is timed then."""
+
+    exit_code = EXIT_CHECK_FAILED
 
 
 class OurSide:
@@ -174,8 +178,8 @@ def rows(preset, found, batch_size, args) -> list[dict]:
     return made
 
 
-def beside_transformers(preset, args, world) -> tuple[list[dict], str]:
-    """(rows of one model, what is wrong: nothing is timed then)."""
+def beside_transformers(preset, args, world) -> list[dict]:
+    """The rows of one model. Raises WrongTextError."""
     ours = {f"mpipar {kernels}": OurSide(preset, {}, world, kernels)
             for kernels in ("numpy", "numba")
             if kernels == "numpy" or importlib.util.find_spec("numba")}
@@ -190,13 +194,14 @@ def beside_transformers(preset, args, world) -> tuple[list[dict], str]:
             wrong = theirs["transformers"].disagreement(
                 side.run(prompts, args.new_tokens)[1], args.prompt_tokens)
             if not wrong <= TOLERANCE:
-                return [], f"{preset}, {name}: another token is likelier by {wrong:.1e}"
+                raise WrongTextError(f"not timed: {preset}, {name}: another token is likelier by "
+                                     f"{wrong:.1e}")
         made += rows(preset, measure(preset, ours | theirs, prompts, args, world), batch_size, args)
-    return made, ""
+    return made
 
 
-def over_layouts(preset, args, world) -> tuple[list[dict], str]:
-    """(rows of one model, what is wrong: a layout that gives other tokens than the first)."""
+def over_layouts(preset, args, world) -> list[dict]:
+    """The rows of one model: its layouts beside each other."""
     sides = {f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
              for axis in LAYOUTS}
     made = []
@@ -204,11 +209,11 @@ def over_layouts(preset, args, world) -> tuple[list[dict], str]:
         prompts = random_prompts(next(iter(sides.values())).config, batch_size,
                                  args.prompt_tokens)
         made += rows(preset, measure(preset, sides, prompts, args, world), batch_size, args)
-    return made, ""
+    return made
 
 
-def over_contexts(preset, args, world) -> tuple[list[dict], str]:
-    """(a row for each length of a text: one token with cache and without, "")."""
+def over_contexts(preset, args, world) -> list[dict]:
+    """A row for each length of a text: one token with cache and without."""
     side, made = OurSide(preset, {}, world), []
     for length in (one for one in args.contexts if one <= side.config.model.seq_len):
         prompt = random_prompts(side.config, 1, length)[0]
@@ -219,7 +224,7 @@ def over_contexts(preset, args, world) -> tuple[list[dict], str]:
         made.append({"model": preset, "context": length,
                      "with_cache_tokens_per_s": 1 / cached, "without_tokens_per_s": 1 / plain,
                      "times": plain / cached})
-    return made, ""
+    return made
 
 
 def main(argv, session) -> int:
@@ -230,23 +235,13 @@ def main(argv, session) -> int:
     args.threads = args.threads or 1
     table = (over_contexts if args.contexts else
              over_layouts if world.size > 1 else beside_transformers)
-    made = []
     with threadpool_limits(args.threads):
-        for preset in args.presets:
-            more, wrong = table(preset, args, world)
-            if broadcast_text(world, wrong):
-                print(f"not timed: {wrong}", file=sys.stderr)
-                return EXIT_CHECK_FAILED
-            made += more
+        made = [row for preset in args.presets for row in table(preset, args, world)]
     if world.rank == 0:
         print(results.markdown_table(made))
-        if args.json:
-            versions = {name: importlib.metadata.version(name)
-                        for name in ("torch", "transformers", "numba")
-                        if importlib.util.find_spec(name)}
-            results.write(args.json, "bench.generate", made, ranks=world.size,
-                          threads=args.threads, prompt_tokens=args.prompt_tokens,
-                          new_tokens=args.new_tokens, repeats=args.repeats, **versions)
+        results.write(args.json, "bench.generate", made, ranks=world.size, threads=args.threads,
+                      prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
+                      repeats=args.repeats, **results.versions("torch", "transformers", "numba"))
     return 0
 
 

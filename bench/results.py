@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -56,12 +58,15 @@ def check_writable(path: str | None, session=None, flag: str = "--json") -> None
             raise OutputError(f"{flag} {path}: {place} cannot be written")
 
 
-def write(path: str, bench: str, rows: list[dict], *, beside: dict | None = None, **facts) -> None:
-    """Write a result file. Raises OutputError.
+def write(path: str | None, bench: str, rows: list[dict], *, beside: dict | None = None,
+          **facts) -> None:
+    """Write a result file, if there is a path. Raises OutputError.
 
     rows: each column's name has its unit. facts: everything else. beside: more keys of the file,
     which no table shows.
     """
+    if path is None:
+        return
     result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows,
               **(beside or {})}
     try:
@@ -69,6 +74,12 @@ def write(path: str, bench: str, rows: list[dict], *, beside: dict | None = None
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: {error.strerror}") from error
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of those of some packages that are installed."""
+    return {name: importlib.metadata.version(name) for name in packages
+            if importlib.util.find_spec(name)}
 
 
 def text(value) -> str:

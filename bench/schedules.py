@@ -132,9 +132,8 @@ def main(argv, session) -> int:
     for row in rows:
         row["idle_recovered"] = 1 - (1 - row["busy_measured"]) / idle
         print("  ".join(f"{key} {results.text(value)}" for key, value in row.items()))
-    if args.json:
-        results.write(args.json, "bench.schedules", rows, ranks=world.size,
-                      num_microbatches=args.num_microbatches, cell_ms=args.cell_ms)
+    results.write(args.json, "bench.schedules", rows, ranks=world.size,
+                  num_microbatches=args.num_microbatches, cell_ms=args.cell_ms)
     return int(any(abs(row["measured_over_simulated"] - 1) > TOLERANCE for row in rows))
 
 

@@ -13,7 +13,6 @@ two behind it.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from bench import results
-from bench.interconnect.launches import environment_of_jobs
+from bench.interconnect.launches import environment_of_jobs, own_launcher
 from mpipar.config import flags
 from mpipar.errors import EnvironmentProblem
 from mpipar.job.session import guard
@@ -34,7 +33,7 @@ FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0 --progre
 def parse(argv):
     """Read the flags."""
     parser = flags.Parser(prog="python -m bench.startup", description=__doc__)
-    parser.add_argument("--ranks", type=counts, default=[1, 2, 4], metavar="N,N",
+    parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4), metavar="N,N",
                         help="numbers of ranks (1,2,4)")
     parser.add_argument("--kernels", choices=KERNELS["cpu"], help="as of mpipar train")
     parser.add_argument("--repeats", type=flags.count, default=5, help="timed starts of each (5)")
@@ -42,17 +41,9 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def counts(text: str) -> list[int]:
-    """Numbers of ranks. Raises what `flags.count` raises."""
-    return [flags.count(one) for one in text.split(",")]
-
-
 def command(num_ranks: int, kernels: str | None) -> list[str]:
     """What a user types, with the programs of this environment."""
-    launcher = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
-    if launcher is None:
-        raise EnvironmentProblem("no mpiexec: pip install '.[mpich]'")
-    prefix = [] if num_ranks == 1 else [launcher, "-n", str(num_ranks)]
+    prefix = [] if num_ranks == 1 else [own_launcher(), "-n", str(num_ranks)]
     more = ["--kernels", kernels] if kernels else []
     return [*prefix, sys.executable, "-m", "mpipar", "train", *FLAGS, *more]
 
@@ -92,8 +83,7 @@ def main(argv, session) -> int:
     results.check_writable(args.json)
     rows = [row(one, args.kernels, args.repeats) for one in args.ranks]
     print(results.markdown_table(rows))
-    if args.json:
-        results.write(args.json, "bench.startup", rows, repeats=args.repeats)
+    results.write(args.json, "bench.startup", rows, repeats=args.repeats)
     return 0
 
 

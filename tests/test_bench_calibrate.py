@@ -114,7 +114,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [
-    (["calibrate", "--rows", "0"], 2, "whole numbers above 0"),
+    (["calibrate", "--rows", "0"], 2, "whole number above 0"),
     (["calibrate", "--tp", "3"], 2, "--tp 3: does not divide the 2 ranks"),
     (["calibrate", "--out", "/missing/machine.json"], 74, "its folder is missing"),
     (["calibrate", "--no-compute", "--rows", "3"], 2, "--no-compute leaves out"),

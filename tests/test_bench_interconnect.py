@@ -40,7 +40,6 @@ def test_interval_holds_the_median_as_often_as_it_says(rng):
 def test_time_of_an_iteration_is_last_exit_minus_first_entry():
     entered, left = np.array([[0, 5], [0, 1]]), np.array([[10, 8], [3, 7]])
     assert statistics.iteration_ns(entered, left).tolist() == [10, 7]
-    assert statistics.skew_ns(entered).tolist() == [5, 1]
     one = row("latency", per_sample=2) | {"entered_ns": [[0, 50]], "left_ns": [[4000, 9000]]}
     assert statistics.times_us(one).tolist() == [2.0]
     assert statistics.times_us(one | {"case": "ring"}).tolist() == [4.5]
@@ -280,7 +279,6 @@ def test_time_that_was_taken_away_from_a_rank_is_counted(rng):
     took[::10, 1] += 50_000
     one = row("noise", size=0, via="Python", sync="none") | {
         "entered_ns": np.zeros_like(took).tolist(), "left_ns": took.tolist()}
-    assert noise.detours_us(one).max(axis=0).tolist() == [0, 50]
     assert statistics.times_us(one).tolist() == (took[:, 1] / 1000).tolist()
     head, quiet, noisy = (line.split() for line in noise.noise_lines(one).splitlines())
     assert quiet[:4] == ["0", "200.0", "0.000", "0.0"]

@@ -60,7 +60,7 @@ def test_a_large_factor_among_many_rows_is_found(rng):
     sizes = [4 << k for k in range(18)]
     a, b = ([one | {"size_bytes": size} for size in sizes
              for one in shifted(rng, 2 if slow and size == 64 else 1, 5)] for slow in (False, True))
-    found = {dict(zip(compare.KEY, one.key, strict=True))["size_bytes"]: one
+    found = {dict(zip(between.KEY, one.key, strict=True))["size_bytes"]: one
              for one in compare.compare_rows(a, b)}
     assert found[64].verdict == "slower"
     assert not any(compare.discoveries([one.p_value for one in found.values()]))

@@ -284,10 +284,9 @@ def main(argv, session) -> int:
     if rows is None:
         return 0
     print(results.markdown_table(rows))
-    if args.json:
-        facts = too_large.MODEL if args.table == "limit" else {
-            "rows_per_step": 16, "microbatches": 8, **MODEL}
-        results.write(args.json, f"bench.claims {args.table}", rows, **facts)
+    facts = too_large.MODEL if args.table == "limit" else {
+        "rows_per_step": 16, "microbatches": 8, **MODEL}
+    results.write(args.json, f"bench.claims {args.table}", rows, **facts)
     return 0
 
 

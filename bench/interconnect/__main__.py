@@ -119,17 +119,10 @@ def parse(argv):
         skipped = plans.WITHOUT_LAYOUT if args.layout else ()
         some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
         args.cases = [case for case in some if case not in skipped]
-    if found := without_effect(args, {word.split("=")[0] for word in argv}):
-        raise UsageError(found)
-    return args
-
-
-def without_effect(args, typed) -> list[str]:
-    """The problems of flags that have no effect beside the others."""
-    found = []
+    typed = {word.split("=")[0] for word in argv}
     if fixed := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
-        found.append(f"--quick has sizes of its own: leave out {', '.join(fixed)}, or --quick")
-    return found
+        raise UsageError(f"--quick has sizes of its own: leave out {', '.join(fixed)}, or --quick")
+    return args
 
 
 def chosen_sizes(args) -> tuple[int, ...]:
@@ -364,13 +357,12 @@ def main(argv, session) -> int:
 def print_outcome(args, bench, rows, writer, code: int) -> int:
     """Print and write the end on world rank 0; returns the exit code."""
     conclude(rows)
-    problems = [f"refused: {text}" for text in bench.refused]
     writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
     if bench.stopped:
         print("interrupted: rows up to here are complete", file=sys.stderr)
-    for text in problems:
-        print(text, file=sys.stderr)
-    return code or (EXIT_CHECK_FAILED if problems else EXIT_OK)
+    for text in bench.refused:
+        print(f"refused: {text}", file=sys.stderr)
+    return code or (EXIT_CHECK_FAILED if bench.refused else EXIT_OK)
 
 
 if __name__ == "__main__":

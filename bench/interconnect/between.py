@@ -64,14 +64,18 @@ def next_launch(medians, share: float = SHARE) -> tuple[float, float]:
     return math.exp(logs.mean() - width), math.exp(logs.mean() + width)
 
 
-def medians_of(rows) -> dict[tuple, dict[int, float]]:
-    """{operation: {launch: its median}}; rounds of a launch make one value."""
+def by_operation(rows) -> dict[tuple, list[list[dict]]]:
+    """{operation: the rows of each launch}, in order of appearance."""
     found: dict = {}
     for row in rows:
         key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
-        found.setdefault(key, {}).setdefault(row["launch"], []).append(row["median_us"])
-    return {key: {launch: float(np.median(some)) for launch, some in own.items()}
-            for key, own in found.items()}
+        found.setdefault(key, {}).setdefault(row["launch"], []).append(row)
+    return {key: list(launches.values()) for key, launches in found.items()}
+
+
+def medians_of(launches) -> list[float]:
+    """The median of each launch, from its rows; rounds of a launch make one value."""
+    return [float(np.median([row["median_us"] for row in own])) for own in launches]
 
 
 def combined(rows) -> list[dict]:
@@ -80,17 +84,13 @@ def combined(rows) -> list[dict]:
     best_us, worst_us: of the launches' medians. within_percent: the interval inside a launch, as a
     share of its median. An operation that one launch alone has keeps the interval of that launch.
     """
-    groups: dict = {}
-    for row in rows:
-        key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
-        groups.setdefault(key, []).append(row)
-    medians, found = medians_of(rows), []
-    for key, own in groups.items():
-        values, first = list(medians[key].values()), own[0]
+    found = []
+    for launches in by_operation(rows).values():
+        values, first = medians_of(launches), launches[0][0]
         middle = float(np.median(values))
         low, high = next_launch(values) if len(values) > 1 else (first["low_us"], first["high_us"])
         within = np.median([(row["high_us"] - row["low_us"]) / max(row["median_us"], 1e-9)
-                            for row in own])
+                            for own in launches for row in own])
         scale = first["median_us"] / middle if middle else 0.0
         rates = {name: first[name] * scale for name in ("algbw_GBps", "busbw_GBps",
                                                         "messages_per_s") if name in first}
@@ -117,8 +117,8 @@ def main(argv, session) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args(argv)
     lines, kept = [], {}
-    for key, launches in medians_of(records.rows_of([args.file], tell=True)).items():
-        one, medians = dict(zip(KEY, key, strict=True)), list(launches.values())
+    for key, launches in by_operation(records.rows_of([args.file], tell=True)).items():
+        one, medians = dict(zip(KEY, key, strict=True)), medians_of(launches)
         if len(medians) < LEAST_LAUNCHES:
             raise DataError(f"{args.file}: {len(medians)} launches, at least {LEAST_LAUNCHES} are "
                             "needed: measure with --launches 30")

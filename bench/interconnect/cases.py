@@ -103,8 +103,8 @@ class Case:
         return x.view(np.uint16) if self.item == 2 and self.via != COMM else x
 
     def volume(self) -> dict:
-        """size_bytes, bytes_in and bytes_out of a rank, and wire_bytes, which it sends."""
-        raise AssertionError("each case says its volume")
+        """size_bytes, bytes_in and bytes_out of a rank, and wire_bytes, which it sends; here 0."""
+        return dict.fromkeys(("size_bytes", "bytes_in", "bytes_out", "wire_bytes"), 0)
 
     def put(self, x, values) -> None:
         """Write host values into a buffer."""
@@ -143,11 +143,24 @@ class Case:
         """Free what belongs to the case alone. Comm: every member of the group."""
 
 
+class Posted(Case):
+    """Base of what is posted first and waited for later: `post` returns what is pending."""
+
+    def post(self) -> list:
+        raise AssertionError("each case posts its own")
+
+    def run(self):
+        self.wait_all(self.post())
+
+
 class Collective(Case):
     """One input, one output; in place where `output` is None. sums: it adds the ranks' numbers.
 
-    `prepare` leaves in `run` the call itself, with its arguments: nothing else is timed.
+    `prepare` leaves in `run` the call itself, with its arguments: nothing else is timed. operation:
+    the name in the record whose bytes on the wire it has; "" for that of the case.
     """
+
+    operation = ""
 
     def shape_in(self) -> tuple[int, ...]:
         """Shape of this rank's input."""
@@ -202,12 +215,19 @@ class Collective(Case):
     def given(self):
         return self.pattern(self.index)
 
+    def volume(self):
+        own = int(np.prod(self.shape_in())) * self.item
+        result = int(np.prod(self.shape_out() or self.shape_in())) * self.item
+        size = max(own, result)
+        wire = wire_bytes(self.operation or self.name.replace("-", "_"), size, self.ranks)
+        return {"size_bytes": size, "bytes_in": own, "bytes_out": result, "wire_bytes": wire}
+
 
 class AllReduce(Collective):
     """An all-reduce: the sum of all ranks' vectors, in place."""
 
     name, in_place, sums = "all-reduce", True, True
-
+    operation = "all_reduce"  # also that of the other forms of it
     vias = (COMM, BARE, PREPARED, IN_C)
 
     def through_comm(self, x, y):
@@ -241,21 +261,30 @@ class AllReduce(Collective):
     def expected(self):
         return sum(self.pattern(index).astype(np.float64) for index in range(self.ranks))
 
-    def volume(self):
-        size = self.elements() * self.item
-        return {"size_bytes": size, "bytes_in": size, "bytes_out": size,
-                "wire_bytes": wire_bytes("all_reduce", size, self.ranks)}
+
+class PostedAllReduce(Posted, AllReduce):
+    """A posted all-reduce, as training uses it to sum gradients."""
+
+    name, wide = "iall-reduce", True
+    vias = (COMM, BARE)
+
+    laid_out = Case.laid_out  # `post` has one call at a time
+
+    def aim(self, call):
+        self.start = call
+
+    def through_comm(self, x, y):
+        return partial(self.comm.iall_reduce, x, NAME)
+
+    def bare(self, x, y):
+        return partial(self.mpi.Iallreduce, self.mpi4py.IN_PLACE, x)
+
+    def post(self):
+        return [self.start()]
 
 
 class Blocks(Collective):
     """Base of the operations on an array with a part for each rank."""
-
-    def volume(self):
-        size = self.elements(self.ranks) * self.item
-        operation = self.name.replace("-", "_")
-        return {"size_bytes": size, "bytes_in": int(np.prod(self.shape_in())) * self.item,
-                "bytes_out": int(np.prod(self.shape_out())) * self.item,
-                "wire_bytes": wire_bytes(operation, size, self.ranks)}
 
     def parts(self) -> tuple[int, int]:
         return self.ranks, self.elements(self.ranks) // self.ranks

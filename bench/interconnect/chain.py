@@ -8,13 +8,10 @@ take no time.
 
 from __future__ import annotations
 
-from bench.interconnect.cases import Setup
+from bench.interconnect.cases import Posted, Setup
 from bench.interconnect.messages import TAG, Messages
-from bench.interconnect.posted import Posted
 from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
-
-FORWARD, BACKWARD = 0, 1
 
 
 def hops_of(schedule: str, pp_size: int) -> list[tuple[int, int]]:
@@ -32,29 +29,21 @@ class Hops(Posted, Messages):
         self.hops = list(enumerate(hops))
         super().__init__(setup, via)
 
-    def parts(self, sending: bool) -> list[tuple[int, int]]:
-        """(peer, tag) of each message that this rank sends, or receives."""
-        found = []
-        for number, (low, high) in self.hops:
-            for direction, (source, target) in ((FORWARD, (low, high)), (BACKWARD, (high, low))):
-                if self.index == (source if sending else target):
-                    peer = target if sending else source
-                    found.append((peer, TAG + 2 * number + direction))
-        return found
+    def parts(self, index: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(peer, tag) of each message that a rank sends, and of each that it receives."""
+        messages = [(source, target, TAG + 2 * number + direction)
+                    for number, (low, high) in self.hops
+                    for direction, (source, target) in enumerate(((low, high), (high, low)))]
+        return ([(target, tag) for source, target, tag in messages if source == index],
+                [(source, tag) for source, target, tag in messages if target == index])
 
     def counts(self):
-        self.sends, self.receives = self.parts(True), self.parts(False)
+        self.sends, self.receives = self.parts(self.index)
         return len(self.sends), len(self.receives)
 
     def sources(self):
-        return [(peer, self._number(peer, tag)) for peer, tag in self.receives]
-
-    def _number(self, peer: int, tag: int) -> int:
-        """The place of this tag's message among those that the peer sends."""
-        tags = [TAG + 2 * number + direction
-                for number, (low, high) in self.hops
-                for direction, source in ((FORWARD, low), (BACKWARD, high)) if source == peer]
-        return tags.index(tag)
+        return [(peer, self.parts(peer)[0].index((self.index, tag)))
+                for peer, tag in self.receives]
 
     def post(self):
         pending = [self.irecv(y, peer, tag, *self.label)

@@ -34,13 +34,17 @@ class Loop(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("xs", "ys", "ack", "entered", "left")))
 
 
-def wrapper() -> str:
-    """The compiler wrapper of the MPI library in use. Raises EnvironmentProblem without one.
+def program_of_mpi(name: str) -> str | None:
+    """A program beside Python, where a wheel of MPI brings it; else that of the system, if any."""
+    return shutil.which(name, path=Path(sys.prefix) / "bin") or shutil.which(name)
 
-    A wheel of MPI brings it beside Python; it calls the system's `cc`.
+
+def wrapper() -> str:
+    """The compiler wrapper of the MPI library in use, which calls the system's `cc`.
+
+    Raises EnvironmentProblem without one.
     """
-    own = Path(sys.prefix) / "bin" / WRAPPER
-    found = str(own) if own.exists() else shutil.which(WRAPPER)
+    found = program_of_mpi(WRAPPER)
     if found is None or shutil.which("cc") is None:
         missing = WRAPPER if found is None else "cc"
         raise EnvironmentProblem(f"rows in C need a compiler, and there is no {missing}: install "

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
+
+from bench.interconnect.compiled import program_of_mpi
 
 NUM_ELEMENTS = 1 << 16  # more than any library sends eagerly
 TIME_LIMIT = 60.0
@@ -21,8 +21,7 @@ OUTER_JOB = re.compile(r"(PMI|PMIX|OMPI|PRTE|MPI_LOCAL|HYDI|HYDRA|SLURM|MPIPAR_E
 
 def command() -> list[str]:
     """The child job; [] where nothing can start one."""
-    own = Path(sys.prefix) / "bin" / "mpiexec"
-    launcher = str(own) if own.exists() else shutil.which("mpiexec")
+    launcher = program_of_mpi("mpiexec")
     child = [sys.executable, "-m", "bench.interconnect.cuda_probe"]
     return [launcher, "-n", "2", *child] if launcher else []
 

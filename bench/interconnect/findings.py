@@ -136,8 +136,7 @@ def contention(rows) -> list[dict]:
     alone: dict = {}
     for row in rows:
         if row["mode"] == "alone":
-            kind = "stage-chain hop" if row["case"] == "stage-chain hop" else row["case"]
-            key = (kind, row["axis"], row["via"], row["size_bytes"])
+            key = (row["case"], row["axis"], row["via"], row["size_bytes"])
             alone.setdefault(key, {})[tuple(row["ranks"])] = row["median_us"]
     together: dict = {}
     for row in rows:

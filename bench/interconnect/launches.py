@@ -14,7 +14,14 @@ from pathlib import Path
 
 from bench import results, table
 from bench.interconnect import findings, records, two_hosts
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from bench.interconnect.compiled import program_of_mpi
+from mpipar.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EnvironmentProblem,
+    UsageError,
+)
 from mpipar.job.environment import THREAD_VARIABLES
 
 START, LAUNCHES = "mpiexec -n 2", 5  # the defaults of --start and --launches
@@ -31,9 +38,10 @@ def alone(session, start: str) -> None:
 
 
 def own_launcher() -> str:
-    """The mpiexec beside Python, which a wheel of MPI brings; else that of the system."""
-    own = Path(sys.prefix) / "bin" / "mpiexec"
-    return str(own) if own.exists() else "mpiexec"
+    """The mpiexec beside Python, else that of the system. Raises EnvironmentProblem without one."""
+    if (found := program_of_mpi("mpiexec")) is None:
+        raise EnvironmentProblem("no mpiexec: pip install '.[mpich]'")
+    return found
 
 
 def launcher_words(start: str | None) -> list[str]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import random
 import time
 
-from bench.interconnect.cases import COMM, NAME, Case, Setup, mismatch, pattern
-from bench.interconnect.posted import Posted
+from bench.interconnect.cases import COMM, NAME, Case, Posted, Setup, mismatch, pattern
 
 TAG = 5
 LATE_SECONDS = 0.01
@@ -198,7 +197,4 @@ class Barrier(Case):
         self.run()
         left = time.perf_counter() - start
         return [] if left >= LATE_SECONDS else [f"rank {self.index} left before rank 0 came"]
-
-    def volume(self):
-        return {"size_bytes": 0, "bytes_in": 0, "bytes_out": 0, "wire_bytes": 0}
 

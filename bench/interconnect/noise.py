@@ -54,25 +54,18 @@ class Noise(Case):
     def check(self):
         return []
 
-    def volume(self):
-        return {"size_bytes": 0, "bytes_in": 0, "bytes_out": 0, "wire_bytes": 0}
-
-
-def detours_us(row: dict) -> np.ndarray:
-    """(n, ranks): how much longer than that rank's quickest sample each took, in us."""
-    took = np.subtract(row["left_ns"], row["entered_ns"]) * 1e-3
-    return took - took.min(axis=0)
-
 
 def noise_lines(row: dict) -> str:
-    """For each rank: the share of time lost, and how many detours of each length a second has."""
-    detours = detours_us(row)
+    """For each rank: the share of time lost, and how many detours of each length a second has.
+
+    A detour is what a sample took longer than that rank's quickest one.
+    """
     took = np.subtract(row["left_ns"], row["entered_ns"])
-    seconds = took.sum(axis=0) * 1e-9
+    detours_us, seconds = (took - took.min(axis=0)) * 1e-3, took.sum(axis=0) * 1e-9
     names = [f"from_{low}_us" for low in EDGES_US]
     lines = [("rank", "quantum_us", "lost_percent", "longest_us", *names)]
     for place, rank in enumerate(row["ranks"]):
-        own = detours[:, place]
+        own = detours_us[:, place]
         counts, _ = np.histogram(own, [*EDGES_US, np.inf])
         lines.append((rank, f"{took[:, place].min() * 1e-3:.1f}",
                       f"{own.sum() * 1e-6 / seconds[place] * 100:.3f}", f"{own.max():.1f}",

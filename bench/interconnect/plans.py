@@ -16,6 +16,8 @@ from bench.interconnect.cases import (
     AllGather,
     AllReduce,
     AllToAll,
+    Posted,
+    PostedAllReduce,
     ReduceScatter,
 )
 from bench.interconnect.chain import Hops, Program, hops_of
@@ -29,7 +31,6 @@ from bench.interconnect.paired import (
     MultiBandwidth,
     MultiLatency,
 )
-from bench.interconnect.posted import Posted, PostedAllReduce
 from bench.interconnect.rooted import Broadcast, Gather, Reduce, Scatter
 from mpipar.comm.grid import AXES, Grid
 from mpipar.config.sizes import read_bytes

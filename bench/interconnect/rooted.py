@@ -4,53 +4,41 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench.interconnect.cases import BARE, COMM, NAME, AllReduce, Blocks, Collective
-from mpipar.comm.record import wire_bytes
+from bench.interconnect.cases import (
+    BARE,
+    COMM,
+    NAME,
+    AllGather,
+    AllReduce,
+    Blocks,
+    Collective,
+)
 
 
-class Rooted(Blocks):
-    """Base of gather and scatter, which training does not use: mpipar.comm has neither."""
-
-    vias = (BARE,)
-
-    def moved(self, own: int, whole: int) -> dict:
-        """The volume, where this rank puts in `own` parts and gets `whole` of them."""
-        part = self.elements(self.ranks) * self.item // self.ranks
-        return {"size_bytes": part * self.ranks, "bytes_in": own * part, "bytes_out": whole * part}
-
-
-class Gather(Rooted):
-    """A gather: the first rank of the group receives the parts of all ranks."""
+class Gather(AllGather):
+    """An all-gather whose result the first rank alone gets; mpipar.comm has none."""
 
     name = "gather"
-
-    def shape_in(self):
-        return self.parts()[1:]
-
-    def shape_out(self):
-        return self.parts()
+    vias = (BARE,)
 
     def bare(self, x, y):
         return partial(self.mpi.Gather, x, None if self.index else y, root=0)
-
-    def given(self):
-        return self.pattern(self.index, self.ranks)
-
-    def expected(self):
-        return [self.pattern(index, self.ranks) for index in range(self.ranks)]
 
     def has_result(self):
         return self.index == 0
 
     def volume(self):
-        found = self.moved(1, 0 if self.index else self.ranks)
-        return found | {"wire_bytes": found["bytes_in"] if self.index else 0}
+        found = super().volume()
+        if self.index:
+            return found | {"bytes_out": 0, "wire_bytes": found["bytes_in"]}
+        return found | {"wire_bytes": 0}
 
 
-class Scatter(Rooted):
-    """A scatter: part j of the first rank's array goes to rank j."""
+class Scatter(Blocks):
+    """A scatter: part j of the first rank's array goes to rank j; mpipar.comm has none."""
 
     name = "scatter"
+    vias = (BARE,)
 
     def shape_in(self):
         return self.parts()
@@ -65,8 +53,10 @@ class Scatter(Rooted):
         return self.pattern(self.index, self.ranks)
 
     def volume(self):
-        found = self.moved(0 if self.index else self.ranks, 1)
-        return found | {"wire_bytes": max(0, found["bytes_in"] - found["bytes_out"])}
+        found = super().volume()
+        if self.index:
+            return found | {"bytes_in": 0, "wire_bytes": 0}
+        return found | {"wire_bytes": found["bytes_in"] - found["bytes_out"]}
 
 
 class Broadcast(Collective):
@@ -84,15 +74,13 @@ class Broadcast(Collective):
         return self.pattern(0)
 
     def volume(self):
-        size = self.elements() * self.item
-        return {"size_bytes": size, "bytes_in": size if self.index == 0 else 0, "bytes_out": size,
-                "wire_bytes": wire_bytes("broadcast", size, self.ranks)}
+        return super().volume() | ({"bytes_in": 0} if self.index else {})
 
 
 class Reduce(AllReduce):
     """A reduction: the first rank of the group gets the sum of all ranks' vectors, in place."""
 
-    name, wide = "reduce", True
+    name, operation, wide = "reduce", "reduce", True
     vias = (COMM, BARE)
 
     def through_comm(self, x, y):
@@ -107,6 +95,4 @@ class Reduce(AllReduce):
         return self.index == 0
 
     def volume(self):
-        size = self.elements() * self.item
-        return {"size_bytes": size, "bytes_in": size, "bytes_out": 0 if self.index else size,
-                "wire_bytes": wire_bytes("reduce", size, self.ranks)}
+        return super().volume() | ({"bytes_out": 0} if self.index else {})

@@ -14,10 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.interconnect.cases import IN_C
-from bench.interconnect.groups import wait_politely
 from bench.interconnect.starts import STARTS
 from bench.interconnect.statistics import half_width
-from mpipar.comm.facts import gather_facts
 
 TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is noticed
 LEAST_TURNS = 5  # so that one slow spell of the machine never covers all samples of a way
@@ -92,7 +90,7 @@ def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, li
     entered, left, late = np.empty(count, np.int64), np.empty(count, np.int64), []
     settle = case.ops.synchronize if case.ops.device != "cpu" else None
     start.begin()
-    if case.via == IN_C:
+    if case.via == IN_C and count:
         entered, left = case.in_c(start.barrier, count)
         progress.count += count
         return entered, left, []
@@ -168,16 +166,6 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
             break
     gc.enable()
     return found
-
-
-def collect(world, fact: dict, progress) -> list | None:
-    """Every rank's fact on world rank 0; None elsewhere.
-
-    Comm: a polite barrier and one gather over the world.
-    """
-    progress.doing = "waiting for the other groups"
-    wait_politely(world, progress)
-    return gather_facts(world, fact)
 
 
 def on_common_clock(facts, ranks, via: str, clock) -> tuple[np.ndarray, np.ndarray]:

@@ -14,13 +14,12 @@ import numpy as np
 from bench import results
 from bench.interconnect import overlap
 from bench.interconnect.buffers import Arena, cache_bytes
-from bench.interconnect.groups import link_of, make_group, make_wire
+from bench.interconnect.groups import link_of, make_group, make_wire, wait_politely
 from bench.interconnect.places import place_fact
 from bench.interconnect.sampling import (
     ELSEWHERE,
     Plan,
     Progress,
-    collect,
     measure_cases,
     on_common_clock,
 )
@@ -189,19 +188,17 @@ class Bench:
                     "per_sample": case.per_sample, "in_place": case.in_place}
             for one in cases.values():
                 one.close()
-        facts = collect(self.world, fact, self.progress)
-        before = self.clock_before
+        self.progress.doing = "waiting for the other groups"
+        wait_politely(self.world, self.progress)
+        facts, before = gather_facts(self.world, fact), self.clock_before
         self._look_at_clocks()
         clock = CommonClock(tuple(self.owners), before, self.clock_before)
-        self._agree_to_stop()
+        self.stopped = bool(largest(self.world, self.session.stop_requested))
         return [] if facts is None else self._rows(section, group, facts, clock)
 
     def _must_end(self) -> bool:
         over = self.end is not None and time.monotonic() > self.end
         return self.session.stop_requested or over
-
-    def _agree_to_stop(self) -> None:
-        self.stopped = bool(largest(self.world, self.session.stop_requested))
 
     def _rows(self, section, group, facts, clock) -> list[dict]:
         rows = []

@@ -21,18 +21,11 @@ EXACT_SPLITS = 20_000  # of two sets of launches: up to here every split is coun
 # Bus bandwidth over algorithm bandwidth for P ranks: what the busiest link carries per byte of the
 # result. Source: PERFORMANCE.md of nccl-tests.
 BUS_FACTORS = {
-    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "iall-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all-gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
-    "all-to-all": lambda ranks: (ranks - 1) / ranks,
-    "reduce-scatter+all-gather": lambda ranks: 2 * (ranks - 1) / ranks,
-    "two-level-all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all-to-allv": lambda ranks: (ranks - 1) / ranks,
-    "gather": lambda ranks: (ranks - 1) / ranks,
-    "scatter": lambda ranks: (ranks - 1) / ranks,
-    "multi-bandwidth": lambda ranks: 1 / (ranks // 2),  # that of one pair
-    "bisection": lambda ranks: 1 / (ranks // 2),
+    **dict.fromkeys(("all-reduce", "iall-reduce", "reduce-scatter+all-gather",
+                     "two-level-all-reduce"), lambda ranks: 2 * (ranks - 1) / ranks),
+    **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "all-to-allv", "gather",
+                     "scatter"), lambda ranks: (ranks - 1) / ranks),
+    **dict.fromkeys(("multi-bandwidth", "bisection"), lambda ranks: 1 / (ranks // 2)),  # one pair's
 }
 
 
@@ -73,12 +66,7 @@ def skew_us(row: dict) -> float:
     if row["case"].removeprefix("pairs ") in FIRST_ALONE or row["sync"] == "none":
         return 0.0
     entered = np.delete(np.array(row["entered_ns"]), row["late_at"], axis=0)
-    return float(np.median(skew_ns(entered))) * 1e-3
-
-
-def skew_ns(entered):
-    """(n, ranks) -> (n,): last entry minus first entry."""
-    return entered.max(axis=1) - entered.min(axis=1)
+    return float(np.median(entered.max(axis=1) - entered.min(axis=1))) * 1e-3
 
 
 def last_share(times) -> tuple[int, float]:

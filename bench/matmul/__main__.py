@@ -155,8 +155,7 @@ def main(argv, session) -> int:
     if world.rank == 0:
         rows.sort(key=lambda one: one["ranks"])
         print(results.markdown_table(rows))
-        if args.json:
-            results.write(args.json, "bench.matmul", rows, **sizes._asdict(), dtype=args.dtype)
+        results.write(args.json, "bench.matmul", rows, **sizes._asdict(), dtype=args.dtype)
     return 0
 
 

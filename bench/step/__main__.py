@@ -38,7 +38,6 @@ as on a CPU, the column is missing.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
 import shutil
@@ -96,7 +95,7 @@ def parse(argv):
                         help="of weights and activations (float32); on a CPU 16 bits show numerics,"
                         " not speed: NumPy widens and rounds around every function")
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
-    parser.add_argument("--cable", type=cables, metavar="MBIT[,MBIT]",
+    parser.add_argument("--cable", type=flags.counts, metavar="MBIT[,MBIT]",
                         help="time mpipar's step on two hosts that a cable of each of these rates"
                         " joins, without and with what hides messages (see bench/step/cable.py)")
     parser.add_argument("--json", help="write the result to this file")
@@ -111,11 +110,6 @@ def parse(argv):
         parser.error("--cable measures float32 on the CPU, with one thread for each rank; leave out"
                      " --device, --dtype and --threads")
     return args
-
-
-def cables(text: str) -> list[int]:
-    """Rates in Mbit/s. Raises what `flags.count` raises."""
-    return [flags.count(one) for one in text.split(",")]
 
 
 def layouts_of(args, num_ranks: int) -> dict[str, dict]:
@@ -168,9 +162,10 @@ def product_sides(args, names, sides, world) -> dict:
                    and (world.size == 1 or name.endswith(ALONE)))
         taken = products.products_of(
             sides[one], CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1)
-        found["products, numpy"] = products.with_numpy(taken)
+        found["products, numpy"] = products.Products(taken)
         if "torch" in names:
-            found["products, torch"] = products.with_torch(sides["torch"].torch, taken)
+            torch = sides["torch"].torch
+            found["products, torch"] = products.Products(taken, torch.matmul, torch.from_numpy)
     return found
 
 
@@ -318,13 +313,9 @@ def print_sides(args, found, num_ranks, facts):
           + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_torch" in found[0]
              else "PyTorch is not installed"))
     print(results.markdown_table(found))
-    if args.json:
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "numba")
-                    if importlib.util.find_spec(name)}
-        sizes = {key: value for key, value in vars(args).items()
-                 if key not in ("json", "peak_tflops")}
-        results.write(args.json, "bench.step", found,
-                      **{"ranks": num_ranks} | versions | sizes | facts)
+    sizes = {key: value for key, value in vars(args).items() if key not in ("json", "peak_tflops")}
+    results.write(args.json, "bench.step", found, ranks=num_ranks,
+                  **results.versions("torch", "numba") | sizes | facts)
 
 
 def main(argv, session) -> int:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 
-from threadpoolctl import threadpool_info
+from mpipar.job import blas
 
 # MKL prints this first line of its log at the first product.
 MKL_LINE = re.compile(r"^MKL_VERBOSE oneMKL (\d+\.\d+)\D.*?architecture (.*?),? Lnx", re.MULTILINE)
@@ -23,12 +23,9 @@ FREED = "from bench.step.freed import free_mkl; free_mkl(); "
 
 def numpy_blas() -> str:
     """NumPy's library with its version and the processor it is tuned for."""
-    for library in threadpool_info():
-        own = not any(part in library["filepath"] for part in OTHERS)
-        if library["user_api"] == "blas" and own:
-            version = ".".join(str(library["version"]).split(".")[:3])
-            return f"{library['internal_api']} {version} {library.get('architecture', '')}".strip()
-    return "unknown"
+    own = (blas.shown(pool) for pool in blas.pools()
+           if not any(part in pool["filepath"] for part in OTHERS))
+    return next(own, "unknown").replace(", loops for", "")
 
 
 def torch_blas(freed: bool = False) -> str:

@@ -133,9 +133,8 @@ def on_each_cable(session, args) -> int:
                 return EXIT_INTERRUPTED if session.stop_requested else abs(code)
             print(results.markdown_table(found), flush=True)
             rows += found
-    if args.json:
-        results.write(args.json, "bench.step --cable", rows,
-                      **{name: getattr(args, name) for name in SIZES})
+    results.write(args.json, "bench.step --cable", rows,
+                  **{name: getattr(args, name) for name in SIZES})
     return EXIT_OK
 
 

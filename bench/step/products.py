@@ -51,9 +51,12 @@ def flops(products) -> int:
 
 
 class Products:
-    """A side that multiplies and does nothing else. matmul: of a library, for its own arrays."""
+    """A side that multiplies and does nothing else.
 
-    def __init__(self, products, matmul, convert=lambda x: x):
+    matmul: of a library. convert: gives one of its arrays on the memory of one of NumPy's.
+    """
+
+    def __init__(self, products, matmul=np.matmul, convert=lambda x: x):
         self.matmul, self.flops = matmul, flops(products)
         self.products = [tuple(map(convert, one)) for one in products]
 
@@ -67,13 +70,3 @@ class Products:
 
     def synchronize(self):
         """There is nothing to wait for on a CPU."""
-
-
-def with_numpy(products) -> Products:
-    """The side of NumPy."""
-    return Products(products, np.matmul)
-
-
-def with_torch(torch, products) -> Products:
-    """The side of PyTorch, on the same memory."""
-    return Products(products, torch.matmul, torch.from_numpy)

@@ -58,6 +58,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Several of them with commas between, as 1,2,4; each counts once."""
+    return tuple(dict.fromkeys(map(count, text.split(","))))
+
+
 def all_groups() -> list[tuple[str, str, list[str]]]:
     """Groups as in USUAL: every section, that of the model for each family of models, and MORE."""
     shared = [name for name in FIELDS if name in OF_EVERY_FAMILY]

@@ -27,7 +27,7 @@ from mpipar.errors import EnvironmentProblem
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)
 SESSION = types.SimpleNamespace(world=WORLD, agree=lambda function: function(), host_rank=0)
-PLAN = Plan(budget=0.0005, warm_up=1, least=1)
+PLAN = Plan(budget=0.0005, warm_up=0, least=1)
 
 
 def sections():
