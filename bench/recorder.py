@@ -15,8 +15,9 @@ model by these costs, and divides by the step's duration.
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -26,6 +27,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
+from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import DirectTransport
 from mpipar.config import flags
@@ -42,73 +44,49 @@ TAG = 3
 COLUMNS = ("operation", "bare_ns", "recorded_ns", "cost_ns", "cost_p10_ns")
 
 
-class Pairs:
-    """The same operations twice: `bare_NAME` on mpi4py, `recorded_NAME` through a Comm."""
+class Pair(NamedTuple):
+    """An operation on mpi4py and through a Comm; records: that a call leaves, or spans."""
 
-    def __init__(self):
-        ops = ops_module.make("cpu", "float32")
-        self.mpi = MPI.COMM_SELF.Dup()
-        self.recorder = Recorder()
-        self.recorder.phase = "F"
-        wire = DirectTransport(ops, self.mpi, Options())
-        self.comm = Comm("tp", (0, 1), 0, wire, self.recorder)
-        self.x, self.y = np.ones(16, np.float32), np.zeros(16, np.float32)
+    records: int
+    bare: Callable
+    recorded: Callable
 
-    def bare_all_reduce(self):
-        self.mpi.Allreduce(MPI.IN_PLACE, self.x, op=MPI.SUM)
 
-    def recorded_all_reduce(self):
-        self.comm.all_reduce(self.x, "block0.ffn.down")
-
-    def bare_broadcast(self):
-        self.mpi.Bcast(self.x, root=0)
-
-    def recorded_broadcast(self):
-        self.comm.broadcast(self.x, 0, "generate.next")
-
-    def bare_send_and_receive(self):
-        receive = self.mpi.Irecv(self.y, 0, TAG)
-        send = self.mpi.Isend(self.x, 0, TAG)
+def pairs_of(mpi, comm, x, y) -> dict[str, Pair]:
+    """Every operation by its name. x: what is sent; y: what is received into."""
+    def bare_messages():
+        receive = mpi.Irecv(y, 0, TAG)
+        send = mpi.Isend(x, 0, TAG)
         receive.Wait()
         send.Test()
 
-    def recorded_send_and_receive(self):
-        receive = self.comm.irecv(self.y, 0, TAG, "activations")
-        send = self.comm.isend(self.x, 0, TAG, "activations")
+    def recorded_messages():
+        receive = comm.irecv(y, 0, TAG, "activations")
+        send = comm.isend(x, 0, TAG, "activations")
         receive.wait()
         send.test()
 
-    def bare_iall_reduce(self):
-        self.mpi.Iallreduce(MPI.IN_PLACE, self.x).Wait()
-
-    def recorded_iall_reduce(self):
-        self.comm.iall_reduce(self.x, "grads.bucket").wait()
-
-    def bare_span(self):
-        pass
-
-    def recorded_span(self):
-        self.recorder.span("F", 0, 1, 2)
-
-
-# Name, number of records (or spans) per call.
-CASES = (
-    ("all_reduce", 1), ("broadcast", 1), ("iall_reduce", 1), ("send_and_receive", 2), ("span", 1))
+    return {
+        "all_reduce": Pair(1, lambda: mpi.Allreduce(MPI.IN_PLACE, x, op=MPI.SUM),
+                           lambda: comm.all_reduce(x, "block0.ffn.down")),
+        "broadcast": Pair(1, lambda: mpi.Bcast(x, root=0),
+                          lambda: comm.broadcast(x, 0, "generate.next")),
+        "iall_reduce": Pair(1, lambda: mpi.Iallreduce(MPI.IN_PLACE, x).Wait(),
+                            lambda: comm.iall_reduce(x, "grads.bucket").wait()),
+        "send_and_receive": Pair(2, bare_messages, recorded_messages),
+        "span": Pair(1, lambda: None, lambda: comm.recorder.span("F", 0, 1, 2)),
+    }
 
 
-def check(pairs) -> None:
-    """Check that both sides move the same data, and that each call leaves as many records as
-    stated.
-    """
-    for name, count in CASES:
-        for kind in ("bare", "recorded"):
-            pairs.y[:] = 0
-            before = len(pairs.recorder.records) + len(pairs.recorder.spans)
-            getattr(pairs, f"{kind}_{name}")()
-            left = len(pairs.recorder.records) + len(pairs.recorder.spans) - before
-            assert left == (count if kind == "recorded" else 0), (name, kind, left)
-            assert (pairs.x == 1).all(), name
-            assert name != "send_and_receive" or (pairs.y == 1).all(), kind
+def check(name: str, pair: Pair, recorder: Recorder, x, y) -> None:
+    """Assert that both sides move the same data, and that each leaves as many records as stated."""
+    for call, count in ((pair.bare, 0), (pair.recorded, pair.records)):
+        y[:] = 0
+        before = len(recorder.records) + len(recorder.spans)
+        call()
+        assert len(recorder.records) + len(recorder.spans) - before == count, name
+        assert (x == 1).all(), name
+        assert name != "send_and_receive" or (y == 1).all()
 
 
 def batch_ns(function) -> float:
@@ -121,17 +99,21 @@ def batch_ns(function) -> float:
 
 def measure_calls(repeats: int) -> dict:
     """{name: (bare ns, recorded ns, cost ns, cost of the tenth best in a hundred)}, per record."""
-    pairs = Pairs()
-    check(pairs)
-    samples: dict = {}
+    recorder, mpi = Recorder(), MPI.COMM_SELF.Dup()
+    recorder.phase = "F"
+    wire = DirectTransport(ops_module.make("cpu", "float32"), mpi, Options())
+    x, y = np.ones(16, np.float32), np.zeros(16, np.float32)
+    pairs = pairs_of(mpi, Comm("tp", (0, 1), 0, wire, recorder), x, y)
+    for name, pair in pairs.items():
+        check(name, pair, recorder, x, y)
+    samples: dict = {name: ([], []) for name in pairs}
     for _ in range(repeats):
-        for name, _ in CASES:
-            for kind in ("bare", "recorded"):
-                sample = batch_ns(getattr(pairs, f"{kind}_{name}"))
-                samples.setdefault((kind, name), []).append(sample)
+        for name, (_, *calls) in pairs.items():
+            for call, times in zip(calls, samples[name], strict=True):
+                times.append(batch_ns(call))
     found = {}
-    for name, count in CASES:
-        bare, recorded = samples["bare", name], samples["recorded", name]
+    for name, (bare, recorded) in samples.items():
+        count = pairs[name].records
         tenth = [statistics.quantiles(values, n=10)[0] for values in (bare, recorded)]
         found[name] = (min(bare) / count, min(recorded) / count,
                        (min(recorded) - min(bare)) / count, (tenth[1] - tenth[0]) / count)
@@ -156,13 +138,6 @@ def measure_step(steps: int) -> tuple[int, int, float]:
     return len(recorder.records), len(recorder.spans), statistics.median(durations[1:])
 
 
-def wait_politely(world) -> None:
-    """A barrier whose waiting ranks leave the cores alone."""
-    request = world.Ibarrier()
-    while not request.Test():
-        time.sleep(0.01)
-
-
 def main(argv, session) -> int:
     """Measure, print; 1 if a limit is not kept."""
     parser = flags.Parser(prog="python -m bench.recorder", description=__doc__)
@@ -174,7 +149,7 @@ def main(argv, session) -> int:
     world = session.start()
     results.check_writable(args.json, session)
     costs = measure_calls(args.repeats) if world.rank == 0 else None
-    wait_politely(world)
+    quiet_barrier(world)
     records, spans, step_ns = measure_step(args.steps)
     everything = world.gather((records, spans, step_ns))
     if world.rank > 0:
@@ -188,10 +163,9 @@ def main(argv, session) -> int:
     print(f"\ndefault model on {world.size} rank(s): {records} records and {spans} spans in a step"
           f" of {step_ns * 1e-6:.1f} ms on rank {busiest}: {shares[busiest]:.3%} of it;"
           f" limit {SHARE_LIMIT:.0%}")
-    if args.json:
-        results.write(args.json, "bench.recorder", rows, ranks=world.size, records_per_step=records,
-                      spans_per_step=spans, step_ms=round(step_ns * 1e-6, 1),
-                      percent_of_step=round(100 * shares[busiest], 3))
+    results.write(args.json, "bench.recorder", rows, ranks=world.size, records_per_step=records,
+                  spans_per_step=spans, step_ms=round(step_ns * 1e-6, 1),
+                  percent_of_step=round(100 * shares[busiest], 3))
     kept = worst <= CALL_LIMIT_NS and shares[busiest] <= SHARE_LIMIT
     if not kept:
         print("a limit is not kept")
