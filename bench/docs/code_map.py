@@ -11,7 +11,8 @@ import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from bench.results import ROOT
+
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
     console trace train plan inference learn commands cli __main__""".split()

@@ -19,12 +19,12 @@ import numpy as np
 
 from bench.docs.blocks import Block, part
 from bench.interconnect.launches import environment_of_jobs
+from bench.results import ROOT
 from mpipar import cli
 from mpipar.errors import UserError
 from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT = 100  # seconds for one command
 FILE = re.compile(r"^```\w+ ([\w-]+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TYPED = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from bench.docs import commands, measured, pictures, sources, tables
 from bench.docs.blocks import Block, blocks_of, update
+from bench.results import ROOT
 
-ROOT = commands.ROOT
-KINDS = ("run", "measured", "code", "result", "picture", "table", "map", "exercise")
+WRITERS = {"measured": measured.shown, "code": sources.listing, "result": tables.result,
+           "table": tables.table, "map": tables.file_map, "exercise": tables.exercises}
 
 
 def pages() -> list[Path]:
@@ -36,12 +37,10 @@ def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> d
             path, picture, line = pictures.draw(block, ROOT)
             drawn[path] = picture
             return line
-        writers = {"measured": measured.shown, "code": sources.listing, "result": tables.result,
-                   "table": tables.table, "map": tables.file_map,
-                   "exercise": tables.exercises}
-        if block.kind not in writers:
-            raise block.problem(f"no block is of this kind; use {', '.join(KINDS)}")
-        return writers[block.kind](block, ROOT)
+        if block.kind not in WRITERS:
+            kinds = ", ".join(("run", "picture", *WRITERS))
+            raise block.problem(f"no block is of this kind; use {kinds}")
+        return WRITERS[block.kind](block, ROOT)
 
     return {page: update(page, text, write), **drawn}
 

@@ -97,9 +97,7 @@ def main(argv, session) -> int:
     for row in rows:
         print(f"{row['lines']:5d}  {row['stop']}  {row['what']}")
     print(f"{total:5d}  of at most {LIMIT}")
-    if args.json:
-        results.write(args.json, "bench.docs.reading_path", rows, beside={"files": files},
-                      lines=total)
+    results.write(args.json, "bench.docs.reading_path", rows, beside={"files": files}, lines=total)
     return int(total > LIMIT or not all(row["lines"] for row in rows))
 
 

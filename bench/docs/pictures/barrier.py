@@ -20,10 +20,8 @@ def draw(words: list[str], root) -> tuple[str, str]:
     lead = 0.15 * end  # shown before the first arrival and after the end
     scale = WIDE / (end + 2 * lead)
     met = max(row["end_ms"] for row in rows if row["what"].startswith("wait"))
-    canvas = Drawing()
-    canvas.text(0, 18, f"One barrier, {name}: arrival, wait and transfer", "bold")
-    canvas.legend(0, 44, [("r0", "computes"), ("wait", "waits for the last rank"),
-                          ("transfer", "transfer")], 700)
+    canvas = Drawing(f"One barrier, {name}: arrival, wait and transfer", [
+        ("r0", "computes"), ("wait", "waits for the last rank"), ("transfer", "transfer")])
     ranks, told = sorted({row["rank"] for row in rows}), []
     for place, rank in enumerate(ranks):
         wait, transfer = [row for row in rows if row["rank"] == rank]

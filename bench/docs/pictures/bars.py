@@ -39,9 +39,8 @@ def draw(words: list[str], root) -> tuple[str, str]:
     scale = WIDE / max(limit, *(sum(one.values()) for one in found.values()))
     labels = [label for label in labels_of(found.values())
               if any(one.get(label) for one in found.values())]
-    canvas, told = Drawing(), []
-    canvas.text(0, 18, "Memory of the fullest rank, by layout", "bold")
-    canvas.legend(0, 44, [(COLOURS.get(label, "r5"), label) for label in labels], 700)
+    canvas, told = Drawing("Memory of the fullest rank, by layout", [
+        (COLOURS.get(label, "r5"), label) for label in labels]), []
     for place, (layout, own) in enumerate(found.items()):
         x, y = float(LEFT), TOP + ROW * place
         canvas.text(LEFT - 8, y + 16, layout.replace("+sp", ", seq. parallel"), "", "end")

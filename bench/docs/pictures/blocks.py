@@ -27,11 +27,10 @@ def draw(words: list[str], root) -> tuple[str, str]:
                                "gather" if args.cut == "gather" else "pair"])
     records = [one for one in predict(config, 0).recorder.records
                if one.name.startswith("block0.ffn")]
-    canvas = Drawing()
-    canvas.text(0, 18, f"One product cut over {args.ranks} ranks: the colour of a block is the rank"
-                " that holds it", "bold")
-    canvas.legend(0, 44, [(f"r{rank}", f"rank {rank}") for rank in range(args.ranks)]
-                  + [("plain", "every rank holds all of it")], 700)
+    canvas = Drawing(
+        f"One product cut over {args.ranks} ranks: the colour of a block is the rank that holds it",
+        [*((f"r{rank}", f"rank {rank}") for rank in range(args.ranks)),
+         ("plain", "every rank holds all of it")])
     x, told = 0.0, []
     for product in {"column": ["up"], "row": ["down"]}.get(args.cut, ["up", "down"]):
         x = draw_product(canvas, x, product, args, told, records)

@@ -52,10 +52,9 @@ def draw(words: list[str], root) -> tuple[str, str]:
                 default=0)
     start = min(first, sums[0][0])
     scale = WIDE / (end - start)
-    canvas, last = Drawing(), 0
-    canvas.text(0, 18, f"{shapes.layout_words(config)}: gradients travel while the backward pass"
-                " goes on", "bold")
-    canvas.legend(0, 44, [("r2", "rank 0 computes"), ("dp", "sum of a bucket may travel")], 700)
+    canvas, last = Drawing(
+        f"{shapes.layout_words(config)}: gradients travel while the backward pass goes on",
+        [("r2", "rank 0 computes"), ("dp", "sum of a bucket may travel")]), 0
     canvas.text(0, TOP + 17, "passes")
     for flops, name in passes:
         if flops > max(last, start):

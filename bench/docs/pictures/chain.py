@@ -26,11 +26,10 @@ def draw(words: list[str], root) -> tuple[str, str]:
         raise UsageError("no barriers in a block: choose a layout with tp or cp")
     forward = {one.name.removeprefix("block0."): one for one in records if one.phase == "F"}
     backward = {one.name.removeprefix("block0."): one for one in records if one.phase != "F"}
-    canvas = Drawing()
-    canvas.text(0, 18, f"One block of one microbatch on {shapes.layout_words(config)}: layers, and"
-                " where all ranks wait", "bold")
-    canvas.legend(0, 44, [("r0", "each rank has its part"), ("plain", "every rank does all of it"),
-                          ("wait", "barrier")], 760)
+    canvas = Drawing(
+        f"One block of one microbatch on {shapes.layout_words(config)}: layers, and where all ranks"
+        " wait", [("r0", "each rank has its part"), ("plain", "every rank does all of it"),
+                  ("wait", "barrier")])
     for row, (title, found) in enumerate((("forward", forward), ("backward", backward))):
         y = TOP + DOWN * row
         canvas.text(0, y + 26, title, "bold")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from xml.sax.saxutils import escape, quoteattr
 
 CHARACTER, BOLD = 6.8, 7.8  # width of a letter of 13 pixels
+RIGHT = 700  # end of the lines of a legend
 LIGHT = {
     "page": "#ffffff", "ink": "#1d232b", "soft": "#5d6774", "line": "#b9c0ca", "plain": "#e8ebef",
     "wait": "#d9452b", "transfer": "#8457b8", "ground": "#f0f0f0", "hatch": "#c4c4c4",
@@ -50,13 +51,15 @@ STYLE = ("svg { font: 13px sans-serif; } .small { font-size: 11px; } .bold { fon
 
 class Drawing:
     """Elements in the order in which they are painted. Lengths are pixels of a picture that is
-    shown at its full width.
+    shown at its full width. legend: (class, text) of each of its boxes.
     """
 
-    def __init__(self):
+    def __init__(self, title: str, legend=()):
         self.parts: list[str] = []
         self.width = self.height = 0.0
         self.heads: set[str] = set()
+        self.text(0, 18, title, "bold")
+        self._add_legend(legend)
 
     def _reach(self, x: float, y: float) -> None:
         self.width, self.height = max(self.width, x), max(self.height, y)
@@ -102,16 +105,15 @@ class Drawing:
         for x, y in points:
             self._reach(x, y)
 
-    def legend(self, x: float, y: float, entries: list[tuple[str, str]], right: float) -> float:
-        """Boxes of classes and their texts, in lines up to `right`; the y below them."""
-        start = x
+    def _add_legend(self, entries) -> None:
+        """Boxes of classes and their texts below the title, in lines."""
+        x, y = 0.0, 44.0
         for kind, words in entries:
-            if x > start and x + 20 + CHARACTER * len(words) > right:
-                x, y = start, y + 20
+            if x and x + 20 + CHARACTER * len(words) > RIGHT:
+                x, y = 0.0, y + 20
             self.rect(x, y - 11, 13, 13, kind)
             self.text(x + 18, y, words)
             x += 36 + CHARACTER * len(words)
-        return y + 20
 
     def svg(self, title: str, alt: str) -> str:
         """The file. title: what a pointer shows; alt: what a reader who cannot see it hears."""

@@ -35,11 +35,9 @@ def draw(words: list[str], root) -> tuple[str, str]:
     grids = [Grid.of(config.grid, step.world_rank) for step in steps]
     most = {axis: max(bytes_of(step).get(axis, 0) for step in steps) for axis in AXES}
     axes = [axis for axis in AXES if getattr(config.grid, axis) > 1]
-    canvas = Drawing()
-    canvas.text(0, 18, f"{shapes.layout_words(config)}: the width of a line is the bytes that a"
-                " rank sends in a step", "bold")
     told = [f"{WORDS[axis]}, {nbytes(most[axis])}" for axis in axes]
-    canvas.legend(0, 44, list(zip(axes, told, strict=True)), 700)
+    canvas = Drawing(f"{shapes.layout_words(config)}: the width of a line is the bytes that a rank"
+                     " sends in a step", zip(axes, told, strict=True))
     for axis in axes:
         width = max(1.5, WIDEST * sqrt(most[axis] / max(most.values())))
         for group in {grid.group(axis) for grid in grids}:

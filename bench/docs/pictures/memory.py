@@ -68,10 +68,8 @@ def draw(words: list[str], root) -> tuple[str, str]:
     labels = [label for label in labels_of(live for _, _, live in seen)
               if any(live.get(label) for _, _, live in seen)]
     most, work = max(sum(live.values()) for *_, live in seen), seen[-1][0]
-    canvas = Drawing()
-    canvas.text(0, 18, f"Memory of rank {rank} in one step: {shapes.layout_words(config)}",
-                "bold")
-    canvas.legend(0, 44, [(COLOURS.get(label, "r5"), label) for label in labels], 680)
+    canvas = Drawing(f"Memory of rank {rank} in one step: {shapes.layout_words(config)}",
+                     [(COLOURS.get(label, "r5"), label) for label in labels])
 
     def at(flops: int, size: float) -> tuple[float, float]:
         return LEFT + WIDE * flops / work, TOP + HIGH * (1 - size / most)

@@ -19,11 +19,9 @@ def draw(words: list[str], root) -> tuple[str, str]:
     ends = {what: max(row["end_ms"] for row in own) for what, own in rows.items()}
     scale = WIDE / max(ends.values())
     ranks = 1 + max(row["rank"] for row in rows["measured"])
-    canvas = Drawing()
-    canvas.text(0, 18, f"{trace['layout']}, {trace['schedule']}: predicted above measured",
-                "bold")
     kinds = dict.fromkeys(row["kind"] for row in rows["measured"])
-    canvas.legend(0, 44, [*((FILL[kind], NAMES[kind]) for kind in kinds), ("idle", "idle")], 720)
+    canvas = Drawing(f"{trace['layout']}, {trace['schedule']}: predicted above measured",
+                     [*((FILL[kind], NAMES[kind]) for kind in kinds), ("idle", "idle")])
     y = TOP
     for what, own in rows.items():
         word = "predicted" if what == "simulated" else "measured"

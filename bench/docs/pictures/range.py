@@ -21,10 +21,9 @@ def at(power: float) -> float:
 
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
-    canvas, told = Drawing(), []
-    canvas.text(0, 18, "The numbers that each type can hold, as powers of two", "bold")
-    canvas.legend(0, 44, [("r2", "full precision"), ("r1", "fewer and fewer digits (subnormal)"),
-                          ("idle", "becomes 0, or infinite")], 720)
+    canvas, told = Drawing("The numbers that each type can hold, as powers of two", [
+        ("r2", "full precision"), ("r1", "fewer and fewer digits (subnormal)"),
+        ("idle", "becomes 0, or infinite")]), []
     for place, kind in enumerate(TYPES):
         info, y = ml_dtypes.finfo(kind), TOP + ROW * place
         small, normal, large = (log2(float(one)) for one in (

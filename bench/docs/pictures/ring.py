@@ -37,10 +37,8 @@ def draw(words: list[str], root) -> tuple[str, str]:
     states = hops(size)
     total = sum(10**rank for rank in range(size))
     assert all(value == total for pieces in states[-1][0] for value in pieces), states[-1]
-    canvas = Drawing()
+    canvas = Drawing("Each rank starts with a vector of its own and ends with the sum of all.")
     wide = size * BOX + GAP
-    canvas.text(4, 20, "Each rank starts with a vector of its own and ends with the sum of all.",
-                "bold")
     for rank in range(size):
         middle = LEFT + rank * wide + size * BOX / 2
         canvas.text(middle, TOP - 16, f"rank {rank}", "bold", "middle")

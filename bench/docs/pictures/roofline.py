@@ -27,8 +27,7 @@ def draw(words: list[str], root) -> tuple[str, str]:
         y = log10(speed / low_y) / log10(high_y / low_y)
         return LEFT + WIDE * x, TOP + HIGH * (1 - y)
 
-    canvas = Drawing()
-    canvas.text(0, 18, "The product ladder under the roofs of this machine", "bold")
+    canvas = Drawing("The product ladder under the roofs of this machine")
     canvas.text(0, 38, machine_words(found), "soft small")
     canvas.line(LEFT, TOP + HIGH, LEFT + WIDE, TOP + HIGH, "ink")
     canvas.line(LEFT, TOP, LEFT, TOP + HIGH, "ink")

@@ -22,10 +22,9 @@ def draw(words: list[str], root) -> tuple[str, str]:
     parser.add_argument("--seq-len", type=count, default=4096)
     args = parser.parse_args(words)
     ranks, length = args.cp, args.seq_len
-    canvas, told, y = Drawing(), [], TOP
-    canvas.text(0, 18, f"A row of {length:,} tokens over {ranks} ranks: who holds which tokens,"
-                " and how many pairs it multiplies", "bold")
-    canvas.legend(0, 44, [(f"r{rank}", f"rank {rank}") for rank in range(ranks)], 700)
+    canvas, told, y = Drawing(
+        f"A row of {length:,} tokens over {ranks} ranks: who holds which tokens, and how many pairs"
+        " it multiplies", [(f"r{rank}", f"rank {rank}") for rank in range(ranks)]), [], TOP
     most = max(pairs(token_pieces(length, method, ranks, rank))
                for method in METHODS for rank in range(ranks))
     for method, title in METHODS.items():
