@@ -37,7 +37,6 @@ over this time.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 import time
@@ -53,8 +52,9 @@ from bench.kernels import gpu_products
 from bench.kernels.gpu_attention import HEAD_WIDTH, backward, parts
 from bench.kernels.gpu_memory import ADAMW
 from bench.step import blas
-from mpipar.config.flags import count
-from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem, UserError
+from mpipar.config import flags
+from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
+from mpipar.job.session import guard
 from mpipar.ops import make, numpy_attention, numpy_tiles
 from mpipar.ops.array_ops import ArrayOps
 
@@ -80,21 +80,21 @@ class Chain:
 
 def parse(argv):
     """Read the flags: sizes of the arrays and of the measurement."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tiles", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.tiles", description=__doc__)
     for name, default, text in (
         ("rows", 8192, "tokens of the chains"),
         ("width", 1536, "elements of each"),
         ("seq-len", 1024, "tokens of a sequence in attention"),
         ("heads", 6, f"attention heads, of {HEAD_WIDTH} elements each"),
     ):
-        parser.add_argument(f"--{name}", type=count, default=default, help=f"{text} ({default})")
+        parser.add_argument(f"--{name}", type=flags.count, default=default,
+                            help=f"{text} ({default})")
     parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
-    parser.add_argument("--size", type=count, default=SIZE,
+    parser.add_argument("--size", type=flags.count, default=SIZE,
                         help=f"sides of its matrices, a multiple of 4 ({SIZE})")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
-    parser.add_argument("--repeats", type=count, help="timed calls (CPU: 5, the best counts; GPU: "
-                                                    "20, the median)")
+    parser.add_argument("--repeats", type=flags.count,
+                        help="timed calls (CPU: 5, the best counts; GPU: 20, the median)")
     parser.add_argument("--json", help="write the result to this file; GPU: to this folder")
     args = parser.parse_args(argv)
     if args.size % 4:
@@ -220,9 +220,8 @@ def run(args) -> None:
                 for row in sweep(name, chain, args, peak)]
     print("one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak))
     print(results.markdown_table(rows))
-    if args.json:
-        results.write(args.json, "bench.tiles", rows, tokens=args.rows, width=args.width,
-                      seq_len=args.seq_len, heads=args.heads, repeats=args.repeats, **peak)
+    results.write(args.json, "bench.tiles", rows, tokens=args.rows, width=args.width,
+                  seq_len=args.seq_len, heads=args.heads, repeats=args.repeats, **peak)
 
 
 def run_products(args) -> None:
@@ -240,28 +239,22 @@ def run_products(args) -> None:
         rows = products.rows(args.size, partial(best_seconds, repeats=args.repeats))
     print(f"one thread: copy {copy_gbs:.1f} GB/s, {blas.numpy_blas()}")
     print(results.markdown_table(rows))
-    if args.json:
-        results.write(args.json, "bench.tiles --products", rows, size=args.size,
-                      repeats=args.repeats, blas=blas.numpy_blas(), copy_gbs=copy_gbs,
-                      blas_gflops=rows[-1]["gflops"])
+    results.write(args.json, "bench.tiles --products", rows, size=args.size,
+                  repeats=args.repeats, blas=blas.numpy_blas(), copy_gbs=copy_gbs,
+                  blas_gflops=rows[-1]["gflops"])
 
 
-def main(argv=None) -> int:
+def main(argv, session) -> int:
     """Measure one device; returns the exit code."""
     args = parse(argv)
+    measure = gpu_products.run if args.device == "cuda" else run_products if args.products else run
     try:
-        if args.device == "cuda":
-            gpu_products.run(args)
-        else:
-            (run_products if args.products else run)(args)
+        measure(args)
     except ValueError as error:
         print(f"not timed: {error}", file=sys.stderr)
         return EXIT_CHECK_FAILED
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    guard(main)

@@ -35,16 +35,11 @@ def no_folder(tmp_path):
 
 @pytest.mark.parametrize(("bench", "words"), [
     (matmul, []), (schedules, []), (step, []), (reading_path, []), (claims, ["barriers"]),
-    (claims, ["hybrids"])], ids=lambda one: getattr(one, "__name__", str(one)))
+    (claims, ["hybrids"]), (tiles, []), (kernels, [])],
+    ids=lambda one: getattr(one, "__name__", str(one)))
 def test_no_bench_measures_what_it_could_not_write(bench, words, no_folder):
     with pytest.raises(OutputError, match=f"--json {no_folder}: Not a directory"):
         bench.main([*words, "--json", no_folder], Session())
-
-
-@pytest.mark.parametrize("bench", [tiles, kernels])
-def test_no_bench_without_ranks_does_either(bench, no_folder, capsys):
-    assert bench.main(["--json", no_folder]) == EXIT_OUTPUT
-    assert capsys.readouterr() == ("", f"--json {no_folder}: Not a directory\n")
 
 
 def test_several_ranks_end_with_one_message(no_folder):

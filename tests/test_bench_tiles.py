@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bench import tiles
+from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.ops import numpy_attention, numpy_ops, numpy_tiles
 
 SIZES = "--rows 40 --width 60 --seq-len 70 --heads 2 --repeats 1".split()
@@ -20,7 +21,7 @@ def small_peaks(monkeypatch):
 def test_every_tile_is_timed_and_the_constants_stay(tmp_path):
     before = numpy_tiles.TILE, numpy_attention.QUERY_TILE
     path = tmp_path / "tiles.json"
-    assert tiles.main([*SIZES, "--json", str(path)]) == 0
+    assert tiles.main([*SIZES, "--json", str(path)], None) == 0
     assert before == (numpy_tiles.TILE, numpy_attention.QUERY_TILE)
     rows = [row for row in json.loads(path.read_text())["rows"] if row["tile"] != "numba"]
     found = [(row["chain"], row["tile"]) for row in rows]
@@ -48,7 +49,7 @@ def test_a_tile_that_changes_the_result_is_not_timed(monkeypatch, capsys):
         return y * np.float32(1.001) if numpy_tiles.TILE == 1024 else y
 
     monkeypatch.setattr(numpy_ops.NumpyOps, "gelu_forward", wrong_in_small_tiles)
-    assert tiles.main(SIZES) == 1
+    assert tiles.main(SIZES, None) == 1
     out, err = capsys.readouterr()
     assert "gelu_forward, tile 1024: off by 1.0e-03" in err
     assert not out
@@ -62,7 +63,7 @@ def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
 
     path = tmp_path / "products.json"
     words = ["--products", "--size", "100", "--repeats", "1"]
-    assert tiles.main([*words, "--json", str(path)]) == 0
+    assert tiles.main([*words, "--json", str(path)], None) == 0
     result = json.loads(path.read_text())
     assert [row["product"] for row in result["rows"]] == ["naive", "tiled", "packed", "BLAS"]
     reuse = [row["flop_per_byte"] for row in result["rows"]]
@@ -74,21 +75,19 @@ def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
     assert result["machine"]["copy_gbs"] > 0
     forgets = products.RUNGS["tiled"]._replace(call=lambda a, b, c: np.matmul(a[:, 1:], b[1:], c))
     monkeypatch.setitem(products.RUNGS, "tiled", forgets)
-    assert tiles.main(words) == 1
+    assert tiles.main(words, None) == 1
     assert "not timed: tiled product: off by" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "message"), [
     ("--products --size 6", "must be a multiple of 4"),
     ("--products --device cuda", "--products runs on the CPU")])
-def test_products_that_cannot_be_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit) as left:
+def test_products_that_cannot_be_are_refused(words, message):
+    with pytest.raises(UsageError, match=message):
         tiles.parse(words.split())
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
 
 
-def test_products_say_what_they_need(monkeypatch, capsys):
+def test_products_say_what_they_need(monkeypatch):
     monkeypatch.setattr(tiles.importlib.util, "find_spec", lambda name: None)
-    assert tiles.main(["--products"]) == 69
-    assert "--products needs Numba: pip install" in capsys.readouterr().err
+    with pytest.raises(EnvironmentProblem, match="--products needs Numba: pip install"):
+        tiles.main(["--products"], None)

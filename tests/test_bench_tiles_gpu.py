@@ -9,7 +9,7 @@ import stand_in
 
 from bench import tiles
 from bench.kernels import gpu, gpu_attention, gpu_memory, gpu_products
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_ENVIRONMENT
+from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
 from mpipar.ops.cuda import ladder
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
 from mpipar.ops.cuda.fused import Fused
@@ -103,7 +103,7 @@ def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
     monkeypatch.setattr(gpu_products, "product_rows",
                         lambda gpu: gpu_products.sweep_rows(gpu, SIZE))
     monkeypatch.setattr(ladder, "grid", lambda kernel, rows, columns: (1, 1))
-    assert tiles.main(GPU_SIZES) == EXIT_CHECK_FAILED
+    assert tiles.main(GPU_SIZES, None) == EXIT_CHECK_FAILED
     assert ("not timed: warp (32, 16, 8, 32, 16) of (40, 16) x (16, 24), float32: off by nan"
             in capsys.readouterr().err)
 
@@ -146,7 +146,7 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
         monkeypatch.setattr(gpu_products, name, lambda gpu: [{"kernel": "none"}])
     for module in (gpu_attention, gpu_memory):
         monkeypatch.setattr(module, "rows", lambda gpu, args: [{"kernel": "none"}])
-    assert tiles.main([*GPU_SIZES, "--json", str(tmp_path / "out")]) == 0
+    assert tiles.main([*GPU_SIZES, "--json", str(tmp_path / "out")], None) == 0
     machines = {path.stem: json.loads(path.read_text())["machine"]
                 for path in (tmp_path / "out").iterdir()}
     assert set(machines) == {"gpu_products", "gpu_tiles", "gpu_attention", "gpu_memory"}
@@ -160,15 +160,15 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
     assert card.facts()["clocks"] == "unknown: no nvidia-smi"
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert tiles.main(GPU_SIZES) == EXIT_ENVIRONMENT
-    assert "CuPy" in capsys.readouterr().err
+    with pytest.raises(EnvironmentProblem, match="CuPy"):
+        tiles.main(GPU_SIZES, None)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    assert tiles.main([*GPU_SIZES, "--json", str(tmp_path)]) == 0
+    assert tiles.main([*GPU_SIZES, "--json", str(tmp_path)], None) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         "gpu_products.json", "gpu_tiles.json", "gpu_attention.json", "gpu_memory.json"}
     for path in tmp_path.iterdir():

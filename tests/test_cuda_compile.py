@@ -63,7 +63,7 @@ def test_what_does_not_compile_is_said():
 
 def test_table_of_the_ladder(tmp_path, capsys):
     path = tmp_path / "kernels.json"
-    assert bench_kernels.main(["--json", str(path)]) == 0
+    assert bench_kernels.main(["--json", str(path)], None) == 0
     result = json.loads(path.read_text())
     rows = {row["kernel"]: row for row in result["rows"]}
     assert result["machine"]["nvrtc"].startswith("12.")

@@ -9,13 +9,13 @@ architecture. No kernel spills registers to memory: tests/test_cuda_compile.py c
 
 from __future__ import annotations
 
-import argparse
-import sys
 from math import prod
 
 from bench import results
 from bench.kernels import nvrtc
-from mpipar.errors import EXIT_ENVIRONMENT, OutputError
+from mpipar.config import flags
+from mpipar.errors import EnvironmentProblem
+from mpipar.job.session import guard
 from mpipar.ops.cuda import kernels, ladder
 
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -40,26 +40,19 @@ def rows() -> list[dict]:
     return found
 
 
-def main(argv=None) -> int:
+def main(argv, session) -> int:
     """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(prog="python -m bench.kernels", description=__doc__)
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args(argv)
-    try:
-        results.check_writable(args.json)
-    except OutputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    results.check_writable(args.json)
     if (missing := nvrtc.missing()) is not None:
-        print(f"{missing}: pip install '.[nvrtc]'", file=sys.stderr)
-        return EXIT_ENVIRONMENT
+        raise EnvironmentProblem(f"{missing}: pip install '.[nvrtc]'")
     found = rows()
-    if args.json:
-        results.write(args.json, "bench.kernels", found, nvrtc=nvrtc.Nvrtc().version())
+    results.write(args.json, "bench.kernels", found, nvrtc=nvrtc.Nvrtc().version())
     print(results.markdown_table(found))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    guard(main)

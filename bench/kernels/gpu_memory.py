@@ -54,52 +54,38 @@ def changed(function, *which, numbers=()):
     return call
 
 
+def of_name(name: str, fused, plain, arrays, size: float, *, which=(), numbers=()) -> dict:
+    """{name: the kernel that both sides call so}. which: arrays it changes, if it returns none."""
+    def fixed(function):
+        return changed(function, *which, numbers=numbers) if which else returned(
+            function, *numbers)
+
+    return {name: Kernel(fixed(getattr(fused, name)), fixed(getattr(plain, name)), arrays, size)}
+
+
 def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> dict[str, Kernel]:
-    """GELU, LayerNorm and sums over rows: kernels over (rows, width)."""
+    """GELU, LayerNorm, RMSNorm and sums over rows: kernels over (rows, width)."""
     x, dy = (gpu.random(rows, width, dtype=dtype) for _ in range(2))
     w, b = (gpu.random(width, dtype=dtype) for _ in range(2))
     dw, db = gpu.random(width), gpu.random(width)
     _, mean, rstd = fused.layernorm_forward(x, w, b, EPS)
-    sums = (dy, x, mean, rstd, dw, db)
-    one = x.nbytes
+    root = fused.rmsnorm_forward(x, w, EPS)[1]
+    one, both = x.nbytes, partial(of_name, fused=fused, plain=plain)
     return {
-        "gelu_forward": Kernel(returned(fused.gelu_forward), returned(plain.gelu_forward),
-                               (x,), 2 * one),
+        **both("gelu_forward", arrays=(x,), size=2 * one),
         "bias_gelu_forward": Kernel(
             returned(fused.bias_gelu_forward),
             lambda x, b: (plain.gelu_forward(x + b),), (x.copy(), b), 3 * one),  # it changes x
-        "gelu_backward_input": Kernel(
-            returned(fused.gelu_backward_input), returned(plain.gelu_backward_input),
-            (dy, x), 3 * one),
+        **both("gelu_backward_input", arrays=(dy, x), size=3 * one),
         "column_sums": Kernel(
             changed(fused.column_sums, 1), changed(plain.bias_backward_weight, 1), (dy, db), one),
-        "layernorm_forward": Kernel(
-            returned(fused.layernorm_forward, EPS), returned(plain.layernorm_forward, EPS),
-            (x, w, b), 2 * one),
-        "layernorm_backward_input": Kernel(
-            returned(fused.layernorm_backward_input), returned(plain.layernorm_backward_input),
-            (dy, x, w, mean, rstd), 3 * one),
-        "layernorm_backward_weight": Kernel(
-            changed(fused.layernorm_backward_weight, 4, 5),
-            changed(plain.layernorm_backward_weight, 4, 5), sums, 2 * one),
-    }
-
-
-def rmsnorm(gpu: Gpu, fused, plain, rows, width, dtype) -> dict[str, Kernel]:
-    """RMSNorm: kernels over (rows, width)."""
-    x, dy = (gpu.random(rows, width, dtype=dtype) for _ in range(2))
-    w, dw = gpu.random(width, dtype=dtype), gpu.random(width)
-    rstd = fused.rmsnorm_forward(x, w, EPS)[1]
-    return {
-        "rmsnorm_forward": Kernel(
-            returned(fused.rmsnorm_forward, EPS), returned(plain.rmsnorm_forward, EPS), (x, w),
-            2 * x.nbytes),
-        "rmsnorm_backward_input": Kernel(
-            returned(fused.rmsnorm_backward_input), returned(plain.rmsnorm_backward_input),
-            (dy, x, w, rstd), 3 * x.nbytes),
-        "rmsnorm_backward_weight": Kernel(
-            changed(fused.rmsnorm_backward_weight, 3), changed(plain.rmsnorm_backward_weight, 3),
-            (dy, x, rstd, dw), 2 * x.nbytes),
+        **both("layernorm_forward", arrays=(x, w, b), size=2 * one, numbers=(EPS,)),
+        **both("layernorm_backward_input", arrays=(dy, x, w, mean, rstd), size=3 * one),
+        **both("layernorm_backward_weight", arrays=(dy, x, mean, rstd, dw, db), size=2 * one,
+               which=(4, 5)),
+        **both("rmsnorm_forward", arrays=(x, w), size=2 * one, numbers=(EPS,)),
+        **both("rmsnorm_backward_input", arrays=(dy, x, w, root), size=3 * one),
+        **both("rmsnorm_backward_weight", arrays=(dy, x, root, dw), size=2 * one, which=(3,)),
     }
 
 
@@ -111,15 +97,13 @@ def llama(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
     x = gpu.random(batch, tokens, args.heads, 2 * HALF, dtype=dtype)
     positions = gpu.xp.arange(tokens)
     table = gpu.xp.asarray(rope_table(tokens, 2 * HALF, 1e4, ()).astype(np.float32))
+    both = partial(of_name, fused=fused, plain=plain)
     return {
-        "swiglu_forward": Kernel(
-            returned(fused.swiglu_forward), returned(plain.swiglu_forward), (h,), 1.5 * h.nbytes),
-        "swiglu_backward_input": Kernel(
-            returned(fused.swiglu_backward_input), returned(plain.swiglu_backward_input), (dy, h),
-            3 * h.nbytes),
-        **{name: Kernel(changed(getattr(fused, name), 0), changed(getattr(plain, name), 0),
-                        (x.copy(), positions, table), 2 * x.nbytes)
-           for name in ("rope_forward", "rope_backward_input")},
+        **both("swiglu_forward", arrays=(h,), size=1.5 * h.nbytes),
+        **both("swiglu_backward_input", arrays=(dy, h), size=3 * h.nbytes),
+        **both("rope_forward", arrays=(x.copy(), positions, table), size=2 * x.nbytes, which=(0,)),
+        **both("rope_backward_input", arrays=(x.copy(), positions, table), size=2 * x.nbytes,
+               which=(0,)),
     }
 
 
@@ -201,7 +185,6 @@ def rows(gpu: Gpu, args) -> list[dict]:
     found = []
     for dtype in ("float32", "bfloat16"):
         for make in (partial(chains, gpu, fused, plain, args.rows, args.width),
-                     partial(rmsnorm, gpu, fused, plain, args.rows, args.width),
                      partial(llama, gpu, fused, plain, args),
                      partial(softmaxes, gpu, fused, plain, args),
                      partial(updates, gpu, fused, plain, args.rows * args.width)):
