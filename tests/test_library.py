@@ -3,11 +3,13 @@
 import re
 import sys
 
+import numpy as np
 import pytest
 from helpers import REPOSITORY, run_command, run_ranks
 from program import LIMIT, environment
 
 import mpipar
+from mpipar.errors import UsageError
 
 EXAMPLE = REPOSITORY / "docs" / "examples" / "cut_mlp.py"
 PLANTED = f"""
@@ -37,6 +39,27 @@ def test_every_name_of_the_library_is_there_and_no_other():
         assert name in dir(mpipar)
     with pytest.raises(AttributeError, match="has no attribute 'linear_layer'"):
         _ = mpipar.linear_layer
+
+
+def linear_layer(cut="column"):
+    ops = mpipar.make_ops("cpu", "float64")
+    context = mpipar.Context(ops, mpipar.Comms.solo(ops))
+    return ops, mpipar.Linear(context, "up", (6,), (4,), cut=cut, std=0.1)
+
+
+def test_a_cut_that_is_none_is_named():
+    with pytest.raises(UsageError, match=r"cut 'rwo' does not exist; did you mean row\?; use one"):
+        linear_layer("rwo")
+
+
+def test_a_layer_without_buffers_says_what_makes_them():
+    ops, layer = linear_layer()
+    with pytest.raises(UsageError, match=r"up.w: has no data yet; .* call mpipar.FlatParams\(ops,"):
+        layer.forward(np.ones((1, 2, 6)), mpipar.Stash())
+    with pytest.raises(AttributeError, match="Param has no attribute 'gradient'"):
+        _ = layer.w.gradient
+    mpipar.FlatParams(ops, layer.params).initialize(seed=1)
+    assert layer.forward(np.ones((1, 2, 6)), mpipar.Stash()).shape == (1, 2, 4)
 
 
 def largest_difference(result) -> float:

@@ -52,8 +52,11 @@ class FlatParams:
         if ops.dtype != ops.statistics:
             self.master = ops.zeros((own_size,), ops.statistics, label="optimizer")
         for kind in ("data", "grad", "master"):
-            if self.is_whole(getattr(self, kind)):
-                self.place(kind, getattr(self, kind))
+            buffer = getattr(self, kind)
+            if self.is_whole(buffer):
+                self.place(kind, buffer)
+            else:
+                self.displace(kind, slice(0, self.total))
         self.summed = self.pieces(self.grad) if not sharding.whole_grads else [
             self.grad[whole.run.start:whole.run.start + own.stop - own.start]
             for whole, own in zip(self.segments, self.own, strict=True)]

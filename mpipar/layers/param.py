@@ -8,8 +8,21 @@ import math
 
 import numpy as np
 
+from mpipar.errors import UsageError
 
-class Param:
+
+class Views:
+    """Has data, grad and master: views into the flat buffers of a stage, set by `FlatParams`."""
+
+    def __getattr__(self, kind):
+        """Called for what has not been set."""
+        if kind not in ("data", "grad", "master"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {kind!r}")
+        raise UsageError(f"{self.name}: has no {kind} yet; before a layer computes, call"
+                         " mpipar.FlatParams(ops, layer.params).initialize(seed)")
+
+
+class Param(Views):
     """One tensor of the model, or this rank's shard of it.
 
     name: global name, the same on every layout. shape: logical N-d shape of the whole tensor.
@@ -25,9 +38,8 @@ class Param:
     backward. The last one is the data group, whose ranks read different data. copy_groups: those of
     ranks beside it that hold copies. owner: false for replicas and tied copies, which norms and
     files must not count again. unit: the unit of the stage that it belongs to, counted from the
-    first; the stage sets it. data, grad, master: views into the flat buffers of the stage, set by
-    `FlatParams`. Layers read data; the optimizer and files use master. leads: the `Joined` that
-    begins with it, or None.
+    first; the stage sets it. Layers read data; the optimizer and files use master. A kind that
+    ranks share out is None. leads: the `Joined` that begins with it, or None.
     """
 
     def __init__(self, context, name, shape, *, cut_axis=None, pieces=None, std=0.0, fill=None,
@@ -49,7 +61,7 @@ class Param:
         self.copy_groups = (*copies.groups, *(("tp",) if cut_axis is None else shared))
         self.owner = copies.owner and comm.index % replicas == 0
         self.unit = 0
-        self.data = self.grad = self.master = self.leads = None
+        self.leads = None
 
     def cut_over(self, ranks: int) -> int:
         """Into how many pieces this many ranks of tp cut it; each is held by equally many."""
@@ -114,16 +126,13 @@ class Param:
             yield row - first, values
 
 
-class Joined:
-    """Parameters that lie side by side in the flat buffers, seen as one.
-
-    data, grad: flat views over all of them, set by `FlatParams`.
-    """
+class Joined(Views):
+    """Parameters that lie side by side in the flat buffers, seen as one; its views are flat."""
 
     def __init__(self, params):
         self.params = params
         self.size = sum(param.size for param in params)
-        self.data = self.grad = self.master = None
+        self.name = params[0].name
         params[0].leads = self
 
 

@@ -23,6 +23,8 @@ tokens_are_cut: whether a rank holds only its own tokens of x or y. Such a cut r
 
 from typing import NamedTuple
 
+from mpipar.errors import UsageError, suggestion
+from mpipar.files.text import shown
 from mpipar.partition import (
     column,
     column_ring,
@@ -36,11 +38,20 @@ from mpipar.partition import (
     summa,
 )
 
-CUTS = {
+
+class Cuts(dict):
+    """Cuts by name; a name that is none of them is a user's mistake."""
+
+    def __missing__(self, name):
+        close = suggestion(str(name), list(self))
+        raise UsageError(f"cut {shown(name)} does not exist{close}; use one of {', '.join(self)}")
+
+
+CUTS = Cuts({
     "column": column, "row": row, "gather": gather, "reduce": reduce,
     "2d": summa, "2.5d": depth,
     "column_sp": column_sp, "row_sp": row_sp, "column_ring": column_ring, "row_ring": row_ring,
-}
+})
 
 
 class Sizes(NamedTuple):
