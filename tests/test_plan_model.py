@@ -18,7 +18,7 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.plan import pipeline_time
 from mpipar.plan.block_time import BlockTimes, Times
 from mpipar.plan.cluster import STACKS, load_cluster, machine_names
-from mpipar.plan.collectives import all_gather, all_reduce
+from mpipar.plan.collectives import all_gather, all_reduce, exchange
 from mpipar.plan.confirm import confirm, train_config
 from mpipar.plan.footprint import GIB, footprint, rank_footprint
 from mpipar.plan.formats import FORMATS, in_format, least_seconds, search_formats
@@ -26,7 +26,7 @@ from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.published import published_runs, read_runs
 from mpipar.plan.search import SCHEDULES, Candidate, Question, layouts, search, with_best_order
 from mpipar.plan.shape import Shape
-from mpipar.plan.step_time import step_time
+from mpipar.plan.step_time import hop_seconds, step_time
 
 RESULTS = REPOSITORY / "bench" / "results"
 CASES = [("1f1b", 4, 8, 1), ("1f1b", 3, 5, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 8, 2),
@@ -139,6 +139,18 @@ def test_collectives_by_hand():
                         inner.latency_us * 1e-6 + 2 * 7 / 8 / inner.gbytes_s)
     # Eight groups of one rank in each node are slower than one group of all devices.
     assert all_gather(a100, 1e9, 16, 8) > 4 * all_gather(a100, 1e9, 16, 1)
+
+
+def test_the_slowest_link_sets_the_pace_of_a_pipeline():
+    a100, shape, stack = load_cluster("a100-80"), shape_of("gpt2"), STACKS["zero-bubble"]
+    layout = Layout(pp=16, num_microbatches=48, schedule="interleaved", chunks=3)
+    message = 2 * shape.tokens * shape.width
+    near, far = exchange(a100, message, 1), exchange(a100, message, 8)
+    # 48 stages: 3 times through two nodes. Each chunk of a microbatch crosses both ways at once.
+    assert math.isclose(hop_seconds(shape, layout, a100, stack),
+                        2 * (42 * near + 5 * far) + 48 * 3 * far)
+    inside = hop_seconds(shape, layout._replace(pp=8), a100, stack)
+    assert math.isclose(inside, (2 * 23 + 48 * 3) * near)
 
 
 @pytest.mark.parametrize(("preset", "machine", "ranks", "fits"), [

@@ -224,11 +224,15 @@ def step_of(question: Question, layout: Layout, by_rank: list[Kind], blocks: lis
 
 
 def messages_seconds(question: Question, layout: Layout, by_rank: list[Kind]) -> float:
-    """Seconds of messages between stages, by the slowest links. The network joins two kinds."""
+    """Seconds of messages between stages, by the slowest links. The network joins two kinds.
+
+    Of more ranks than a node has, `hop_seconds` counts that already.
+    """
     shape, stack = question.shape, question.stack
     clusters = {kind.cluster.name: kind.cluster for kind in by_rank}.values()
     message = (layout.rows * shape.tokens / layout.cp * shape.width * stack.number_bytes
                / layout.tp)
     between = max(exchange(cluster, message, cluster.per_node()) for cluster in clusters)
+    joins = len(clusters) - 1 if layout.ranks <= question.cluster.per_node() else 0
     return (max(hop_seconds(shape, layout, cluster, stack) for cluster in clusters)
-            + 2 * (len(clusters) - 1) * between)
+            + 2 * joins * between)

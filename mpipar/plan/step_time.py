@@ -143,17 +143,22 @@ def bubble_of(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> lis
 def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
     """Seconds of messages between stages that nothing hides.
 
-    They go down once and up once. With chunks each rank also has a message on each side of each
-    pass, and a stack without overlap waits for them.
+    They go down once and up once. With chunks each rank also has messages on both sides of each
+    pass. A stack without overlap waits for them: once for a forward and a backward, whose messages
+    cross a link in both directions at once. The slowest link sets the pace.
     """
     if layout.pp == 1:
         return 0.0
     numbers = layout.rows * shape.tokens / layout.cp * shape.width
     message = numbers * stack.number_bytes / layout.tp  # each rank of tp sends a part of it
-    count = 2 * (layout.pp * layout.chunks - 1)
+    hops, stride, each = layout.stages - 1, layout.stage_stride, cluster.per_node()
+    nodes = -(-layout.pp * stride // each)
+    across = min(hops, layout.chunks * nodes - 1) if nodes > 1 else 0
+    near, far = (exchange(cluster, message, to) for to in (stride, max(stride, each)))
+    seconds = 2 * ((hops - across) * near + across * far)
     if layout.chunks > 1 and not stack.overlap:
-        count += 2 * layout.num_microbatches * layout.chunks
-    return count * exchange(cluster, message, layout.stage_stride)
+        seconds += layout.num_microbatches * layout.chunks * (far if across else near)
+    return seconds
 
 
 def sum_seconds(shape, layout, cluster, stack, elements: float) -> float:
