@@ -14,11 +14,14 @@ from mpipar.comm.transport import Done, HostTransport
 
 
 class Leaving:
-    """A request for x, which is first copied to `host`: post(host) then makes the MPI call."""
+    """A request for x, which is first copied to `host`: post(host) then makes the MPI call.
 
-    def __init__(self, copies, x, post):
+    host: see `Copies.out`.
+    """
+
+    def __init__(self, copies, x, post, host=None):
         self.copies, self.post, self.request = copies, post, None
-        self.host = copies.out(x, self._post)
+        self.host = copies.out(x, self._post, host)
 
     def _post(self, host):
         self.request = self.post(host)
@@ -112,8 +115,8 @@ class StagedTransport(HostTransport):
         call(host, argument)
         self._to_device(host, x)
 
-    def _leave(self, x, post):
-        leaving = Leaving(self.copies, x, post)
+    def _leave(self, x, post, host=None):
+        leaving = Leaving(self.copies, x, post, host)
         if self.checked:  # --check-comm blocks in MPI before each collective
             self.copies.hand_over(wait=True)
         return leaving
@@ -136,8 +139,10 @@ class StagedTransport(HostTransport):
         return Arriving(self.copies, leaving, leaving.host[0], x[0])
 
     def iall_gather(self, x):
-        leaving = self._leave(x, super().iall_gather)
-        return Arriving(self.copies, leaving, leaving.host, x)
+        host, post = self.copies.room(x.shape, x.dtype), super().iall_gather
+        own = slice(self.mpi.rank, self.mpi.rank + 1)  # MPI reads no other part
+        leaving = self._leave(x[own], lambda _: post(host), host[own])
+        return Arriving(self.copies, leaving, host, x)
 
     def all_gather(self, x, group_size):
         return self._new_on_device(super().all_gather(self._to_host(x), group_size))

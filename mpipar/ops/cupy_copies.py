@@ -23,10 +23,13 @@ class Copies:
         self.leaving = deque()  # (event of a copy to the host, what to call behind it), in order
         self._arriving = []  # (event of a copy to the device, host memory that it reads)
 
-    def out(self, x, then):
-        """Queue a copy of x to new host memory, and return that; then(host) is called behind it."""
+    def out(self, x, then, host=None):
+        """Queue a copy of x to host memory, and return that; then(host) is called behind it.
+
+        host: page-locked memory from `room`, or new memory.
+        """
         assert x.flags.c_contiguous, (x.shape, x.strides)
-        host = self.room(x.shape, x.dtype)
+        host = self.room(x.shape, x.dtype) if host is None else host
         x.get(stream=self._out, out=host, blocking=False)
         self.leaving.append((self._out.record(), partial(then, host)))
         return host

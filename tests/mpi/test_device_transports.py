@@ -117,9 +117,27 @@ def test_what_is_posted_arrives(cuda_aware, poll):
     assert waiting == (2 if cuda_aware == "no" else 0), "products go on while copies are under way"
 
 
-def sent_at_once(self, x, then):
+@pytest.mark.ranks(2, 4)
+def test_only_the_own_piece_of_a_gather_leaves_the_device(cuda_aware, monkeypatch):
+    """And all pieces come back: 3 numbers of each rank."""
+    left = []
+    monkeypatch.setattr(Copies, "out", lambda self, x, *more: (
+        left.append(x.nbytes), COPY_OUT(self, x, *more))[1])
+    ops, here = ops_module.make("cuda", "float64"), WORLD.rank
+    comms = Comms(Grid(here, dp_size=WORLD.size), ops, Recorder(), WORLD)
+    pieces = np.full((WORLD.size, 3), np.nan)
+    pieces[here] = here
+    x = ops.asarray(pieces)
+    comms.world.iall_gather(x, "pieces").wait()
+    ops.scale(x, 1.0)  # reads what came
+    comms.close()
+    assert ops.to_host(x).tolist() == [[rank] * 3 for rank in range(WORLD.size)]
+    assert sum(left) == (3 * 8 if cuda_aware == "no" else 0)
+
+
+def sent_at_once(self, x, then, host=None):
     """MPI gets host memory before the event of its copy."""
-    host = COPY_OUT(self, x, then)
+    host = COPY_OUT(self, x, then, host)
     self.leaving.pop()[1]()
     return host
 
