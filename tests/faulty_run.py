@@ -87,9 +87,15 @@ PLACES = {  # of a process that stops outside the steps of a training run
 if FAULT in PLACES:
     watch.START_SECONDS = 3.0  # one rank may be up that long before another
     stop_in(*PLACES[FAULT])
-if FAULT == "slow-disk":
+if FAULT == "slow-disk":  # for the weights: longer than any timer of a rank that ends
     plain_fsync = os.fsync
-    os.fsync = lambda number: (time.sleep(4), plain_fsync(number))
+
+    def slow_fsync(number):
+        if "/weights/model." in os.readlink(f"/proc/self/fd/{number}"):
+            time.sleep(6)
+        plain_fsync(number)
+
+    os.fsync = slow_fsync
 if FAULT == "slow-first-start" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     plain_step = Worker.train_step
     Worker.train_step = lambda *arguments: (time.sleep(2), plain_step(*arguments))[1]

@@ -202,14 +202,17 @@ def test_what_to_know_before_believing_is_said_of_both(capsys):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two runs that differ in 50 ms of sleep on rank 1, twice a step."""
+    """Two runs that differ in 50 ms of sleep on rank 1, twice a step.
+
+    Of five traced steps one may be held up by other work: the quartiles do not see it.
+    """
     if find_launcher() is None:
         pytest.skip("no mpiexec: install .[mpich]")
     base, made = tmp_path_factory.mktemp("compare"), {}
     for fault in ("none", "delay"):
         made[fault] = base / fault
         command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train",
-                   *SMALL, "--layout", "tp=2", "--trace", "3:5", "--out", str(made[fault])]
+                   *SMALL, "--layout", "tp=2", "--trace", "2:6", "--out", str(made[fault])]
         result = run_ranks(2, command, 60, environment())
         assert result.returncode == 0, result.tail()
     return made

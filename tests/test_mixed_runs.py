@@ -14,7 +14,8 @@ from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-SMALL = "--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0".split()
+SMALL = """--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0
+    --eval-tokens 1024""".split()
 TINY = ["--layers", 2, "--d-model", 16, "--heads", 2, "--seq-len", 8, "--batch-size", 8,
         "--num-microbatches", 2, "--log-interval", 2, *TEXT]
 HALF = ("bfloat16", "float16")

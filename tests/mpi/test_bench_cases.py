@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 from small_model import slow_unless
 
-from bench.interconnect import compiled, overlap, plans, session
+from bench.interconnect import compiled, overlap, plans, sampling, session
 from bench.interconnect.buffers import POLICIES, Arena
 from bench.interconnect.cases import COMM, IN_C, Setup
 from bench.interconnect.compositions import TwoLevel, UnevenAllToAll
@@ -27,7 +27,14 @@ from mpipar.errors import EnvironmentProblem
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)
 SESSION = types.SimpleNamespace(world=WORLD, agree=lambda function: function(), host_rank=0)
-PLAN = Plan(budget=0.0005, warm_up=0, least=1)
+PLAN = Plan(warm_up=0, exactly=1)
+
+
+@pytest.fixture(autouse=True)
+def one_sample_of_each_way(monkeypatch):
+    """A payload is checked before the first sample: more samples would show nothing."""
+    monkeypatch.setattr(sampling, "LEAST_TURNS", 1)
+    monkeypatch.setattr(overlap, "TRIALS", 1)
 
 
 def sections():

@@ -119,7 +119,7 @@ def test_sixteen_bits_stay_near_float32(method):
     losses = []
     for dtype in ("float32", "bfloat16"):
         config = config_for(HERE[0], method, 2)
-        config = replace(config, run=replace(config.run, dtype=dtype, check_comm=False))
+        config = replace(config, run=replace(config.run, dtype=dtype))
         ops = ops_module.make("cpu", dtype)
         worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
         worker.initialize(0.02)
