@@ -92,9 +92,13 @@ def text(value) -> str:
 def markdown_table(rows: list[dict]) -> str:
     """Rows as a Markdown table."""
     columns = list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(text(row[column]) for column in columns) + " |" for row in rows]
-    return "\n".join(lines)
+    return cells_table(columns, ([text(row[column]) for column in columns] for row in rows))
+
+
+def cells_table(head: list[str], cells) -> str:
+    """A Markdown table of these texts."""
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
 def markdown(result: dict) -> str:

@@ -56,7 +56,9 @@ def test_what_is_typed_into_a_generated_part_is_overwritten():
 
 def test_every_picture_belongs_to_a_page():
     drawn = {path.stem for path in (REPOSITORY / pictures.FOLDER).glob("*.svg")}
-    assert drawn == pages.pictures_of_pages()
+    assert drawn == {
+        block.words.split()[0] for page in pages.pages()
+        for block in blocks_of(page, pages.read_page(page)) if block.kind == "picture"}
 
 
 def test_every_picture_has_a_text_and_follows_the_page():

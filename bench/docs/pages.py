@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.docs import commands, measured, pictures, sources, tables
-from bench.docs.blocks import Block, blocks_of, update
+from bench.docs.blocks import Block, update
 from bench.results import ROOT
 
 WRITERS = {"measured": measured.shown, "code": sources.listing, "result": tables.result,
@@ -43,10 +43,3 @@ def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> d
         return WRITERS[block.kind](block, ROOT)
 
     return {page: update(page, text, write), **drawn}
-
-
-def pictures_of_pages() -> set[str]:
-    """The names of the pictures that pages ask for."""
-    return {block.words.split()[0] for page in pages()
-            for block in blocks_of(page, read_page(page))
-            if block.kind == "picture"}

@@ -97,9 +97,7 @@ def exercises(block: Block, root: Path) -> str:
 
 def rows_of(head: list[str], rows) -> str:
     """A Markdown table of these cells."""
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
-    return "\n".join(lines)
+    return results.cells_table(head, (map(cell, row) for row in rows))
 
 
 def cell(value) -> str:

@@ -71,18 +71,24 @@ def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group
     return Group(groups, Comm(axis, groups[mine], key, wire, recorder), mpi, team)
 
 
+def largest(mpi, numbers) -> list[int]:
+    """The largest of all ranks' numbers, each by itself. Comm: one all-reduce."""
+    from mpi4py import MPI
+
+    values = np.array(numbers, np.int64)
+    mpi.Allreduce(MPI.IN_PLACE, values, op=MPI.MAX)
+    return values.tolist()
+
+
 def ranks_of_a_host(world, host_ranks) -> int:
     """The number of consecutive world ranks of each host; all ranks if hosts differ.
 
     host_ranks: those of this rank's host. Comm: one all-reduce over the world.
     """
-    from mpi4py import MPI
-
     count, first = len(host_ranks), host_ranks[0]
     regular = first % count == 0 and host_ranks == tuple(range(first, first + count))
-    most = np.array([count, -count, not regular], np.int64)
-    world.Allreduce(MPI.IN_PLACE, most, op=MPI.MAX)
-    return count if most[0] == -most[1] and not most[2] else world.size
+    most, least, odd = largest(world, [count, -count, not regular])
+    return count if most == -least and not odd else world.size
 
 
 def wait_politely(world, progress) -> None:

@@ -17,6 +17,7 @@ from time import perf_counter
 import numpy as np
 
 from bench.interconnect.cases import Case, Setup
+from bench.interconnect.groups import largest
 from bench.interconnect.sampling import batch
 from bench.interconnect.starts import BarrierStart
 
@@ -107,13 +108,10 @@ def with_computing(team, section, setup: Setup, cases: dict, progress) -> dict:
 
 def alone_seconds(team, case, progress) -> float:
     """Median time of a case on the slowest rank. Comm: the case, and one all-reduce."""
-    from mpi4py import MPI
-
     progress.doing = f"{case.name}, {case.setup.size} bytes, to calibrate the computing"
     entered, left, _ = batch(BarrierStart(team), case, TRIALS, progress)
-    slowest = np.array([np.median(left - entered)])
-    team.Allreduce(MPI.IN_PLACE, slowest, op=MPI.MAX)
-    return float(slowest[0]) * 1e-9
+    (slowest_ns,) = largest(team, [np.median(left - entered)])
+    return slowest_ns * 1e-9
 
 
 def completed(rows: dict, num_tests: int | None) -> list[dict]:

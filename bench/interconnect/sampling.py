@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.interconnect.cases import IN_C
+from bench.interconnect.groups import largest
 from bench.interconnect.starts import STARTS
 from bench.interconnect.statistics import half_width
 
@@ -114,21 +115,9 @@ def checked(team, case) -> list[str]:
 
     Comm: the case, and one all-reduce over the team.
     """
-    from mpi4py import MPI
-
     problems = case.check()
-    count = np.array([len(problems)], np.int64)
-    team.Allreduce(MPI.IN_PLACE, count)
-    return problems or ([ELSEWHERE] if count[0] else [])
-
-
-def told(team, orders) -> list[int]:
-    """The orders of the team's first rank, on every rank. Comm: one all-reduce over the team."""
-    from mpi4py import MPI
-
-    values = np.array(orders, np.int64)
-    team.Allreduce(MPI.IN_PLACE, values, op=MPI.MAX)
-    return values.tolist()
+    (most,) = largest(team, [len(problems)])
+    return problems or ([ELSEWHERE] if most else [])
 
 
 def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
@@ -160,7 +149,7 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
         kept = {via: np.subtract(found[via].left, found[via].entered) * 1e-9 for via in running}
         done = turn >= LEAST_TURNS and all(enough(kept[via], spent[via], plan) for via in running)
         first = team.rank == 0
-        *counts, going, stopped = told(team, [
+        *counts, going, stopped = largest(team, [  # others than the first rank give 0
             *(count * first for count in orders), first and not done, stopping()])
         if stopped or not going:
             break

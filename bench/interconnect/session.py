@@ -14,7 +14,7 @@ import numpy as np
 from bench import results
 from bench.interconnect import overlap
 from bench.interconnect.buffers import Arena, cache_bytes
-from bench.interconnect.groups import link_of, make_group, make_wire, wait_politely
+from bench.interconnect.groups import largest, link_of, make_group, make_wire, wait_politely
 from bench.interconnect.places import place_fact
 from bench.interconnect.sampling import (
     ELSEWHERE,
@@ -52,15 +52,6 @@ def copy_rate() -> float:
         np.copyto(target, source)
         seconds.append(time.perf_counter() - start)
     return COPY_BYTES / min(seconds) * 1e-9
-
-
-def largest(world, number: int) -> int:
-    """The largest of the ranks' numbers. Comm: one all-reduce over the world."""
-    from mpi4py import MPI
-
-    found = np.array([number], np.int64)
-    world.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
-    return int(found[0])
 
 
 def revision(root: Path = results.ROOT) -> str:
@@ -101,7 +92,8 @@ class Bench:
         self.session, self.world = session, session.world
         self.ops = session.agree(lambda: make_ops(transport, dtype, session.host_rank))
         self.transport, self.plan, self.window, self.loops = transport, plan, window, loops
-        self.arena = Arena(self.ops, buffers, largest(self.world, footprint or cache_bytes()))
+        (most,) = largest(self.world, [footprint or cache_bytes()])
+        self.arena = Arena(self.ops, buffers, most)
         self.recorder, self.progress = Recorder(), Progress()
         self.recorder.phase = "F"
         self.places = gather_facts(self.world, place_fact(self.world.rank, self.ops))
@@ -193,7 +185,7 @@ class Bench:
         facts, before = gather_facts(self.world, fact), self.clock_before
         self._look_at_clocks()
         clock = CommonClock(tuple(self.owners), before, self.clock_before)
-        self.stopped = bool(largest(self.world, self.session.stop_requested))
+        self.stopped = any(largest(self.world, [self.session.stop_requested]))
         return [] if facts is None else self._rows(section, group, facts, clock)
 
     def _must_end(self) -> bool:

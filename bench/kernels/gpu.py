@@ -41,7 +41,9 @@ class Gpu:
     def __init__(self, repeats: int):
         self.ops, self.repeats = make("cuda", "float32"), repeats
         self.xp = self.ops.xp
-        self.loader, self.name = Loader(self.xp), device_name(self.xp)
+        device = self.xp.cuda.Device().id
+        self.loader = Loader(self.xp)
+        self.name = self.xp.cuda.runtime.getDeviceProperties(device)["name"].decode()
         self.roofs = ROOFS.get(self.name, {})
         self.rng = np.random.default_rng(0)
 
@@ -92,11 +94,6 @@ class Gpu:
         """Facts that a figure depends on; clocks and power limit are read right after measuring."""
         return {"gpu": self.name, "cupy": self.xp.__version__, "repeats": self.repeats,
                 **state(self.xp.cuda.Device().pci_bus_id)}
-
-
-def device_name(xp) -> str:
-    """Name of the current device."""
-    return xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)["name"].decode()
 
 
 def state(bus: str) -> dict[str, str]:

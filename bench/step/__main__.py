@@ -125,12 +125,6 @@ def layouts_of(args, num_ranks: int) -> dict[str, dict]:
     return found
 
 
-def kernels_of(args) -> list[str]:
-    """The kernels of the device that are installed."""
-    return [name for name in KERNELS[args.device]
-            if name != "numba" or importlib.util.find_spec("numba")]
-
-
 def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
     """(names of our sides, the OurSide of each that this rank runs), for every set of kernels.
 
@@ -139,7 +133,9 @@ def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
     names, sides = [], {}
     layouts = layouts_of(args, world.size) | ({ALONE: {}} if world.size > 1 else {})
     for behind, layout in layouts.items():
-        for name in kernels_of(args):
+        for name in KERNELS[args.device]:
+            if name == "numba" and importlib.util.find_spec("numba") is None:
+                continue
             shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{behind}"
             names.append(shown)
             here = world if behind != ALONE else SimpleNamespace(rank=0, size=1)

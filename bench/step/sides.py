@@ -78,7 +78,9 @@ def rows_of(args):
     They are random and the same in every step, or those of the default text for a recipe.
     """
     if not getattr(args, "recipe", None):
-        batch = random_batch(args)
+        shape = (args.batch_size, args.seq_len + 1)
+        tokens = np.random.default_rng(0).integers(0, args.vocab_size, shape)
+        batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(args.seq_len))
         return lambda step: batch
     config = configure(args, {}, 1)
     tokens = load_source((), args.vocab_size).tokens
@@ -86,13 +88,6 @@ def rows_of(args):
     count = CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1  # one for the products
     batches = [rows.train(step, 0) for step in range(1, count + 1)]
     return lambda step: batches[step - 1]
-
-
-def random_batch(args) -> Batch:
-    """The same rows of tokens on every rank."""
-    shape = (args.batch_size, args.seq_len + 1)
-    tokens = np.random.default_rng(0).integers(0, args.vocab_size, shape)
-    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(args.seq_len))
 
 
 class OurSide:
