@@ -214,11 +214,22 @@ def test_what_a_block_keeps_follows_its_closed_form(tp, cp, method, settings, ru
         assert memory[field][1:3] == (size, size), (field, text)
 
 
-def test_only_a_decoder_s_pair_has_a_closed_form_of_a_block():
-    for cut in ("gather", "reduce"):
-        assert memory_formulas.block(configure((1, 1, 1), "1f1b", cut)) == {}
-    config = configure((1, 1, 1), "1f1b", "pair")
-    assert memory_formulas.block(replace(config, model=ConvnetConfig())) == {}
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
+def test_what_a_block_of_other_cuts_and_models_keeps_follows_its_closed_form(ffn_cut, norm,
+                                                                             recompute):
+    """17 channels inside are padded where two ranks cut them."""
+    config = configure((1, 1, 2), "1f1b", ffn_cut)
+    config = replace(config, memory=MemoryConfig(recompute))
+    convnet = ConvnetConfig(layers=2, channels=10, ffn=17, ffn_cut=ffn_cut, norm=norm)
+    for model in (replace(config.model, layers=2, norm=norm), convnet):
+        for dtype in ("float64", "bfloat16"):
+            one = replace(config, model=model, run=replace(config.run, dtype=dtype))
+            memory, forms = unit_memory(one), memory_formulas.block(one)
+            for field, (text, size) in zip(("stash_bytes", "kept_bytes"), forms.values(),
+                                           strict=True):
+                assert memory[field][1:3] == (size, size), (field, text)
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])

@@ -6,16 +6,21 @@ of a rank's parameters, with the zeros between them. x ranks share them out (`--
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from mpipar.comm.grid import share
+from mpipar.data.rows import rows_per_microbatch
+from mpipar.models.convnet import stream_size
 from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
 from mpipar.plan import decoder_formulas
 from mpipar.plan.formulas import bytes_of_numbers
 from mpipar.train.optim import OPTIMIZERS
+
+STATISTICS = {"layer": 2, "rms": 1}  # numbers that a norm keeps of a token or a place
 
 
 class Form(NamedTuple):
@@ -56,22 +61,39 @@ def states(config, prediction) -> dict[str, Form]:
 
 
 def block(config) -> dict[str, Form]:
-    """{from F to I, from I to W: Form} of what a decoder's block keeps of one microbatch.
+    """{from F to I, from I to W: Form} of what a block keeps of one microbatch.
 
     From F to I these are inputs of norms, of products and of the activation function, and what
     attention saves. From I to W they are inputs and gradients of the results of norms and products.
-    Empty for a convnet, and for a cut without a formula. Source: arXiv 2205.05198, without dropout.
+    Source: arXiv 2205.05198, without dropout.
     """
-    model, cut = config.model, getattr(config.model, "sequence_parallel", False)
-    if not model.whole_heads or model.ffn_cut != "pair":
-        return {}
-    e, s = bytes_of_numbers(config)
-    letters, tp = decoder_formulas.sizes(config, e), config.grid.tp
+    model, tp = config.model, config.grid.tp
+    # Only the pair keeps its channels between the products cut.
+    wide, F = (share(model.ffn, tp), "F/tp") if model.ffn_cut == "pair" else (model.ffn, "F")
+    forms = _decoder_block if model.whole_heads else _convnet_block
+    return dict(zip(("one block, from F to I", "one block, from I to W"), forms(config, wide, F),
+                    strict=True))
+
+
+def _convnet_block(config, wide: int, F: str) -> tuple[Form, Form]:
+    """`block` of a convnet. wide: the channels inside that a rank keeps; F: their formula."""
+    model, (e, s) = config.model, bytes_of_numbers(config)
+    n, D = rows_per_microbatch(config) * math.prod(stream_size(model)), model.channels
+    statistics = STATISTICS[model.norm]
+    first, last = (Form(f"B*S*({many}D + 2{F})*e + {statistics}*B*S*s",
+                        n * ((many * D + 2 * wide) * e + statistics * s)) for many in (2, 4))
+    again = config.memory.recompute == "block"
+    return Form("B*S*D*e", n * D * e) if again else first, last
+
+
+def _decoder_block(config, wide: int, F: str) -> tuple[Form, Form]:
+    """`block` of a decoder. wide: the channels inside that a rank keeps; F: their formula."""
+    model, (e, s) = config.model, bytes_of_numbers(config)
+    letters, cut = decoder_formulas.sizes(config, e), model.sequence_parallel
     n = letters.B * letters.T
-    held, over = (letters.B * share(letters.T, tp), "/tp") if cut else (n, "")
-    wide, heads = share(model.ffn, tp), letters.Q // model.head_dim
-    norms = {"layer": 4, "rms": 2}[model.norm]  # two norms, with one or two statistics of a token
-    stream, more = f"4D{over} + 2Q + 2K + 2F/tp", f" + {norms}*B*T{over}*s"
+    held, over = (letters.B * share(letters.T, config.grid.tp), "/tp") if cut else (n, "")
+    heads, norms = letters.Q // model.head_dim, 2 * STATISTICS[model.norm]
+    stream, more = f"4D{over} + 2Q + 2K + 2{F}", f" + {norms}*B*T{over}*s"
     scores = _attention(config, letters, heads, s)
     if config.memory.recompute == "block":
         first = Form(f"B*T*D{over}*e", held * letters.D * e)
@@ -81,10 +103,10 @@ def block(config) -> dict[str, Form]:
                      + norms * held * s + scores.size)
     sides = {"gelu": 2, "swiglu": 3}[model.activation]
     widths = "6D/tp + 2D" if cut else "8D"
-    last = Form(f"B*T*({widths} + 2Q + 2K + {sides}F/tp)*e{more}",
+    last = Form(f"B*T*({widths} + 2Q + 2K + {sides}{F})*e{more}",
                 (held * 6 * letters.D + n * (2 * letters.D + 2 * letters.Q + 2 * letters.K
                                              + sides * wide)) * e + norms * held * s)
-    return {"one block, from F to I": first, "one block, from I to W": last}
+    return first, last
 
 
 def _attention(config, letters, heads: int, sum_itemsize: int) -> Form:
