@@ -40,11 +40,6 @@ class Side(NamedTuple):
     low_us: float
     high_us: float
 
-    @property
-    def median_us(self) -> float:
-        """The median over launches."""
-        return float(np.median(self.medians))
-
 
 class Comparison(NamedTuple):
     """One operation in both files: medians over launches, and the p-value of their difference."""
@@ -78,7 +73,7 @@ def compare_rows(a_rows, b_rows) -> list[Comparison]:
 def compared(key: tuple, a: Side, b: Side, p_value: float, stands: bool) -> Comparison:
     """One operation; stands: whether its p-value is among the discoveries."""
     launches = len(a.medians), len(b.medians)
-    a_us, b_us = a.median_us, b.median_us
+    a_us, b_us = (float(np.median(side.medians)) for side in (a, b))
     if min(launches) == 1:
         apart = a.high_us < b.low_us or b.high_us < a.low_us
     else:

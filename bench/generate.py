@@ -178,18 +178,24 @@ def rows(preset, found, batch_size, args) -> list[dict]:
     return made
 
 
-def beside_transformers(preset, args, world) -> list[dict]:
-    """The rows of one model. Raises WrongTextError."""
-    ours = {f"mpipar {kernels}": OurSide(preset, {}, world, kernels)
+def our_sides(preset, world) -> dict[str, OurSide]:
+    """Several ranks: a side for each layout; one rank: one for each set of kernels."""
+    if world.size > 1:
+        return {f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
+                for axis in LAYOUTS}
+    return {f"mpipar {kernels}": OurSide(preset, {}, world, kernels)
             for kernels in ("numpy", "numba")
             if kernels == "numpy" or importlib.util.find_spec("numba")}
-    theirs = {}
-    if importlib.util.find_spec("transformers"):
-        theirs["transformers"] = TheirSide(ours["mpipar numpy"], args.threads)
-    made = []
+
+
+def over_sides(preset, args, world) -> list[dict]:
+    """A row for each side and batch size of one model. Raises WrongTextError."""
+    ours, theirs, made = our_sides(preset, world), {}, []
+    first = next(iter(ours.values()))
+    if world.size == 1 and importlib.util.find_spec("transformers"):
+        theirs["transformers"] = TheirSide(first, args.threads)
     for batch_size in args.batch_sizes:
-        config = ours["mpipar numpy"].config
-        prompts = random_prompts(config, batch_size, args.prompt_tokens)
+        prompts = random_prompts(first.config, batch_size, args.prompt_tokens)
         for name, side in ours.items() if theirs else ():
             wrong = theirs["transformers"].disagreement(
                 side.run(prompts, args.new_tokens)[1], args.prompt_tokens)
@@ -197,18 +203,6 @@ def beside_transformers(preset, args, world) -> list[dict]:
                 raise WrongTextError(f"not timed: {preset}, {name}: another token is likelier by "
                                      f"{wrong:.1e}")
         made += rows(preset, measure(preset, ours | theirs, prompts, args, world), batch_size, args)
-    return made
-
-
-def over_layouts(preset, args, world) -> list[dict]:
-    """The rows of one model: its layouts beside each other."""
-    sides = {f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
-             for axis in LAYOUTS}
-    made = []
-    for batch_size in args.batch_sizes:
-        prompts = random_prompts(next(iter(sides.values())).config, batch_size,
-                                 args.prompt_tokens)
-        made += rows(preset, measure(preset, sides, prompts, args, world), batch_size, args)
     return made
 
 
@@ -233,8 +227,7 @@ def main(argv, session) -> int:
     world = session.start()
     results.check_writable(args.json, session)
     args.threads = args.threads or 1
-    table = (over_contexts if args.contexts else
-             over_layouts if world.size > 1 else beside_transformers)
+    table = over_contexts if args.contexts else over_sides
     with threadpool_limits(args.threads):
         made = [row for preset in args.presets for row in table(preset, args, world)]
     if world.rank == 0:

@@ -268,19 +268,15 @@ def time_shares(analysis) -> dict[str, float]:
 def main(argv, session) -> int:
     """Measure or compute the table that the first word names, and print it."""
     parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
-    parser.add_argument("table", choices=(
-        "barriers", "memory", "convolution", "context", "hybrids", "sharing", "limit"))
+    computed = {"barriers": barriers, "memory": memory, "convolution": convolution,
+                "context": context}
+    measured = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large}
+    parser.add_argument("table", choices=(*computed, *measured))
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
-    measured = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large}
-    if args.table in measured:
-        world = session.start()
-        results.check_writable(args.json, session)
-        rows = measured[args.table](world)
-    else:
-        results.check_writable(args.json)
-        rows = {"barriers": barriers, "memory": memory, "convolution": convolution,
-                "context": context}[args.table]()
+    world = session.start() if args.table in measured else None
+    results.check_writable(args.json, session if world else None)
+    rows = measured[args.table](world) if world else computed[args.table]()
     if rows is None:
         return 0
     print(results.markdown_table(rows))

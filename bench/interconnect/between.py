@@ -48,19 +48,19 @@ def inside(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + total) if odd else total
 
 
-def quantile(degrees: int, share: float = SHARE) -> float:
-    """The t within which Student's t lies with this probability, on both sides together."""
+def quantile(degrees: int) -> float:
+    """The t within which Student's t lies with the probability SHARE, on both sides together."""
     low, high = 0.0, 1e6
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle, degrees) < share else (low, middle)
+        low, high = (middle, high) if inside(middle, degrees) < SHARE else (low, middle)
     return high
 
 
-def next_launch(medians, share: float = SHARE) -> tuple[float, float]:
+def next_launch(medians) -> tuple[float, float]:
     """Where the median of one more launch lies with this probability; medians: of two or more."""
     logs = np.log(np.maximum(medians, 1e-9))
-    width = quantile(len(logs) - 1, share) * logs.std(ddof=1) * math.sqrt(1 + 1 / len(logs))
+    width = quantile(len(logs) - 1) * logs.std(ddof=1) * math.sqrt(1 + 1 / len(logs))
     return math.exp(logs.mean() - width), math.exp(logs.mean() + width)
 
 
