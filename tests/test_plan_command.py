@@ -89,10 +89,13 @@ def test_a_tie_is_no_change():
 
 
 def test_given_parts_of_the_layout_stay():
-    given = ("--tp", "4", "--recompute", "block", "--zero", "1")
-    found = json.loads(printed(*WORDS, *given, "--json"))
-    assert {(one["layout"]["tp"], one["layout"]["recompute"], one["layout"]["zero"])
-            for one in found["layouts"]} == {(4, "block", 1)}
+    given = ("--tp", "4", "--recompute", "block", "--zero", "1", "--num-microbatches", "4",
+             "--no-sequence-parallel")
+    layouts = [one["layout"] for one in json.loads(printed(*WORDS, *given, "--json"))["layouts"]]
+    names = ("tp", "recompute", "zero", "num_microbatches", "sequence_parallel")
+    assert {tuple(one[name] for name in names) for one in layouts} == {(4, "block", 1, 4, False)}
+    assert ("the given microbatches do not make up a replica's share of the batch"
+            in printed(*WORDS, "--rows", "3", code=1))
 
 
 def test_a_function_that_mpipar_does_not_train_is_planned_and_said():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import sys
@@ -59,11 +60,13 @@ def add_arguments(parser) -> None:
     for name in ("dp", "pp", "cp", "tp", "chunks"):
         add(f"--{name}", type=int, metavar="N", help=argparse_help(name))
     add("--rows", type=int, metavar="N", help="rows of a microbatch")
+    add("--num-microbatches", type=int, metavar="N", help="microbatches of a replica in a step")
     add("--schedule", choices=SCHEDULES, help="take this schedule")
     for name, text in (("recompute", "recomputation"), ("zero", "sharding of states")):
         add(f"--{name}", type=type(getattr(MemoryConfig, name)),
             choices=FIELDS[name].metadata["choices"], help=f"take this {text}")
-    add("--sequence-parallel", action="store_true", default=None, help="take sequence parallelism")
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None,
+        help="take sequence parallelism, or leave it out")
     add("--mfu-rule", choices=tuple(MFU_RULES), default="model",
         help="which FLOPs count as used: " + "; ".join(
             f"{name} = {text}" for name, text in MFU_RULES.items()))

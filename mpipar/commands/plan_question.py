@@ -203,9 +203,9 @@ def fixed_problems(args, fixed: dict) -> list[str]:
     """What is wrong with the given parts of a layout."""
     found = []
     product = 1
-    for name in ("dp", "pp", "cp", "tp", "chunks", "rows"):
+    for name in ("dp", "pp", "cp", "tp", "chunks", "rows", "num_microbatches"):
         if name in fixed and fixed[name] < 1:
-            found.append(f"--{name} {fixed[name]}: must be at least 1")
+            found.append(f"--{name.replace('_', '-')} {fixed[name]}: must be at least 1")
         elif name in ("dp", "pp", "cp", "tp"):
             product *= fixed.get(name, 1)
     if "chunks" in fixed and fixed.get("schedule") != "interleaved":

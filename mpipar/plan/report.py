@@ -363,7 +363,7 @@ def as_dict(question: Question, plan: Plan, job: Job) -> dict:
         "model": question.shape._asdict() | {"parameters": question.shape.parameters},
         "machine": question.cluster.name, "basis": question.cluster.basis,
         "ranks": question.ranks, "dtype": question.dtype, "batch_size": question.batch_size,
-        "memory_gib": question.gib, "fits": bool(plan.best),
+        "memory_gib": question.gib, "mfu_rule": question.mfu_rule, "fits": bool(plan.best),
         "layouts": [{"layout": one.layout._asdict(), "step_s": one.step.total,
                      "parts_s": one.step._asdict(), "memory_bytes": one.memory._asdict(),
                      "total_bytes": one.memory.total, "mfu": mfu(question, one),

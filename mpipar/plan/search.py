@@ -26,8 +26,8 @@ MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which a row is worth cutting
 TOLD = 1000  # layouts between two calls of `tell`
 LESS, MORE = 0.8, 1.2  # of the memory: what would be chosen then is part of the answer
-FIXED = ("dp", "pp", "cp", "tp", "rows", "schedule", "chunks", "sequence_parallel", "recompute",
-         "zero")
+FIXED = ("dp", "pp", "cp", "tp", "rows", "num_microbatches", "schedule", "chunks",
+         "sequence_parallel", "recompute", "zero")
 
 
 class Question(NamedTuple):
@@ -109,9 +109,7 @@ def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
     recomputes = ("none", "block") if stack.fused else ("none", "attention", "block")
     for dp, pp, cp, tp in axes(question, rejected):
         share = question.batch_size // dp
-        for rows in divisors(share):
-            if rows > MOST_ROWS or fixed.get("rows", rows) != rows:
-                continue
+        for rows in microbatches(share, fixed, rejected):
             for schedule, chunks in schedules(question, pp, share // rows, rejected):
                 for recompute in given(fixed, "recompute", recomputes):
                     for zero in given(fixed, "zero", (0, 1, 3) if dp * cp > 1 else (0,)):
@@ -122,6 +120,16 @@ def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
                                               (False, True) if tp > 1 else (False,)):
                             yield Layout(dp, pp, cp, tp, rows, share // rows, schedule, chunks,
                                          parallel, recompute, zero)
+
+
+def microbatches(share: int, fixed: dict, rejected: Counter) -> list[int]:
+    """Rows that a microbatch can have. share: rows of a step on each replica."""
+    found = [rows for rows in divisors(share) if fixed.get("rows", rows) == rows
+             and fixed.get("num_microbatches", share // rows) * rows == share]
+    if not found:
+        rejected["the given microbatches do not make up a replica's share of the batch"] += 1
+    given_any = fixed.keys() & {"rows", "num_microbatches"}
+    return [rows for rows in found if rows <= MOST_ROWS or given_any]
 
 
 def given(fixed: dict, name: str, choices: tuple) -> tuple:
