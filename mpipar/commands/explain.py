@@ -72,7 +72,7 @@ def configured(reading, args, machine):
     It prints the notes that `train` prints of these flags. Raises UsageError.
     """
     given = reading.config.grid
-    axes = {axis: getattr(given, axis) or 1 for axis in AXES}
+    axes = {axis: 1 if getattr(given, axis) is None else getattr(given, axis) for axis in AXES}
     reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
     world_size = math.prod(axes.values())
     if world_size > MOST_RANKS:
