@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from mpipar.files.text import counted
 from mpipar.layers.attention import Attention
 from mpipar.layers.embedding import EMBEDDINGS
 from mpipar.layers.ffn import FFNS
@@ -115,11 +116,12 @@ def unit_flops(config) -> UnitFlops:
 def describe_model(config) -> str:
     """The sizes of a resolved ModelConfig, for a headline, and what is not GPT-2's."""
     one = config.completed()
-    heads = f"{one.heads} heads" + (f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else "")
+    keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""
     width = f" of {one.head_dim}" if one.head_dim * one.heads != one.d_model else ""
     more = [", tied head"] * one.tied + [", RMSNorm"] * (one.norm == "rms") + [
         ", SwiGLU"] * (one.activation == "swiglu") + [", RoPE"] * (one.positions == "rope")
-    return (f"{one.layers} layers, D {one.d_model}, {heads}{width}, F {one.ffn},"
+    return (f"{counted(one.layers, 'layer')}, D {one.d_model},"
+            f" {counted(one.heads, 'head')}{keys}{width}, F {one.ffn},"
             f" T {one.seq_len}, V {one.vocab_size}{''.join(more)}")
 
 

@@ -53,7 +53,7 @@ def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> Non
         with path.open("w", newline="", encoding="ascii") as file:
             print_csv(schedule, file, form)
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+        raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from error
 
 
 def read_csv(path: Path) -> Schedule:
