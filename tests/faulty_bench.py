@@ -10,7 +10,7 @@ from bench.interconnect import __main__ as interconnect
 from mpipar.comm.transport import HostTransport
 from mpipar.job.session import guard
 
-CALLS_BEFORE_STALL = 20
+CALLS_BEFORE_STALL = 5  # the check and the warm-up: so many are made on any machine
 LATE_SECONDS = 5e-3  # more than another process may hold a core for
 
 

@@ -23,7 +23,7 @@ from helpers import (
 from in_process import StandIn
 
 from bench.interconnect import __main__ as interconnect
-from bench.interconnect import plans, records, starts
+from bench.interconnect import overlap, plans, records, starts
 from bench.interconnect.cases import BARE, COMM, PREPARED
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from mpipar.plan import machine_file
@@ -45,7 +45,7 @@ def bench(ranks, *words, program=BENCH):
 def quick(tmp_path_factory):
     """(finished command, its run) of everything on two ranks."""
     path = tmp_path_factory.mktemp("quick") / "rows.jsonl"
-    done = bench(2, "--quick", "--seconds", "45", "--json", str(path))
+    done = bench(2, "--quick", "--json", str(path))
     assert done.returncode == 0, done.tail()
     (run,) = records.read(str(path))
     return done, run, path
@@ -54,7 +54,7 @@ def quick(tmp_path_factory):
 @pytest.mark.slow
 def test_quick_runs_every_case_both_ways_and_checks_it(quick):
     done, run, _ = quick
-    assert "part(s), ends within 45 s" in done.stderr
+    assert "part(s), ends within 120 s" in done.stderr
     assert run.status == records.COMPLETE
     seen = {row["case"].split()[0] for row in run.rows}
     assert seen == set(plans.CASES)
@@ -163,7 +163,9 @@ def test_unchecked_is_said(tmp_path):
 
 
 def test_stall_ends_with_a_message():
-    done = bench(2, "stall", "all-reduce", *SHORT, "--stall-seconds", "2", program=FAULTY)
+    # Buffers as large as caches take seconds to make on a busy machine: a stall, too.
+    done = bench(2, "stall", "all-reduce", *SHORT, "--stall-seconds", "2", "--footprint", "1M",
+                 program=FAULTY)
     assert done.returncode not in (0, None)
     assert "no progress for 2 s" in done.stderr
     assert re.search(r"rank 1 is at .* \(all-reduce, 64 bytes, mpipar\.comm", done.stderr)
@@ -230,10 +232,9 @@ def test_overlap_is_measured_and_printed(tmp_path):
     both = [row for row in rows if row["via"].endswith("+ computing")]
     assert len(both) == 4
     for row in both:
-        assert 0 <= row["overlap_percent"] <= 100
-        # calibrated: to one product, some microseconds, and to what else the machine was doing
-        assert row["computing_us"] < 20 * row["alone_us"]
-        percent = row["overlap_percent"]  # the table has more digits: 93.6 is neither 93 nor 94
+        percent = row["overlap_percent"]
+        assert percent == overlap.percent(row["alone_us"], row["computing_us"], row["median_us"])
+        # the table has more digits: 93.6 is neither 93 nor 94
         assert f" {percent:.0f}" in done.stdout or f" {int(percent)}." in done.stdout
 
 
@@ -285,7 +286,7 @@ def test_bad_input_is_refused(ranks, words, message, monkeypatch):
     (2, "latncy", "did you mean"),
     (2, "ring --begin-bytes 9000G --end-bytes 9000G", "smaller --end-bytes"),
     (2, "ring --transport staged", "--transport staged needs CuPy"),
-    (1, "ring --launches 1 --start /none --json /tmp/x.jsonl", "--start /none: No such file"),
+    (1, "ring --launches 1 --start /no-such --json /tmp/x.jsonl", "/no-such: No such file"),
 ])
 def test_bad_input_is_explained(ranks, words, message):
     done = bench(ranks, *words.split())

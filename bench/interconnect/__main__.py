@@ -341,7 +341,8 @@ def main(argv, session) -> int:
     bench = Bench(session, args.dtype, args.buffers, footprint, chosen_plan(args), args.transport,
                   args.window, loops=loops)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
-    bounds = begin(args, argv, bench, writer, tried) if world.rank == 0 else None
+    bounds = session.agree(  # nobody waits under the watchdog for what rank 0 says of the machine
+        lambda: begin(args, argv, bench, writer, tried) if world.rank == 0 else None)
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):
         limited = quick.Quick(bench, sections, args.seconds) if args.quick else None
         turns = limited.turns() if limited else in_random_order(sections, args.launch)

@@ -4,11 +4,14 @@ All ranks run the same tests in the same order. A rank that fails reports and th
 session. Otherwise the others might wait for it inside MPI for ever.
 """
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -35,8 +38,19 @@ def abort(text: str) -> None:
     """Report and end all ranks."""
     say(f" failed =====\n{text}")
     sys.__stdout__.flush()
-    time.sleep(0.3)  # the launcher drops output that it has not forwarded when a rank aborts
+    # The launcher drops output that it has not forwarded when a rank aborts.
+    for stream in (sys.__stdout__, sys.__stderr__):
+        wait_until_read(stream.fileno())
+    time.sleep(0.3)
     MPI.COMM_WORLD.Abort(1)
+
+
+def wait_until_read(file: int, limit: float = 20.0) -> None:
+    """Wait until the launcher has taken all that is in this pipe; at most `limit` seconds."""
+    end = time.monotonic() + limit
+    with contextlib.suppress(OSError):  # no pipe: nothing is lost
+        while any(fcntl.ioctl(file, termios.FIONREAD, bytes(4))) and time.monotonic() < end:
+            time.sleep(0.01)
 
 
 def assert_same_everywhere(value: int, what: str) -> None:
