@@ -196,6 +196,8 @@ REFUSED = {
     "a layout that is none": (["check", "15c", "tp=x"], ["'tp=x' is not understood"]),
     "a flag that is none": (["check", "15c", "tp=8 --fast"], ["--fast"]),
     "a quote that is open": (["check", "15c", "tp='8"], ["cannot be read"]),
+    "a seed of no trace": (["check", "4a", "8.3", "22", "--seed", "3"], [
+        "--seed 3: chooses another trace of exercise 11a or 11c; leave it out"]),
     "a flag of other commands": (["ffn", "--steps", "3"], ["--steps"]),
 }
 

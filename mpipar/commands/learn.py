@@ -55,6 +55,11 @@ def run(session, args) -> int:
         session.facts = {}
         raise UsageError(f"--file {args.file}: answers an exercise: type mpipar learn {CHECK} ID"
                          f" --file {args.file}")
+    seeded = [one.id for one in EXERCISES.values() if one.seeded]
+    if args.seed and (topic != CHECK or not words or words[0].lower() not in seeded):
+        session.facts = {}
+        raise UsageError(f"--seed {args.seed}: chooses another trace of exercise"
+                         f" {' or '.join(seeded)}; leave it out")
     if topic is None or (topic == CHECK and not words):
         return print_alone(session, listing())
     if topic == CHECK:

@@ -58,7 +58,7 @@ class Exercise(NamedTuple):
     typed behind the id. judge(asked) -> Verdict; with several ranks it counts on world rank 0.
     show(asked) -> lines that belong to the task. ranks: numbers of ranks on which it runs; empty if
     it needs none. alone: whether one process can judge an answer too. original: the file of the
-    program that the reader's file begins as a copy of.
+    program that the reader's file begins as a copy of. seeded: whether --seed chooses its trace.
     """
 
     id: str
@@ -69,6 +69,7 @@ class Exercise(NamedTuple):
     ranks: tuple[int, ...] = ()
     alone: bool = True
     original: str = ""
+    seeded: bool = False
 
     @property
     def chapter(self) -> int:

@@ -43,14 +43,14 @@ def exercises() -> list[Exercise]:
         Exercise("11a", "One rank of a run is late in every step, and others wait for it."
                  " `mpipar learn check 11a` prints a trace. Which rank is late, and what takes it"
                  " too long? With `--seed N` you get another trace.", f"RANK {causes}",
-                 judge_of(late_rank, late_answer), show_of(late_rank)),
+                 judge_of(late_rank, late_answer), show_of(late_rank), seeded=True),
         numbers("11b", "Three ranks come to an all-reduce at 10, 14 and 11 ms. All leave it at 16"
                 " ms. How many ms does each of them wait for a late rank? The rest of its time"
                 " there is transfer.", "RANK_0 RANK_1 RANK_2", waits_of_three),
         Exercise("11c", "Four pipeline ranks run a step, and `mpipar learn check 11c` prints a"
                  " trace. What is wrong: uneven stages, a heavy head, a slow link, the schedule, or"
                  " nothing? With `--seed N` you get another trace.", "|".join(SHAPES),
-                 judge_of(pipeline_run, shape_answer), show_of(pipeline_run)),
+                 judge_of(pipeline_run, shape_answer), show_of(pipeline_run), seeded=True),
     ]
 
 
