@@ -213,13 +213,13 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
 
 def memory_forms(prediction, config) -> str:
     """Counted and expected bytes of weights, gradients and optimizer, and of a block's stash."""
-    forms, counted = memory_formulas.states(config, prediction), dict(prediction.peak_bytes)
+    forms, found = memory_formulas.states(config, prediction), dict(prediction.peak_bytes)
     parts = memory_formulas.block(config)
     one = unit_memory(replace(config, model=replace(config.model, layers=1)))
     kept = (one[field][1] for field in ("stash_bytes", "kept_bytes"))
-    forms, counted = forms | parts, counted | dict(zip(parts, kept, strict=True))
+    forms, found = forms | parts, found | dict(zip(parts, kept, strict=True))
     rows = [("", "bytes", "closed form", "")]
     for label, (text, size) in forms.items():
-        rows.append((label, nbytes(counted.get(label, 0)), "" if size is None else nbytes(size),
+        rows.append((label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size),
                      text))
     return table(rows)

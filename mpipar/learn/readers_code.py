@@ -38,28 +38,35 @@ def exercises() -> list[Exercise]:
             " alone, with `comm.index`, `comm.size` and `comm.neighbor(steps)`. Send no more bytes"
             " than a ring does: 2(q-1)/q of x on each of q ranks.",
             "--file my_ring.py", judge_all_reduce, ranks=(4,), alone=False),
-        Exercise(
+        in_a_step(
             "6b", "Write the row cut: copy `mpipar/partition/row.py` to `my_row.py`, empty its"
             " three functions, and fill them. A step with tp=2 must equal one rank.",
-            "--file my_row.py", judge_step({"tp": 2}, row, CUT, "mpipar/partition/row.py"),
-            ranks=(2,), alone=False, original="mpipar/partition/row.py"),
-        Exercise(
+            "my_row.py", row, CUT, "mpipar/partition/row.py"),
+        in_a_step(
             "7d", "Write the loss over a cut vocabulary: copy `mpipar/layers/loss.py` to"
             " `my_loss.py`, and empty `forward` and `backward_input` of its class `CrossEntropy`."
             " Fill them with NumPy. No rank may send its logits.",
-            "--file my_loss.py", judge_step({"tp": 2}, CrossEntropy, ("forward", "backward_input"),
-                                            "mpipar/layers/loss.py"), ranks=(2,), alone=False,
-            original="mpipar/layers/loss.py"),
+            "my_loss.py", CrossEntropy, ("forward", "backward_input"), "mpipar/layers/loss.py"),
     ]
 
 
-def judge_step(layout: dict[str, int], owner, names: tuple[str, ...], original: str):
-    """judge(asked) of functions that replace those of a module or class in a training step."""
+def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
+              original: str) -> Exercise:
+    """An exercise whose functions replace those of a module or class in a step with tp=2.
+
+    file: as the reader's file is called. original: the program's file, of which it is a copy.
+    """
+    return Exercise(number, task, f"--file {file}", judge_step(owner, names, original), ranks=(2,),
+                    alone=False, original=original)
+
+
+def judge_step(owner, names: tuple[str, ...], original: str):
+    """judge(asked) of functions that replace those of a module or class in a step with tp=2."""
     inside = owner.__name__ if isinstance(owner, type) else None
 
     def judge(asked: Asked) -> Verdict:
         functions = asked.agree(lambda: readers_file.load(asked.file, names, inside))
-        config = small_model.small_config(layout)
+        config = small_model.small_config({"tp": 2})
         expected = small_model.expected_tensors(config, asked.world)
         usual = small_model.step_beside(config, asked.world, expected)
         with readers_file.blamed(asked.file), replaced(owner, **functions):
