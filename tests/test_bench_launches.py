@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import types
 from pathlib import Path
 
@@ -207,6 +208,13 @@ def test_readers_say_what_a_file_lacks(tmp_path, capsys, status, refused, keep, 
     ((), -signal.SIGINT), ((signal.SIGINT,), -signal.SIGTERM),
     ((signal.SIGINT, signal.SIGTERM), -signal.SIGKILL)])
 def test_job_that_did_not_hear_of_ctrl_c_is_told(monkeypatch, deaf, code):
+    class Job(subprocess.Popen):
+        def send_signal(self, number):
+            super().send_signal(number)
+            if number not in deaf:
+                self.wait(60)  # it ends of this signal, late on a busy machine
+
+    monkeypatch.setattr(launches.subprocess, "Popen", Job)
     monkeypatch.setattr(launches, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(launches, "LOOK_SECONDS", 0.02)
     session = types.SimpleNamespace(stop_requested=True)
