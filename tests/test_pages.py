@@ -62,6 +62,12 @@ def test_the_readme_is_for_newcomers():
     assert max(len(line) for line in lines if not line.startswith("|")) <= 120
 
 
+def test_the_tour_is_short():
+    chapters = [text for name, text in PAGES.items() if name.startswith("docs/tour/")]
+    assert len(chapters) == 16
+    assert sum(len(text.split()) for text in chapters) <= 26_000  # with listings, as `wc -w` counts
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_no_sentence_is_too_long(name):
     found = long_sentences(page_paragraphs(PAGES[name]))
