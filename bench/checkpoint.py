@@ -39,6 +39,7 @@ from mpipar.config.sections import Config
 from mpipar.config.sizes import read_bytes
 from mpipar.config.train import TrainConfig
 from mpipar.errors import EXIT_CHECK_FAILED, UsageError
+from mpipar.files.text import counted
 from mpipar.job.session import guard
 from mpipar.train.worker import Worker
 
@@ -253,7 +254,7 @@ def report(args, found: dict, sizes: dict, layout: str, ranks: int) -> int:
     rows, state_bytes = rows_of(found, sizes, layout, ranks), sizes["save"]
     medians = {what: statistics.median(seconds) for what, seconds in found.items()}
     ratio = medians["save"] / (medians["write + fsync"] + medians["SHA-256"])
-    print(f"state of {state_bytes / 2**20:.0f} MiB, {ranks} rank(s), saved by {layout}\n"
+    print(f"state of {state_bytes / 2**20:.0f} MiB, {counted(ranks, 'rank')}, saved by {layout}\n"
           f"{results.markdown_table(rows)}\n\n"
           f"a save takes {ratio:.2f} times its two parts; limit {LIMIT}")
     results.write(args.json, "bench.checkpoint", rows, ranks=ranks,

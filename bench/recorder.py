@@ -35,6 +35,7 @@ from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
 from mpipar.errors import EXIT_CHECK_FAILED
+from mpipar.files.text import counted
 from mpipar.job.session import guard
 from mpipar.train.worker import Worker
 
@@ -160,8 +161,8 @@ def main(argv, session) -> int:
     shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
     busiest = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[busiest]
-    print(f"\ndefault model on {world.size} rank(s): {records} records and {spans} spans in a step"
-          f" of {step_ns * 1e-6:.1f} ms on rank {busiest}: {shares[busiest]:.3%} of it;"
+    print(f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans} spans"
+          f" in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}: {shares[busiest]:.3%} of it;"
           f" limit {SHARE_LIMIT:.0%}")
     results.write(args.json, "bench.recorder", rows, ranks=world.size, records_per_step=records,
                   spans_per_step=spans, step_ms=round(step_ns * 1e-6, 1),

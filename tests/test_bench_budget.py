@@ -124,7 +124,7 @@ def test_a_quick_run_ends_in_time_on_any_link(clock, monkeypatch, capsys, latenc
     assert clock.now - 1000 <= 60
     assert 64 - sum(len(sizes) for _, sizes in limited.waiting) >= measured
     said = capsys.readouterr().err
-    assert "quick run: 16 part(s), ends within 60 s" in said
+    assert "quick run: 16 parts, ends within 60 s" in said
     assert ("not measured, for lack of time: ring" in said) == bool(limited.waiting)
 
 

@@ -54,7 +54,7 @@ def quick(tmp_path_factory):
 @pytest.mark.slow
 def test_quick_runs_every_case_both_ways_and_checks_it(quick):
     done, run, _ = quick
-    assert "part(s), ends within 120 s" in done.stderr
+    assert "parts, ends within 120 s" in done.stderr
     assert run.status == records.COMPLETE
     seen = {row["case"].split()[0] for row in run.rows}
     assert seen == set(plans.CASES)

@@ -188,9 +188,9 @@ def test_launch_is_the_same_command_without_what_starts_launches():
 
 
 @pytest.mark.parametrize(("status", "refused", "keep", "said"), [
-    ("interrupted", (), 0, "interrupted in 2 of 2 launch(es)"),
-    ("complete", (), -5, "cut off in 1 of 2 launch(es)"),
-    ("complete", ["ring, mpi4py: wrong"], 0, "2 case(s) refused, the first is ring, mpi4py: wrong"),
+    ("interrupted", (), 0, "interrupted in 2 of 2 launches"),
+    ("complete", (), -5, "cut off in 1 of 2 launches"),
+    ("complete", ["ring, mpi4py: wrong"], 0, "2 cases refused, the first is ring, mpi4py: wrong"),
     ("complete", (), 0, "")])
 def test_readers_say_what_a_file_lacks(tmp_path, capsys, status, refused, keep, said):
     path = tmp_path / "a.jsonl"

@@ -68,7 +68,7 @@ def test_one_rank_is_timed_beside_pytorch(tmp_path):
     argv = [sys.executable, "-m", "bench.step", *SIZES.split(), "--json", path]
     done = run_command(argv, timeout=100)
     assert done.returncode == 0, done.tail()
-    assert "1 rank(s), 1 thread(s), 2 steps, losses equal" in done.stdout
+    assert "1 rank, 1 thread, 2 steps, losses equal" in done.stdout
     rows = rows_of(path, ["mpipar numpy", *THEIRS, *ALONE])
     assert rows["mpipar numpy"]["over_products"] > 1
     assert rows["products, numpy"]["over_products"] == "-"
@@ -82,7 +82,7 @@ def test_two_ranks_are_timed_beside_pytorch_on_two_threads(tmp_path):
     argv = [sys.executable, "-m", "bench.step", *SIZES.split(), "--json", path]
     done = run_ranks(2, argv, timeout=100)
     assert done.returncode == 0, done.tail()
-    assert "2 rank(s), 2 thread(s)" in done.stdout
+    assert "2 ranks, 2 threads" in done.stdout
     layouts = [f"mpipar numpy, {one} 2" for one in ("dp", "tp")]
     layouts += ["mpipar numpy, pp 2 1f1b", "mpipar numpy, pp 2 zb-h1"]
     rows = rows_of(path, [*layouts, "mpipar numpy, one rank", *THEIRS, *ALONE])
@@ -111,7 +111,7 @@ def test_a_recipe_with_freed_libraries(tmp_path):
             "--batch-size", "2", "--repeats", "1", "--no-compiled", "--json", path]
     done = run_command(argv, timeout=110)
     assert done.returncode == 0, done.tail()
-    assert "1 layers, D 128, 4 heads, batch 2 x 64 tokens, V 256" in done.stdout
+    assert "1 layer, D 128, 4 heads, batch 2 x 64 tokens, V 256" in done.stdout
     rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["products, torch"]["tflops"] > 0
 

@@ -52,6 +52,11 @@ def test_a_cut_that_is_none_is_named():
         linear_layer("rwo")
 
 
+def test_a_device_that_is_none_is_named():
+    with pytest.raises(UsageError, match="device 'gpu' does not exist; use one of cpu, cuda, sh"):
+        mpipar.make_ops("gpu", "float32")
+
+
 def test_a_layer_without_buffers_says_what_makes_them():
     ops, layer = linear_layer()
     with pytest.raises(UsageError, match=r"up.w: has no data yet; .* call mpipar.FlatParams\(ops,"):

@@ -32,6 +32,10 @@ def test_json_and_csv_say_the_same():
     for axis in ("dp", "pp", "cp", "tp"):
         product *= int(rows[0][axis])
     assert product == 16
+    axes = [first["layout"][axis] for axis in ("dp", "pp", "tp")]
+    typed = ",".join(f"{axis}={size}" for axis, size in zip(("dp", "pp", "tp"), axes, strict=True))
+    again = json.loads(printed(*WORDS, "--layout", typed, "--json"))
+    assert [one["layout"] for one in again["layouts"]] == [first["layout"]]
 
 
 def test_the_answer_says_what_goes_from_node_to_node():
@@ -176,6 +180,9 @@ def test_the_batch_is_chosen_by_its_rate():
     ((*WORDS, "--dp", "0", "--headroom", "200", "--memory-limit", "x"),
      ["--dp 0", "--headroom 200", "--memory-limit x"]),
     ((*WORDS, "--tp", "3"), ["is not a multiple of 3"]),
+    ((*WORDS, "--layout", "dp=3,cp=2,dp=4"),
+     ["--layout dp=3,cp=2,dp=4: contradicts --cp 1", "'dp=4' is not understood"]),
+    (("plan", ".", "--machine", "h100", "--ranks", "8"), ["MODEL .: config.json: No such file"]),
     ((*WORDS, "--chunks", "2"), ["add --schedule interleaved"]),
     ((*WORDS, "--batch-range", "8:4"), ["--batch-range 8:4", "give one of them"]),
     ((*WORDS[:6], "--batch-range", "99999999:99999999"), ["B <= 16,777,216"]),

@@ -76,7 +76,7 @@ def test_pair_matrix_shows_the_slow_link(measured):
 def test_hosts_have_clocks_of_their_own(measured):
     done, run = measured
     assert len({place["host"] for place in run.head["places"]}) == 2
-    assert "3 ranks on 2 host(s)" in done.stderr
+    assert "3 ranks on 2 hosts" in done.stderr
     assert "2 clocks: offsets by ping-pong" in done.stderr
 
 

@@ -28,6 +28,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import PIECES_PER_RANK, Grid, token_pieces
 from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
+from mpipar.commands.memory_limit import fullest
 from mpipar.config import flags
 from mpipar.config.model import ConvnetConfig
 from mpipar.config.resolve import resolve
@@ -105,12 +106,11 @@ def memory() -> list[dict]:
     rows = []
     for layout, variant, settings in table_cases():
         config = configure(layout, **settings)
-        fullest = max((predict(config, rank) for rank in range(prod(layout.values()))),
-                      key=lambda prediction: prediction.peak_total)
+        most = fullest(config)
         rows.append({"layout": layout_name(layout) + variant} | {
-            f"{label}_MiB": fullest.peak_bytes.get(label, 0) / 2**20
+            f"{label}_MiB": most.peak_bytes.get(label, 0) / 2**20
             for label in (*MEMORY_LABELS, "scratch")
-        } | {"peak_MiB": fullest.peak_total / 2**20})
+        } | {"peak_MiB": most.peak_total / 2**20})
     return rows
 
 

@@ -42,6 +42,7 @@ from mpipar.errors import (
     UsageError,
     suggestion,
 )
+from mpipar.files.text import counted
 from mpipar.job import gpus
 from mpipar.job.session import guard
 from mpipar.ops.mixed_ops import DTYPES as MIXED
@@ -242,10 +243,10 @@ def chosen_plan(args) -> Plan:
 
 def say_head(bench, head) -> None:
     """Print to standard error what was found before anything is measured."""
-    hosts = {place["host"] for place in bench.places}
+    hosts = counted(len({place["host"] for place in bench.places}), "host")
     memory = f"{head['memory_copy_GBps']:.1f} GB/s, load {head['machine']['load']}"
     lines = [
-        f"{head['library']}, {bench.world.size} ranks on {len(hosts)} host(s), {bench.transport}",
+        f"{head['library']}, {bench.world.size} ranks on {hosts}, {bench.transport}",
         f"clock: {head['clock']}; start: {head['start']}",
         f"CUDA-aware MPI: stated {head['cuda_aware_stated']}, child job {head['cuda_aware_tried']}",
         f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}",

@@ -68,9 +68,7 @@ class Budget:
         """Yield the ascending sizes `every` that there is time for; at least `LEAST_SIZES`.
 
         First comes every fourth size, then every second, then the rest. So little time still covers
-        a wide range. A size between others is expected to take as long as its larger neighbour. One
-        that is larger than all before is expected to take longer in proportion, apart from what
-        every size takes.
+        a wide range.
         Comm: one broadcast for each size.
         """
         took: dict[int, float] = {}
@@ -83,9 +81,13 @@ class Budget:
 
 
 def expected_seconds(took: dict[int, float], size: int) -> float:
-    """How long a size will take; took: {size: seconds} of those that have been measured."""
-    above = [one for one in took if one > size]
+    """How long a size will take; took: {size: seconds} of those that have been measured.
+
+    A size between others is expected to take as long as its larger neighbour. One that is larger
+    than all before is expected to take longer in proportion, apart from what every size takes.
+    """
+    above = [one for one in took if one >= size]
     if above:
         return took[min(above)]
-    always, largest = min(took.values()), max(took)
-    return always + (took[largest] - always) * size / largest
+    always, largest = min(took.values()) if len(took) > 1 else 0.0, max(took)
+    return always + (took[largest] - always) * size / max(1, largest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from functools import partial
 from itertools import combinations
 from typing import NamedTuple
@@ -33,8 +33,10 @@ from bench.interconnect.paired import (
 )
 from bench.interconnect.rooted import Broadcast, Gather, Reduce, Scatter
 from mpipar.comm.grid import AXES, Grid
+from mpipar.config.reading import expand_layout
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import UsageError, suggestion
+from mpipar.files.text import counted
 
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
@@ -115,16 +117,14 @@ def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
 
 def read_layout(text: str, world_size: int) -> dict[str, int]:
     """dp=2,tp=2 as axis sizes whose product is the number of ranks. Raises UsageError."""
-    sizes = dict.fromkeys(AXES, 1)
-    for part in text.split(","):
-        found = re.fullmatch(r"(\w+)=(\d+)", part.strip())
-        if not found or found[1] not in AXES or int(found[2]) < 1:
-            raise UsageError(f"--layout {text}: {part.strip()!r} is not understood; write "
-                             f"dp=2,tp=2 with the axes {', '.join(AXES)}")
-        sizes[found[1]] = int(found[2])
-    product = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
-    if product != world_size:
-        raise UsageError(f"--layout {text} is for {product} ranks, but there are {world_size}")
+    found: list[str] = []
+    sizes = dict.fromkeys(AXES, 1) | expand_layout({"layout": text}, found)
+    product = math.prod(sizes.values())
+    if not found and product != world_size:
+        found.append(f"--layout {text}: is for {counted(product, 'rank')}, but there are"
+                     f" {world_size}")
+    if found:
+        raise UsageError(found)
     return sizes
 
 
@@ -281,7 +281,7 @@ def layout_sections(cases, layout: dict[str, int], sizes, host_ranks: int = 1) -
 
     host_ranks: consecutive world ranks of a host. Raises UsageError where there is nothing to run.
     """
-    world_size = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
+    world_size = math.prod(layout.values())
     grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
              for place in range(world_size)]
     found = []

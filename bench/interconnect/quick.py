@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 
-from bench.interconnect.budget import Budget
+from bench.interconnect.budget import Budget, expected_seconds
+from mpipar.files.text import counted
 
 SECONDS = 120.0  # of the whole run, all launches; the default of --seconds with --quick
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
@@ -35,8 +36,8 @@ class Quick:
     def turns(self):
         """Yield (section, its sizes), which `Bench.run` takes. Comm: some broadcasts for each."""
         if self.bench.world.rank == 0:
-            print(f"quick run: {len(self.waiting)} part(s), ends within {self.seconds:g} s",
-                  file=sys.stderr, flush=True)
+            print(f"quick run: {counted(len(self.waiting), 'part')}, ends within"
+                  f" {self.seconds:g} s", file=sys.stderr, flush=True)
         before, last = None, False
         while self.waiting and not last:
             last = self.waiting == before  # nothing fitted into its part: now each may have all
@@ -58,12 +59,12 @@ class Quick:
             left = own.left()
             # A section of which nothing is known takes at least as long as the quickest other one.
             alike = [took] if took else [one for one in self.took.values() if one] or [{}]
-            fits = np.array([left > min(expected_seconds(one, size) for one in alike)])
+            fits = np.array([left > min(least_seconds(one, size) for one in alike)])
             world.Bcast(fits)
             if fits[0]:
                 if world.rank == 0 and size == sizes[0]:
                     seconds = self.budget.end - time.monotonic()
-                    print(f"quick run: {section.title}; left: {parts} part(s), at most "
+                    print(f"quick run: {section.title}; left: {counted(parts, 'part')}, at most "
                           f"{seconds:.0f} s", file=sys.stderr, flush=True)
                 self.bench.end, refused = time.monotonic() + left, len(self.bench.refused)
                 yield size
@@ -94,16 +95,10 @@ class Quick:
                       f"{', '.join(map(str, sizes))} bytes", file=sys.stderr)
 
 
-def expected_seconds(took: dict, size: int) -> float:
+def least_seconds(took: dict, size: int) -> float:
     """How long a size will take at least; took: {way: {size: seconds of an iteration}}.
 
-    What every size takes stays; the rest grows with the size. Of one known size all is the rest.
     0 where nothing is known.
     """
-    total = 0.0
-    for known in took.values():
-        largest = max(known)
-        always = known[min(known)] if len(known) > 1 else 0.0
-        iteration = always + (known[largest] - always) * size / max(1, largest)
-        total += max(LEAST_SECONDS, LEAST_ITERATIONS * iteration)
-    return total
+    return sum(max(LEAST_SECONDS, LEAST_ITERATIONS * expected_seconds(known, size))
+               for known in took.values())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
 from mpipar.files.bounded import open_regular, parse_json
-from mpipar.files.text import shown
+from mpipar.files.text import counted, shown
 
 SCHEMA = 2
 COMPLETE, INTERRUPTED, CUT_OFF = "complete", "interrupted", "cut off"
@@ -143,10 +143,11 @@ def read(path: str) -> list[Run]:
 
 def remark(path: str, runs) -> str:
     """One line about a file if one of its launches did not measure everything, else ""."""
-    found = [f"{name} in {count} of {len(runs)} launch(es)" for name in (INTERRUPTED, CUT_OFF)
+    found = [f"{name} in {count} of {counted(len(runs), 'launch')}"
+             for name in (INTERRUPTED, CUT_OFF)
              if (count := sum(run.status == name for run in runs))]
-    refused = [text for run in runs for text in run.refused]
-    found += [f"{len(refused)} case(s) refused, the first is {refused[0]}"] if refused else []
+    if refused := [text for run in runs for text in run.refused]:
+        found.append(f"{counted(len(refused), 'case')} refused, the first is {refused[0]}")
     return f"{path}: rows may be missing: {'; '.join(found)}" if found else ""
 
 

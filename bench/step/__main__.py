@@ -70,6 +70,7 @@ from bench.step.sides import (
 from mpipar.comm.facts import gather_numbers
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED
+from mpipar.files.text import counted
 from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
 
@@ -302,10 +303,11 @@ def compare_sides(args, world, host_rank) -> int:
 
 def print_sides(args, found, num_ranks, facts):
     """Print the table and write the file."""
-    heads = f"{args.heads} heads" + (f" ({args.kv_heads} kv)" if args.kv_heads else "")
-    print(f"{args.arch}, {args.layers} layers, D {args.d_model}, {heads}, batch {args.batch_size} x"
-          f" {args.seq_len} tokens, V {args.vocab_size}, {args.dtype}, {num_ranks} rank(s), "
-          f"{args.threads} thread(s), {args.repeats} steps, "
+    heads = counted(args.heads, "head") + (f" ({args.kv_heads} kv)" if args.kv_heads else "")
+    print(f"{args.arch}, {counted(args.layers, 'layer')}, D {args.d_model}, {heads}, batch"
+          f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, {args.dtype},"
+          f" {counted(num_ranks, 'rank')}, {counted(args.threads, 'thread')},"
+          f" {counted(args.repeats, 'step')}, "
           + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_torch" in found[0]
              else "PyTorch is not installed"))
     print(results.markdown_table(found))

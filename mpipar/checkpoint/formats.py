@@ -42,16 +42,17 @@ def is_step(folder) -> bool:
     return os.path.exists(Path(folder) / NAME)
 
 
-def model_settings(folder: str, seq_len: int | None = None) -> dict:
+def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> dict:
     """The ModelConfig fields that a folder of weights or a checkpoint fixes.
 
-    seq_len: the tokens per row that the user wants, if that is free. Raises DataError, with all
-    that is wrong, if the model cannot be used.
+    seq_len: the tokens per row that the user wants, if that is free. where: what the user typed
+    (--init-from and the folder). Raises DataError, with all that is wrong, if the model cannot be
+    used.
     """
-    where = f"--init-from {folder}"
+    where = where or f"--init-from {folder}"
     if is_step(folder):
-        return _saved_settings(folder)
-    found, form, kind = _read(folder)
+        return _saved_settings(folder, where)
+    found, form, kind = _read(folder, where)
     try:
         settings = form.settings(found)
         different = [*_other_values(form, found), *form.differences(found, seq_len)]
@@ -65,9 +66,9 @@ def model_settings(folder: str, seq_len: int | None = None) -> dict:
     return settings
 
 
-def _read(folder: str):
-    """(content, form, name of the form) of folder/config.json."""
-    where = f"--init-from {folder}: config.json"
+def _read(folder: str, where: str):
+    """(content, form, name of the form) of folder/config.json. where: begins what is wrong."""
+    where += ": config.json"
     found = read_json(Path(folder) / "config.json", where=where)
     kind = found.get("model_type") if isinstance(found, dict) else None
     if not isinstance(kind, str):
@@ -80,13 +81,13 @@ def _read(folder: str):
     return found, FORMS[kind], kind
 
 
-def _saved_settings(folder: str) -> dict:
+def _saved_settings(folder: str, where: str) -> dict:
     """The ModelConfig fields of a checkpoint, without those that say how it was cut."""
     manifest = read_manifest(Path(folder))
     try:
         model = build(values_of(manifest.config)).model
     except ValueError as error:
-        raise DataError(f"--init-from {folder}: {NAME}: config: {error}") from None
+        raise DataError(f"{where}: {NAME}: config: {error}") from None
     values = {one.name: getattr(model, one.name) for one in fields(model) if one.name not in CUTS}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -110,7 +111,7 @@ def start_notes(folder: str) -> list[str]:
     """What a user should know of the weights that a run starts from, in lines."""
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
-    found, form, _ = _read(folder)
+    found, form, _ = _read(folder, f"--init-from {folder}")
     where, notes = f"{folder}/config.json", []
     ignored = sorted(found.keys() - form.READ - OUTSIDE - DROPOUT)
     if ignored:

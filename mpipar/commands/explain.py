@@ -66,18 +66,24 @@ def run(reading, args) -> int:
     return EXIT_OK
 
 
+def of_named_axes(reading) -> tuple:
+    """(the reading, number of ranks) of a layout whose axes are 1 where they are not named."""
+    given = reading.config.grid
+    axes = {axis: 1 if getattr(given, axis) is None else getattr(given, axis) for axis in AXES}
+    config = replace(reading.config, grid=replace(given, **axes))
+    return replace(reading, config=config), math.prod(axes.values())
+
+
 def configured(reading, args, machine):
     """The resolved configuration, with a schedule chosen by the machine for --schedule auto.
 
     It prints the notes that `train` prints of these flags. Raises UsageError.
     """
-    given = reading.config.grid
-    axes = {axis: 1 if getattr(given, axis) is None else getattr(given, axis) for axis in AXES}
-    reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
-    world_size = math.prod(axes.values())
+    reading, world_size = of_named_axes(reading)
     if world_size > MOST_RANKS:
-        raise UsageError(f"--layout {','.join(f'{axis}={size}' for axis, size in axes.items())}:"
-                         f" has {world_size:,} ranks; at most {MOST_RANKS:,} are explained")
+        axes = ",".join(f"{axis}={getattr(reading.config.grid, axis)}" for axis in AXES)
+        raise UsageError(f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} are"
+                         " explained")
     config, notes = resolve(reading, world_size)
     problems = []
     if args.rank is not None and not 0 <= args.rank < world_size:

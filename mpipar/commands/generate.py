@@ -166,7 +166,7 @@ def layout_problems(config) -> list[str]:
 def weights_of(run_folder: str) -> str:
     """The folder with the weights of a decoder: see `find_source`. Raises UserError."""
     weights = find_source(run_folder, run_folder)
-    model = formats.model_settings(weights)["model"]
+    model = formats.model_settings(weights, where=run_folder)["model"]
     if model != "decoder":
         raise UsageError(f"{run_folder}: holds a {model}, which makes no text; give a decoder's"
                          " run folder")

@@ -57,6 +57,7 @@ def add_arguments(parser) -> None:
     add("--memory-limit", metavar="BYTES", help="of a device, as 40G (default: the machine's)")
     add("--headroom", type=float, default=5.0, metavar="PERCENT",
         help="memory that stays free (default 5)")
+    add("--layout", metavar="dp=8,tp=8", help="short for --dp 8 --tp 8")
     for name in ("dp", "pp", "cp", "tp", "chunks"):
         add(f"--{name}", type=int, metavar="N", help=argparse_help(name))
     add("--rows", type=int, metavar="N", help="rows of a microbatch")

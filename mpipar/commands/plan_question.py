@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mpipar.checkpoint.formats import model_settings
 from mpipar.config.presets import PRESETS
-from mpipar.config.reading import read
+from mpipar.config.reading import expand_layout, read
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import build
 from mpipar.config.sizes import read_bytes
@@ -98,7 +98,8 @@ def question_of(args, job: Job) -> tuple[Question, tuple[Kind, ...]]:
             gib = read_bytes(args.memory_limit) / (1 << 30)
         except ValueError as error:
             problems.append(f"--memory-limit {brief(args.memory_limit)}: {error}")
-    fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+    fixed = expand_layout({name: getattr(args, name) for name in (*FIXED, "layout")
+                           if getattr(args, name) is not None}, problems)
     problems += [*fixed_problems(args, fixed), *unused_problems(args)]
     if args.sites is not None:
         problems += problems_of(sites_of, args.sites)
@@ -232,7 +233,8 @@ def job_of(text: str) -> Job:
         config, flags = reading.config, f"--config {quoted}"
     elif os.path.isdir(text) or os.path.basename(text) == "config.json":
         folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
-        config, flags = build(model_settings(folder)), f"--init-from {shlex.quote(folder)}"
+        config = build(model_settings(folder, where=f"MODEL {brief(text)}"))
+        flags = f"--init-from {shlex.quote(folder)}"
     else:
         close = suggestion(text, list(PRESETS))
         raise UsageError(f"MODEL {brief(text)}: is no preset{close}; use one of"

@@ -64,7 +64,7 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None,
         if chooses and "layout" in source:  # axes that a file names give way to a flag
             values = {name: value for name, value in values.items() if name not in AXES}
             del source["layout"]
-        for name, raw in _expand_layout(source, problems).items():
+        for name, raw in expand_layout(source, problems).items():
             try:
                 values[name] = _value(FIELDS[name], raw, is_text)
             except ValueError as error:
@@ -126,8 +126,11 @@ def _read_file(path: str, problems: list[str]) -> dict:
     return found
 
 
-def _expand_layout(source: dict, problems: list[str]) -> dict:
-    """Replace layout="dp=2,pp=2" by the single axes. Both may be given if they agree."""
+def expand_layout(source: dict, problems: list[str]) -> dict:
+    """Replace layout="dp=2,pp=2" by the single axes. Both may be given if they agree.
+
+    What is wrong joins `problems`.
+    """
     layer = dict(source)
     text = layer.pop("layout", None)
     if text is None:

@@ -4,6 +4,7 @@ Layers and models do arithmetic only through the object that `make` returns. So 
 on a CPU, on a GPU, and without any numbers at all for the cost model.
 """
 
+from mpipar.errors import UsageError
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.cupy_ops import CupyOps
@@ -14,6 +15,7 @@ from mpipar.ops.shape_ops import ShapeOps
 
 __all__ = ["KERNELS", "make", "make_for", "problems", "shapes_for"]
 
+DEVICES = ("cpu", "cuda", "shapes")
 KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first is the default
 
 
@@ -28,8 +30,8 @@ def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False, ho
     named, they count its scratch too. gemm, tf32, host_rank: how "cuda" multiplies and on which
     GPU, as in `CupyOps`.
 
-    Raises EnvironmentProblem when "cuda" is asked for without CuPy or a usable GPU, or "numba"
-    without Numba.
+    Raises UsageError for any other device. Raises EnvironmentProblem when "cuda" is asked for
+    without CuPy or a usable GPU, or "numba" without Numba.
     """
     if dtype in DTYPES:
         return MixedOps(make(device, "float32", recorder, kernels, gemm, tf32, host_rank), dtype)
@@ -39,7 +41,8 @@ def make(device, dtype, recorder=None, kernels=None, gemm="blas", tf32=False, ho
         if (kernels or _default(device, dtype)) == "fused":
             return FusedOps(gemm, tf32, host_rank)
         return CupyOps(dtype, gemm, tf32, host_rank)
-    assert device == "shapes", f"device {device!r} is none of 'cpu', 'cuda', 'shapes'"
+    if device != "shapes":
+        raise UsageError(f"device {device!r} does not exist; use one of {', '.join(DEVICES)}")
     return ShapeOps(dtype, recorder, FusedOps if kernels == "fused" else ArrayOps,
                     keeps_scratch=kernels in KERNELS["cpu"])
 

@@ -8,20 +8,13 @@ from __future__ import annotations
 from bench.docs.pictures import shapes
 from bench.docs.pictures.drawing import Drawing
 from bench.docs.pictures.memory import COLOURS
+from mpipar.commands.memory_limit import fullest
 from mpipar.config.flags import Parser
 from mpipar.console.tables import nbytes
 from mpipar.ops.shape_array import labels_of
-from mpipar.plan.predict import predict
 
 LEFT, WIDE, TOP, ROW, HIGH = 170, 480, 88, 34, 22
 GIB = 1 << 30
-
-
-def fullest(config) -> dict[str, int]:
-    """{label: bytes} of the fuller one of the first and the last rank, which hold the ends."""
-    ends = {0, shapes.size_of(config) - 1}
-    return max((predict(config, rank) for rank in sorted(ends)), key=lambda one: one.peak_total
-               ).peak_bytes
 
 
 def draw(words: list[str], root) -> tuple[str, str]:
@@ -34,7 +27,8 @@ def draw(words: list[str], root) -> tuple[str, str]:
     for layout in layouts:
         sizes, _, more = layout.partition("+")
         extra = ["--sequence-parallel"] * (more == "sp")
-        found[layout] = fullest(shapes.config_of(["--layout", sizes, *extra, *flags]))
+        config = shapes.config_of(["--layout", sizes, *extra, *flags])
+        found[layout] = fullest(config).peak_bytes
     limit = (args.memory or 0) * GIB
     scale = WIDE / max(limit, *(sum(one.values()) for one in found.values()))
     labels = [label for label in labels_of(found.values())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import partial
 
 from mpipar import cli
 from mpipar.comm.grid import AXES
+from mpipar.commands.explain import of_named_axes
+from mpipar.commands.memory_limit import num_ranks
 from mpipar.commands.resolve import resolve
 from mpipar.config.reading import read
 from mpipar.errors import UsageError
@@ -20,21 +20,12 @@ parser = partial(cli.command_parser, "explain")
 
 def config_of(words: list[str]):
     """The resolved config of the flags of `mpipar explain`. Raises UsageError."""
-    reading = read(parser().parse_args(words), [])
-    given = reading.config.grid
-    axes = {axis: getattr(given, axis) or 1 for axis in AXES}
-    reading = replace(reading, config=replace(reading.config, grid=replace(given, **axes)))
-    return resolve(reading, math.prod(axes.values()))[0]
-
-
-def size_of(config) -> int:
-    """The number of ranks of a layout."""
-    return math.prod(getattr(config.grid, axis) for axis in AXES)
+    return resolve(*of_named_axes(read(parser().parse_args(words), [])))[0]
 
 
 def all_ranks(config) -> list[Prediction]:
     """The step of each rank. Raises UsageError if a picture has no room for them."""
-    size = size_of(config)
+    size = num_ranks(config.grid)
     if size > MOST:
         raise UsageError(f"{size} ranks: a picture has room for {MOST}")
     return [predict(config, rank) for rank in range(size)]
