@@ -21,6 +21,7 @@ from bench.interconnect import (
     statistics,
 )
 from bench.interconnect.bounds import Bounds
+from bench.interconnect.plans import Job
 from bench.interconnect.sampling import Plan
 from mpipar import ops as ops_module
 from mpipar.errors import DataError, EnvironmentProblem, OutputError
@@ -318,10 +319,10 @@ def test_places_are_read_from_the_system(tmp_path):
 def test_head_says_that_ranks_share_a_gpu(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     ops = ops_module.make("cuda", "float32")
-    bench = types.SimpleNamespace(world=types.SimpleNamespace(size=2), transport="staged",
+    bench = types.SimpleNamespace(world=types.SimpleNamespace(size=2),
                                   places=[places.place_fact(rank, ops) for rank in (0, 1)])
-    head = dict.fromkeys(("library", "clock", "start", "buffers", "bound", "cuda_aware_stated",
-                          "cuda_aware_tried"), "-")
+    head = dict.fromkeys(("library", "transport", "clock", "start", "buffers", "bound",
+                          "cuda_aware_stated", "cuda_aware_tried"), "-")
     interconnect.say_head(bench, head | {"memory_copy_GBps": 9.0, "machine": {"load": 0.5},
                                          "footprint_bytes": 0, "crowded": False})
     assert "ranks 0, 1 share GPU 0000:3B:00.0" in capsys.readouterr().err
@@ -333,8 +334,8 @@ def test_ranks_agree_on_their_gpus_before_they_talk():
         raise EnvironmentProblem("somebody has none")
 
     with pytest.raises(EnvironmentProblem, match="somebody has none"):
-        session.Bench(types.SimpleNamespace(agree=agree, world=None, host_rank=0), "float32",
-                      "reused", 0, Plan())
+        session.Bench(types.SimpleNamespace(agree=agree, world=None, host_rank=0), Job(), 0,
+                      Plan())
 
 
 @pytest.mark.parametrize(("program", "answer"), [

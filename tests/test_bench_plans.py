@@ -12,14 +12,15 @@ from mpipar.errors import UsageError
 
 
 def test_nccl_leaves_whole_schedules_out():
+    args, job = interconnect.parse(["stage-chain"]), plans.Job(transport="nccl")
     everything = plans.world_sections(["stage-chain"], 2, (8,))
-    kept = plans.without_schedules(everything)
+    kept = interconnect.chosen_to_run(args, everything, job)
     assert {one.title for one in everything} - {one.title for one in kept} == {
         "stage-chain 1f1b", "stage-chain interleaved"}
-    (line,) = plans.left_out(["stage-chain"], None, everything, kept)
+    (line,) = plans.left_out(["stage-chain"], None, everything, job)
     assert line.startswith("left out: stage-chain 1f1b, stage-chain interleaved: NCCL")
-    with pytest.raises(UsageError, match="nccl"):
-        plans.without_schedules([one for one in everything if one not in kept])
+    with pytest.raises(UsageError, match="NCCL's messages have no tags"):
+        interconnect.chosen_to_run(args, [one for one in everything if one not in kept], job)
 
 
 def test_pairs_take_an_even_number_of_ranks():
@@ -45,18 +46,17 @@ def test_sizes_begin_with_nothing():
 def test_ways_are_those_that_the_job_can_run(words, ways):
     args = interconnect.parse(words.split())
     wanted = interconnect.chosen_sections(args, 2, 2)
-    loops = interconnect.can_run_in_c(args) or None
+    job = interconnect.chosen_job(args, interconnect.can_run_in_c(args) or None)
     if ways is None:
-        with pytest.raises(UsageError, match="add a way"):
-            interconnect.chosen_to_run(args, wanted, loops)
+        with pytest.raises(UsageError, match="add a case or a way"):
+            interconnect.chosen_to_run(args, wanted, job)
         return
-    (one,) = interconnect.chosen_to_run(args, wanted, loops)
-    found = plans.ways_on(one.ways, args.transport)
-    assert ",".join(found) == ways.replace("all", "mpipar.comm,mpi4py,mpi4py persistent,C")
+    (one,) = interconnect.chosen_to_run(args, wanted, job)
+    assert ",".join(job.ways(one)) == ways.replace("all", "mpipar.comm,mpi4py,mpi4py persistent,C")
     more = interconnect.parse(["gather", "reduce", *words.split()])
     every = interconnect.chosen_sections(more, 2, 2)
-    kept = interconnect.chosen_to_run(more, every, loops)
-    lines = plans.left_out(more.cases, None, every, kept)
+    kept = interconnect.chosen_to_run(more, every, job)
+    lines = plans.left_out(more.cases, None, every, job)
     assert len(lines) == (len(kept) < len(every))
 
 
@@ -149,7 +149,7 @@ def test_a_chain_of_one_stage_is_refused():
 def test_a_chain_that_is_left_out_is_said(words, ranks, line):
     args = interconnect.parse(words.split())
     wanted = interconnect.chosen_sections(args, ranks, ranks)
-    found = plans.left_out(args.cases, args.layout, wanted, wanted)
+    found = plans.left_out(args.cases, args.layout, wanted, plans.Job())
     assert len(found) == bool(line)
     assert line in "".join(found)
 

@@ -167,9 +167,8 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
 
 def chosen_ways(args) -> tuple[str, ...]:
     """The kinds of ways to run; the names that are none are left out. C: see `way_problems`."""
-    if args.ways == "all":
-        return plans.ALL_WAYS
-    return tuple(plans.WAYS[name] for name in args.ways.split(",") if name in plans.WAYS)
+    names = plans.WAYS if args.ways == "all" else args.ways.split(",")
+    return tuple(plans.WAYS[name] for name in names if name in plans.WAYS)
 
 
 def way_problems(args) -> list[str]:
@@ -222,14 +221,18 @@ def refuse_unaware(transport: str, tried: str) -> None:
                                  "failed; take --transport staged")
 
 
-def chosen_to_run(args, sections, loops) -> list:
-    """The sections with their ways. Raises UsageError where nothing is left."""
+def chosen_job(args, loops) -> plans.Job:
+    """What moves and how, from the flags. loops: None where no rows in C can be."""
     kinds = tuple(kind for kind in chosen_ways(args) if kind != plans.IN_C or loops is not None)
-    found = plans.restricted(sections, kinds, args.transport, args.buffers,
-                             args.dtype in MIXED)
+    return plans.Job(args.dtype, args.buffers, args.transport, kinds)
+
+
+def chosen_to_run(args, wanted, job: plans.Job) -> list:
+    """The sections that the job has a way for. Raises UsageError where there is none."""
+    found = [one for one in wanted if job.ways(one)]
     if not found:
-        raise UsageError(f"nothing of {', '.join(args.cases)} runs with --ways {args.ways}, "
-                         f"--transport {args.transport} and --dtype {args.dtype}: add a way")
+        why = plans.left_out(args.cases, args.layout, wanted, job)
+        raise UsageError(f"{'; '.join(why)}; nothing else is to be run: add a case or a way")
     return found
 
 
@@ -246,7 +249,7 @@ def say_head(bench, head) -> None:
     hosts = counted(len({place["host"] for place in bench.places}), "host")
     memory = f"{head['memory_copy_GBps']:.1f} GB/s, load {head['machine']['load']}"
     lines = [
-        f"{head['library']}, {bench.world.size} ranks on {hosts}, {bench.transport}",
+        f"{head['library']}, {bench.world.size} ranks on {hosts}, {head['transport']}",
         f"clock: {head['clock']}; start: {head['start']}",
         f"CUDA-aware MPI: stated {head['cuda_aware_stated']}, child job {head['cuda_aware_tried']}",
         f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}",
@@ -281,7 +284,7 @@ def begin(args, argv, bench, writer, tried: str) -> Bounds:
     """Print and write the head (world rank 0). tried: whether MPI takes device memory."""
     head = bench.head(argv, args.launch)
     hosts = {place["host"] for place in bench.places}
-    bounds = Bounds(args.bound_GBps, head["memory_copy_GBps"], bench.transport, len(hosts) > 1)
+    bounds = Bounds(args.bound_GBps, head["memory_copy_GBps"], args.transport, len(hosts) > 1)
     head |= {"cuda_aware_stated": cuda_aware(), "cuda_aware_tried": tried or "not tried",
              "bound": bounds.describe()}
     writer.head(head)
@@ -329,18 +332,16 @@ def main(argv, session) -> int:
     host_size = ranks_of_a_host(world, session.host_ranks)
     wanted, footprint = session.agree(lambda: (
         chosen_sections(args, world.size, host_size), read_bytes(args.footprint)))
-    sections = wanted if args.transport != "nccl" else session.agree(
-        lambda: plans.without_schedules(wanted))
     loops = loops_for(session, args)
-    sections = session.agree(lambda: chosen_to_run(args, sections, loops))
+    job = chosen_job(args, loops)
+    sections = session.agree(lambda: chosen_to_run(args, wanted, job))
     if world.rank == 0:
-        for line in plans.left_out(args.cases, args.layout, wanted, sections):
+        for line in plans.left_out(args.cases, args.layout, wanted, job):
             print(line, file=sys.stderr)
     if args.quick:
         footprint = footprint or quick.FOOTPRINT
     session.agree(lambda: refuse_unaware(args.transport, tried))
-    bench = Bench(session, args.dtype, args.buffers, footprint, chosen_plan(args), args.transport,
-                  args.window, loops=loops)
+    bench = Bench(session, job, footprint, chosen_plan(args), args.window, loops=loops)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
     bounds = session.agree(  # nobody waits under the watchdog for what rank 0 says of the machine
         lambda: begin(args, argv, bench, writer, tried) if world.rank == 0 else None)

@@ -37,6 +37,7 @@ from mpipar.config.reading import expand_layout
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import UsageError, suggestion
 from mpipar.files.text import counted
+from mpipar.ops.mixed_ops import DTYPES as MIXED
 
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
@@ -47,7 +48,8 @@ CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain")
 WITHOUT_LAYOUT = (*PAIR_CASES, "pairs", Noise.name)  # do not run on the groups of a layout
 IN_PAIRS = (MultiLatency.name, MultiBandwidth.name)  # need an even number of ranks
 WAYS = {"mpipar.comm": COMM, "mpi4py": BARE, "persistent": PERSISTENT, "C": IN_C}
-PLAIN_WAYS, USUAL_WAYS, ALL_WAYS = (COMM, BARE), (COMM, BARE, PERSISTENT), tuple(WAYS.values())
+PLAIN_WAYS = (COMM, BARE)
+KINDS = {via: via for via in WAYS.values()} | {PREPARED: PERSISTENT}  # others: of mpi4py's
 POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
                 "stage-chain")
 LEAST_BYTES = 8  # after 0
@@ -60,7 +62,7 @@ class Section(NamedTuple):
 
     title: of the table. make(setup, via) -> Case. groups: of world ranks. mode: "" or how the
     groups of a layout run, "alone" or "together". num_tests: the number of Tests while computing,
-    for a case that is overlapped. kinds: of the ways to run it.
+    for a case that is overlapped.
     """
 
     title: str
@@ -70,23 +72,40 @@ class Section(NamedTuple):
     axis: str = "world"
     mode: str = ""
     num_tests: int | None = None
-    kinds: tuple[str, ...] = PLAIN_WAYS
 
     @property
     def case(self) -> type:
         """The class of the case that `make` returns."""
         return getattr(self.make, "func", self.make)
 
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """The ways to run the case: those of its own that are of the chosen kinds.
 
-        What is prepared before the call is of the kind of persistent requests. Other calls of
-        mpi4py for the same thing, such as Reduce_scatter, are of mpi4py's kind.
+class Job(NamedTuple):
+    """What a job moves and how. kinds: of the ways to run a case that are wanted."""
+
+    dtype: str = "float32"
+    buffers: str = "rotated"
+    transport: str = "mpi-host"
+    kinds: tuple[str, ...] = PLAIN_WAYS
+
+    def ways(self, section: Section) -> tuple[str, ...]:
+        """The ways to run a section: those of its case that are wanted and possible."""
+        return tuple(via for via in section.case.vias if via == PLAIN or self._has(section, via))
+
+    def _has(self, section: Section, via: str) -> bool:
+        """Whether a way is wanted and possible.
+
+        NCCL's messages have no tags and go in groups that both sides post alike. So the messages of
+        a whole schedule would wait for each other. Bare calls need memory that this MPI can read.
+        Pages that nobody has touched ("cold") cannot be known before the call. MPI cannot add
+        numbers of 16 bits. A matrix of all pairs has the plain ways alone.
         """
-        kinds = {via: via for via in WAYS.values()} | {PREPARED: PERSISTENT}
-        return tuple(via for via in self.case.vias
-                     if via == PLAIN or kinds.get(via, BARE) in self.kinds)
+        case, kind = section.case, KINDS.get(via, BARE)
+        plain_only = self.buffers == "cold" or section.title.startswith("pairs ")
+        return kind in self.kinds and not (
+            (self.transport == "nccl" and case is Program)
+            or (self.transport in ("staged", "nccl") and via != COMM)
+            or (plain_only and kind not in PLAIN_WAYS)
+            or (self.dtype in MIXED and case.sums and (via != COMM or case.wide)))
 
 
 def size_problems(texts: dict[str, str]) -> list[str]:
@@ -161,28 +180,6 @@ def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
     return found
 
 
-def ways_on(ways, transport: str) -> tuple[str, ...]:
-    """Those of the ways that a transport has; bare calls need memory that this MPI can read."""
-    return tuple(via for via in ways if transport not in ("staged", "nccl") or via in (COMM, PLAIN))
-
-
-def restricted(sections, kinds, transport: str, buffers: str, narrow: bool) -> list[Section]:
-    """The sections with the ways of these kinds that the job can run; those without any are left
-    out.
-
-    buffers: pages that nobody has touched ("cold") cannot be known before. narrow: numbers have 16
-    bits, which MPI cannot add. A matrix of all pairs has the plain ways alone.
-    """
-    found = []
-    for one in sections:
-        plain = buffers == "cold" or one.title.startswith("pairs ")
-        own = tuple(via for via in kinds if not (
-            (plain and via not in PLAIN_WAYS) or (via == IN_C and transport != "mpi-host")
-            or (narrow and one.case.sums and (via != COMM or one.case.wide))))
-        found.append(one._replace(kinds=own))
-    return [one for one in found if ways_on(one.ways, transport)]
-
-
 def overlapped(sections, num_tests: int) -> list[Section]:
     """Those of the sections that are posted and waited for, to run beside computing."""
     return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
@@ -246,34 +243,20 @@ def chain_sections(world_size: int, sizes) -> list[Section]:
     return found
 
 
-def without_schedules(sections) -> list[Section]:
-    """The sections that NCCL can run.
-
-    Its messages have no tags and go in groups that both sides post alike. So the messages of a
-    whole schedule would wait for each other. Raises UsageError if no section is left.
-    """
-    found = [one for one in sections if one.case is not Program]
-    if not found:
-        raise UsageError("--transport nccl cannot send the messages of whole schedules, and there "
-                         "is nothing else to run: add a case, or take --transport staged")
-    return found
-
-
-def left_out(cases, layout: str | None, wanted, kept) -> list[str]:
-    """Lines that name cases that the layout has no groups for, or that the transport cannot run."""
+def left_out(cases, layout: str | None, wanted, job: Job) -> list[str]:
+    """Lines that name cases that the layout has no groups for, or that the job has no way for."""
     lines = []
     if layout is not None and "stage-chain" in cases and all(one.axis != "pp" for one in wanted):
         lines.append("stage-chain is left out: a chain of stages needs pp=2 or more, --layout is "
                      f"{layout}")
-    missing = [one for one in wanted if one.title not in {other.title for other in kept}]
-    for reason, own in (
-            ("NCCL's messages have no tags, which those of whole schedules need",
-             [one for one in missing if one.case is Program]),
-            ("nothing of it runs with these --ways, --transport and --dtype",
-             [one for one in missing if one.case is not Program])):
-        if names := sorted({one.title for one in own}):
-            lines.append(f"left out: {', '.join(names)}: {reason}")
-    return lines
+    reasons: dict[str, list[str]] = {}
+    for one in (one for one in wanted if not job.ways(one)):
+        reason = "nothing of it runs with these --ways, --transport and --dtype"
+        if job.transport == "nccl" and one.case is Program:
+            reason = "NCCL's messages have no tags, which those of whole schedules need"
+        reasons.setdefault(reason, []).append(one.title)
+    return lines + [f"left out: {', '.join(sorted(set(titles)))}: {reason}"
+                    for reason, titles in reasons.items()]
 
 
 def layout_sections(cases, layout: dict[str, int], sizes, host_ranks: int = 1) -> list[Section]:

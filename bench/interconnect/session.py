@@ -14,8 +14,10 @@ import numpy as np
 from bench import results
 from bench.interconnect import overlap
 from bench.interconnect.buffers import Arena, cache_bytes
+from bench.interconnect.cases import Setup
 from bench.interconnect.groups import largest, link_of, make_group, make_wire, wait_politely
 from bench.interconnect.places import place_fact
+from bench.interconnect.plans import Job
 from bench.interconnect.sampling import (
     ELSEWHERE,
     Plan,
@@ -87,13 +89,13 @@ class Bench:
     Comm: every rank must make it; if the GPU of one is not usable, all leave together.
     """
 
-    def __init__(self, session, dtype: str, buffers: str, footprint: int, plan: Plan,
-                 transport: str = "mpi-host", window: int = 64, *, loops=None):
+    def __init__(self, session, job: Job, footprint: int, plan: Plan, window: int = 64, *,
+                 loops=None):
         self.session, self.world = session, session.world
-        self.ops = session.agree(lambda: make_ops(transport, dtype, session.host_rank))
-        self.transport, self.plan, self.window, self.loops = transport, plan, window, loops
+        self.ops = session.agree(lambda: make_ops(job.transport, job.dtype, session.host_rank))
+        self.job, self.plan, self.window, self.loops = job, plan, window, loops
         (most,) = largest(self.world, [footprint or cache_bytes()])
-        self.arena = Arena(self.ops, buffers, most)
+        self.arena = Arena(self.ops, job.buffers, most)
         self.recorder, self.progress = Recorder(), Progress()
         self.recorder.phase = "F"
         self.places = gather_facts(self.world, place_fact(self.world.rank, self.ops))
@@ -134,8 +136,8 @@ class Bench:
             "revision": revision(), "ranks": self.world.size, "places": self.places,
             "clock": clock.describe(), "start": MEANING[self.plan.sync],
             "time": "last exit - first entry; latency, bandwidth, bidirectional: first rank alone",
-            "transport": self.transport, "dtype": str(self.ops.dtype),
-            "buffers": self.arena.policy, "footprint_bytes": self.arena.footprint,
+            "transport": self.job.transport, "dtype": str(self.ops.dtype),
+            "buffers": self.job.buffers, "footprint_bytes": self.arena.footprint,
             "crowded": self.crowded(), "memory_copy_GBps": copy_rate(), "plan": self.plan._asdict(),
             "environment": {name: value for name, value in sorted(os.environ.items())
                             if VARIABLES.match(name)},
@@ -149,7 +151,7 @@ class Bench:
 
     def run(self, section, sizes=None) -> list[dict]:
         """Measure a section; its rows on world rank 0. Comm: the whole world must call it."""
-        group = make_group(section.groups, section.axis, self.transport, self.ops, self.world,
+        group = make_group(section.groups, section.axis, self.job.transport, self.ops, self.world,
                            self.recorder)
         rows = []
         for size in section.sizes if sizes is None else sizes:
@@ -161,15 +163,11 @@ class Bench:
         return rows
 
     def _one(self, section, group, size: int) -> list[dict]:
-        from bench.interconnect.cases import Setup
-        from bench.interconnect.plans import ways_on
-
         fact: dict = {"ways": {}, "volume": {}}
         if group.team is not None:
             setup = Setup(group.comm, group.mpi, self.arena, size, self.window, self.loops,
-                          partial(make_wire, self.transport, self.ops))
-            cases = {via: section.make(setup, via)
-                     for via in ways_on(section.ways, self.transport)}
+                          partial(make_wire, self.job.transport, self.ops))
+            cases = {via: section.make(setup, via) for via in self.job.ways(section)}
             if section.num_tests is not None:
                 cases = overlap.with_computing(group.team, section, setup, cases, self.progress)
             outcomes = measure_cases(group.team, cases, self.plan, self.progress,
@@ -224,9 +222,10 @@ class Bench:
         slowest, share = last_share(left)
         start = entered.min()
         row = {
-            "case": section.title, "via": via, "transport": self.transport, "axis": section.axis,
+            "case": section.title, "via": via, "transport": self.job.transport,
+            "axis": section.axis,
             "mode": section.mode, "ranks": list(ranks), "link": link_of(self.places, ranks),
-            "dtype": str(self.ops.dtype), "buffers": self.arena.policy,
+            "dtype": str(self.ops.dtype), "buffers": self.job.buffers,
             "in_place": first["in_place"], "window": first["window"],
             "per_sample": first["per_sample"], "size_bytes": size,
             "count": size // self.ops.dtype.itemsize,

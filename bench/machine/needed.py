@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from bench.interconnect import plans
 from bench.interconnect.groups import link_of
-from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Section
+from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Job, Section
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
 from bench.interconnect.sampling import Plan
 from bench.interconnect.session import Bench
@@ -104,7 +104,7 @@ def open_bench(session, dtype: str, buffers="rotated", transport="mpi-host"):
             raise UsageError("messages need at least 2 ranks: start it with mpiexec -n 2")
 
     session.agree(several)
-    bench = Bench(session, dtype, buffers, 0, Plan(SIZE_SECONDS, warm_up=2), transport)
+    bench = Bench(session, Job(dtype, buffers, transport), 0, Plan(SIZE_SECONDS, warm_up=2))
     if session.world.rank == 0 and bench.crowded():
         print("more ranks than cores on a host: shapes only, times say little", file=sys.stderr)
     return bench, json.loads(broadcast_text(session.world, json.dumps(bench.places)))

@@ -16,9 +16,10 @@ from small_model import slow_unless
 
 from bench.interconnect import compiled, overlap, plans, sampling, session
 from bench.interconnect.buffers import POLICIES, Arena
-from bench.interconnect.cases import COMM, IN_C, Setup
+from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, Setup
 from bench.interconnect.compositions import TwoLevel, UnevenAllToAll
 from bench.interconnect.groups import make_group, make_wire, ranks_of_a_host
+from bench.interconnect.plans import Job
 from bench.interconnect.sampling import Plan, Progress, measure_cases
 from mpipar import ops as ops_module
 from mpipar.comm.record import Recorder
@@ -28,6 +29,7 @@ WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)
 SESSION = types.SimpleNamespace(world=WORLD, agree=lambda function: function(), host_rank=0)
 PLAN = Plan(warm_up=0, exactly=1)
+USUAL = (COMM, BARE, PERSISTENT)
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +44,14 @@ def sections():
     return plans.world_sections(cases, WORLD.size, (48,), 2)
 
 
-def outcomes(section, transport, ops, policy, loops=None):
+def outcomes(section, job, ops, loops=None, window=3):
     """{way: Outcome} of this rank; {} if it is in no group. Comm: the section."""
-    group = make_group(section.groups, section.axis, transport, ops, WORLD, Recorder())
+    group = make_group(section.groups, section.axis, job.transport, ops, WORLD, Recorder())
     found = {}
     if group.team is not None:
-        setup = Setup(group.comm, group.mpi, Arena(ops, policy, 1 << 12), section.sizes[0], 3,
-                      loops, partial(make_wire, transport, ops))
-        cases = {via: section.make(setup, via)
-                 for via in plans.ways_on(section.ways, transport)}
+        setup = Setup(group.comm, group.mpi, Arena(ops, job.buffers, 1 << 12), section.sizes[0],
+                      window, loops, partial(make_wire, job.transport, ops))
+        cases = {via: section.make(setup, via) for via in job.ways(section)}
         if section.num_tests is not None:
             cases = overlap.with_computing(group.team, section, setup, cases, Progress())
         found = measure_cases(group.team, cases, PLAN, Progress(), lambda: False)
@@ -64,10 +65,11 @@ def outcomes(section, transport, ops, policy, loops=None):
     lambda policy: WORLD.size == 2 or policy == "rotated", [(policy,) for policy in POLICIES]))
 def test_payload_of_every_case_through_host_memory(policy):
     ops = ops_module.make("cpu", "float32")
-    chosen = plans.restricted(sections(), plans.USUAL_WAYS, "mpi-host", policy, False)
-    assert {one.case.name for one in chosen} >= {*plans.PAIR_CASES, *plans.GROUP_CASES}
+    chosen, job = sections(), Job(buffers=policy, kinds=USUAL)
+    names = {one.case.name for one in chosen if job.ways(one)}
+    assert names >= {*plans.PAIR_CASES, *plans.GROUP_CASES}
     for section in chosen:
-        for via, outcome in outcomes(section, "mpi-host", ops, policy).items():
+        for via, outcome in outcomes(section, job, ops).items():
             assert outcome.problems == [], (section.title, via)
             assert len(outcome.entered) == len(outcome.left) >= 1
             assert np.all(np.subtract(outcome.left, outcome.entered) > 0)
@@ -77,12 +79,13 @@ def test_payload_of_every_case_through_host_memory(policy):
 def test_payload_of_sixteen_bits_and_of_no_bytes(size):
     """MPI knows no bfloat16: bare calls move it, and only mpipar.comm adds it."""
     ops = ops_module.make("cpu", "bfloat16")
-    chosen = plans.restricted(sections(), plans.USUAL_WAYS, "mpi-host", "reused", narrow=True)
+    job = Job("bfloat16", "reused", kinds=USUAL)
+    chosen = [one for one in sections() if job.ways(one)]
     names = {one.case.name for one in chosen}
     assert {"latency", "all-reduce", "gather", "all-to-allv", "multi-bandwidth"} <= names
     assert not {"iall-reduce", "reduce"} & names
     for section in chosen:
-        found = outcomes(section._replace(sizes=(size,)), "mpi-host", ops, "reused")
+        found = outcomes(section._replace(sizes=(size,)), job, ops)
         assert not section.case.sums or found.keys() == {COMM}
         for via, outcome in found.items():
             assert outcome.problems == [], (section.title, via)
@@ -96,16 +99,15 @@ def test_loops_in_c_move_the_same_payload(monkeypatch):
     loops = compiled.loops_of(SESSION)
     ops = ops_module.make("cpu", "float32")
     names = ["latency", "bandwidth", "bidirectional", "multi-bandwidth", "all-reduce"]
-    everything = plans.world_sections(names, WORLD.size, (48,))
-    for section in plans.restricted(everything, (IN_C,), "mpi-host", "osu", False):
+    for section in plans.world_sections(names, WORLD.size, (48,)):
         for policy in ("osu", "rotated"):
-            for outcome in outcomes(section, "mpi-host", ops, policy, loops).values():
+            job = Job(buffers=policy, kinds=(IN_C,))
+            for outcome in outcomes(section, job, ops, loops, window=20_000).values():
                 assert outcome.problems == [], section.title
                 assert np.all(np.subtract(outcome.left, outcome.entered) > 0)
     monkeypatch.setattr(compiled, "run", lambda *_, **__: None)  # nothing is sent
-    (section,) = plans.restricted(plans.world_sections(["all-reduce"], WORLD.size, (48,)), (IN_C,),
-                                  "mpi-host", "osu", False)
-    assert outcomes(section, "mpi-host", ops, "osu", loops)[IN_C].problems
+    (section,) = plans.world_sections(["all-reduce"], WORLD.size, (48,))
+    assert outcomes(section, Job(buffers="osu", kinds=(IN_C,)), ops, loops)[IN_C].problems
 
 
 @pytest.mark.parametrize("transport", ["staged", "mpi-cuda", "nccl"])
@@ -113,16 +115,16 @@ def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     monkeypatch.setattr(fake_cupy.cuda, "nccl", fake_nccl, raising=False)
     ops = ops_module.make("cuda", "float64")
-    everybody = (tuple(range(WORLD.size)),)
-    chosen = sections()
+    everybody, job = (tuple(range(WORLD.size)),), Job("float64", transport=transport)
+    chosen = [one for one in sections() if job.ways(one)]
     if transport == "nccl":  # the stand-in has the world's group alone
-        chosen = [one for one in plans.without_schedules(chosen)
+        chosen = [one for one in chosen
                   if one.groups == everybody and not one.title.startswith(TwoLevel.name)]
     if transport == "staged" and WORLD.size == 2:  # products run while a copy is under way
         monkeypatch.setitem(overlap.SIDES, "cuda", 8)
         chosen += plans.overlapped([one for one in chosen if one.title == "ring"], 2)
     for section in chosen:
-        for via, outcome in outcomes(section, transport, ops, "rotated").items():
+        for via, outcome in outcomes(section, job, ops).items():
             assert outcome.problems == [], (section.title, via)
 
 
@@ -141,7 +143,7 @@ def test_wrong_payload_of_one_rank_is_everybodys():
 
             return gather_wrong
 
-    found = outcomes(section._replace(make=Wrong), "mpi-host", ops, "rotated")
+    found = outcomes(section._replace(make=Wrong), Job(), ops)
     assert found[COMM].problems
     assert found[COMM].entered == []
     assert found["mpi4py"].problems == []
@@ -157,7 +159,7 @@ def test_second_level_that_is_left_out_shows():
     assert section.title.endswith(f" {WORLD.size // 2}x2")
     for case, good in ((TwoLevel, True), (Wrong, False)):
         changed = section._replace(make=partial(case, count=WORLD.size // 2))
-        found = outcomes(changed, "mpi-host", ops, "rotated")
+        found = outcomes(changed, Job(), ops)
         assert (found[COMM].problems == []) == good
         assert found["mpi4py"].problems == []
 
@@ -207,7 +209,7 @@ def test_hosts_that_differ_are_one_level():
 def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
     """Otherwise one would send more messages in a sample than the other receives."""
     monkeypatch.setattr(session, "cache_bytes", lambda: (WORLD.rank + 1) << 16)
-    bench = session.Bench(SESSION, "float32", "rotated", 0, PLAN)
+    bench = session.Bench(SESSION, Job(), 0, PLAN)
     assert bench.arena.footprint == WORLD.size << 16
 
 
@@ -221,7 +223,7 @@ def test_what_is_overlapped_is_checked_too(num_tests, monkeypatch):
 
     def wrong_ways():
         """For each section that this rank is in."""
-        found = [outcomes(section, "mpi-host", ops, "rotated") for section in chosen]
+        found = [outcomes(section, Job(), ops) for section in chosen]
         found = [ways for ways in found if ways]
         assert all(ways.keys() == {COMM, "mpi4py", overlap.COMPUTING, *beside} for ways in found)
         return [{via for via in ways if ways[via].problems} for ways in found]
