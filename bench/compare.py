@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench import results
 from bench.interconnect import records
 from bench.interconnect.between import KEY, by_operation, medians_of
 from bench.interconnect.statistics import discoveries, rank_sum
 from mpipar.config import flags
-from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError
 from mpipar.job.session import guard
 
@@ -93,15 +93,16 @@ def shown_verdict(one: Comparison) -> str:
 
 def lines(found) -> str:
     """The comparisons as a table; ratio: B's time over A's."""
-    rows = [("case", "via", "ranks", "mode", "size_B", "launches", "A_us", "B_us", "ratio", "p",
-             "B is")]
+    rows = []
     for one in found:
         key = dict(zip(KEY, one.key, strict=True))
-        ranks = ",".join(map(str, key["ranks"]))
-        rows.append((key["case"], key["via"], ranks, key["mode"] or "-", key["size_bytes"],
-                     "+".join(map(str, one.launches)), f"{one.a_us:.2f}", f"{one.b_us:.2f}",
-                     f"{one.b_us / one.a_us:.3f}", f"{one.p_value:.4f}", shown_verdict(one)))
-    return table(rows, left=4)
+        rows.append({
+            "case": key["case"], "via": key["via"], "ranks": ",".join(map(str, key["ranks"])),
+            "mode": key["mode"] or "-", "size_B": key["size_bytes"],
+            "launches": "+".join(map(str, one.launches)), "A_us": f"{one.a_us:.2f}",
+            "B_us": f"{one.b_us:.2f}", "ratio": f"{one.b_us / one.a_us:.3f}",
+            "p": f"{one.p_value:.4f}", "B is": shown_verdict(one)})
+    return results.text_table(rows, left=4)
 
 
 def too_few(found) -> str:

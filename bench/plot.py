@@ -1,12 +1,11 @@
 """Draws pictures of a benchmark's rows, each as SVG and PNG (needs the extra `plot`).
 
-    python -m bench.plot FILE.jsonl --out FOLDER [--machine machine.json]
+    python -m bench.plot FILE.jsonl --out FOLDER
 
-FOLDER/index.html shows all of them on one page. Each operation has four pictures. Time by size has
-logarithmic axes, and the pieces of the cost model if one is given. The others show bandwidth by
-size, the distribution of the samples of each size, and when each rank left. That last one shows the
-largest size: how long after the first rank each rank left each iteration. For `pairs` there is a
-matrix.
+FOLDER/index.html shows all of them on one page. Each operation has four pictures: time by size,
+bandwidth by size, the distribution of the samples of each size, and when each rank left. That last
+one shows the largest size: how long after the first rank each rank left each iteration. For `pairs`
+there is a matrix.
 
 Bars enclose the median with 95 % confidence. Points are not joined, because nothing was measured
 between them.
@@ -22,12 +21,11 @@ import numpy as np
 
 from bench.interconnect import records
 from bench.interconnect.statistics import times_us
-from bench.machine.predicted import holds
 from bench.table import title
 from mpipar.config import flags
+from mpipar.console.tables import nbytes
 from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError
 from mpipar.job.session import guard
-from mpipar.plan import machine_file
 
 INCHES = (7.0, 4.5)
 MOST_CURVES = 6  # sizes in one picture of distributions
@@ -81,43 +79,21 @@ def by_via(rows) -> dict[str, list[dict]]:
     return found
 
 
-def pieces_of(machine, rows) -> list:
-    """The fitted pieces for what rows of one operation measured; [] without a model of it."""
-    row = next((row for row in rows if machine and holds(machine, row)), None)
-    return [piece for curve in (machine.curves if row else ())
-            if (curve.operation, curve.link, curve.ranks)
-            == (row["case"], row["link"], len(row["ranks"]))
-            for piece in curve.pieces if piece.to_bytes > 0]
-
-
-def size_text(size: float) -> str:
-    """A size in binary units: 64 B, 1.5 KiB, 4 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    raise AssertionError(size)
-
-
 def size_axis(axes) -> None:
     """Make x a logarithmic axis of sizes, labelled in binary units at powers of two."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda size, place: size_text(size))
+    axes.xaxis.set_major_formatter(lambda size, place: nbytes(size))
     axes.set_xlabel("size")
 
 
-def draw_time(axes, rows, machine) -> None:
-    """Draw the median time by size, and the model's pieces if there are any."""
+def draw_time(axes, rows) -> None:
+    """Draw the median time by size."""
     for (via, own), mark in zip(by_via(rows).items(), MARKS, strict=False):
         middle = np.array([row["median_us"] for row in own])
         bars = np.array([[row["median_us"] - row["low_us"] for row in own],
                          [row["high_us"] - row["median_us"] for row in own]])
         axes.errorbar([row["size_bytes"] for row in own], middle, bars, fmt=mark, label=via,
                       markersize=4, capsize=2, linestyle="none")
-    for number, piece in enumerate(pieces_of(machine, rows)):
-        sizes = np.geomspace(max(1.0, piece.from_bytes), piece.to_bytes, 50)
-        axes.plot(sizes, [piece.microseconds(size) for size in sizes], "k-", linewidth=1,
-                  label="" if number else "fitted, mpipar.comm")
     size_axis(axes)
     axes.set(yscale="log", ylabel="time (us)")
 
@@ -146,7 +122,7 @@ def draw_distribution(axes, rows) -> None:
         samples = np.sort(np.concatenate([times_us(row) for row in own
                                           if row["size_bytes"] == size]))
         axes.step(samples, np.arange(1, len(samples) + 1) / len(samples), where="post",
-                  label=size_text(size))
+                  label=nbytes(size))
     axes.set(xscale="log", xlabel="time (us)", ylabel="share of samples", ylim=(0, 1))
 
 
@@ -157,7 +133,7 @@ def draw_ranks(axes, rows) -> None:
     after_us = (left - left.min(axis=1, keepdims=True)).T / 1000
     picture = axes.imshow(after_us, cmap="viridis", aspect="auto", interpolation="nearest",
                           vmax=np.percentile(after_us, 99))  # one outlier must not hide the rest
-    axes.figure.colorbar(picture, label=f"us after the first, {size_text(own['size_bytes'])}")
+    axes.figure.colorbar(picture, label=f"us after the first, {nbytes(own['size_bytes'])}")
     axes.set(yticks=range(len(own["ranks"])), yticklabels=own["ranks"], xlabel="iteration",
              ylabel="world rank")
 
@@ -173,12 +149,12 @@ def draw_pairs(axes, rows) -> None:
         i, j = names.index(low), names.index(high)
         cells[i, j] = cells[j, i] = middle
     picture = axes.imshow(cells, cmap="viridis")
-    axes.figure.colorbar(picture, label=f"{unit}, {size_text(own[0]['size_bytes'])}")
+    axes.figure.colorbar(picture, label=f"{unit}, {nbytes(own[0]['size_bytes'])}")
     axes.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names,
              yticklabels=names, xlabel="world rank", ylabel="world rank")
 
 
-def pictures(rows, machine):
+def pictures(rows):
     """(file name, title, draw(axes)) of each picture."""
     for name, own in by_picture(rows).items():
         head = title(own[0]).removeprefix("# ")
@@ -188,7 +164,7 @@ def pictures(rows, machine):
         yield f"{name}-samples", head, lambda axes, own=own: draw_distribution(axes, own)
         yield f"{name}-late", head, lambda axes, own=own: draw_ranks(axes, own)
         if any(row["size_bytes"] for row in own):
-            yield f"{name}-time", head, lambda axes, own=own: draw_time(axes, own, machine)
+            yield f"{name}-time", head, lambda axes, own=own: draw_time(axes, own)
             yield f"{name}-bandwidth", head, lambda axes, own=own: draw_bandwidth(axes, own)
 
 
@@ -224,19 +200,17 @@ def main(argv, session) -> int:
     parser = flags.Parser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--out", default="plots", metavar="FOLDER", help="for the pictures (plots)")
-    parser.add_argument("--machine", metavar="FILE", help="cost model whose pieces are drawn too")
     args = parser.parse_args(argv)
     rows = records.rows_of(args.files, tell=True)
     if not rows:
         raise DataError(f"{', '.join(args.files)}: no rows to draw")
-    machine = machine_file.load(args.machine) if args.machine else None
     plt, folder = pyplot(), Path(args.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"--out {folder}: {error.strerror}") from error
     drawn = []
-    for name, heading, draw in pictures(rows, machine):
+    for name, heading, draw in pictures(rows):
         save(plt, folder, name, heading, draw)
         print(folder / f"{name}.svg")
         drawn.append((name, heading))

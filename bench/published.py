@@ -18,7 +18,6 @@ from statistics import fmean, median
 
 from bench import results
 from mpipar.config.layout import sizes_text
-from mpipar.console.tables import table
 from mpipar.plan.footprint import footprint
 from mpipar.plan.published import (
     RECOMPUTE,
@@ -260,8 +259,7 @@ def main() -> None:
     for name, rows in (("published", accuracies), ("published_answers", answers(groups)),
                        ("published_mfu", utilization_rows()),
                        ("published_layouts", publishers(published_runs()))):
-        print(table([tuple(rows[0]), *(tuple(map(results.text, row.values())) for row in rows)]))
-        print()
+        print(f"{results.text_table(rows)}\n")
         results.write(args.out / f"{name}.json", "bench.published", rows)
     for title, runs in groups.items():
         for run in sorted(runs, key=lambda run: -abs(run.error))[:args.worst]:

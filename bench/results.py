@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.console.tables import table
 from mpipar.errors import OutputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,6 +88,15 @@ def text(value) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
+
+
+def text_table(rows: list[dict], left: int = 1) -> str:
+    """Rows as columns of text under their names; empty cells for what a row lacks.
+
+    left: so many columns are left-aligned.
+    """
+    names = tuple(dict.fromkeys(name for row in rows for name in row))
+    return table([names, *(tuple(text(row.get(name, "")) for name in names) for row in rows)], left)
 
 
 def markdown_table(rows: list[dict]) -> str:

@@ -28,26 +28,14 @@ from bench.interconnect import records
 from bench.interconnect.between import combined
 from bench.machine.predicted import beside
 from mpipar.config import flags
-from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK
 from mpipar.job.session import guard
 from mpipar.plan import machine_file
 
 SKEW_SHARE = 0.1
 UNCHECKED = "unchecked"
-HEAD_OF_LAUNCHES = (
-    "size_B", "count", "type", "via", "launches", "time_us", "", "low_us", "high_us", "best_us",
-    "worst_us", "within_%", "algbw_GB/s", "busbw_GB/s", "skew_us", "#wrong")
-HEAD = ("size_B", "count", "type", "via", "n", "late", "time_us", "", "low_us", "high_us", "p5_us",
-        "p95_us", "p99_us", "max_us", "algbw_GB/s", "busbw_GB/s", "skew_us", "slowest", "#wrong")
 WHERE_KNOWN = ("messages_per_s", "bound_percent", "alone_us", "computing_us", "overlap_percent",
                "predicted_us", "measured_over_predicted")
-
-
-def head(rows) -> tuple:
-    """Names of the text table's columns."""
-    first = HEAD_OF_LAUNCHES if "launches" in rows[0] else HEAD
-    return (*first, *(name for name in WHERE_KNOWN if any(name in row for row in rows)))
 
 
 def digits(value: float) -> str:
@@ -56,29 +44,31 @@ def digits(value: float) -> str:
     return f"{value:.{min(6, max(0, 3 - whole))}f}"
 
 
-def cells(row: dict, names: tuple) -> tuple:
-    """A row as cells of the text table, whose columns are `names`."""
-    skewed = "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] else ""
-    checked = "0" if row["checked"] == "ok" else UNCHECKED
-    rates = [digits(row[name]) for name in ("algbw_GBps", "busbw_GBps", "skew_us")]
+def cells(row: dict) -> dict[str, str]:
+    """A row's cells by the names of their columns."""
+    def numbers(*names) -> dict[str, str]:
+        return {name.replace("GBps", "GB/s"): digits(row[name]) for name in names}
+
+    time = {"time_us": digits(row["median_us"]),
+            "": "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] else ""}
+    time |= numbers("low_us", "high_us")
+    rates = numbers("algbw_GBps", "busbw_GBps", "skew_us")
     if "launches" in row:
-        first = (row["launches"], digits(row["median_us"]), skewed,
-                 *(digits(row[name]) for name in ("low_us", "high_us", "best_us", "worst_us")),
-                 f"{row['within_percent']:.1f}", *rates, checked)
+        found = {"launches": row["launches"], **time, **numbers("best_us", "worst_us"),
+                 "within_%": f"{row['within_percent']:.1f}", **rates}
     else:
-        first = (row["iterations"], row["late"], digits(row["median_us"]), skewed,
-                 *(digits(row[name]) for name in ("low_us", "high_us", "p5_us", "p95_us", "p99_us",
-                                                  "max_us")), *rates,
-                 f"{row['slowest_rank']} ({row['slowest_share']:.0%})", checked)
-    first = (row["size_bytes"], row["count"], row["dtype"], row["via"], *first)
-    return (*first, *(digits(row[name]) if name in row else "" for name in names[len(first):]))
+        found = {"n": row["iterations"], "late": row["late"], **time,
+                 **numbers("p5_us", "p95_us", "p99_us", "max_us"), **rates,
+                 "slowest": f"{row['slowest_rank']} ({row['slowest_share']:.0%})"}
+    return {"size_B": row["size_bytes"], "count": row["count"], "type": row["dtype"],
+            "via": row["via"], **found, "#wrong": 0 if row["checked"] == "ok" else UNCHECKED,
+            **numbers(*(name for name in WHERE_KNOWN if name in row))}
 
 
 def text(rows) -> str:
     """Rows of one case as a table, small sizes first."""
     ordered = sorted(rows, key=lambda row: (row["size_bytes"], row["ranks"], row["via"]))
-    names = head(rows)
-    return table([names, *(cells(row, names) for row in ordered)])
+    return results.text_table([cells(row) for row in ordered])
 
 
 def title(row: dict) -> str:
@@ -109,11 +99,9 @@ def matrix(rows, value: str) -> str:
     """A number for each pair of ranks: rows and columns are world ranks."""
     pairs = {tuple(row["ranks"]): row[value] for row in rows}
     names = sorted({number for pair in pairs for number in pair})
-    lines = [("rank", *names)]
-    for low in names:
-        found = [pairs.get((min(low, high), max(low, high))) for high in names]
-        lines.append((low, *("-" if one is None else digits(one) for one in found)))
-    return table(lines)
+    return results.text_table([{"rank": low} | {
+        high: digits(pairs[pair]) if (pair := (min(low, high), max(low, high))) in pairs else "-"
+        for high in names} for low in names])
 
 
 def narrow(row: dict) -> dict:
@@ -135,14 +123,10 @@ def as_csv(rows) -> str:
 
 def as_markdown(rows) -> str:
     """The text table's columns as Markdown, all rows in one table."""
-    columns, lines = head(rows), []
-    names = ("case", "ranks", "mode", *(name for name in columns if name))
-    for row in rows:
-        line = cells(row, columns)
-        line = [cell for name, cell in zip(columns, line, strict=True) if name]
-        ranks = "+".join(map(str, row["ranks"]))
-        lines.append(dict(zip(names, (row["case"], ranks, row["mode"], *line), strict=True)))
-    return results.markdown_table(lines) if lines else ""
+    lines = [{"case": row["case"], "ranks": "+".join(map(str, row["ranks"])), "mode": row["mode"],
+              **cells(row)} for row in rows]
+    names = dict.fromkeys(name for line in lines for name in line if name)
+    return results.markdown_table([{name: line.get(name, "") for name in names} for line in lines])
 
 
 def as_text(rows) -> str:

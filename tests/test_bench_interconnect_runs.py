@@ -26,8 +26,6 @@ from bench.interconnect import __main__ as interconnect
 from bench.interconnect import overlap, plans, records, starts
 from bench.interconnect.cases import BARE, COMM, PREPARED
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
-from mpipar.plan import machine_file
-from mpipar.plan.machine import Curve, Machine, Piece
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 BENCH = [sys.executable, "-m", "bench.interconnect"]
@@ -103,18 +101,11 @@ def test_pictures_of_every_kind(quick, tmp_path):
     for row in some:
         writer.row(row)
     writer.end(records.COMPLETE)
-    link = next(row["link"] for row in some if row["case"] == "ring")
-    pieces = (Piece(64, 4096, 3, 3, 3, 0, 0, 0), Piece(4096, 1 << 20, 1, 1, 1, 1e-4, 0, 0))
-    curve = Curve("ring", link, 2, (64, 1 << 20), pieces, 9)
-    fitted = {"transport": "mpi-host", "dtype": "float32", "buffers": ["rotated"]}
-    machine = Machine((curve,), (), (), (), None, (), (), 2, 2, fitted)
-    machine_file.save(machine, str(tmp_path / "machine.json"))
     done = run_command([sys.executable, "-m", "bench.plot", tmp_path / "some.jsonl", "--out",
-                        tmp_path / "plots", "--machine", tmp_path / "machine.json"], LIMIT, ENV)
+                        tmp_path / "plots"], LIMIT, ENV)
     assert done.returncode == 0, done.tail()
     drawn = (tmp_path / "plots" / "ring-world-ranks-0-1-mpi-host-rotated-time.svg").read_text()
-    assert "fitted, mpipar.comm" in drawn
-    assert all(f"<!-- {text} -->" in drawn for text in ("64 B", "4 KiB"))
+    assert all(f"<!-- {text} -->" in drawn for text in ("64 B", "4.0 KiB"))
     page = (tmp_path / "plots" / "index.html").read_text()
     names = sorted(path.name for path in (tmp_path / "plots").iterdir() if path.suffix != ".html")
     assert sorted(re.findall(r'<img src="([^"]+)"', page)) == [

@@ -128,12 +128,6 @@ def test_picture_of_rates_has_no_point_for_times_that_computing_is_in():
     assert labels == [f"{via}, {rate}" for via in (COMM, BARE) for rate in ("algbw", "busbw")]
 
 
-def test_sizes_in_pictures_have_binary_units():
-    sizes = (1, 64, 1536, 4 << 10, 1 << 20, 3 << 29, 1 << 41)
-    assert [plot.size_text(size) for size in sizes] == [
-        "1 B", "64 B", "1.5 KiB", "4 KiB", "1 MiB", "1.5 GiB", "2048 GiB"]
-
-
 def test_the_index_page_shows_every_picture_once_and_no_markup_of_a_file():
     page = plot.index_page("<b>.jsonl", [("a-time", "ring & co"), ("a-late", "ring & co")])
     assert page.count("<section>") == 1

@@ -37,11 +37,7 @@ def test_a_chain_is_predicted_from_messages_on_its_own_link():
     assert beside(replace(near, curves=far), chain) == {}
 
 
-def test_pictures_draw_only_what_the_model_is_of():
-    assert plot.pieces_of(MODEL, [row(via=BARE), row()])
-    for rows in ([row(via=BARE)], [row(buffers="reused")], [row(mode="together")]):
-        assert plot.pieces_of(MODEL, rows) == []
-    assert plot.pieces_of(None, [row()]) == []
+def test_what_was_measured_otherwise_has_a_picture_of_its_own():
     assert len(plot.by_picture([row(), row(sync="none"), row(dtype="float64")])) == 3
 
 

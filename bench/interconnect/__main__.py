@@ -19,7 +19,7 @@ import math
 import random
 import sys
 
-from bench import table
+from bench import results, table
 from bench.interconnect import compiled, cuda_probe, findings, launches, places, plans, quick
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
@@ -274,10 +274,10 @@ def conclude(rows) -> None:
             print("\n# noise: detours of a fixed piece of work, a second of it\n"
                   + noise_lines(row))
     if shared := findings.contention(rows):
-        print(f"\n# contention: together over alone\n{findings.contention_lines(shared)}")
+        print(f"\n# contention: together over alone\n{results.text_table(shared, left=3)}")
     if broken := findings.guidelines(rows):
         print("\n# slower than what could replace it, in this launch\n"
-              + findings.guideline_lines(broken))
+              + results.text_table([one._asdict() for one in broken], left=2))
 
 
 def begin(args, argv, bench, writer, tried: str) -> Bounds:

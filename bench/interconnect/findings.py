@@ -8,7 +8,6 @@ import numpy as np
 
 from bench.interconnect.cases import BARE, BARE_UNEVEN, COMM
 from bench.interconnect.compositions import BARE_ANY, ReduceScatterAllGather, TwoLevel
-from mpipar.console.tables import table
 
 LEAST_FACTOR = 1.1  # smaller gains are not worth a change of the program
 SLOW_PAIR = 2.0  # times the median pair
@@ -58,7 +57,7 @@ def _by_way(rows) -> dict:
 
 
 def guidelines(rows) -> list[Finding]:
-    """The broken guidelines.
+    """The broken guidelines, the largest factors first.
 
     One is broken if, in every launch, the left side's lower bound is above the sum of the right's
     upper bounds. The factor is the median of the launches' factors, at least LEAST_FACTOR. Two more
@@ -73,7 +72,8 @@ def guidelines(rows) -> list[Finding]:
             if all(key in launch for launch in launches):
                 factors = [launch[key].factor for launch in launches]
                 found.append(one._replace(factor=float(np.median(factors))))
-    return [one for one in found if one.factor >= LEAST_FACTOR]
+    return sorted((one for one in found if one.factor >= LEAST_FACTOR),
+                  key=lambda one: -one.factor)
 
 
 def _broken(ways) -> list[Finding]:
@@ -119,14 +119,6 @@ def _self_consistent(ways) -> list[Finding]:
     return found
 
 
-def guideline_lines(found) -> str:
-    """Findings as a table, the largest factors first."""
-    rows = [("operation", "via", "size_B", "times as long as", "instead")]
-    rows += [(one.case, one.via, one.size_bytes, f"{one.factor:.2f}", one.instead)
-             for one in sorted(found, key=lambda one: -one.factor)]
-    return table(rows, left=2)
-
-
 def contention(rows) -> list[dict]:
     """How much longer a group takes while the other groups communicate too; the worst group counts.
 
@@ -154,14 +146,6 @@ def contention(rows) -> list[dict]:
     return [{"case": key[0], "axis": key[1], "via": key[2], "size_bytes": key[3],
              "alone_us": base, "together_us": median, "contention": factor}
             for key, (factor, base, median) in sorted(together.items())]
-
-
-def contention_lines(found) -> str:
-    """The contention as a table."""
-    rows = [("case", "axis", "via", "size_B", "alone_us", "together_us", "contention")]
-    rows += [(one["case"], one["axis"], one["via"], one["size_bytes"], f"{one['alone_us']:.2f}",
-              f"{one['together_us']:.2f}", f"{one['contention']:.2f}") for one in found]
-    return table(rows, left=3)
 
 
 def slow_pairs(rows) -> list[str]:

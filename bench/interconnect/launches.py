@@ -143,7 +143,7 @@ def print_outcome(rows, count: int) -> None:
     print("\n" + table.as_text([row for row in rows if not row["case"].startswith("pairs ")]))
     if broken := findings.guidelines(rows):
         print("\n# slower than what could replace it, in every launch\n"
-              + findings.guideline_lines(broken))
+              + results.text_table([one._asdict() for one in broken], left=2))
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from time import perf_counter_ns
 
 import numpy as np
 
+from bench import results
 from bench.interconnect.cases import Case
-from mpipar.console.tables import table
 
 PLAIN = "Python"
 QUANTUM_NS = 200_000
@@ -62,12 +62,13 @@ def noise_lines(row: dict) -> str:
     """
     took = np.subtract(row["left_ns"], row["entered_ns"])
     detours_us, seconds = (took - took.min(axis=0)) * 1e-3, took.sum(axis=0) * 1e-9
-    names = [f"from_{low}_us" for low in EDGES_US]
-    lines = [("rank", "quantum_us", "lost_percent", "longest_us", *names)]
+    lines = []
     for place, rank in enumerate(row["ranks"]):
         own = detours_us[:, place]
         counts, _ = np.histogram(own, [*EDGES_US, np.inf])
-        lines.append((rank, f"{took[:, place].min() * 1e-3:.1f}",
-                      f"{own.sum() * 1e-6 / seconds[place] * 100:.3f}", f"{own.max():.1f}",
-                      *(f"{count / seconds[place]:.3g}" for count in counts)))
-    return table(lines)
+        lines.append({"rank": rank, "quantum_us": f"{took[:, place].min() * 1e-3:.1f}",
+                      "lost_percent": f"{own.sum() * 1e-6 / seconds[place] * 100:.3f}",
+                      "longest_us": f"{own.max():.1f}",
+                      **{f"from_{low}_us": count / seconds[place]
+                         for low, count in zip(EDGES_US, counts, strict=True)}})
+    return results.text_table(lines)

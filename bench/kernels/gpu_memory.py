@@ -26,70 +26,53 @@ ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and its plain formulas: functions of arrays that return arrays.
+    """A kernel and its plain formulas, both called with the same arrays.
 
     bytes: every large array that has to be read or written, once. Of causal scores only the visible
-    half is read.
+    half is read. numbers: what follows the arrays in a call. changes: places of the arrays that a
+    call writes where it returns none. call, plain: what is called instead of the functions of this
+    name.
     """
 
-    call: Callable
-    plain: Callable
+    name: str
     arrays: tuple
     bytes: float
+    numbers: tuple = ()
+    changes: tuple = ()
+    call: Callable | None = None
+    plain: Callable | None = None
+
+    def run(self, function, arrays) -> tuple:
+        """The results of a call with these arrays."""
+        made = function(*arrays, *self.numbers)
+        if made is None:
+            return tuple(arrays[place] for place in self.changes)
+        return made if isinstance(made, tuple) else (made,)
 
 
-def returned(function, *numbers):
-    """Fix the numbers that follow the arrays; the new function returns its results as a tuple."""
-    def call(*arrays):
-        result = function(*arrays, *numbers)
-        return result if isinstance(result, tuple) else (result,)
-    return call
-
-
-def changed(function, *which, numbers=()):
-    """Fix the numbers that follow the arrays; the new function returns the arrays it changes."""
-    def call(*arrays):
-        function(*arrays, *numbers)
-        return tuple(arrays[i] for i in which)
-    return call
-
-
-def of_name(name: str, fused, plain, arrays, size: float, *, which=(), numbers=()) -> dict:
-    """{name: the kernel that both sides call so}. which: arrays it changes, if it returns none."""
-    def fixed(function):
-        return changed(function, *which, numbers=numbers) if which else returned(
-            function, *numbers)
-
-    return {name: Kernel(fixed(getattr(fused, name)), fixed(getattr(plain, name)), arrays, size)}
-
-
-def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> dict[str, Kernel]:
+def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> list[Kernel]:
     """GELU, LayerNorm, RMSNorm and sums over rows: kernels over (rows, width)."""
     x, dy = (gpu.random(rows, width, dtype=dtype) for _ in range(2))
     w, b = (gpu.random(width, dtype=dtype) for _ in range(2))
     dw, db = gpu.random(width), gpu.random(width)
     _, mean, rstd = fused.layernorm_forward(x, w, b, EPS)
-    root = fused.rmsnorm_forward(x, w, EPS)[1]
-    one, both = x.nbytes, partial(of_name, fused=fused, plain=plain)
-    return {
-        **both("gelu_forward", arrays=(x,), size=2 * one),
-        "bias_gelu_forward": Kernel(
-            returned(fused.bias_gelu_forward),
-            lambda x, b: (plain.gelu_forward(x + b),), (x.copy(), b), 3 * one),  # it changes x
-        **both("gelu_backward_input", arrays=(dy, x), size=3 * one),
-        "column_sums": Kernel(
-            changed(fused.column_sums, 1), changed(plain.bias_backward_weight, 1), (dy, db), one),
-        **both("layernorm_forward", arrays=(x, w, b), size=2 * one, numbers=(EPS,)),
-        **both("layernorm_backward_input", arrays=(dy, x, w, mean, rstd), size=3 * one),
-        **both("layernorm_backward_weight", arrays=(dy, x, mean, rstd, dw, db), size=2 * one,
-               which=(4, 5)),
-        **both("rmsnorm_forward", arrays=(x, w), size=2 * one, numbers=(EPS,)),
-        **both("rmsnorm_backward_input", arrays=(dy, x, w, root), size=3 * one),
-        **both("rmsnorm_backward_weight", arrays=(dy, x, root, dw), size=2 * one, which=(3,)),
-    }
+    root, one = fused.rmsnorm_forward(x, w, EPS)[1], x.nbytes
+    return [
+        Kernel("gelu_forward", (x,), 2 * one),
+        Kernel("bias_gelu_forward", (x.copy(), b), 3 * one,  # it changes x
+               plain=lambda x, b: plain.gelu_forward(x + b)),
+        Kernel("gelu_backward_input", (dy, x), 3 * one),
+        Kernel("column_sums", (dy, db), one, changes=(1,), plain=plain.bias_backward_weight),
+        Kernel("layernorm_forward", (x, w, b), 2 * one, (EPS,)),
+        Kernel("layernorm_backward_input", (dy, x, w, mean, rstd), 3 * one),
+        Kernel("layernorm_backward_weight", (dy, x, mean, rstd, dw, db), 2 * one, changes=(4, 5)),
+        Kernel("rmsnorm_forward", (x, w), 2 * one, (EPS,)),
+        Kernel("rmsnorm_backward_input", (dy, x, w, root), 3 * one),
+        Kernel("rmsnorm_backward_weight", (dy, x, root, dw), 2 * one, changes=(3,)),
+    ]
 
 
-def llama(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
+def llama(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
     """SwiGLU over (rows, 2, width), and the rotation of heads of whole sequences."""
     h = gpu.random(args.rows, 2, args.width, dtype=dtype)
     dy = gpu.random(args.rows, args.width, dtype=dtype)
@@ -97,17 +80,15 @@ def llama(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
     x = gpu.random(batch, tokens, args.heads, 2 * HALF, dtype=dtype)
     positions = gpu.xp.arange(tokens)
     table = gpu.xp.asarray(rope_table(tokens, 2 * HALF, 1e4, ()).astype(np.float32))
-    both = partial(of_name, fused=fused, plain=plain)
-    return {
-        **both("swiglu_forward", arrays=(h,), size=1.5 * h.nbytes),
-        **both("swiglu_backward_input", arrays=(dy, h), size=3 * h.nbytes),
-        **both("rope_forward", arrays=(x.copy(), positions, table), size=2 * x.nbytes, which=(0,)),
-        **both("rope_backward_input", arrays=(x.copy(), positions, table), size=2 * x.nbytes,
-               which=(0,)),
-    }
+    return [
+        Kernel("swiglu_forward", (h,), 1.5 * h.nbytes),
+        Kernel("swiglu_backward_input", (dy, h), 3 * h.nbytes),
+        *(Kernel(name, (x.copy(), positions, table), 2 * x.nbytes, changes=(0,))
+          for name in ("rope_forward", "rope_backward_input")),
+    ]
 
 
-def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
+def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
     """The loss over a quarter of the rows, and attention's softmax over whole sequences."""
     count = max(1, args.rows // 4)
     logits = gpu.random(count, VOCABULARY, dtype=dtype)
@@ -117,37 +98,34 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> dict[str, Kernel]:
     scores, dprobs = (gpu.random(*shape, dtype=dtype) for _ in range(2))
     positions, factor = gpu.xp.arange(args.seq_len), 0.125
 
-    def causal_forward(scores, q_pos, k_pos):
+    def causal_forward(scores, q_pos, k_pos, factor):
         visible = k_pos[None, :] <= q_pos[:, None]
         powers = gpu.xp.exp(gpu.xp.where(visible, factor * scores, -np.inf))
-        return (powers / powers.sum(axis=-1, keepdims=True),)
+        return powers / powers.sum(axis=-1, keepdims=True)
 
-    def causal_backward(probs, dprobs):
-        return (factor * probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True)),)
+    def causal_backward(probs, dprobs, factor):
+        return factor * probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True))
 
     probs = scores.copy()
     fused.causal_softmax_forward(probs, positions, positions, factor)
-    return {
-        "cross_entropy_stats": Kernel(
-            lambda logits, targets: (
-                fused.cross_entropy_stats(logits, VOCABULARY, targets, 0),),
-            returned(plain.cross_entropy_forward, 0, VOCABULARY), (logits, targets),
-            logits.nbytes),
-        "cross_entropy_backward": Kernel(
-            changed(lambda logits, targets, lse: fused.cross_entropy_backward(
-                logits, VOCABULARY, targets, lse, 0, 1.0), 0),
-            returned(plain.cross_entropy_backward_input, 0, VOCABULARY, 1.0),
-            (logits, targets, lse), 2 * logits.nbytes),
-        "causal_softmax_forward": Kernel(
-            changed(fused.causal_softmax_forward, 0, numbers=(factor,)), causal_forward,
-            (scores, positions, positions), 1.5 * scores.nbytes),
-        "causal_softmax_backward": Kernel(
-            changed(fused.causal_softmax_backward, 1, numbers=(factor,)), causal_backward,
-            (probs, dprobs), 2 * scores.nbytes),
-    }
+    return [
+        Kernel("cross_entropy_stats", (logits, targets), logits.nbytes,
+               call=lambda logits, targets: fused.cross_entropy_stats(
+                   logits, VOCABULARY, targets, 0),
+               plain=lambda *arrays: plain.cross_entropy_forward(*arrays, 0, VOCABULARY)),
+        Kernel("cross_entropy_backward", (logits, targets, lse), 2 * logits.nbytes, changes=(0,),
+               call=lambda logits, targets, lse: fused.cross_entropy_backward(
+                   logits, VOCABULARY, targets, lse, 0, 1.0),
+               plain=lambda *arrays: plain.cross_entropy_backward_input(
+                   *arrays, 0, VOCABULARY, 1.0)),
+        Kernel("causal_softmax_forward", (scores, positions, positions), 1.5 * scores.nbytes,
+               (factor,), (0,), plain=causal_forward),
+        Kernel("causal_softmax_backward", (probs, dprobs), 2 * scores.nbytes, (factor,), (1,),
+               plain=causal_backward),
+    ]
 
 
-def updates(gpu: Gpu, fused, plain, count, dtype) -> dict[str, Kernel]:
+def updates(gpu: Gpu, fused, plain, count, dtype) -> list[Kernel]:
     """AdamW over flat buffers of units, of which ten parts of eleven decay; 16-bit parameters also
     need the copy.
     """
@@ -166,17 +144,17 @@ def updates(gpu: Gpu, fused, plain, count, dtype) -> dict[str, Kernel]:
         for one in copy:
             one[...] = data
 
-    return {"adamw_runs": Kernel(changed(call, *written), changed(same, *written), arrays,
-                                 (7 * 4 + (dtype != "float32") * 2) * count)}
+    return [Kernel("adamw_runs", arrays, (7 * 4 + (dtype != "float32") * 2) * count,
+                   changes=written, call=call, plain=same)]
 
 
-def checked(gpu: Gpu, name: str, kernel: Kernel, dtype: str) -> None:
+def checked(gpu: Gpu, kernel: Kernel, call, plain, dtype: str) -> None:
     """Raise ValueError where a kernel's results are not those of its plain formulas."""
-    got = kernel.call(*(x.copy() for x in kernel.arrays))
-    expected = kernel.plain(*(x.astype(np.int64 if x.dtype.kind == "i" else np.float64)
-                              for x in kernel.arrays))
+    got = kernel.run(call, [x.copy() for x in kernel.arrays])
+    expected = kernel.run(plain, [x.astype(np.int64 if x.dtype.kind == "i" else np.float64)
+                                  for x in kernel.arrays])
     for one, other in zip(got, expected, strict=True):
-        gpu.check(name, one, other, dtype)
+        gpu.check(kernel.name, one, other, dtype)
 
 
 def rows(gpu: Gpu, args) -> list[dict]:
@@ -188,12 +166,13 @@ def rows(gpu: Gpu, args) -> list[dict]:
                      partial(llama, gpu, fused, plain, args),
                      partial(softmaxes, gpu, fused, plain, args),
                      partial(updates, gpu, fused, plain, args.rows * args.width)):
-            for name, kernel in make(dtype).items():
-                checked(gpu, name, kernel, dtype)
-                device, host = gpu.timed(partial(kernel.call, *kernel.arrays))
+            for kernel in make(dtype):
+                call = kernel.call or getattr(fused, kernel.name)
+                checked(gpu, kernel, call, kernel.plain or getattr(plain, kernel.name), dtype)
+                device, host = gpu.timed(partial(call, *kernel.arrays, *kernel.numbers))
                 speed = kernel.bytes / device * 1e-9
                 found.append({
-                    "kernel": name, "dtype": dtype, "MB": kernel.bytes * 1e-6,
+                    "kernel": kernel.name, "dtype": dtype, "MB": kernel.bytes * 1e-6,
                     "device_us": device * 1e6, "host_us": host * 1e6, "gb_per_s": speed,
                     "percent_of_copy": 100 * gpu.copy_seconds(int(kernel.bytes)) / device,
                     "percent_of_roof": gpu.percent(speed, "memory")})
