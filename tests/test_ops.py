@@ -26,6 +26,7 @@ def ops(request, monkeypatch):
     if request.param == "tuned in tiny tiles":
         monkeypatch.setattr(numpy_tiles, "TILE", 16)
         monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
+        monkeypatch.setattr(numpy_attention, "PART_SCORES", 8)
     return implementation_of(request.param)
 
 
@@ -282,6 +283,16 @@ def test_nan_is_not_swallowed(ops, rng):
     loss, _ = ops.cross_entropy_combine(stats[None])
     assert np.array_equal(np.isnan(loss), np.arange(10) == 5)
     assert all(np.isnan(ops.top_forward(logits, 0, 6, count)[5, 0, 0]) for count in (1, 3))
+
+
+@pytest.mark.parametrize("name", ["plain", "tuned", COMPILED])
+@pytest.mark.parametrize("largest", [1.0, 1e25])
+def test_a_sum_of_squares_has_float64(name, largest, rng):
+    ops = implementation_of(name, "float32")
+    for size in (1, 255, 256, 70_001):
+        x = (rng.standard_normal(size) * largest).astype(np.float32)
+        exact = float(np.square(x.astype(np.float64)).sum())
+        assert_close(ops.square_sum(x), exact, 1e-7, f"{size} numbers")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

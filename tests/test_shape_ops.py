@@ -217,7 +217,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_that_of_the_tuned_functions(name):
-    """Bytes left over agree; temporaries above the shapes' count are smaller than the tiles."""
+    """Bytes left over agree, with scratch; temporaries above the count are smaller than tiles."""
     batch, tokens, width, inner = 4, 512, 256, 1024
     host = {
         "x": np.ones((batch, tokens, width), np.float32),
@@ -234,7 +234,7 @@ def test_memory_is_that_of_the_tuned_functions(name):
         "targets": np.zeros(batch * tokens, np.int64),
         "lse": np.ones(batch * tokens, np.float32),
     }
-    real, shapes = make("cpu", "float32"), make("shapes", "float32")
+    real, shapes = make("cpu", "float32"), make("shapes", "float32", kernels="numpy")
     live, peak = real_allocations(lambda: CASES[name](real, host))
     arrays = {key: shapes.asarray(value) for key, value in host.items()}
     before = sum(shapes.live.values())
@@ -243,6 +243,6 @@ def test_memory_is_that_of_the_tuned_functions(name):
     most = sum(shapes.peak.values()) - before
     in_place = name in ("bias_forward", "cross_entropy_backward_input")
     assert kept is None or counted > 0 or in_place
-    tiles = 4 * (1 << 20) + 65536
-    assert counted <= live <= counted + tiles, (counted, live)
-    assert most <= peak <= most + tiles, (most, peak)
+    small, tiles = 65536, 2 << 20
+    assert counted <= live <= counted + small, (counted, live)
+    assert most <= peak <= most + tiles + small, (most, peak)

@@ -84,6 +84,19 @@ def gelu_forward(x, y):
 
 
 @compiled(ROUND_ONCE)
+def bias_gelu_forward(x, b, y):
+    """Add b (M,) to x (N, M) in place, and write GELU of the sum to y."""
+    a, c = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
+    one = x.dtype.type(1.0)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            z = x[i, j] + b[j]
+            x[i, j] = z
+            e = exp(-abs(z * (a + c * z * z)))
+            y[i, j] = z * (one if z >= 0 else e) / (one + e)
+
+
+@compiled(ROUND_ONCE)
 def gelu_backward_input(dy, x, dx):
     """Write dy (s + x s (1 - s) 2u') to dx; all flat."""
     a, b = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
@@ -286,6 +299,16 @@ def scaled_softmax(logits, lse, scale):
     for i in range(logits.shape[0]):
         for j in range(logits.shape[1]):
             logits[i, j] = exp(logits[i, j] - lse[i]) * scale
+
+
+@compiled(REORDER)
+def square_sum(x):
+    """Return the sum of squares of x (flat), accumulated in float64."""
+    total = 0.0
+    for i in range(x.size):
+        wide = np.float64(x[i])
+        total += wide * wide
+    return total
 
 
 @compiled(ROUND_ONCE)

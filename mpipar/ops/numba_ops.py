@@ -33,6 +33,12 @@ class NumbaOps(NumpyOps):
         self.kernels.gelu_forward(x.reshape(-1), y.reshape(-1))
         return y
 
+    def bias_gelu_forward(self, x, b):
+        """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
+        y = np.empty(x.shape, self.dtype)
+        self.kernels.bias_gelu_forward(as_rows(x), b, as_rows(y))
+        return y
+
     def gelu_backward_input(self, dy, x):
         """Return dx = dy GELU'(x)."""
         dx = np.empty(x.shape, self.dtype)
@@ -116,6 +122,10 @@ class NumbaOps(NumpyOps):
     def _scaled_softmax(self, valid, lse, scale):
         self.kernels.scaled_softmax(valid, lse, self.scalar(scale))
 
+    def square_sum(self, x):
+        """Return the sum of squares of x as a host float, accumulated in float64."""
+        return self.kernels.square_sum(x.reshape(-1))
+
     def adamw_step(
         self, data, grad, m, v, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
     ):
@@ -135,6 +145,7 @@ def _load_kernels():
     written, it is not kept.
     """
     try:
+        import llvmlite.binding as llvm
         import numba
     except ImportError:
         raise EnvironmentProblem(
@@ -142,4 +153,9 @@ def _load_kernels():
             "--kernels numpy") from None
     if not numba.config.CACHE_DIR:
         numba.config.CACHE_DIR = str(cache_folder("numba") or "")
+    features = llvm.get_host_cpu_features()
+    if not numba.config.CPU_FEATURES and features.get("avx512f"):
+        # LLVM uses half of these vectors, as on processors that slow down for whole ones. Here the
+        # products use whole ones anyway.
+        numba.config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
     return importlib.import_module("mpipar.ops.numba_kernels")

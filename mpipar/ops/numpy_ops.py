@@ -15,6 +15,7 @@ from mpipar.ops.numpy_tiles import TiledOps, cut
 
 # Elements of the scratch buffer through which a product is added to a weight gradient.
 PRODUCT_TILE = 1 << 20
+SHORT_SUM = 256  # numbers that are added up without loss: sums of all have float64
 # Up to so many rows, a product with a matrix is faster as (w^T x^T)^T: BLAS packs its right operand
 # anew in every product, and here that is the few rows, not the weight.
 FEW_ROWS = 16
@@ -47,12 +48,17 @@ class NumpyOps(NumpyAttention, TiledOps):
         return (np.ones(len(rows), x.dtype) if factors is None else factors.reshape(-1)) @ rows
 
     def square_sum(self, x):
-        """Return the sum of squares of x as a host float, accumulated in float64."""
-        flat, total = x.reshape(-1), 0.0
-        for tile in cut(flat.size, 1):
-            part = flat[tile].astype(np.float64)
-            total += float(part @ part)
-        return total
+        """Return the sum of squares of x as a host float, accumulated in float64.
+
+        BLAS sums SHORT_SUM squares at a time in the type of x, unless one is too large for it.
+        """
+        flat = x.reshape(-1)
+        rest = flat.size % SHORT_SUM
+        rows = flat[rest:].reshape(-1, SHORT_SUM)
+        with np.errstate(over="ignore"):
+            total = sum(float(np.vecdot(part, part).sum(dtype=np.float64))
+                        for part in (rows, flat[None, :rest]))
+        return total if math.isfinite(total) else super().square_sum(x)
 
     # Products.
 

@@ -3,7 +3,7 @@
 Letters and the two forms are those of `array_attention`.
 """
 
-from mpipar.ops.numpy_attention import QUERY_TILE, rows_at_once
+from mpipar.ops.numpy_attention import GAP, QUERY_TILE, part_sizes
 
 
 class ShapeAttention:
@@ -12,6 +12,7 @@ class ShapeAttention:
     def attention_forward(self, q, k, v, q_pos, k_pos):
         """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk) or, in tiles, (y, lse)); two products."""
         scores = self._scores(2, q, k, v, q_pos, k_pos)
+        self._lend_tiles(q, k, "queries", turned=("keys",), of_keys=("values",))
         y = self.empty(q.shape, q.dtype)
         if q.shape[-1] <= self.tiled_head_width:
             return y, (y, self.empty(scores[:-1], self.statistics))
@@ -20,7 +21,7 @@ class ShapeAttention:
     def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, *, out=None):
         """Return (dq, dk, dv), or `out`; four products."""
         scores = self._scores(4, q, k, v, q_pos, k_pos)
-        self._lend_tiles(q, k, "scores")
+        self._lend_backward(q, k, "scores")
         assert dy.shape == q.shape, (dy.shape, q.shape)
         if q.shape[-1] > self.tiled_head_width:
             assert saved.shape == scores, (saved.shape, scores)
@@ -33,7 +34,8 @@ class ShapeAttention:
     def attention_block_forward(self, q, k, v, q_pos, k_pos):
         """Return (y (B, Tq, H, d), lse (B, H, Tq)); two products."""
         scores = self._scores(2, q, k, v, q_pos, k_pos)
-        self._lend_tiles(q, k, "scores")
+        self._lend_tiles(q, k, "queries", turned=("keys",), of_keys=("values",),
+                         of_scores=("scores",))
         return self.empty(q.shape, self.statistics), self.empty(scores[:-1], self.statistics)
 
     def attention_merge(self, y, lse, y2, lse2):
@@ -50,20 +52,32 @@ class ShapeAttention:
     def attention_block_backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos):
         """Return (dq, dk, dv); five products, one of which makes the scores again."""
         scores = self._scores(5, q, k, v, q_pos, k_pos)
-        self._lend_tiles(q, k, "scores", "probs")
+        self._lend_backward(q, k, "scores", "probs")
+        self._lend_tiles(q, k, turned=("turned keys",))
         assert dy.shape == q.shape, (dy.shape, q.shape)
         assert lse.shape == delta.shape == scores[:-1], (lse.shape, delta.shape, scores)
         return tuple(self.empty(x.shape, self.statistics) for x in (q, k, v))
 
-    def _lend_tiles(self, q, k, *of_scores):
-        """Count the buffers of a tile of queries, and that of its part of the keys' gradients."""
-        batch, queries, heads, width = q.shape
-        rows = rows_at_once(batch, queries, heads, k.shape[1])
-        tile = rows * heads * min(queries, QUERY_TILE)
-        self._lend("query", tile * width)
-        self._lend("keys", rows * k.shape[1] * k.shape[2] * width)
-        for name in of_scores:
-            self._lend(name, tile * k.shape[1])
+    def _lend_backward(self, q, k, *of_scores):
+        """Count the buffers of a backward over the tiles."""
+        sums = ("dk", "dv", "part") if q.shape[1] > QUERY_TILE or q.shape[2] > k.shape[2] else (
+            "dk", "dv")  # one product makes each
+        self._lend_tiles(q, k, "queries", "dy", turned=("values",), of_scores=of_scores,
+                         of_keys=("keys", *sums), of_tile=("dq",))
+
+    def _lend_tiles(self, q, k, *of_queries, turned=(), of_keys=(), of_scores=(), of_tile=()):
+        """Count the buffers for a part, by name: see `NumpyAttention`."""
+        (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
+        rows, own_heads = part_sizes(batch, queries, heads, keys, kv_heads)
+        heads, kv_heads = heads // kv_heads * own_heads, own_heads
+        tile = min(queries, QUERY_TILE)
+        for names, size in (
+            (of_queries, heads * queries * width), (of_tile, heads * tile * width),
+            (of_keys, kv_heads * keys * width), (turned, kv_heads * width * (keys + GAP)),
+            (of_scores, heads * tile * keys),
+        ):
+            for name in names:
+                self._lend(name, rows * size)
 
     def _scores(self, products, q, k, v, q_pos, k_pos):
         """Count products of all queries with all keys; return (B, H, Tq, Tk)."""
