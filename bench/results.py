@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import stat
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from mpipar.console.tables import table
 from mpipar.errors import OutputError
+from mpipar.job.blas import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
@@ -23,13 +23,8 @@ SCHEMA = 1
 
 def machine() -> dict:
     """Facts that a figure depends on: processor, cores, system, versions, date."""
-    model = platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
-        model = names[0] if names else model
     return {
-        "date": dt.date.today().isoformat(), "cpu": model,
+        "date": dt.date.today().isoformat(), "cpu": processor()[0] or platform.machine(),
         "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(), "numpy": np.__version__,

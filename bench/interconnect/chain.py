@@ -8,8 +8,8 @@ take no time.
 
 from __future__ import annotations
 
-from bench.interconnect.cases import Posted, Setup
-from bench.interconnect.messages import TAG, Messages
+from bench.interconnect.cases import Setup
+from bench.interconnect.messages import TAG, Exchange, Pattern
 from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
 
@@ -20,7 +20,7 @@ def hops_of(schedule: str, pp_size: int) -> list[tuple[int, int]]:
     return [*hops, (pp_size - 1, 0)] if schedule == "interleaved" else hops
 
 
-class Hops(Posted, Messages):
+class Hops(Pattern):
     """Both messages of each of the given hops, all at once."""
 
     name = "stage-chain"
@@ -29,32 +29,12 @@ class Hops(Posted, Messages):
         self.hops = list(enumerate(hops))
         super().__init__(setup, via)
 
-    def parts(self, index: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(peer, tag) of each message that a rank sends, and of each that it receives."""
+    def parts(self, index):
         messages = [(source, target, TAG + 2 * number + direction)
                     for number, (low, high) in self.hops
                     for direction, (source, target) in enumerate(((low, high), (high, low)))]
         return ([(target, tag) for source, target, tag in messages if source == index],
                 [(source, tag) for source, target, tag in messages if target == index])
-
-    def counts(self):
-        self.sends, self.receives = self.parts(self.index)
-        return len(self.sends), len(self.receives)
-
-    def sources(self):
-        return [(peer, self.parts(peer)[0].index((self.index, tag)))
-                for peer, tag in self.receives]
-
-    def post(self):
-        pending = [self.irecv(y, peer, tag, *self.label)
-                   for y, (peer, tag) in zip(self.ys, self.receives, strict=True)]
-        pending += [self.isend(x, peer, tag, *self.label)
-                    for x, (peer, tag) in zip(self.xs, self.sends, strict=True)]
-        return pending
-
-    def volume(self):
-        volume = super().volume()
-        return volume | {"counted_bytes": volume["wire_bytes"]}
 
 
 def microbatches(pp_size: int) -> int:
@@ -62,31 +42,32 @@ def microbatches(pp_size: int) -> int:
     return pp_size * max(2, -(-8 // pp_size))
 
 
-def program(schedule, pp_rank: int) -> list[tuple]:
-    """The actions of a rank: ("recv" | "send", key, peer) and ("wait", key).
+def program(schedule, pp_rank: int) -> list[tuple[str, int, int]]:
+    """The actions of a rank: (recv, peer, tag), (send, peer, tag), (wait, -1, tag).
 
-    A key names a message: (direction, stage that it enters, microbatch).
+    A tag names a message: its direction, the stage that it enters, its microbatch.
     """
-    steps, open_keys = [], set()
-    for instr in lower(schedule, pp_rank):
-        kind, stage, mb = instr.kind, instr.stage, instr.mb
+    def tag_of(direction: str, stage: int, mb: int) -> int:
+        return TAG + (stage * schedule.num_microbatches + mb) * 2 + (direction == "B")
+
+    steps, to_come = [], set()
+    for kind, stage, mb in (instr[:3] for instr in lower(schedule, pp_rank)):
         if kind in ("RECV_F", "RECV_B"):
             away = -1 if kind == "RECV_F" else 1
-            steps.append(("recv", (kind[-1], stage, mb), schedule.rank_of(stage + away, mb)))
-            open_keys.add((kind[-1], stage, mb))
+            to_come.add(tag_of(kind[-1], stage, mb))
+            steps.append(("recv", schedule.rank_of(stage + away, mb), tag_of(kind[-1], stage, mb)))
         elif kind in ("SEND_F", "SEND_B"):
             to = stage + 1 if kind == "SEND_F" else stage - 1
-            steps.append(("send", (kind[-1], to, mb), schedule.rank_of(to, mb)))
-        elif (kind, stage, mb) in open_keys:
-            steps.append(("wait", (kind, stage, mb), -1))
+            steps.append(("send", schedule.rank_of(to, mb), tag_of(kind[-1], to, mb)))
+        elif kind in ("F", "B") and tag_of(kind, stage, mb) in to_come:
+            steps.append(("wait", -1, tag_of(kind, stage, mb)))
     return steps
 
 
-class Program(Messages):
+class Program(Exchange):
     """All messages of one step of a schedule; a pass waits for its message and takes no time."""
 
     name = "stage-chain"
-    schedule_name = ""
 
     def __init__(self, setup: Setup, via: str, schedule_name="1f1b"):
         self.name = f"stage-chain {schedule_name}"
@@ -95,37 +76,19 @@ class Program(Messages):
         self.steps = program(self.schedule, setup.comm.index)
         super().__init__(setup, via)
 
-    def keys(self, kind: str, steps) -> list:
-        return [(key, peer) for step, key, peer in steps if step == kind]
-
-    def counts(self):
-        return len(self.keys("send", self.steps)), len(self.keys("recv", self.steps))
-
-    def sources(self):
-        found = []
-        for key, peer in self.keys("recv", self.steps):
-            sent = [other for other, _ in self.keys("send", program(self.schedule, peer))]
-            found.append((peer, sent.index(key)))
-        return found
-
-    def _tag(self, key) -> int:
-        direction, stage, mb = key
-        return TAG + (stage * self.schedule.num_microbatches + mb) * 2 + (direction == "B")
+    def parts(self, index):
+        steps = program(self.schedule, index)
+        return tuple([(peer, tag) for step, peer, tag in steps if step == kind]
+                     for kind in ("send", "recv"))
 
     def run(self):
         xs, ys, inbox, sent = iter(self.xs), iter(self.ys), {}, []
-        for step, key, peer in self.steps:
+        for step, peer, tag in self.steps:
             if step == "recv":
-                inbox[key] = self.irecv(next(ys), peer, self._tag(key), *self.label)
+                inbox[tag] = self.irecv(next(ys), peer, tag, *self.label)
             elif step == "send":
-                sent.append(self.isend(next(xs), peer, self._tag(key), *self.label))
+                sent.append(self.isend(next(xs), peer, tag, *self.label))
             else:
-                self.wait(inbox.pop(key))
+                self.wait(inbox.pop(tag))
         for one in sent:
             self.wait(one)
-
-    def volume(self):
-        size = self.elements() * self.item
-        sends, receives = self.counts()
-        return {"size_bytes": size, "bytes_in": sends * size, "bytes_out": receives * size,
-                "wire_bytes": sends * size, "counted_bytes": sends * size}

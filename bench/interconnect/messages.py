@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 from bench.interconnect.cases import COMM, NAME, Case, Posted, Setup, mismatch, pattern
 
@@ -78,47 +79,56 @@ class Messages(Case):
         return {"size_bytes": size, "bytes_in": sends, "bytes_out": receives, "wire_bytes": sends}
 
 
-class Ring(Posted, Messages):
+class Exchange(Messages):
+    """Messages of which each rank knows all others' too, and which their tags tell apart."""
+
+    def parts(self, index: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(peer, tag) of each message that a rank sends, and of each that it receives."""
+        raise AssertionError("each case says which")
+
+    def counts(self):
+        self.sends, self.receives = self.parts(self.index)
+        return len(self.sends), len(self.receives)
+
+    def sources(self):
+        return [(peer, self.parts(peer)[0].index((self.index, tag)))
+                for peer, tag in self.receives]
+
+    def volume(self):
+        volume = super().volume()
+        return volume | {"counted_bytes": max(volume["bytes_in"], volume["bytes_out"])}
+
+
+class Pattern(Posted, Exchange):
+    """Messages that are all posted at once."""
+
+    def prepare(self):
+        super().prepare()
+        self.calls = [partial(self.irecv, y, peer, tag, *self.label)
+                      for y, (peer, tag) in zip(self.ys, self.receives, strict=True)]
+        self.calls += [partial(self.isend, x, peer, tag, *self.label)
+                       for x, (peer, tag) in zip(self.xs, self.sends, strict=True)]
+
+    def post(self):
+        return [call() for call in self.calls]
+
+
+class Ring(Pattern):
     """Everybody sends to the next rank while receiving from the one before."""
 
     name = "ring"
 
-    def counts(self):
-        return 1, 1
-
-    def sources(self):
-        return [((self.index - 1) % self.ranks, 0)]
-
-    def post(self):
-        receive = self.irecv(self.ys[0], (self.index - 1) % self.ranks, TAG, *self.label)
-        send = self.isend(self.xs[0], (self.index + 1) % self.ranks, TAG, *self.label)
-        return [receive, send]
+    def parts(self, index):
+        return [((index + 1) % self.ranks, TAG)], [((index - 1) % self.ranks, TAG)]
 
 
-class FanIn(Posted, Messages):
+class FanIn(Pattern):
     """All other ranks send to the first at once; the size is that of one message."""
 
     name = "fan-in"
 
-    def peers(self) -> range:
-        """The first rank has all others as peers; these have the first."""
-        return range(1) if self.index else range(1, self.ranks)
-
-    def counts(self):
-        return (1, 0) if self.index else (0, self.ranks - 1)
-
-    def sources(self):
-        return [] if self.index else [(peer, 0) for peer in self.peers()]
-
-    def post(self):
-        pending = [self.irecv(y, peer, TAG, *self.label)
-                   for y, peer in zip(self.ys, self.peers(), strict=False)]
-        return pending + [self.isend(x, peer, TAG, *self.label)
-                          for x, peer in zip(self.xs, self.peers(), strict=False)]
-
-    def volume(self):
-        volume = super().volume()
-        return volume | {"counted_bytes": (self.ranks - 1) * volume["size_bytes"]}
+    def parts(self, index):
+        return ([(0, TAG)], []) if index else ([], [(peer, TAG) for peer in range(1, self.ranks)])
 
 
 class FanOut(FanIn):
@@ -126,11 +136,8 @@ class FanOut(FanIn):
 
     name = "fan-out"
 
-    def counts(self):
-        return (0, 1) if self.index else (self.ranks - 1, 0)
-
-    def sources(self):
-        return [(0, self.index - 1)] if self.index else []
+    def parts(self, index):
+        return super().parts(index)[::-1]
 
 
 class Bisection(Messages):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -23,27 +22,24 @@ from mpipar.console import series, tables
 from mpipar.errors import UserError
 from mpipar.files.replace import replace_file
 from mpipar.files.text import counted
-from mpipar.job import alike, mpi
+from mpipar.job import alike, blas, mpi
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
 MOST_LOG = 200_000  # characters of log.txt on the page
 MOST_RANKS = 256  # rows of the table of ranks
-CPUINFO = Path("/proc/cpuinfo")
 UNITS = {"decoder": "token", "convnet": "image"}
 
 
 def environment(session, hosts: int) -> list[tuple[str, str]]:
     """Where and how the run was started, as (name, value). Taken on world rank 0."""
-    cpu = re.search(r"^model name\s*: (.*)$",
-                    CPUINFO.read_text() if CPUINFO.exists() else "", re.MULTILINE)
     return [
         ("command", f"mpipar {shlex.join(sys.argv[1:])}"),
         ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{session.world.size} on {counted(hosts, 'host')}"),
         ("MPI", mpi.library_name()), *((name, session.facts[name]) for name in alike.PROGRAMS),
-        ("processor", cpu[1] if cpu else platform.machine()),
+        ("processor", blas.processor()[0] or platform.machine()),
         ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
         ("system", f"{platform.system()} {platform.release()}"),
     ]
