@@ -23,6 +23,7 @@ from bench.interconnect import records
 from bench.interconnect.statistics import times_us
 from bench.table import title
 from mpipar.config import flags
+from mpipar.console import output
 from mpipar.console.tables import nbytes
 from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError
 from mpipar.job.session import guard
@@ -214,11 +215,8 @@ def main(argv, session) -> int:
         save(plt, folder, name, heading, draw)
         print(folder / f"{name}.svg")
         drawn.append((name, heading))
-    try:
-        title = ", ".join(Path(file).name for file in args.files)
-        (folder / "index.html").write_text(index_page(title, drawn))
-    except OSError as error:
-        raise OutputError(f"{folder}/index.html: {error.strerror}") from error
+    title = ", ".join(Path(file).name for file in args.files)
+    output.write_text(folder / "index.html", index_page(title, drawn))
     print(folder / "index.html")
     return EXIT_OK
 

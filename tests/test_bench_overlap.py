@@ -36,8 +36,9 @@ class Background:
         self.tests += 1
         return self.clock.now >= end
 
-    def wait(self, end):
-        self.clock.until(end)
+    def wait_all(self, ends):
+        for end in ends:
+            self.clock.until(end)
 
 
 class InWait(Background):
@@ -47,7 +48,7 @@ class InWait(Background):
         self.tests += 1
         return False
 
-    def wait(self, end):
+    def wait_all(self, ends):
         self.clock.until(self.clock.now + self.seconds)
 
 

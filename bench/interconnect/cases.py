@@ -111,7 +111,7 @@ class Case:
         x[:] = self.ops.asarray(np.ascontiguousarray(values, self.ops.dtype).reshape(x.shape))
 
     def wait(self, pending) -> None:
-        """Wait until everything posted is done."""
+        """Wait until it is done."""
         if self.via == COMM:
             pending.wait()
         else:
@@ -126,7 +126,7 @@ class Case:
             self.mpi4py.Request.Waitall(pending)
 
     def test(self, pending) -> bool:
-        """Whether everything posted is done; the call also lets it progress."""
+        """Whether it is done; the call also lets it progress."""
         return pending.test() if self.via == COMM else pending.Test()
 
     def laid_out(self, count: int):
@@ -284,10 +284,12 @@ class PostedAllReduce(Posted, AllReduce):
 
 
 class Blocks(Collective):
-    """Base of the operations on an array with a part for each rank."""
+    """Base of the operations on arrays with a part for each rank, from one into another."""
 
     def parts(self) -> tuple[int, int]:
         return self.ranks, self.elements(self.ranks) // self.ranks
+
+    shape_in = shape_out = parts
 
     def given(self):
         return [self.pattern(self.index * self.ranks + part, self.ranks)
@@ -301,9 +303,6 @@ class AllGather(Blocks):
 
     def shape_in(self):
         return self.parts()[1:]
-
-    def shape_out(self):
-        return self.parts()
 
     def through_comm(self, x, y):
         return partial(self.comm.all_gather, x, NAME)
@@ -323,9 +322,6 @@ class ReduceScatter(Blocks):
 
     name, sums = "reduce-scatter", True
     vias = (COMM, BARE, BARE_UNEVEN)
-
-    def shape_in(self):
-        return self.parts()
 
     def shape_out(self):
         return self.parts()[1:]
@@ -349,12 +345,6 @@ class AllToAll(Blocks):
     """An all-to-all: part j of each rank's array goes to rank j."""
 
     name = "all-to-all"
-
-    def shape_in(self):
-        return self.parts()
-
-    def shape_out(self):
-        return self.parts()
 
     def through_comm(self, x, y):
         return partial(self.comm.all_to_all, x, NAME)

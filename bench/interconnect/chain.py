@@ -90,5 +90,4 @@ class Program(Exchange):
                 sent.append(self.isend(next(xs), peer, tag, *self.label))
             else:
                 self.wait(inbox.pop(tag))
-        for one in sent:
-            self.wait(one)
+        self.wait_all(sent)

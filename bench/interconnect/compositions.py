@@ -141,8 +141,7 @@ class UnevenAllToAll(Messages):
         pending = [self.irecv(self.ys[rank], rank, TAG, *self.label) for rank in others]
         pending += [self.isend(self.xs[rank], rank, TAG, *self.label) for rank in others]
         self.ops.copy(self.ys[self.index], self.xs[self.index])
-        for one in pending:
-            self.wait(one)
+        self.wait_all(pending)
 
     def volume(self):
         sent = sum(map(self.part, range(self.ranks))) * self.item

@@ -71,8 +71,7 @@ class Work:
             self.compute(count)
             pending = [one for one in pending if not case.test(one)]
         self.compute(self.slices[-1])
-        for one in pending:
-            case.wait(one)
+        case.wait_all(pending)
 
 
 class Computing(Case):

@@ -40,9 +40,6 @@ class Scatter(Blocks):
     name = "scatter"
     vias = (BARE,)
 
-    def shape_in(self):
-        return self.parts()
-
     def shape_out(self):
         return self.parts()[1:]
 

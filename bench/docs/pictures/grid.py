@@ -8,7 +8,9 @@ from math import sqrt
 from bench.docs.pictures import shapes
 from bench.docs.pictures.drawing import Drawing
 from mpipar.comm.grid import AXES, Grid
+from mpipar.commands.memory_limit import num_ranks
 from mpipar.console.tables import nbytes
+from mpipar.plan.predict import predict
 
 WIDE, HIGH, LEFT, TOP = 92, 40, 4, 76
 ACROSS, DOWN = 74, 66  # between two boxes
@@ -31,7 +33,7 @@ def place_of(grid: Grid) -> tuple[float, float]:
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
     config = shapes.config_of(words)
-    steps = shapes.all_ranks(config)
+    steps = [predict(config, rank) for rank in range(num_ranks(config.grid))]
     grids = [Grid.of(config.grid, step.world_rank) for step in steps]
     most = {axis: max(bytes_of(step).get(axis, 0) for step in steps) for axis in AXES}
     axes = [axis for axis in AXES if getattr(config.grid, axis) > 1]
