@@ -4,9 +4,10 @@
     mpiexec -n 2 python -m bench.calibrate rows.jsonl --out machine.json
 
 Messages and collectives give latency and bandwidth by range of sizes, for each operation, kind of
-link and number of ranks. They also give duplex and contention factors, and the cost of a call
-through mpipar.comm. FILEs come from bench.interconnect --json; without any, the needed cases are
-run here. Products, reductions and the passes of a model are measured here, on all ranks at once.
+link and number of ranks. They also give duplex and contention factors, what sending takes of the
+sender's core, and the cost of a call through mpipar.comm. FILEs come from bench.interconnect
+--json; without any, the needed cases are run here. Products, reductions and the passes of a model
+are measured here, on all ranks at once.
 
 --seconds is the time of the whole command. Half of it at most goes to computing. In what is left,
 each operation is measured at as many sizes as there is time for, up to --end-bytes. Then come
@@ -35,7 +36,7 @@ from bench.machine.curves import (
     quietest,
 )
 from bench.machine.fitting import LEAST_SIZES, fit
-from bench.machine.needed import END_BYTES, measure_eager, measure_rows
+from bench.machine.needed import END_BYTES, measure_rows, measure_sends
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
@@ -151,13 +152,14 @@ def main(argv, session) -> int:
         rows, heads = given or measure_rows(session, config.run.dtype, args, budget)
         if session.stop_requested:
             return EXIT_INTERRUPTED
-    eager = () if args.files else measure_eager(world, ops, heads, read_bytes(args.end_bytes))
+    eager, sends = ((), []) if args.files else measure_sends(
+        world, ops, heads, read_bytes(args.end_bytes))
     cores = cores_of(world).cores
     if world.rank == 0:
         rows = quietest(rows)
         machine = Machine(
-            (*curves(rows), *reduction), duplex(rows), eager, contention(rows), overhead(rows),
-            products, tuple(units), world.size, cores,
+            (*curves(rows), *sends, *reduction), duplex(rows), eager, contention(rows),
+            overhead(rows), products, tuple(units), world.size, cores,
             provenance(heads, args.files or [args.json] * bool(args.json)))
         machine_file.save(machine, args.out)
         print(describe_machine(machine))

@@ -14,7 +14,7 @@ from program import TEXT, mpipar
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan import machine_file
-from mpipar.plan.machine import Eager
+from mpipar.plan.machine import SENDING, Curve, Eager
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.sharing import crowding
 from mpipar.plan.step import costs_of, step_estimate, step_parts
@@ -110,6 +110,17 @@ def test_an_estimate_says_whether_its_size_was_measured():
         assert guess.seconds == pytest.approx(us * 1e-6)
         assert guess.extrapolated == outside, nbytes
     assert known.estimate("all-gather", 8, 1) == (0.0, False)
+
+
+def test_lines_through_times_end_in_the_time_of_the_larger_size():
+    """Also where the time grows faster than the size. The last size took less than another."""
+    times = {200: 4e-6, 100: 1e-6, 400: 5e-6, 800: 2e-6}
+    line = Curve.through("sending", "any two ranks", 2, times, 5)
+    assert [(piece.latency_us, piece.us_per_byte) for piece in line.pieces] == [
+        pytest.approx(pair) for pair in ((0, 0.02), (3, 0.005), (5, 0))]
+    found = [line.estimate(size) for size in (150, 200, 400, 800, 1000)]
+    assert [one.seconds * 1e6 for one in found] == pytest.approx([3, 4, 5, 5, 5])
+    assert [one.extrapolated for one in found] == [False] * 4 + [True]
 
 
 def test_the_slowest_link_counts_unless_one_is_named():
@@ -216,6 +227,19 @@ def test_a_pipeline_is_not_faster_than_its_links():
     streamed = costs_of(replace(cable, curves=(*cable.curves, stream)), config, message)
     assert streamed.hop() == pytest.approx(costs_of(cable, config, message).hop())
     assert streamed.time_on_link() == pytest.approx(stream.estimate(message).seconds)
+
+
+def test_a_message_takes_a_share_of_its_senders_core():
+    """Half of the time that it keeps the link, or all of it; nothing where nobody measured it."""
+    config, message = config_of(pp=2), 2 * 64 * 128 * 4
+    busy = costs_of(machine(), config, message).time_on_link()
+    for seconds, share in (({}, 0), ({8: 0.0, 2 * message: busy}, 0.5), ({8: 1.0, 9: 1.0}, 1)):
+        curves = [Curve.through(SENDING, link, 2, seconds, 1)
+                  for link in ("same node", "between nodes") if seconds]
+        one = replace(machine(), curves=(*machine().curves, *curves))
+        assert costs_of(one, config, message).sending == pytest.approx(share, rel=1e-3)
+        found = step_estimate(one, config).pipeline - step_estimate(machine(), config).pipeline
+        assert (found > 0) == (share > 0)
 
 
 def test_more_ranks_than_cores_share_them_and_the_prediction_says_so(path):

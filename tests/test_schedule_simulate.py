@@ -186,6 +186,20 @@ def test_a_rendezvous_waits_until_both_ranks_are_in_mpi():
     assert [span.start for span in often.spans[1]][:3] == [6, 11, 15]
 
 
+@pytest.mark.parametrize(("size", "share", "starts"), [
+    (2, 0, [[0, 4, 8, 22, 24, 26], [6, 10, 14, 18, 20, 22]]),
+    # Half of the core for 2 makes a pass 1 longer. A rank that waits meanwhile loses nothing.
+    (2, Fraction(1, 2), [[0, 4, 9, 24, 27, 30], [6, 11, 16, 20, 22, 25]]),
+    (2, 1, [[0, 4, 10, 26, 30, 34], [6, 12, 18, 22, 24, 28]]),
+    # Messages queue for longer than a pass: it takes twice as long, and the link is the limit.
+    (32, Fraction(1, 2), [[0, 4, 12, 138, 170, 202], [36, 68, 100, 104, 106, 110]])])
+def test_a_message_that_leaves_slows_the_passes_of_its_sender_down(size, share, starts):
+    timeline = simulate(make_schedule("gpipe", 2, 3),
+                        Costs(f=4, bandwidth=1, message_bytes=size, sending=share))
+    assert [[span.start for span in spans if is_compute(span.instr)]
+            for spans in timeline.spans] == starts
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_layer_wise_workers_are_busy_one_pth_of_the_time(p):
     timeline = simulate(make_schedule("naive", p, 6), Costs(2, 3, 1))

@@ -20,8 +20,8 @@ from mpipar.comm.record import Recorder
 from mpipar.config.layout import divisors
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import DataError, UsageError
-from mpipar.plan.link import goes_alone, measure_hop
-from mpipar.plan.machine import HOP, STREAM, Eager
+from mpipar.plan.link import WORKS, goes_alone, measure_hop, measure_sending
+from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager
 
 COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
 CONTENDED = ("all-reduce", "iall-reduce")
@@ -131,22 +131,29 @@ def measure_rows(session, dtype: str, args, budget) -> tuple[list[dict], list[di
     return rows, heads
 
 
-def measure_eager(world, ops, heads, end_bytes: int) -> tuple[Eager, ...]:
-    """The largest message of each kind of link that moves while its sender computes.
+def measure_sends(world, ops, heads, end_bytes: int) -> tuple[tuple[Eager, ...], list[Curve]]:
+    """What sending by each kind of link means for a sender that computes.
+
+    The result is the largest message that moves meanwhile, and a curve of what each size takes of
+    the sender's core.
 
     heads: of `measure_rows`, on world rank 0. Comm: one broadcast, messages of each pair.
     """
     places = json.loads(broadcast_text(world, json.dumps([head["places"] for head in heads])))[0]
-    comms, found = Comms(Grid(world.rank, pp_size=world.size), ops, Recorder(), world), []
+    comms = Comms(Grid(world.rank, pp_size=world.size), ops, Recorder(), world)
+    eager, curves = [], []
     for pair in pairs_by_link(places, world.size):
-        alone = {}
-        for nbytes in plans.geometric(EAGER_BYTES, end_bytes, EAGER_FACTOR):
+        link, alone, seconds = link_of(places, pair), {}, {}
+        for nbytes in plans.geometric(min(EAGER_BYTES, end_bytes), end_bytes, EAGER_FACTOR):
             x, y = (ops.zeros((nbytes // ops.dtype.itemsize,), label="buffers") for _ in range(2))
             if world.rank in pair:
                 hop = measure_hop(comms.pp, pair[1], x, repeats=1)
                 alone[nbytes] = goes_alone(comms.pp, pair[1], x, y, hop)
+                seconds[nbytes] = measure_sending(comms.pp, pair[1], x, y, hop)
         early = list(takewhile(alone.get, alone))
-        found.append(Eager(link_of(places, pair), None if len(early) == len(alone) else
+        eager.append(Eager(link, None if len(early) == len(alone) else
                            early[-1] if early else 0))
+        if len(seconds) > 1:
+            curves.append(Curve.through(SENDING, link, 2, seconds, WORKS))
     comms.close()
-    return tuple(found)
+    return tuple(eager), curves

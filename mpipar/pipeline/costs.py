@@ -21,10 +21,11 @@ class Costs:
     latency: from the end of a pass to the start of the pass on another rank that waits for its
     result. bandwidth: bytes per unit of time of a link, one way; None for unlimited. On a link one
     message follows the other. message_bytes: one activation. eager_bytes: the largest message that
-    goes while its ranks compute, None for any size (see `events`). units: how many equal parts a
-    pass has; MPI is entered between them. cores: how many the pipeline's ranks share, None for one
-    core each. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I
-    to W. transient_bytes: what a layer that runs forward again holds besides during I.
+    goes while its ranks compute, None for any size (see `events`). sending: the share of its
+    sender's core that a message takes while it keeps its link, 0 to 1. units: how many equal parts
+    a pass has; MPI is entered between them. cores: how many the pipeline's ranks share, None for
+    one core each. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from
+    I to W. transient_bytes: what a layer that runs forward again holds besides during I.
     weight_bytes: weights, gradients and optimizer state of one copy of a stage.
     """
 
@@ -36,6 +37,7 @@ class Costs:
     bandwidth: Real | None = None
     message_bytes: Real = 0
     eager_bytes: Real | None = None
+    sending: Real = 0
     units: Real | tuple[Real, ...] = 1
     cores: Real | None = None
     stash_bytes: Real | tuple[Real, ...] = 0

@@ -3,7 +3,8 @@
 Times are exact for ints and Fractions as long as no core is shared. A rank is *in MPI* between its
 passes and between the parts of a pass, while it waits, and after its program. A *rendezvous* is a
 message that is too large to be sent ahead. It first asks its receiver, which answers when it is in
-MPI and has posted the receive. The message then leaves as soon as its sender is in MPI.
+MPI and has posted the receive. The message then leaves as soon as its sender is in MPI. While a
+message leaves, a pass of its sender gets the core less what sending takes of it.
 """
 
 from collections.abc import Callable
@@ -129,7 +130,19 @@ class Events:
         work = self.duration(instr)
         if (parts := self._parts(instr)) > 1:
             work /= parts
+        work += self._sending(pp_rank, work)
         heappush(self.ends, (self.work + work, pp_rank, left))
+
+    def _sending(self, pp_rank: int, work: Real) -> Real:
+        """What a part of a pass takes longer because messages of its rank are leaving meanwhile."""
+        share = self.costs.sending
+        if not share:
+            return 0
+        left = sum(max(0, free - self.now)
+                   for (source, _), free in self.free.items() if source == pp_rank)
+        if work < left * (1 - share):  # the part ends first
+            left = work / (1 - share)
+        return share * left
 
     def _end_part(self, pp_rank: int, left: int) -> None:
         if left > 1:

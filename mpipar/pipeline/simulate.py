@@ -1,8 +1,8 @@
 """How long a schedule takes: start and end of each instruction, given the costs of passes and hops.
 
-A rank runs its instructions one after the other, each as soon as its data has arrived. Sending
-costs the sender nothing. Each ordered pair of ranks has a link of its own. By default links have no
-bandwidth and ranks share no core: then a message takes one hop, and times are exact for ints and
+A rank runs its instructions one after the other, each as soon as its data has arrived. Each ordered
+pair of ranks has a link of its own. By default links have no bandwidth, sending costs the sender
+nothing, and ranks share no core. Then a message takes one hop, and times are exact for ints and
 Fractions. `Costs` says what else can be given.
 """
 

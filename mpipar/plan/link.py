@@ -2,7 +2,8 @@
 
 A message takes `hop` seconds if the link is free, and keeps it for `busy` seconds. If it goes
 *alone*, it also moves while its sender computes: buffers below MPI take it, or the receiver fetches
-it. Otherwise it is a rendezvous, for which both ranks must be in MPI.
+it. Otherwise it is a rendezvous, for which both ranks must be in MPI. It costs its sender's core
+some `sending` seconds, because the core also runs the network's software.
 """
 
 from __future__ import annotations
@@ -13,20 +14,29 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
+
 REPEATS = 5  # after one that is not counted
 WINDOW = 8  # messages one after the other
+WORKS = 5  # the quickest counts
 TRIES = 2  # a single arrival may be late by chance
 AWAY_HOPS, LATE_HOPS = 3, 2  # how long a sender stays away from MPI, and what is late
 AWAY_SECONDS = 0.01  # at least
+SIDE = 64  # of the matrices whose products are computed while a message leaves
+WORK_HOPS, WORK_SECONDS = 2, 0.001  # how long these products take, and at least
+SLICES = 8  # of the products; MPI is called between them, as between the units of a pass
 
 
 class Link(NamedTuple):
-    """Seconds of one message of nbytes, seconds that it keeps the link, whether it goes alone."""
+    """One message of nbytes: its seconds, those on the link, whether it goes alone, and the
+    seconds of its sender's core.
+    """
 
     nbytes: int
     hop: float
     busy: float
     alone: bool
+    sending: float
 
 
 def measure_link(comm, peer: int, x, y) -> Link | None:
@@ -40,7 +50,8 @@ def measure_link(comm, peer: int, x, y) -> Link | None:
     hop = measure_hop(comm, peer, x)
     windows = [one_window(comm, peer, x, y) for _ in range(TRIES)]
     busy = max(0.0, median(windows) - 2 * hop) / (WINDOW - 1)
-    return Link(x.nbytes, hop, min(hop, busy), goes_alone(comm, peer, x, y, hop))
+    return Link(x.nbytes, hop, min(hop, busy), goes_alone(comm, peer, x, y, hop),
+                measure_sending(comm, peer, x, y, hop))
 
 
 def measure_hop(comm, peer: int, x, repeats: int = REPEATS) -> float:
@@ -90,3 +101,40 @@ def goes_alone(comm, peer: int, x, y, hop: float) -> bool:
             pending.wait()
         arrivals.append(perf_counter() - start)
     return min(arrivals) < max(AWAY_SECONDS, LATE_HOPS * hop)
+
+
+def measure_sending(comm, peer: int, x, y, hop: float) -> float:
+    """Seconds by which products take longer on place 0 while a message to the peer leaves.
+
+    hop: as place 0 has measured it. Comm: a few messages.
+    """
+    ops, ready, alone, beside = comm.wire.ops, x.reshape(-1)[:1], [], []
+    matrix = ops.asarray(np.full((SIDE, SIDE), 1 / SIDE, ops.dtype))
+
+    def work(count: int, pending=None) -> float:
+        """Seconds of SLICES times `count` products."""
+        start = perf_counter()
+        for _ in range(SLICES):
+            for _ in range(count):
+                ops.matmul(matrix, matrix)
+            if pending is not None:
+                pending.test()
+        ops.synchronize()
+        return perf_counter() - start
+
+    if comm.index == 0:
+        work(1)
+        count = max(1, round(max(WORK_SECONDS, WORK_HOPS * hop) / work(1)))
+    for _ in range(WORKS):
+        if comm.index == 0:
+            comm.recv(ready, peer, 5, "measure.sending")
+            alone.append(work(count))
+            start = perf_counter()
+            pending = comm.isend(y, peer, 6, "measure.sending")
+            beside.append(perf_counter() - start + work(count, pending))
+            pending.wait()
+        else:
+            pending = comm.irecv(y, 0, 6, "measure.sending")
+            comm.send(ready, 0, 5, "measure.sending")
+            pending.wait()
+    return max(0.0, min(beside) - min(alone)) if beside else 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import pairwise, product
 from statistics import median
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from mpipar.errors import UsageError
 
 HOP = "latency"  # the name of one message between two ranks
 STREAM = "bandwidth"  # the name of one of many messages, one behind the other
+SENDING = "sending"  # the name of what a message takes of its sender's core
 
 
 def settings_of(model) -> dict:
@@ -68,6 +69,21 @@ class Curve:
     samples: int
     held_out_median: float | None = None
     held_out_max: float | None = None
+
+    @classmethod
+    def through(cls, operation: str, link: str, ranks: int, seconds: dict, samples: int) -> Curve:
+        """Straight lines between the times {size: seconds} of two sizes or more.
+
+        Each ends in the time of its larger size, unless the smaller one took longer. No line has a
+        latency below 0.
+        """
+        pieces = []
+        for (small, first), (large, second) in pairwise(sorted(seconds.items())):
+            slope = max(0.0, second - first) / (large - small) * 1e6
+            slope = min(slope, second * 1e6 / large)
+            start = max(0.0, max(first, second) * 1e6 - slope * large)
+            pieces.append(Piece(small, large, start, start, start, slope, slope, slope))
+        return cls(operation, link, ranks, tuple(sorted(seconds)), tuple(pieces), samples)
 
     def piece(self, nbytes: float) -> Piece:
         """The piece of a size; the last one continues beyond its end."""

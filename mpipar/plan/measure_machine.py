@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from statistics import median
 from time import perf_counter
 
@@ -22,7 +21,7 @@ from mpipar.comm.hosts import cores_of
 from mpipar.comm.record import Recorder
 from mpipar.config.layout import divisors
 from mpipar.plan.link import measure_link
-from mpipar.plan.machine import HOP, STREAM, Curve, Eager, Machine, Piece
+from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager, Machine
 from mpipar.plan.measure_units import measure_units, update_seconds
 from mpipar.plan.step import microbatch_rows
 
@@ -126,7 +125,8 @@ def measure_links(ops, mpi_world) -> tuple[tuple[Curve, ...], tuple[Eager, ...]]
     if facts is None:
         return (), ()
     curves = [curve(HOP, 2, [link.hop for link in links]),
-              curve(STREAM, 2, [link.busy for link in links])]
+              curve(STREAM, 2, [link.busy for link in links]),
+              curve(SENDING, 2, [link.sending for link in links])]
     for operation in SUMS:
         for count in counts:
             several = [fact[f"{operation} of {count}"] for fact in facts
@@ -151,9 +151,5 @@ def median_seconds(ops, run: Callable) -> float:
 
 def curve(operation: str, ranks: int, seconds: list[float]) -> Curve:
     """The Curve through the times of SIZES."""
-    pieces = []
-    for (small, first), (large, second) in pairwise(zip(SIZES, seconds, strict=True)):
-        slope = max(0.0, second - first) / (large - small) * 1e6
-        start = max(0.0, first * 1e6 - slope * small)
-        pieces.append(Piece(small, large, start, start, start, slope, slope, slope))
-    return Curve(operation, LINK, ranks, SIZES, tuple(pieces), REPEATS)
+    times = dict(zip(SIZES, seconds, strict=True))
+    return Curve.through(operation, LINK, ranks, times, REPEATS)

@@ -15,7 +15,7 @@ from mpipar.comm.grid import Grid
 from mpipar.layers.context import recomputed_blocks
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.machine import HOP, STREAM, Machine
+from mpipar.plan.machine import HOP, SENDING, STREAM, Machine
 from mpipar.plan.measure import unit_counts, unit_memory
 from mpipar.plan.predict import Prediction, predict
 from mpipar.plan.sharing import crowding, pipeline_cores, sharing_note
@@ -89,16 +89,21 @@ def link_costs(machine: Machine, message_bytes: int) -> dict:
 
     A message alone takes the time of a hop. It keeps the link as long as one of a stream. That may
     be longer, because a shaped link lets the first bytes after a pause pass at once. Without a
-    measured stream, the fitted line's time per byte keeps the link.
+    measured stream, the fitted line's time per byte keeps the link. Meanwhile it takes a share of
+    its sender's core, as far as that was measured.
     """
     curve = machine.curve(HOP)
     hop = curve.estimate(message_bytes).seconds
     busy = curve.piece(message_bytes).us_per_byte * message_bytes * 1e-6
-    if any((one.operation, one.link) == (STREAM, curve.link) for one in machine.curves):
+    measured = {one.operation for one in machine.curves if one.link == curve.link}
+    if STREAM in measured:
         busy = machine.estimate(STREAM, message_bytes, link=curve.link).seconds
+    sending = 0.0
+    if SENDING in measured and busy:
+        sending = machine.estimate(SENDING, message_bytes, link=curve.link).seconds / busy
     return {"latency": hop - busy, "message_bytes": message_bytes,
             "bandwidth": message_bytes / busy if busy else None,
-            "eager_bytes": machine.eager_bytes(curve.link)}
+            "eager_bytes": machine.eager_bytes(curve.link), "sending": min(1.0, sending)}
 
 
 def largest_message(steps) -> int:
