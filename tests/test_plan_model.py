@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from helpers import REPOSITORY
 
+from bench import fit_planner
 from bench import published as bench_published
 from mpipar.comm.grid import Grid
 from mpipar.config.presets import PRESETS
@@ -249,6 +250,16 @@ def test_states_are_those_of_the_code(layout):
         states = said.weights + said.gradients + said.optimizer
         assert abs(states / one.states - 1) < 0.03, (one, said)  # biases and norms are not said
         assert one.sent > 0
+
+
+@pytest.mark.slow  # it loads SciPy
+@pytest.mark.parametrize("name", fit_planner.PRODUCTS)
+def test_a_machine_has_the_constants_that_its_own_tables_give(name):
+    pytest.importorskip("scipy", reason="digits: scikit-learn, which brings SciPy, is missing")
+    found, cluster = fit_planner.fit_products(fit_planner.PRODUCTS[name]), load_cluster(name)
+    assert len(found) == 3
+    for constant, value in found.items():
+        assert getattr(cluster, constant) == pytest.approx(value, rel=0.02)
 
 
 def test_published_steps_are_met():
