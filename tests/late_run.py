@@ -1,7 +1,7 @@
 """mpipar with a rank or a link that is late in each step: python late_run.py FAULT arguments...
 
-FAULT: data, F, B, gc, opt, save, between (each on rank 1), link, or none. LATE_MS per step, except
-for a link of dp or tp, where each transfer is late.
+FAULT: data, F, B, gc, opt, save or between (each on rank 1), none, or a key of LINKS. The pp link
+leads from rank 0 to rank 1. LATE_SECONDS per step, but for links of dp and tp each transfer.
 """
 
 import gc
@@ -44,23 +44,33 @@ def late_layer(norm, x, _stash):
 
 
 class SlowRequest:
-    """A request whose Wait takes longer."""
+    """A request whose data travel for longer, one transfer after the other."""
+
+    free = 0.0  # when the link has carried all before
 
     def __init__(self, request):
-        self.request = request
+        self.request, self.there = request, None
 
     def Test(self):
-        return False
+        if self.there is None and self.request.Test():
+            late = 0 if evaluating else LATE_SECONDS / MICROBATCHES
+            self.there = SlowRequest.free = max(SlowRequest.free, time.monotonic()) + late
+        return self.there is not None and time.monotonic() >= self.there
 
     def Wait(self):
-        self.request.Wait()
-        time.sleep(0 if evaluating else LATE_SECONDS / MICROBATCHES)
+        while not self.Test():
+            time.sleep(1e-4)
 
 
-def slow(name):
-    """Make the requests of a call of the transport slow."""
+def slow(name, when=lambda *_: True):
+    """Make the requests of a call of the transport slow, where `when` holds of its arguments."""
     plain = getattr(HostTransport, name)
-    setattr(HostTransport, name, lambda self, *arguments: SlowRequest(plain(self, *arguments)))
+
+    def replaced(self, *arguments):
+        request = plain(self, *arguments)
+        return SlowRequest(request) if when(*arguments) else request
+
+    setattr(HostTransport, name, replaced)
 
 
 def collecting(*_):
@@ -82,12 +92,14 @@ PLANT = {
     "between": lambda: late(Run, "show_step", LATE_SECONDS),
 }
 late(Worker, "evaluate", 0, lambda *_: evaluating.append(True))
-if FAULT == "link":
-    late(HostTransport, "all_reduce", 0.03,
-         lambda _transport, x, _op: x.size > 100)  # of tp, not the norm
-    slow("iall_reduce")
-    if RANK == 1:
-        slow("irecv")
+LINKS = {
+    "dp link": lambda: slow("iall_reduce"),
+    "tp link": lambda: late(HostTransport, "all_reduce", 0.03,
+                            lambda _transport, x, _op: x.size > 100),  # not the norm
+    "pp link": lambda: RANK == 1 and slow("irecv", lambda _x, peer, _tag: peer == 0),
+}
+if FAULT in LINKS:
+    LINKS[FAULT]()
 elif RANK == 1 and FAULT != "none":
     PLANT[FAULT]()
 

@@ -1,4 +1,4 @@
-"""Real runs of two ranks, one of them late by half a step or more: rank and cause are named."""
+"""Real runs with a rank or link that is late by half a step or more: rank and cause are named."""
 
 import sys
 
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 SIZE = ("--d-model 64 --heads 4 --seq-len 32 --batch-size 8 --num-microbatches 2 --layers 2"
         " --steps 6 --trace 3:6 --sample-tokens 0 --schedule 1f1b").split()
 LAYOUTS = ("dp=2", "pp=2", "tp=2")
+FOUR = ("pp=4",)  # layouts of four ranks, which share cores on a small machine
 # By fault: the kind of its finding, and the words of its cause on rank 1.
 FAULTS = {
     "data": ("data loading", "data loading"), "opt": ("optimizer", "optimizer"),
@@ -30,11 +31,12 @@ def analysed(folder, fault, layout):
     if find_launcher() is None:
         pytest.skip("no mpiexec: install .[mpich]")
     flags = ["--trace-ops"] * (fault in "FB") + ["--save-interval", "1"] * (fault == "save")
+    flags += ["--layers", "4"] * (layout in FOUR)
     tokens = folder.with_name("tokens.bin")
     (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate
     command = [sys.executable, str(REPOSITORY / "tests" / "late_run.py"), fault, "train", *SIZE,
                *flags, "--data", str(tokens), "--layout", layout, "--out", str(folder)]
-    result = run_ranks(2, command, 100, environment())
+    result = run_ranks(4 if layout in FOUR else 2, command, 100, environment())
     assert result.returncode == 0, result.tail()
     return analyse(trace_file.read(folder))
 
@@ -65,16 +67,17 @@ def test_the_late_rank_is_named(tmp_path, layout, fault):
 
 
 @pytest.mark.parametrize(("layout", "link"), [
-    ("dp=2", "dp group 0, 1"), ("pp=2", "pp link 0 -> 1"), ("tp=2", "tp group 0, 1")])
+    ("dp=2", "dp group 0, 1"), ("pp=2", "pp link 0 -> 1"), ("tp=2", "tp group 0, 1"),
+    ("pp=4", "pp link 0 -> 1")])
 def test_a_slow_link_is_named(tmp_path, layout, link):
-    analysis = undisturbed(tmp_path, "link", layout, lambda found: (
+    analysis = undisturbed(tmp_path, link[:2] + " link", layout, lambda found: (
         found.findings and found.findings[0].kind == "slow link"))
     finding = analysis.findings[0]
     assert finding.kind == "slow link"
     assert finding.text.startswith(link)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS + FOUR)
 def test_a_healthy_run_has_no_finding(tmp_path, layout):
     analysis = undisturbed(tmp_path, "none", layout, lambda found: not found.findings)
     assert analysis.findings == []

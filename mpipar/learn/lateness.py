@@ -71,7 +71,9 @@ def pipeline_run(seed: int) -> Planted:
     shape = random.choice(sorted(SHAPES))
     run = replace(Run((("pp", 4),), microbatches=8, seed=seed), **SHAPES[shape])
     if shape == "link":
-        run = replace(run, rank=random.choice((1, 2)), delay=Simulator(run.without()).step_ms)
+        sender = random.choice((0, 1, 2))
+        run = replace(run, link=("pp", (sender, sender + 1)),
+                      delay=Simulator(run.without()).step_ms)
     return Planted(analyse(Simulator(run).trace), (shape,))
 
 

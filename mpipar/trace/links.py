@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 
-from mpipar.comm.record import COMPUTE, POINT_TO_POINT
+from mpipar.comm.record import COMPUTE
+from mpipar.trace.pop import replay
 from mpipar.trace.segments import Segment
 from mpipar.trace.trace_file import Trace
-from mpipar.trace.waits import Event, Waits
+from mpipar.trace.waits import Call, Event, Waits
 
+LEAST_LENGTHS = 3  # transfers that show how long data travel; fewer may be chance
 SLOW_LINK = 2.0  # times as long per byte as the axis's other links
 LARGE_SHARE = 0.05  # of the traced time, for a link to matter
 CABLE_NS_PER_BYTE = 10  # a gigabit cable, with what a protocol costs
@@ -21,82 +23,106 @@ AFTER_NS = 1e6  # what has started to move when the sender was free again ends w
 
 @dataclass
 class Link:
-    """The transfers of one link: from a sender to a receiver, or inside a group."""
+    """The transfers of one link: from a sender to a receiver, or inside a group.
+
+    lengths: how many nanoseconds the data travelled, where somebody waited for half of that.
+    free: when the last of them had come.
+    """
 
     axis: str
     ranks: tuple[int, ...]
     message: bool
-    times: list[int] = field(default_factory=list)
-    payload: int = 0
+    events: list[Event] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    free: int = 0
 
     @property
-    def time(self) -> float:
-        """Nanoseconds of all transfers; a few long ones do not count."""
-        return median(self.times) * len(self.times)
+    def length(self) -> float:
+        """Nanoseconds that data usually travel; a few long transfers do not count."""
+        return median(self.lengths)
+
+    @property
+    def quick(self) -> float:
+        """Nanoseconds of its quick transfers: these, too, must be slow on a slow link."""
+        return sorted(self.lengths)[len(self.lengths) // 8]
 
     @property
     def size(self) -> float:
-        return self.payload / len(self.times)
+        """Bytes of a transfer."""
+        return mean(event.calls[0].record.payload_bytes for event in self.events)
 
     def text(self) -> str:
         """Which link, what it carried, how long it took."""
         ranks = (" -> " if self.message else ", ").join(map(str, self.ranks))
-        rate = self.payload / max(self.time, 1) * 1e3
-        return (f"{self.axis} {'link' if self.message else 'group'} {ranks}: {len(self.times)}"
-                f" transfers of {self.size / 1024:.1f} KiB take {median(self.times) * 1e-6:.2f} ms"
-                f" each ({rate:.0f} MB/s)")
+        return (f"{self.axis} {'link' if self.message else 'group'} {ranks}: {len(self.events)}"
+                f" transfers of {self.size / 1024:.1f} KiB take {self.length * 1e-6:.2f} ms"
+                f" each ({self.size / max(self.length, 1) * 1e3:.1f} MB/s)")
+
+    def lost(self, trace: Trace, waits: Waits, usual: float) -> float:
+        """Nanoseconds that the steps would be shorter if even quick transfers were as usual."""
+        saved = {id(call): min(call.transfer_ns, self.quick - usual)
+                 for event in self.events for call in event.calls}
+        ends = replay(trace, waits, lambda call: call.transfer_ns - saved.get(id(call), 0))
+        return trace.end - max(ends)
 
 
 def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[tuple]:
-    """[(text, nanoseconds)] of the links whose transfers take too long."""
-    links = measured(waits, segments)
-    crowded = bool(trace.crowded())
-    found = []
+    """[(text, nanoseconds lost)] of the links whose transfers take too long."""
+    links = [link for link in measured(waits, segments) if len(link.lengths) >= LEAST_LENGTHS]
+    least, found = CABLE_NS * (CROWDED if trace.crowded() else 1), []
     for link in links:
-        if link.time < LARGE_SHARE * (trace.end - trace.start):
-            continue
-        others = [one.time / one.payload for one in links
+        others = [one.length / one.size for one in links
                   if one is not link and (one.axis, one.message) == (link.axis, link.message)]
-        pace, usual = link.time / link.payload, median(others) if others else 0.0
-        # Where a rank may have to wait for a core, even quick transfers must be slow.
-        typical = sorted(link.times)[len(link.times) // (8 if crowded else 2)]
-        least = CABLE_NS * (CROWDED if crowded else 1)
-        if others and pace > SLOW_LINK * usual and typical > least:
-            told = f"{pace / max(usual, 1e-9):.1f}x as long per byte as the axis's others"
-        elif typical > least + CABLE_NS_PER_BYTE * link.size:
-            told = "longer than over a gigabit cable"
+        usual = median(others) * link.size if others else 0.0
+        cable = CABLE_NS_PER_BYTE * link.size
+        if others and link.quick > max(SLOW_LINK * usual, least):
+            times = link.length / max(usual, 1)
+            told = f"{times:.1f}x as long per byte as the axis's others"
+        elif link.quick > least + cable:
+            usual, told = cable, "longer than over a gigabit cable"
         else:
             continue
-        found.append((f"{link.text()}, {told}", link.time))
+        lost = link.lost(trace, waits, usual)
+        share = lost / (trace.end - trace.start)
+        if share >= LARGE_SHARE:
+            found.append((f"{link.text()}, {told}: {share:.0%} of the step", lost))
     return found
 
 
 def measured(waits: Waits, segments: list[list[Segment]]) -> list[Link]:
-    """Every link with its transfers, without those that stood still while the sender computed."""
+    """Every link that carried data, with the lengths of the transfers that show theirs."""
     links: dict[tuple, Link] = {}
     for event in waits.events:
-        payload = event.calls[0].record.payload_bytes
-        message = event.calls[0].record.operation in POINT_TO_POINT
-        # The first member that leaves a collective shows how long the data travelled.
-        slow = event.calls[1].transfer_ns if message else min(
-            call.transfer_ns for call in event.calls)
-        if not payload or (message and _stood_still(event, slow, segments[event.ranks[0]])):
+        if not event.calls[0].record.payload_bytes:
             continue
+        message = event.operation == "message"
         link = links.setdefault((event.axis, event.ranks, message),
                                 Link(event.axis, event.ranks, message))
-        link.times.append(slow)
-        link.payload += payload
+        sent = event.calls[0].record.posted_ns if message else event.arrival_ns
+        first = _first_to_leave(event)
+        start, end = max(sent, link.free), first.record.done_ns
+        # Data that came before anybody waited for them do not show when.
+        seen = 0 < end - start <= 2 * first.transfer_ns
+        if seen and not (message and _stood_still(start, end, segments[event.ranks[0]])):
+            link.lengths.append(end - start)
+        link.events.append(event)
+        link.free = max(link.free, end)
     return list(links.values())
 
 
-def _stood_still(event: Event, slow: int, sender: list[Segment]) -> bool:
+def _first_to_leave(event: Event) -> Call:
+    """The receiver of a message. Of a collective, who shows how long the data travelled."""
+    receivers = event.calls[1:] if event.operation == "message" else event.calls
+    return min(receivers, key=lambda call: call.record.done_ns)
+
+
+def _stood_still(start: int, end: int, sender: list[Segment]) -> bool:
     """Whether a message moved only when its sender had finished a pass and called MPI again.
 
     MPI moves nothing until it is called. That says nothing about the link.
     """
-    end = event.calls[1].record.done_ns
-    first = bisect_right(sender, end - slow, key=lambda one: one.end)
+    first = bisect_right(sender, start, key=lambda one: one.end)
     last = bisect_left(sender, end, key=lambda one: one.start)
     computing = [one for one in sender[first:last] if one.kind in COMPUTE]
     return bool(computing) and 0 <= end - computing[-1].end < AFTER_NS and (
-        computing[-1].end - max(computing[-1].start, end - slow) > slow / 2)
+        computing[-1].end - max(computing[-1].start, start) > (end - start) / 2)

@@ -43,11 +43,13 @@ class Run:
     """What is simulated. fault: what is planted on `rank`, `delay` ms in each step.
 
     Faults: data, F or B (of one layer), gc, opt, save, between, link, or "" for none.
+    link: (axis, ranks) of the slow link, which are a group, or the sender and the receiver.
     """
 
     layout: tuple[tuple[str, int], ...]
     fault: str = ""
     rank: int = 0
+    link: tuple[str, tuple[int, ...]] = ("", ())
     delay: float = 0.0
     schedule: str = "1f1b"
     microbatches: int = 4
@@ -80,6 +82,8 @@ class Simulator:
         units = unit_flops(model_config(self.model))
         self.head_ms = run.block_ms * units.head / units.block
         self.arrivals = defaultdict(dict)  # of a meeting or message: {rank: when it came}
+        self.ends = {}  # of a meeting or message: when its data have travelled
+        self.free = defaultdict(float)  # of a link: when it has carried all before
         self.clock = [0.0] * world_size
         self.step, self.posted, self.counts = {}, {}, defaultdict(int)
         self.ranks = []
@@ -127,21 +131,28 @@ class Simulator:
         self.counts[rank, axis, name] += 1
         waited = self.clock[rank]
         posted = waited if posted is None else posted
-        arrived = self.arrivals[axis, group, name, self.counts[rank, axis, name]]
+        key = axis, group, name, self.counts[rank, axis, name]
+        arrived = self.arrivals[key]
         arrived[rank] = posted
         while len(arrived) < len(group):
             yield
-        slow = self.run.fault == "link" and axis != "pp" and self._link() == (axis, group)
-        meetings = {"tp": 4 * self.run.microbatches * max(self.stage_layers), "dp": 2}.get(axis, 1)
-        transfer = WIRE_MS + (self.run.delay / meetings if slow else 0)
-        self.clock[rank] = max(waited, max(arrived.values()) + transfer)
+        self.clock[rank] = max(waited, self._travel(key, (axis, group), max(arrived.values())))
         self._record(rank, "all_reduce", name, axis, (posted, waited, self.clock[rank]),
                      payload_bytes=size, wire_bytes=size, **facts)
 
-    def _link(self):
-        """The slow link: a dp group where there is one, else messages, else a tp group."""
-        axis = next(axis for axis in ("dp", "pp", "tp") if self.sizes[axis] > 1)
-        return axis, self.ranks[self.run.rank].groups[axis]
+    def _travel(self, key, link, sent):
+        """When the data of a meeting or message have travelled: a link carries one at a time."""
+        if key not in self.ends:
+            slow = self.run.fault == "link" and self.run.link == link
+            each = {"tp": 4 * self.run.microbatches * max(self.stage_layers), "dp": 2,
+                    "pp": self.run.microbatches}.get(link[0], 1)  # fmt: skip
+            length = self._wire_ms() + (self.run.delay / each if slow else 0)
+            self.ends[key] = self.free[link] = max(sent, self.free[link]) + length
+        return self.ends[key]
+
+    def _wire_ms(self):
+        """What a healthy transfer takes."""
+        return WIRE_MS
 
     def _record(self, rank, operation, name, axis, times, **facts):
         self.ranks[rank].records.append(
@@ -206,13 +217,11 @@ class Simulator:
 
     def _receive(self, rank, message, posted):
         source, waited = self.grids[rank].at(pp=message.source), self.clock[rank]
-        sent = self.arrivals[self._key(rank, message, message.source, message.target)]
+        key = self._key(rank, message, message.source, message.target)
+        sent = self.arrivals[key]
         while source not in sent:
             yield
-        slow = (self.run.fault == "link" and self._link()[0] == "pp" and message.direction == "F"
-                and source == self.run.rank)
-        length = WIRE_MS + (self.run.delay / self.run.microbatches if slow else 0)
-        self.clock[rank] = max(waited, sent[source] + length)
+        self.clock[rank] = max(waited, self._travel(key, ("pp", (source, rank)), sent[source]))
         self._record(rank, "recv", "activations" if message.direction == "F" else "gradients", "pp",
                      (posted, waited, self.clock[rank]), peer=message.source,
                      tag=self._tag(message), payload_bytes=8192, wire_bytes=0)

@@ -15,6 +15,7 @@ https://co-design.pop-coe.eu/metrics/index.html
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -75,11 +76,13 @@ def efficiency(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> Eff
     return Efficiency(useful, trace.end - trace.start, ideal)
 
 
-def replay(trace: Trace, waits: Waits) -> list[int]:
+def replay(trace: Trace, waits: Waits, transfer: Callable[[Call], float] = lambda _: 0
+           ) -> list[float]:
     """When each rank would end on an ideal network; starts are those of the trace.
 
     Each rank runs through its own posts and waits. It stops at a wait until all participants have
     posted. The job has run, so some rank can always go on.
+    transfer: how long a call blocks after that. With its `transfer_ns` the trace itself comes out.
     """
     programs = [_program(rank.start, calls)
                 for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
@@ -98,6 +101,7 @@ def replay(trace: Trace, waits: Waits) -> list[int]:
                     waiting[id(missing[0])].append(rank)
                     break
                 clock[rank] = max([clock[rank] + gap, *(posted[id(one)] for one in partners)])
+                clock[rank] += transfer(call)
             else:
                 clock[rank] += gap
                 posted[id(call)] = clock[rank]

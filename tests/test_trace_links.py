@@ -1,0 +1,125 @@
+"""A slow link is named with what it costs; healthy links are silent, also on a noisy machine."""
+
+from dataclasses import replace
+
+import pytest
+from test_trace_causes import DP, POINTS, PP, PP4, TP, analysed
+from trace_cases import record, span, trace
+
+from mpipar.trace import links, pop, segments, waits
+from mpipar.trace.analysis import analyse
+from mpipar.trace.planted import Run, Simulator
+
+GROUPS = [(DP, ("dp", (0, 1))), (TP, ("tp", (0, 1))), (DP + PP, ("dp", (2, 3)))]
+MESSAGES = [(layout, ("pp", ranks)) for layout, pairs in (
+    (PP, [(0, 1), (1, 0)]), (DP + PP, [(0, 2), (3, 1)]), (PP + TP, [(0, 2), (3, 1)]),
+    (PP4, [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)])) for ranks in pairs]
+
+
+def check(layout, link, schedule, steps_late):
+    """The link is the one finding, and it costs what the step is longer than without it."""
+    plain = Run(layout, schedule=schedule)
+    base, _ = analysed(plain)
+    run = replace(plain, fault="link", link=link, delay=steps_late * base.step_ms)
+    late = Simulator(run)
+    finding, = analyse(late.trace).findings
+    axis, ranks = link
+    name = " -> ".join(map(str, ranks)) if axis == "pp" else ", ".join(map(str, ranks))
+    assert finding.kind == "slow link"
+    assert finding.text.startswith(f"{axis} {'link' if axis == 'pp' else 'group'} {name}: ")
+    assert finding.lost_ms / late.step_ms == pytest.approx(
+        1 - base.step_ms / late.step_ms, abs=POINTS)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("layout", "link"), GROUPS + MESSAGES, ids=str)
+def test_a_slow_link_is_named(layout, link, schedule):
+    check(layout, link, schedule, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("steps_late", [0.5, 0.75, 1.5, 2, 4])
+@pytest.mark.parametrize(("layout", "link"), GROUPS + MESSAGES, ids=str)
+def test_a_link_of_any_slowness_is_named(layout, link, schedule, steps_late):
+    check(layout, link, schedule, steps_late)
+
+
+@pytest.mark.parametrize("layout", [DP + PP, PP + TP, PP4], ids=str)
+def test_a_replay_with_all_transfers_is_the_trace(layout):
+    simulator, analysis = analysed(Run(layout, fault="link", link=("pp", (0, 1)), delay=50))
+    ends = pop.replay(simulator.trace, analysis.waits, lambda call: call.transfer_ns)
+    assert max(ends) == simulator.trace.end
+
+
+class Noisy(Simulator):
+    """Work varies by a sixth and links by half a millisecond; of both, some takes 5 ms longer."""
+
+    def _longer(self, mean_ms):
+        rare = self.random.expovariate(1 / 5) if self.random.random() < 0.03 else 0
+        return self.random.expovariate(1 / mean_ms) + rare
+
+    def _work(self, rank, length, extra=0.0):
+        return super()._work(rank, length, extra + self._longer(0.15 * max(length, 0.1)))
+
+    def _wire_ms(self):
+        return super()._wire_ms() + self._longer(0.5)
+
+
+def check_silence(layout, schedule, seeds):
+    for seed in seeds:
+        found = analyse(Noisy(Run(layout, schedule=schedule, seed=seed)).trace)
+        assert [one.text for one in found.findings if one.kind == "slow link"] == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("layout", [DP + PP, PP + TP, PP4], ids=str)
+def test_noise_is_no_slow_link(layout, schedule):
+    check_silence(layout, schedule, range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("layout", [DP, PP, DP + PP, PP + TP, PP4], ids=str)
+def test_much_noise_is_no_slow_link(layout, schedule):
+    check_silence(layout, schedule, range(2, 100))
+
+
+def by_hand(arrivals, waits_from=0):
+    """The slow links of steps of 110 ms, in which a message arrives after some ms.
+
+    After sending, the sender computes for 40 ms. The receiver then has work for 60. Then both meet.
+    """
+    records, passes = ([], []), []
+    for step, arrival in enumerate(arrivals):
+        now, done = 110 * step, 110 * step + arrival + 60
+        facts = {"step": step + 1, "payload_bytes": 8192}
+        records[0].append(record("send", "activations", "pp", now, now, now, peer=1, **facts))
+        records[1].append(record("recv", "activations", "pp", now, now + waits_from, now + arrival,
+                                 peer=0, **facts))
+        passes.append(span("F", now, now + 40, step=step + 1))
+        for own, came in zip(records, (now + 40, done), strict=True):
+            own.append(record("all_reduce", "step.norm", "world", came, came, done))
+    made = trace(records, [passes, []], end=110 * len(arrivals), steps=len(arrivals))
+    found = waits.find(made)
+    return links.slow_links(made, found, segments.of_trace(made, found))
+
+
+def test_a_message_shows_its_length_if_somebody_waits_for_half_of_it():
+    (text, lost), = by_hand([30] * 6, waits_from=10)
+    assert text == ("pp link 0 -> 1: 6 transfers of 8.0 KiB take 30.00 ms each (0.3 MB/s), longer"
+                    " than over a gigabit cable: 18% of the step")
+    assert lost == pytest.approx(6 * 20e6, rel=0.01)  # so long the receiver waited
+    assert by_hand([30] * 6, waits_from=16) == []
+
+
+def test_three_messages_must_show_it():
+    assert len(by_hand([30, 30, 30])) == 1
+    assert by_hand([30, 30]) == []
+
+
+def test_a_message_that_stood_still_until_the_sender_was_done_shows_nothing(monkeypatch):
+    assert by_hand([40.5] * 6) == []
+    assert len(by_hand([42] * 6)) == 1
+    monkeypatch.setattr(links, "AFTER_NS", 0)  # the broken twin blames the link
+    assert len(by_hand([40.5] * 6)) == 1
