@@ -10,12 +10,12 @@
     python -m bench.step --cable 200,1000         # on two hosts: see bench/step/cable.py
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
-are data and tensor parallelism, pipelines (1f1b, zb-h1), and one rank alone. If PyTorch is
-installed, its side `torch` runs eagerly. It computes attention explicitly (product, mask, softmax,
-product), as mpipar does. Its other sides have its own attention, its own AdamW in one pass, and are
-compiled as a whole, where a C++ compiler is found. All sides start from the same weights, and must
-give PyTorch's losses over three updates before anything is timed. Their repetitions alternate, so
-that a slow spell of the machine hits all.
+are data and tensor parallelism, pipelines (1f1b, zb-h1, zb-v), and one rank alone, at once and in
+the microbatches of the pipelines. If PyTorch is installed, its side `torch` runs eagerly. It
+computes attention explicitly (product, mask, softmax, product), as mpipar does. Its other sides
+have its own attention, its own AdamW in one pass, and are compiled as a whole, where a C++ compiler
+is found. All sides start from the same weights, and must give PyTorch's losses over three updates
+before anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all.
 
 The sides `products` multiply what one rank's step multiplies, and do nothing else, by NumPy and by
 PyTorch. Their tflops are the rates of both libraries at the shapes of the step.
@@ -75,7 +75,7 @@ from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
 
 ALONE = ", one rank"
-SCHEDULES, MICROBATCHES = ("1f1b", "zb-h1"), 8  # of the pipelines
+SCHEDULES, MICROBATCHES = ("1f1b", "zb-h1", "zb-v"), 8  # of the pipelines
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of losses
 
 
@@ -113,17 +113,23 @@ def parse(argv):
     return args
 
 
-def layouts_of(args, num_ranks: int) -> dict[str, dict]:
-    """What stands behind the name of a side -> its settings of the grid."""
+def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
+    """What stands behind the name of a side -> its settings of the grid; likewise one rank's own.
+
+    One rank also takes the microbatches of the pipelines: what these cost, a pipeline costs too.
+    """
     if num_ranks == 1:
-        return {"": {}}
+        return {"": {}}, {}
+    alone = {ALONE: {}}
     found = {f", {axis} {num_ranks}": {axis: num_ranks}
              for axis, count in (("dp", args.batch_size), ("tp", args.heads))
              if count % num_ranks == 0}
     if args.device == "cpu" and args.layers >= num_ranks:
         piped = {"pp": num_ranks, "num_microbatches": math.gcd(args.batch_size, MICROBATCHES)}
         found |= {f", pp {num_ranks} {name}": piped | {"schedule": name} for name in SCHEDULES}
-    return found
+        if (count := piped["num_microbatches"]) > 1:
+            alone[f"{ALONE}, {count} microbatches"] = {"num_microbatches": count}
+    return found, alone
 
 
 def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
@@ -132,14 +138,14 @@ def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
     One rank alone is world rank 0. Comm: makes the groups of each.
     """
     names, sides = [], {}
-    layouts = layouts_of(args, world.size) | ({ALONE: {}} if world.size > 1 else {})
-    for behind, layout in layouts.items():
+    together, alone = layouts_of(args, world.size)
+    for behind, layout in (together | alone).items():
         for name in KERNELS[args.device]:
             if name == "numba" and importlib.util.find_spec("numba") is None:
                 continue
             shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{behind}"
             names.append(shown)
-            here = world if behind != ALONE else SimpleNamespace(rank=0, size=1)
+            here = world if behind in together else SimpleNamespace(rank=0, size=1)
             if here is world or world.rank == 0:
                 ops = make(args.device, args.dtype, kernels=name, host_rank=host_rank)
                 sides[shown] = OurSide(configure(args, layout, here.size), rows, ops, here)
