@@ -10,8 +10,8 @@
     python -m bench.step --cable 200,1000         # on two hosts: see bench/step/cable.py
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
-are data and tensor parallelism, pipelines (1f1b, zb-h1, zb-v), and one rank alone, at once and in
-the microbatches of the pipelines. If PyTorch is installed, its side `torch` runs eagerly. It
+are data and tensor parallelism, and pipelines (1f1b, zb-h1, zb-v). One rank alone is there at once,
+and in the microbatches of the pipelines. If PyTorch is installed, its side `torch` runs eagerly. It
 computes attention explicitly (product, mask, softmax, product), as mpipar does. Its other sides
 have its own attention, its own AdamW in one pass, and are compiled as a whole, where a C++ compiler
 is found. All sides start from the same weights, and must give PyTorch's losses over three updates
