@@ -45,16 +45,16 @@ def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
     parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
     parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
-    for name, default, text in (
-        ("layers", 6, "transformer blocks"),
-        ("d-model", 384, "model width"),
-        ("heads", 6, "attention heads"),
-        ("seq-len", 256, "tokens per row"),
-        ("batch-size", 4, "rows per step"),
-        ("vocab-size", 256, "tokens in the vocabulary"),
-        ("repeats", 20, "timed steps"),
+    for flag, default, text in (
+        ("--layers", 6, "transformer blocks"),
+        ("--d-model", 384, "model width"),
+        ("--heads", 6, "attention heads"),
+        ("--seq-len", 256, "tokens per row"),
+        ("--batch-size", 4, "rows per step"),
+        ("--vocab-size", 256, "tokens in the vocabulary"),
+        ("--repeats", 20, "timed steps"),
     ):
-        parser.add_argument(f"--{name}", type=flags.count, default=default,
+        parser.add_argument(flag, type=flags.count, default=default,
                             help=f"{text} ({default})")
 
 
