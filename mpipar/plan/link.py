@@ -18,7 +18,7 @@ import numpy as np
 
 REPEATS = 5  # after one that is not counted
 WINDOW = 8  # messages one after the other
-WORKS = 5  # the quickest counts
+WORKS = 9  # the lower quartile counts: now and then another core does the sending
 TRIES = 2  # a single arrival may be late by chance
 AWAY_HOPS, LATE_HOPS = 3, 2  # how long a sender stays away from MPI, and what is late
 AWAY_SECONDS = 0.01  # at least
@@ -137,4 +137,4 @@ def measure_sending(comm, peer: int, x, y, hop: float) -> float:
             pending = comm.irecv(y, 0, 6, "measure.sending")
             comm.send(ready, 0, 5, "measure.sending")
             pending.wait()
-    return max(0.0, min(beside) - min(alone)) if beside else 0.0
+    return max(0.0, sorted(beside)[WORKS // 4] - min(alone)) if beside else 0.0
