@@ -1,15 +1,16 @@
 """mpipar that ends too early: python ended_run.py HOW NUMBER mpipar-arguments...
 
-HOW is `kill` or `stop`: SIGKILL or SIGTERM to this process when step NUMBER begins. `evaluate`:
-SIGKILL when the evaluation begins. `no-space`: the disk is full for the NUMBERth file of pieces
-that this process writes. `full`: also for all later ones. Others: one of TWINS, a run that goes on
-with a mistake.
+HOW is `kill` or `stop`: SIGKILL or SIGTERM to this process when step NUMBER begins. The step goes
+on when SIGTERM has been heard. `evaluate`: SIGKILL when the evaluation begins. `no-space`: the disk
+is full for the NUMBERth file of pieces that this process writes. `full`: also for all later ones.
+Others: one of TWINS, a run that goes on with a mistake.
 """
 
 import errno
 import os
 import signal
 import sys
+import time
 
 from mpipar.checkpoint import save
 from mpipar.cli import main
@@ -20,12 +21,14 @@ from mpipar.train.worker import Worker
 HOW, NUMBER = sys.argv.pop(1), int(sys.argv.pop(1))
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGTERM}
 plain_step, plain_write = Worker.train_step, save.write_new
-written = []
+written, sessions = [], []
 
 
 def train_step(self, step, *rest):
     if step == NUMBER:
         os.kill(os.getpid(), SIGNALS[HOW])
+        while not sessions[0].stop_requested:
+            time.sleep(0.001)
     return plain_step(self, step, *rest)
 
 
@@ -70,4 +73,10 @@ elif HOW == "evaluate":
 else:
     save.write_new = write_new
 
-guard(main)
+
+def run(argv, session):
+    sessions.append(session)
+    return main(argv, session)
+
+
+guard(run)

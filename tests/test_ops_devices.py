@@ -15,11 +15,6 @@ from mpipar.ops import make
 from mpipar.ops.cuda.loader import Loader
 
 
-def test_unknown_device_is_a_bug():
-    with pytest.raises(AssertionError, match="gpu"):
-        make("gpu", "float32")
-
-
 def test_cuda_without_cupy_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # any import of it fails now
     with pytest.raises(EnvironmentProblem, match=r"pip install '\.\[cuda\]'") as caught:

@@ -66,7 +66,8 @@ class NumpyAttention:
         queries, keys = self._scaled(q, kv_heads), self._turned("keys", k)
         values, out = self._heads("values", v, kv_heads), _by_group(y, kv_heads)
         for tile in tiles:
-            # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's.
+            # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's. The
+            # probabilities of a part lie together, so theirs is a view.
             if probs is None:
                 at = slice(0, tile.queries.stop - tile.queries.start)
                 rows = self._buffer("scores", (len(q) * q.shape[2], at.stop, tile.keys))
