@@ -48,7 +48,8 @@ class Explorer {
     for (const place of places) place.addEventListener("scroll", () => {
       for (const other of places) other.scrollLeft = place.scrollLeft;
     });
-    let shown = 0;  // the width for which it is drawn
+    let shown = find("controls").clientWidth;  // the width for which it is drawn
+    this.draw();
     new ResizeObserver(() => {
       if (find("controls").clientWidth === shown) return;
       shown = find("controls").clientWidth;
