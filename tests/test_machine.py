@@ -61,6 +61,7 @@ BROKEN = {
         lambda value: value["curves"][0]["pieces"][0].update(latency_us=-1),
     "products: every combination": lambda value: value["products"].pop(),
     "units: rows and tp": lambda value: value["units"][0].update(rows=0),
+    "units: sharing must be at least 1": lambda value: value["units"][0].update(sharing=0.5),
     "units[0].block has no 'w'": lambda value: value["units"][0]["block"].pop("w"),
     "ranks is True, not a legal int": lambda value: value["curves"][0].update(ranks=True),
 }  # fmt: skip
@@ -250,6 +251,13 @@ def test_more_ranks_than_cores_share_them_and_the_prediction_says_so(path):
     assert shared.update == pytest.approx(2 * own.update)
     assert own.sharing == ""
     assert shared.sharing.startswith("4 ranks share 2 cores: in the prediction, ranks that")
+    dearer = replace(machine(), units=tuple(
+        replace(units, sharing=1.25) for units in machine().units))
+    assert step_estimate(replace(dearer, cores=4), config) == own
+    found = step_estimate(replace(dearer, cores=2), config)
+    assert found.pipeline == pytest.approx(1.25 * shared.pipeline)
+    assert found.update == pytest.approx(1.25 * shared.update)
+    assert found.sharing.endswith(" equal shares, and passes take 1.25 times as much of a core")
     piped = [step_estimate(replace(machine(), cores=cores), config_of(pp=4)).pipeline
              for cores in (4, 2, 1)]
     assert piped[0] < piped[1] < piped[2] < 4 * piped[0]  # not all four compute all the time

@@ -168,6 +168,9 @@ def test_ranks_that_share_cores_get_equal_shares(cores):
     own, shared = (simulate(make_schedule("gpipe", 1, 6), Costs(2, 3, 1, cores=share)).makespan
                    for share in (1, Fraction(cores, 4)))
     assert shared == own * Fraction(4, cores)
+    dearer = simulate(make_schedule("gpipe", 1, 6),
+                      Costs(2, 3, 1, cores=Fraction(cores, 4), sharing=Fraction(5, 4))).makespan
+    assert dearer == (shared * Fraction(5, 4) if cores < 4 else own)
     in_turn = [simulate(make_schedule("naive", 4, 3), Costs(2, 3, 1, cores=share)).makespan
                for share in (None, cores)]
     waiting = [max(0, Fraction(1 + ended, cores) - 1) for ended in (1, 2, 3)]

@@ -131,4 +131,6 @@ def describe_machine(machine: Machine) -> str:
         lines.append(f"passes of {units.rows} row(s), tp {units.tp}: {block * 1e3:.2f} ms for a "
                      f"block, {units.update_seconds_per_parameter * 1e9:.2f} ns per parameter and "
                      "update")
+        if units.sharing > 1:
+            lines[-1] += f", {units.sharing:.2f} times as much of a core where ranks share it"
     return "\n".join(lines)

@@ -24,8 +24,9 @@ class Costs:
     goes while its ranks compute, None for any size (see `events`). sending: the share of its
     sender's core that a message takes while it keeps its link, 0 to 1. units: how many equal parts
     a pass has; MPI is entered between them. cores: how many the pipeline's ranks share, None for
-    one core each. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from
-    I to W. transient_bytes: what a layer that runs forward again holds besides during I.
+    one core each. sharing: how many times as much time of a core a pass takes while ranks share
+    it and its caches. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays
+    from I to W. transient_bytes: what a layer that runs forward again holds besides during I.
     weight_bytes: weights, gradients and optimizer state of one copy of a stage.
     """
 
@@ -40,6 +41,7 @@ class Costs:
     sending: Real = 0
     units: Real | tuple[Real, ...] = 1
     cores: Real | None = None
+    sharing: Real = 1
     stash_bytes: Real | tuple[Real, ...] = 0
     kept_bytes: Real | tuple[Real, ...] = 0
     transient_bytes: Real | tuple[Real, ...] = 0

@@ -82,7 +82,8 @@ class Events:
 
     def _slowdown(self) -> Real:
         """How much longer a pass takes now than on a core of its own."""
-        return max(1, (len(self.computing) + self.ended) / self.costs.cores)
+        ranks_per_core = (len(self.computing) + self.ended) / self.costs.cores
+        return ranks_per_core * self.costs.sharing if ranks_per_core > 1 else 1
 
     def _next_end(self) -> Real:
         """When the next pass ends if no other begins."""

@@ -125,6 +125,8 @@ class Units:
     model: the ModelConfig's fields except the number of layers, since every block costs the same.
     tp: ranks that share a block; the times include their barriers. update_seconds_per_parameter:
     everything that a step does once for each parameter, from clearing gradients to the optimizer.
+    sharing: how many times as much time of a core passes take while ranks share it. It is 1 where
+    every rank has a core, or where nobody measured it.
     """
 
     model: dict
@@ -136,6 +138,7 @@ class Units:
     block: Passes
     head: Passes
     update_seconds_per_parameter: float
+    sharing: float = 1.0
 
 
 @dataclass(frozen=True)

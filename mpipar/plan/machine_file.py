@@ -76,6 +76,8 @@ def _problems(machine: Machine) -> list[str]:
         found.append("products: every combination of some M, K and N once, all above 0")
     if any(min(units.rows, units.tp) < 1 for units in machine.units):
         found.append("units: rows and tp must be at least 1")
+    if any(units.sharing < 1 for units in machine.units):
+        found.append("units: sharing must be at least 1")
     if min(machine.ranks, machine.cores) < 1:
         found.append("ranks and cores must be at least 1")
     if any(one.size_bytes is not None and one.size_bytes < 0 for one in machine.eager):

@@ -8,8 +8,8 @@ step. Memory comes from running the layers on shapes. The result is one `Costs` 
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import mean, median
-from time import perf_counter
+from statistics import median
+from time import perf_counter, thread_time
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
-from mpipar.comm.hosts import cores_of, in_turns
+from mpipar.comm.hosts import cores_of, in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.config.memory import MemoryConfig
 from mpipar.layers.context import Context, made_again
@@ -48,8 +48,8 @@ def unit_counts(config, schedule) -> tuple[int, ...]:
 class Watch:
     """Stands in for the engine that a stage's passes report to: says what each unit took.
 
-    look: gives a number now, time or bytes. taken: {(kind of pass, unit of the stage): how much the
-    number rose from entering the unit to leaving it, each time}.
+    look: gives a number or an array now, times or bytes. taken: {(kind of pass, unit of the stage):
+    how much it rose from entering the unit to leaving it, each time}.
     """
 
     def __init__(self, look):
@@ -84,10 +84,10 @@ def activation_shape(worker, batch) -> tuple[int, ...]:
 
 
 def measure_times(worker, repeats: int) -> dict:
-    """{kind: {unit: mean seconds}} of the units that this rank holds.
+    """{kind: {unit: [mean seconds, mean seconds of a core]}} of the units that this rank holds.
 
     repeats: microbatches, after one that warms up. 0: that one counts. A step adds its passes up,
-    so their mean counts.
+    so their mean counts. While a pass waits for its core, only the first number grows.
 
     Comm: the layers' barriers over tp.
     """
@@ -99,7 +99,7 @@ def measure_times(worker, repeats: int) -> dict:
 
     def now():
         ops.synchronize()
-        return perf_counter()
+        return np.array((perf_counter(), thread_time()))
 
     found: dict = {kind: {} for kind in "fiw"}
     for number, stage in worker.stages.items():
@@ -108,7 +108,7 @@ def measure_times(worker, repeats: int) -> dict:
             watch_passes(stage, watch, [Stash(batch) for _ in range(microbatches)], x, dy)
         first = stage_units(number, worker.stage_layers)[0]
         for (kind, unit), times in watch.taken.items():
-            found[kind][first + unit] = mean(times)
+            found[kind][first + unit] = np.mean(times, axis=0).tolist()
     return found
 
 
@@ -160,10 +160,11 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     """Costs by unit, on world rank 0; None elsewhere.
 
     config: resolved, except for the schedule's name. Passes are measured on as many ranks at once
-    as have a core each. The costs say what share of the cores a pipeline has.
+    as have a core each. The costs say what share of the cores a pipeline has. Where ranks share
+    cores, all of them run their passes at once, too: that shows what sharing costs.
 
     Comm: makes the groups of a worker. Then a few passes of every layer over tp and cp, barriers
-    and one gather over the world.
+    and a gather over the world.
     """
     plain = replace(config, grid=replace(
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
@@ -172,9 +173,16 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     times = in_turns(mpi_world, grid.pp_rank * grid.dp_size + grid.dp_rank,
                      grid.pp_size * grid.dp_size, grid.cp_size * grid.tp_size,
                      lambda: measure_times(worker, repeats))
-    worker.close()
-    facts = gather_facts(mpi_world, times)
     cores = cores_of(mpi_world).cores
+    share = pipeline_cores(config.grid, cores)
+    shared = None
+    # A group that waits for each other takes cores for that, too, so its passes do not show it.
+    single = config.grid.tp == config.grid.cp == 1
+    if share is not None and single and repeats and ops.device == "cpu":
+        quiet_barrier(mpi_world)
+        shared = measure_times(worker, repeats)
+    worker.close()
+    facts = gather_facts(mpi_world, (times, shared))
     if facts is None:
         return None
     num_units = config.model.layers + 2
@@ -182,10 +190,19 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     def by_unit(kind):
         """The median over the ranks that have a unit; JSON has made its number a string."""
         times: dict = {}
-        for fact in facts:
-            for unit, seconds in fact[kind].items():
+        for fact, _ in facts:
+            for unit, (seconds, _) in fact[kind].items():
                 times.setdefault(int(unit), []).append(seconds)
         return tuple(median(times[unit]) for unit in range(num_units))
 
-    return Costs(f=by_unit("f"), i=by_unit("i"), w=by_unit("w"),
-                 cores=pipeline_cores(config.grid, cores), **unit_memory(config))
+    sharing = 1.0
+    if shared is not None:
+        sharing = max(1.0, median(_core_seconds(crowded) / _core_seconds(alone)
+                                  for alone, crowded in facts))
+    return Costs(f=by_unit("f"), i=by_unit("i"), w=by_unit("w"), cores=share, sharing=sharing,
+                 **unit_memory(config))
+
+
+def _core_seconds(times) -> float:
+    """Seconds of a core in all passes of `measure_times`."""
+    return sum(core for units in times.values() for _, core in units.values())

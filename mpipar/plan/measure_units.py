@@ -30,7 +30,8 @@ def largest(mpi_world, value: float) -> float:
 def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -> Units | None:
     """Time the passes of a config's parts, on world rank 0; None elsewhere.
 
-    The times are those of the quietest of the rounds. The update is left at 0.
+    The times are those of the quietest of the rounds. What sharing a core costs is the median of
+    the rounds. The update is left at 0.
     Comm: that of `measure_costs` for each round.
     """
     grid = Grid.of(config.grid, mpi_world.rank)
@@ -38,13 +39,15 @@ def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -
     if costs[0] is None:
         return None
     quiet = min(costs, key=lambda one: sum(map(sum, (one.f, one.i, one.w))))
+    # A share of a disturbed round says nothing about its passes, so it need not be the same round.
+    sharing = median(one.sharing for one in costs)
     times = list(zip(quiet.f, quiet.i, quiet.w, strict=True))
     return Units(
         settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
         microbatch_rows(config),
         embedding=Passes(*times[0]), head=Passes(*times[-1]),
         block=Passes(*map(mean, zip(*times[1:-1], strict=True))),
-        update_seconds_per_parameter=0.0)
+        update_seconds_per_parameter=0.0, sharing=sharing)
 
 
 def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) -> float:

@@ -9,6 +9,7 @@ from mpipar.files.text import counted
 
 EQUAL_SHARES = "in the prediction, ranks that compute at the same time get equal shares"
 
+
 def slots(grid_config, cores: int) -> int:
     """How many ranks run at full speed: those with a core, and at least one group of tp and cp.
 
@@ -29,9 +30,10 @@ def pipeline_cores(grid_config, cores: int) -> float | None:
     return None if share == 1 else grid_config.pp / share
 
 
-def sharing_note(grid_config, cores: int) -> str:
-    """The mark of a prediction for more ranks than cores, else ""."""
+def sharing_note(grid_config, cores: int, sharing: float) -> str:
+    """The mark of a prediction for more ranks than cores, else "". sharing: as in `Costs`."""
     ranks = prod(getattr(grid_config, axis) for axis in AXES)
     if ranks <= cores:
         return ""
-    return f"{ranks} ranks share {counted(cores, 'core')}: {EQUAL_SHARES}"
+    more = f", and passes take {sharing:.2f} times as much of a core" if sharing > 1 else ""
+    return f"{ranks} ranks share {counted(cores, 'core')}: {EQUAL_SHARES}{more}"

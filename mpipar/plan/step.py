@@ -79,7 +79,7 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     parts = [passes.scaled(factor) for passes in parts]
     return Costs(f=tuple(passes.f for passes in parts), i=tuple(passes.i for passes in parts),
                  w=tuple(passes.w for passes in parts),
-                 cores=pipeline_cores(config.grid, machine.cores),
+                 cores=pipeline_cores(config.grid, machine.cores), sharing=units.sharing,
                  **(link_costs(machine, message_bytes) if config.grid.pp > 1 else {}),
                  **unit_memory(config))
 
@@ -145,9 +145,10 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     if config.memory.zero:  # each data rank updates its pieces
         updated /= config.grid.dp * config.grid.cp
     update = updated * units.update_seconds_per_parameter
-    update *= crowding(config.grid, machine.cores)
+    crowd = crowding(config.grid, machine.cores)
+    update *= crowd * units.sharing if crowd > 1 else 1
     return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)),
-                        sharing_note(config.grid, machine.cores),
+                        sharing_note(config.grid, machine.cores, units.sharing),
                         max(step.peak_total for step in steps))
 
 

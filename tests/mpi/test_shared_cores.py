@@ -1,0 +1,61 @@
+"""What a pass costs where ranks share cores, as `measure_costs` finds it: planted times."""
+
+import pytest
+from small_model import MODEL, WORLD, small_config
+
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
+from mpipar.comm.hosts import Cores
+from mpipar.plan import measure
+
+pytestmark = pytest.mark.ranks(4)
+WALL, CORE, CROWDED = 3.0, 2.0, 2.5  # seconds of a pass; the last two are those of a core
+
+
+def planted(layout, cores, monkeypatch):
+    """The costs where a pass takes WALL and CORE in turns, and CROWDED when all ranks compute."""
+    calls = []
+
+    def measured(worker, repeats):
+        calls.append(repeats)
+        each = [WALL, CORE if len(calls) == 1 else CROWDED]
+        return {kind: dict.fromkeys(range(MODEL.layers + 2), each) for kind in "fiw"}
+
+    monkeypatch.setattr(measure, "measure_times", measured)
+    monkeypatch.setattr(measure, "cores_of", lambda world: Cores(cores, cores < WORLD.size))
+    config = small_config(layout)
+    grid = Grid.of(config.grid, WORLD.rank)
+    return measure.measure_costs(config, grid, ops_module.make("cpu", "float64"), WORLD), calls
+
+
+@pytest.mark.parametrize(("layout", "cores", "times"), [
+    ((4, 1, 1), 2, 2), ((1, 4, 1), 1, 2), ((2, 2, 1), 2, 2),
+    ((4, 1, 1), 4, 1),  # a core each
+    ((2, 1, 2), 2, 1),  # ranks of tp wait for each other, which takes cores, too
+])
+def test_sharing_is_the_time_of_a_core_with_all_ranks_over_that_in_turns(
+        layout, cores, times, monkeypatch):
+    costs, calls = planted(layout, cores, monkeypatch)
+    assert len(calls) == times
+    if WORLD.rank == 0:
+        assert set(costs.f + costs.i + costs.w) == {WALL}
+        assert costs.sharing == (CROWDED / CORE if times == 2 else 1.0)
+
+
+def test_waiting_is_no_time_of_a_core(monkeypatch):
+    """Clocks that do not agree: each look, 4 seconds pass and the core works for 1."""
+    now = [0.0]
+
+    def tick():
+        now[0] += 4.0
+        return now[0]
+
+    monkeypatch.setattr(measure, "perf_counter", tick)
+    monkeypatch.setattr(measure, "thread_time", lambda: now[0] / 4.0)
+    config = small_config((4, 1, 1))
+    worker = measure.Worker(config, Grid.of(config.grid, WORLD.rank),
+                            ops_module.make("cpu", "float64"), measure.Recorder(), WORLD)
+    worker.initialize()
+    times = measure.measure_times(worker, 2)
+    worker.close()
+    assert {tuple(each) for units in times.values() for each in units.values()} == {(4.0, 1.0)}
