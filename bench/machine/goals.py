@@ -1,8 +1,9 @@
 """`bench.verify --goals`: steps predicted and measured where predictions are promised to hold.
 
-Each setting has its own cost model, which this makes first. Then several fresh jobs measure steps
-of every layout and schedule. A cable needs network namespaces, and so root; without them its
-settings are left out, and the program says so. The table's link is the setting.
+A launch is two fresh jobs: one makes a cost model, the next measures steps of every layout and
+schedule. So an error holds the luck of both, and a machine that changes between launches does not
+count as one. A cable needs network namespaces, and so root; without them its settings are left
+out, and the program says so. The table's link is the setting.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import shlex
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, Environm
 ROWS = 2  # of a microbatch
 END_BYTES = "1M"  # the largest sum: one unit's gradients
 LAUNCHES = 5
-CALIBRATION = 0.45  # of a setting's time
+CALIBRATION = 0.45  # of a launch's time
 
 
 class Setting(NamedTuple):
@@ -78,21 +80,22 @@ def measured(session, args, setting: Setting) -> list[dict] | None:
             Path(folder), setting.ranks, setting.mbit_per_second) as start:
         machine, details = Path(folder) / "machine.json", Path(folder) / "details.jsonl"
         tp = f"1,{setting.ranks}"
-        part = args.seconds / len(SETTINGS)
-        calibrate = ["bench.calibrate", "--out", machine, "--only-steps", "--rows", ROWS,
-                     "--tp", tp, "--end-bytes", END_BYTES, "--seconds", part * CALIBRATION]
-        verify = ["bench.verify", machine, "--only-steps", "--details", details,
-                  "--seconds", part * (1 - CALIBRATION) / launches]
-        for number, words in enumerate([calibrate, *[verify] * launches]):
-            print(f"{setting.name}: launch {number} of {launches}" if number
-                  else f"{setting.name}: calibration", file=sys.stderr, flush=True)
+        part = args.seconds / len(SETTINGS) / launches
+        jobs = {
+            "calibration": ["bench.calibrate", "--out", machine, "--only-steps", "--rows", ROWS,
+                            "--tp", tp, "--end-bytes", END_BYTES, "--seconds", part * CALIBRATION],
+            "steps": ["bench.verify", machine, "--only-steps", "--details", details,
+                      "--seconds", part * (1 - CALIBRATION)]}
+        for number, (name, words) in product(range(1, launches + 1), jobs.items()):
+            print(f"{setting.name}: launch {number} of {launches}: {name}", file=sys.stderr,
+                  flush=True)
             code = start(session, list(map(str, words)))
             if session.stop_requested or code == EXIT_INTERRUPTED:
                 return None
             if code not in (EXIT_OK, EXIT_CHECK_FAILED):
                 raise EnvironmentProblem(
                     f"{setting.name}: python -m {shlex.join(map(str, words))} ended with {code}")
-            if number:
+            if name == "steps":
                 lines += [json.loads(text) | {"link": setting.name}
                           for text in details.read_text().splitlines()]
     return lines
