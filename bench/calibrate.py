@@ -6,11 +6,11 @@
 Messages and collectives give latency and bandwidth by range of sizes, for each operation, kind of
 link and number of ranks. They also give duplex and contention factors, what sending takes of the
 sender's core, and the cost of a call through mpipar.comm. FILEs come from bench.interconnect
---json; without any, the needed cases are run here. Products, reductions and the passes of a model
-are measured here, on all ranks at once.
+--json; without any, the needed cases are run here. Products and the passes of a model are measured
+here, on as many ranks at once as there are cores.
 
---seconds is the time of the whole command. Half of it at most goes to computing. In what is left,
-each operation is measured at as many sizes as there is time for, up to --end-bytes. Then come
+--seconds is about the time of the whole command. Half of it at most goes to computing. In what is
+left, each operation is measured at as many sizes as there is time for, up to --end-bytes. Then come
 further rounds. Of a size's rounds the one with the least median counts: the model describes the
 undisturbed machine. Of several launches the median counts.
 """

@@ -83,7 +83,8 @@ def parse(argv):
                         help="calibrate and compare steps of 2 ranks, of 4 ranks, and of 2 ranks "
                         "across a cable of three rates (needs root for the cable)")
     parser.add_argument("--launches", type=int, default=0, metavar="K",
-                        help="start K fresh jobs with --start and judge all of them together")
+                        help="start K fresh jobs with --start and judge all of them together; "
+                        "with --goals, how often to calibrate and compare (5)")
     parser.add_argument("--start", metavar="COMMAND",
                         help=f"how --launches starts a job ({START})")
     parser.add_argument("--json", metavar="FILE", help="write the verdicts as a result file")

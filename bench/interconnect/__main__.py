@@ -8,8 +8,8 @@ Without a launcher it starts five jobs of its own, one after the other, and join
 intervals that it prints hold for another launch too. Under a launcher it is one such job.
 
 Every payload is checked before it is timed. Each operation has a row through mpipar.comm and, below
-it, one by bare mpi4py calls. --json keeps every sample; bench.table, bench.plot, bench.compare and
-bench.interconnect.ways read it.
+it, rows by bare mpi4py calls (--ways). --json keeps every sample; bench.table, bench.plot,
+bench.compare and bench.interconnect.ways read it.
 """
 
 from __future__ import annotations

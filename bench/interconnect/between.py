@@ -1,6 +1,6 @@
 """Between launches: the interval in which another launch's median lies, from a few launches.
 
-    python -m bench.interconnect latency all-reduce --launches 30 --json rows.jsonl
+    python -m bench.interconnect latency all-reduce --launches 30 --factor 512 --json rows.jsonl
     python -m bench.interconnect.between rows.jsonl [--write]    # --write: into bench/results/
 
 The program checks the interval by resampling many launches: how often do five hold a sixth?

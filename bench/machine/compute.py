@@ -1,8 +1,8 @@
 """Computing for the cost model: products by shape, reductions, and the passes of a model's parts.
 
-Everything runs on as many ranks at the same time as there are cores: they share caches and memory,
-as in training. Each time is that of the quietest of several rounds. So a slow spell of the machine
-does not count.
+Products and passes run on as many ranks at the same time as there are cores: they share caches and
+memory, as in training. Each time is that of the quietest of several rounds. So a slow spell of the
+machine does not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HELD_OUT_SIDES = (64, 256)  # between GEMM_SIDES
 GEMM_SECONDS = 0.02
 REDUCE_SIZES = tuple(1 << k for k in range(10, 23))
 ROUNDS, STEPS = 3, 5
-MICROBATCHES = 4  # of a measured step: at least this many, and at least one for each stage
+MICROBATCHES = 4  # of a measured step, for each pipeline rank
 
 
 def time_product(ops, m: int, k: int, n: int) -> float:
@@ -115,9 +115,9 @@ def step_seconds(world, ops, config, budget) -> float:
 
 
 def measure_passes(world, ops, config: Config, budget) -> Units | None:
-    """Time the passes of a config's parts with all ranks at work; on world rank 0.
+    """Time the passes of a config's parts and its update, on world rank 0; None elsewhere.
 
-    Comm: of tp, and those of the budget.
+    Comm: see `measure_units` and `update_seconds`, and those of the budget.
     """
     found = measure_units(config, ops, world, budget.rounds(ROUNDS))
     update = update_seconds(config, ops, world, ROUNDS)

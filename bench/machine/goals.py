@@ -1,8 +1,8 @@
 """`bench.verify --goals`: steps predicted and measured where predictions are promised to hold.
 
 A launch is two fresh jobs: one makes a cost model, the next measures steps of every layout and
-schedule. So an error holds the luck of both, and a machine that changes between launches does not
-count as one. A cable needs network namespaces, and so root; without them its settings are left
+schedule. So the launches' errors do not share one calibration's luck, and the machine may change
+between launches. A cable needs network namespaces, and so root; without them its settings are left
 out, and the program says so. The table's link is the setting.
 """
 

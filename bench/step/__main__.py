@@ -18,7 +18,8 @@ is found. All sides start from the same weights, and must give PyTorch's losses 
 before anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all.
 
 The sides `products` multiply what one rank's step multiplies, and do nothing else, by NumPy and by
-PyTorch. Their tflops are the rates of both libraries at the shapes of the step.
+PyTorch. Their tflops are the rates of both libraries at the shapes of the step. On several ranks
+NumPy has one rank's threads, PyTorch all.
 
 With 16 bits both sides update float32 weights and compute with a rounded copy; PyTorch does not use
 autocast. Losses must then agree to one rounding of the type. float16 keeps mpipar's first loss
@@ -84,7 +85,8 @@ def parse(argv):
     parser = flags.Parser(prog="python -m bench.step", description=__doc__)
     add_sizes(parser)
     parser.add_argument("--compiled", action=BooleanOptionalAction, default=None,
-                        help="compile PyTorch's sides as well (where a C++ compiler is found)")
+                        help="compile PyTorch's sides as well (where a C++ compiler is found; "
+                        "--no-compiled leaves them out)")
     parser.add_argument(freed.FLAG, action="store_true", help="free both BLAS libraries from what"
                         " they know of the processor's maker (see bench/step/freed.py)")
     parser.add_argument("--recipe", choices=("nanogpt",), help="its sizes and its learning rate, on"

@@ -18,16 +18,16 @@ class Costs:
     Times have any one unit, seconds where measured. Arithmetic with ints and Fractions is exact.
     f, i, w: forward, input gradient, weight gradient of one microbatch; a full backward is i + w.
     overlap: cost of OVERLAP_F_B divided by that of its forward and backward one after the other.
-    latency: from the end of a pass to the start of the pass on another rank that waits for its
-    result. bandwidth: bytes per unit of time of a link, one way; None for unlimited. On a link one
-    message follows the other. message_bytes: one activation. eager_bytes: the largest message that
-    goes while its ranks compute, None for any size (see `events`). sending: the share of its
-    sender's core that a message takes while it keeps its link, 0 to 1. units: how many equal parts
-    a pass has; MPI is entered between them. cores: how many the pipeline's ranks share, None for
-    one core each. sharing: how many times as much time of a core a pass takes while ranks share
-    it and its caches. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays
-    from I to W. transient_bytes: what a layer that runs forward again holds besides during I.
-    weight_bytes: weights, gradients and optimizer state of one copy of a stage.
+    latency: of a message, besides its time on the link; `hop` is both. bandwidth: bytes per unit of
+    time of a link, one way; None for unlimited. On a link one message follows the other.
+    message_bytes: one activation. eager_bytes: the largest message that goes while its ranks
+    compute, None for any size (see `events`). sending: the share of its sender's core that a
+    message takes while it keeps its link, 0 to 1. units: how many equal parts a pass has; MPI is
+    entered between them. cores: how many the pipeline's ranks share, None for one core each.
+    sharing: how many times as much time of a core a pass takes while ranks share it and its caches.
+    stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I to W.
+    transient_bytes: what a layer that runs forward again holds besides during I. weight_bytes:
+    weights, gradients and optimizer state of one copy of a stage.
     """
 
     f: Real | tuple[Real, ...] = 1

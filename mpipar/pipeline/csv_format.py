@@ -2,8 +2,8 @@
 
 A row is a rank. A cell is an instruction such as 2F0 (stage 2, forward, microbatch 0). Empty cells
 are idle time, which is ignored here. "compute_only" files hold passes, "compute_comms" files also
-SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are skipped, because weights are
-not sharded over the step here.
+SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are skipped: here `--zero` decides
+when weights are gathered.
 
 The mirror placement (dualpipe) has no counterpart in PyTorch, where a stage lives on one rank. Its
 file begins with the line MIRROR_LINE, at which torch.distributed.pipelining stops.

@@ -98,7 +98,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product (M, K) x (K, N), on all ranks at the same time."""
+    """One matrix product (M, K) x (K, N), on as many ranks at once as there are cores."""
 
     m: int
     k: int

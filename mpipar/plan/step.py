@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from mpipar import models
 from mpipar.comm.grid import Grid
+from mpipar.errors import UsageError
 from mpipar.layers.context import recomputed_blocks
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
@@ -57,7 +58,14 @@ def microbatch_rows(config) -> int:
 
 
 def measured_units(machine: Machine, config):
-    """The machine's `Units` for a config. Raises UsageError, which lists the available ones."""
+    """The machine's `Units` for a config.
+
+    Raises UsageError, which lists the available ones. With context parallelism there are none: what
+    a pass costs on a part of the tokens is not measured.
+    """
+    if config.grid.cp > 1:
+        raise UsageError(f"cp {config.grid.cp}: a cost model has no passes of a part of the tokens;"
+                         " leave --machine out, or predict a layout with cp 1")
     return machine.units_of(config.model, config.run.dtype, config.grid.tp,
                             microbatch_rows(config))
 

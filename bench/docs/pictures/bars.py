@@ -1,4 +1,4 @@
-"""`bars LAYOUT... [--memory GiB] [flags of explain]`: memory of the fullest rank, by layout.
+"""`bars LAYOUT [LAYOUT] [--memory GiB] [flags of explain]`: memory of the fullest rank, by layout.
 
 A layout may be `pp=4,tp=8+sp` for --sequence-parallel.
 """
