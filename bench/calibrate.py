@@ -36,7 +36,7 @@ from bench.machine.curves import (
     quietest,
 )
 from bench.machine.fitting import LEAST_SIZES, fit
-from bench.machine.needed import END_BYTES, measure_rows, measure_sends
+from bench.machine.needed import BEGIN_BYTES, END_BYTES, measure_rows, measure_sends, several
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
@@ -75,6 +75,8 @@ def parse(argv):
                         help="no products, no reductions, no passes")
     args = parser.parse_args(argv)
     found = plans.size_problems({"--end-bytes": args.end_bytes}) + seconds_problems(args.seconds)
+    if not found and read_bytes(args.end_bytes) < BEGIN_BYTES:
+        found.append(f"--end-bytes {args.end_bytes}: the least message has {BEGIN_BYTES} bytes")
     if args.files and args.json:
         found.append("--json keeps rows that are measured here, but FILEs hold them already; give "
                      "one of the two")
@@ -136,6 +138,9 @@ def main(argv, session) -> int:
         """Check everything that can be wrong before anything is measured."""
         machine_file.check_writable(args.out)
         given = read_rows(args.files) if args.files else None
+        if given is None:
+            several(world.size)
+            results.check_writable(args.json if world.rank == 0 else None)
         return given, [] if args.no_compute else pass_configs(args, config, world.size)
     given, configs = session.agree(prepared)
     budget = Budget(world, args.seconds)

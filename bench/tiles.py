@@ -90,13 +90,18 @@ def parse(argv):
         parser.add_argument(f"--{name}", type=flags.count, default=default,
                             help=f"{text} ({default})")
     parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
-    parser.add_argument("--size", type=flags.count, default=SIZE,
+    parser.add_argument("--size", type=flags.count,
                         help=f"sides of its matrices, a multiple of 4 ({SIZE})")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
     parser.add_argument("--repeats", type=flags.count,
                         help="timed calls (CPU: 5, the best counts; GPU: 20, the median)")
     parser.add_argument("--json", help="write the result to this file; GPU: to this folder")
     args = parser.parse_args(argv)
+    if args.width < 2:
+        parser.error("--width 1: a norm needs at least 2 elements")
+    if args.size and not args.products:
+        parser.error(f"--size {args.size}: is for --products; add it")
+    args.size = args.size or SIZE
     if args.size % 4:
         parser.error(f"--size {args.size}: must be a multiple of 4")
     if args.products and args.device != "cpu":

@@ -59,6 +59,7 @@ from mpipar.errors import (
     OutputError,
     UsageError,
 )
+from mpipar.files.text import counted
 from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP
@@ -99,6 +100,10 @@ def parse(argv):
                      "own")
     if args.no_steps and (args.only_steps or args.goals):
         found.append("--no-steps: leaves out what --only-steps and --goals compare; give one")
+    least = goals.LEAST_SECONDS * (args.launches or goals.LAUNCHES)
+    if args.goals and not found and args.seconds < least:
+        found.append(f"--seconds {args.seconds:g}: --goals takes at least {least:g} for "
+                     f"{counted(args.launches or goals.LAUNCHES, 'launch')}")
     if args.start and args.goals:
         found.append(f"--start {args.start}: --goals starts its jobs itself; leave it out")
     if args.start and not (args.launches or args.goals):

@@ -25,6 +25,7 @@ from mpipar.plan.machine import STREAM
     ([], "give the cost model MACHINE"), (["machine.json", "--goals"], "give the cost model"),
     (["--goals", "--no-steps"], "--no-steps: leaves out"),
     (["--goals", "--start", "srun"], "--goals starts its jobs itself"),
+    (["--goals", "--launches", "1", "--seconds", "19"], "takes at least 20 for 1 launch"),
 ])
 def test_flags_that_contradict_each_other(words, message):
     with pytest.raises(UsageError, match=message):
@@ -63,6 +64,7 @@ def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_
     def job_of(folder, ranks, mbit_per_second):
         def start(_session, words):
             started.append((ranks, words[0]))
+            (folder / "machine.json").touch()
             if words[0] == "bench.verify":
                 error = 1.2 if started.count(started[-1]) == 1 else 1.12
                 one = line(Subject("step dp=2", ranks, "-"), "2 rows", error, 1.0)

@@ -7,6 +7,7 @@ from bench.interconnect import __main__ as interconnect
 from bench.interconnect import plans
 from bench.interconnect.buffers import Arena
 from bench.interconnect.compositions import blocks
+from bench.machine import needed
 from mpipar import ops
 from mpipar.errors import UsageError
 
@@ -69,6 +70,10 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
         "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
     with pytest.raises(UsageError, match=r"^--end-bytes 'x': must be bytes: .*\n--seconds 0:"):
         calibrate.parse(["--end-bytes", "x", "--seconds", "0"])
+    with pytest.raises(UsageError, match=r"^--end-bytes 7: the least message has 8 bytes$"):
+        calibrate.parse(["--end-bytes", "7"])
+    with pytest.raises(UsageError, match="messages need at least 2 ranks"):
+        needed.several(1)
 
 
 def test_short_flags_are_those_of_nccl_tests():

@@ -57,8 +57,12 @@ BROKEN = {
     "latency of 2 ranks: no pieces": lambda value: value["curves"][0].update(pieces=[]),
     "latency of 2 ranks: pieces and fitted_bytes must ascend":
         lambda value: value["curves"][0]["pieces"].reverse(),
-    "latency of 2 ranks: a latency or time per byte below 0":
+    "the file.curves[0].pieces[0].latency_us is -1: must not be below 0":
         lambda value: value["curves"][0]["pieces"][0].update(latency_us=-1),
+    "the file.units[0].block.f is 1e+308: no machine is so large, or so slow":
+        lambda value: value["units"][0]["block"].update(f=1e308),
+    "the file.contention[0].factor is -5: must not be below 0":
+        lambda value: value["contention"][0].update(factor=-5),
     "products: every combination": lambda value: value["products"].pop(),
     "units: rows and tp": lambda value: value["units"][0].update(rows=0),
     "units: sharing must be at least 1": lambda value: value["units"][0].update(sharing=0.5),
@@ -366,6 +370,7 @@ def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path)
     (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes of a part of the tokens"),
     (["--d-model", "64"], 2, "d_model 128 (not 64)"),
     (["--machine", "/missing.json"], 65, "/missing.json: No such file"),
+    (["--machine", ""], 65, "No such file"),
 ])
 def test_explain_says_what_the_cost_model_lacks(path, words, code, message):
     assert_refused(code, [message], "explain", "--machine", path, *words)

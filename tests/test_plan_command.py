@@ -209,6 +209,9 @@ def test_a_machine_of_ones_own(tmp_path):
     (tmp_path / "mine.toml").write_text((MACHINES / "h200.toml").read_text())
     text = printed("plan", "llama-8b", "--machine", tmp_path / "mine.toml", "--ranks", "8")
     assert "on 8 x mine" in text
+    (tmp_path / "mine.json").write_text("{}")
+    assert "mine.json does not end in .toml; use one of" in str(refusal(
+        "plan", "llama-8b", "--machine", tmp_path / "mine.json", "--ranks", "8"))
     (tmp_path / "bad.toml").write_text('basis = "none"\n')
     assert "has no" in str(refusal("plan", "llama-8b", "--machine", tmp_path / "bad.toml",
                                    "--ranks", "8"))

@@ -68,11 +68,11 @@ def test_a_slow_link_is_named(tmp_path):
     assert all(call.transfer_ns > 19e6 for call in receives)
 
 
-def by_hand(slow_steps):
-    """Three ranks of one stage, three steps: rank 1 takes 20 ms instead of 10 in some of them."""
+def by_hand(slow_steps, steps=3):
+    """Three ranks of one stage: rank 1 takes 20 ms instead of 10 in some steps."""
     spans = [[span("F", 100 * step, 100 * step + (20 if (i, step) in slow_steps else 10),
-                   step=step + 1) for step in range(3)] for i in range(3)]  # fmt: skip
-    return trace([[]] * 3, spans, end=300, steps=3)
+                   step=step + 1) for step in range(steps)] for i in range(3)]  # fmt: skip
+    return trace([[]] * 3, spans, end=100 * steps, steps=steps)
 
 
 def test_a_rank_that_is_slower_than_its_stage_in_every_step_is_named():
@@ -84,6 +84,9 @@ def test_a_rank_that_is_slower_than_its_stage_in_every_step_is_named():
 
 def test_once_may_be_chance():
     assert found_in(by_hand({(1, 0), (1, 2)})) == {}
+    one = by_hand({(1, 0)}, steps=1)
+    assert found_in(one) == {}
+    assert one.remarks() == ["one step is traced: a slow rank shows only in several"]
 
 
 def test_stages_of_equal_work_are_not_blamed(tmp_path):

@@ -39,6 +39,7 @@ from mpipar.errors import UsageError, suggestion
 from mpipar.files.text import counted
 from mpipar.ops.mixed_ops import DTYPES as MIXED
 
+LEAST_FACTOR = 1.01  # from one size to the next
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
     MultiLatency, MultiBandwidth, Bisection, Ring, AllReduce, PostedAllReduce, Reduce, AllGather,
@@ -124,9 +125,9 @@ def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
 
     From 0 on: 0, then the least size that holds a number, and so on.
     """
-    if begin < 0 or end < begin or factor <= 1:
+    if begin < 0 or end < begin or not LEAST_FACTOR <= factor < math.inf:
         raise UsageError(f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
-                         "0 <= --begin-bytes <= --end-bytes and --factor above 1")
+                         f"0 <= --begin-bytes <= --end-bytes and --factor {LEAST_FACTOR} or more")
     sizes, size = [0] * (begin == 0), float(begin or LEAST_BYTES)
     while size <= end * 1.0001:
         sizes.append(round(size))

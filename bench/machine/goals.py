@@ -24,7 +24,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, Environm
 
 ROWS = 2  # of a microbatch
 END_BYTES = "1M"  # the largest sum: one unit's gradients
-LAUNCHES = 5
+LAUNCHES, LEAST_SECONDS = 5, 20.0  # of a launch: its jobs start one after the other
 CALIBRATION = 0.45  # of a launch's time
 
 
@@ -89,10 +89,12 @@ def measured(session, args, setting: Setting) -> list[dict] | None:
         for number, (name, words) in product(range(1, launches + 1), jobs.items()):
             print(f"{setting.name}: launch {number} of {launches}: {name}", file=sys.stderr,
                   flush=True)
+            made = machine if name == "calibration" else details
+            made.unlink(missing_ok=True)
             code = start(session, list(map(str, words)))
             if session.stop_requested or code == EXIT_INTERRUPTED:
                 return None
-            if code not in (EXIT_OK, EXIT_CHECK_FAILED):
+            if code not in (EXIT_OK, EXIT_CHECK_FAILED) or not made.exists():
                 raise EnvironmentProblem(
                     f"{setting.name}: python -m {shlex.join(map(str, words))} ended with {code}")
             if name == "steps":

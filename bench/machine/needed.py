@@ -97,13 +97,15 @@ def no_refused(refused) -> None:
         raise DataError([f"refused: {text}" for text in refused])
 
 
+def several(world_size: int) -> None:
+    """Raise UsageError if there is nobody to send messages to."""
+    if world_size < 2:
+        raise UsageError("messages need at least 2 ranks: start it with mpiexec -n 2")
+
+
 def open_bench(session, dtype: str, buffers="rotated", transport="mpi-host"):
     """(Bench, places of all ranks) for short rounds. Raises UsageError on one rank."""
-    def several():
-        if session.world.size < 2:
-            raise UsageError("messages need at least 2 ranks: start it with mpiexec -n 2")
-
-    session.agree(several)
+    session.agree(lambda: several(session.world.size))
     bench = Bench(session, Job(dtype, buffers, transport), 0, Plan(SIZE_SECONDS, warm_up=2))
     if session.world.rank == 0 and bench.crowded():
         print("more ranks than cores on a host: shapes only, times say little", file=sys.stderr)

@@ -53,7 +53,7 @@ def run(reading, args) -> int:
     args: those of `add_arguments`, and `machine`: the file of a cost model, for the time of the
     step and for --schedule auto.
     """
-    machine = machine_file.load(args.machine) if args.machine else None
+    machine = machine_file.load(args.machine) if args.machine is not None else None
     config = configured(reading, args, machine)
     schedule = configured_schedule(config.grid)
     estimate = step_estimate(machine, config) if machine else None

@@ -141,7 +141,8 @@ def load_cluster(name: str) -> Cluster:
         path = Path(name)
     else:
         names = machine_names()
-        raise UsageError(f"--machine {brief(name)} does not exist{suggestion(name, names)}; use"
+        wrong = "does not end in .toml" if Path(name).exists() else "does not exist"
+        raise UsageError(f"--machine {brief(name)} {wrong}{suggestion(name, names)}; use"
                          f" one of {', '.join(names)}, or a file that ends in .toml")
     values = read_toml(path, DataError)
     with problems_as(DataError, str(path)):

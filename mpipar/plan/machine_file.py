@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError
@@ -17,6 +18,8 @@ from mpipar.plan.machine import Machine
 
 SCHEMA = 2
 MOST_BYTES = 64 << 20
+LARGEST = 1e15  # of any number here: bytes, microseconds, times as much
+MAY_BE_NEGATIVE = ("_low", "_low_us")  # ends of 95 % intervals
 CURE = "write it with python -m bench.calibrate"
 
 
@@ -58,17 +61,20 @@ def load(path: str) -> Machine:
 
 
 def _problems(machine: Machine) -> list[str]:
-    """What is wrong: curves without a range, and times that are not valid."""
+    """What is wrong: numbers that no machine has, and curves without a range."""
     found = []
+    for place, number in _numbers(asdict(replace(machine, provenance={})), "the file"):
+        if number < 0 and not place.endswith(MAY_BE_NEGATIVE):
+            found.append(f"{place} is {number:g}: must not be below 0")
+        if number > LARGEST:
+            found.append(f"{place} is {number:g}: no machine is so large, or so slow")
     for curve in machine.curves:
         name = f"{curve.operation} of {curve.ranks} ranks"
-        ends = [piece.to_bytes for piece in curve.pieces]
+        ends = [end for piece in curve.pieces for end in (piece.from_bytes, piece.to_bytes)]
         if not curve.pieces or not curve.fitted_bytes:
             found.append(f"{name}: no pieces or no fitted_bytes")
         elif ends != sorted(ends) or list(curve.fitted_bytes) != sorted(curve.fitted_bytes):
             found.append(f"{name}: pieces and fitted_bytes must ascend")
-        if any(min(piece.latency_us, piece.us_per_byte) < 0 for piece in curve.pieces):
-            found.append(f"{name}: a latency or time per byte below 0")
     shapes = {(one.m, one.k, one.n) for one in machine.products}
     grid = math.prod(len({shape[axis] for shape in shapes}) for axis in range(3))
     if len(shapes) != (grid if shapes else 0) or any(
@@ -80,6 +86,16 @@ def _problems(machine: Machine) -> list[str]:
         found.append("units: sharing must be at least 1")
     if min(machine.ranks, machine.cores) < 1:
         found.append("ranks and cores must be at least 1")
-    if any(one.size_bytes is not None and one.size_bytes < 0 for one in machine.eager):
-        found.append("eager: a size below 0")
     return found
+
+
+def _numbers(value, place: str) -> Iterator[tuple[str, float]]:
+    """(place, number) of every number inside dicts and lists."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _numbers(one, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _numbers(one, f"{place}[{number}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield place, value

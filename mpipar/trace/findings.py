@@ -151,6 +151,8 @@ def stages(work: Passes) -> list[Finding]:
     measured = (f"pipeline rank {slowest} (stage {named}) computes {spent[slowest]:.1f} ms per"
                 f" step, {ratio(spent):.1f}x the mean")
     if ratio(flops) - 1 < (ratio(spent) - 1) / 2:
+        if trace.num_steps == 1:
+            return []
         due = flops[slowest] * median(
             spent[one] / flops[one] for one in places if one != slowest)
         if spent[slowest] < work.limit(SLOW) * due:
@@ -175,7 +177,7 @@ def stages(work: Passes) -> list[Finding]:
 def replicas(work: Passes) -> list[Finding]:
     """Ranks that compute notably longer than the others of their stage, which do equal work."""
     found = []
-    for rank in work.trace.ranks:
+    for rank in work.trace.ranks if work.trace.num_steps > 1 else ():
         mates = [other for other in work.trace.ranks
                  if other.place["pp"] == rank.place["pp"] and other is not rank]
         if mates and all(length > work.limit(NOTABLE) * median(

@@ -129,7 +129,9 @@ class Trace:
     def remarks(self) -> list[str]:
         """What a reader must know before trusting the numbers."""
         failed = not all(rank.complete for rank in self.ranks)
-        return self.crowded() + ["the run failed in the last step that is shown"] * failed
+        alone = self.num_steps == 1 < len(self.ranks)
+        return [*self.crowded(), *["the run failed in the last step that is shown"] * failed,
+                *["one step is traced: a slow rank shows only in several"] * alone]
 
     def schedule(self) -> Schedule:
         """The schedule that the run used."""
