@@ -1,10 +1,16 @@
-"""Where ranks share cores, a rank that waits for a message sleeps between two looks at it."""
+"""Where ranks share cores, a rank that waits for a message sleeps between two looks at it, and
+interrupts nobody when it wakes up.
+"""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from mpipar.comm import transport
+from mpipar.comm.hosts import finish_passes_first
 from mpipar.comm.transport import POLLS_BEFORE_SLEEP, HostTransport, PatientRequest
 
 
@@ -44,3 +50,29 @@ def test_sends_and_receives_are_patient_on_request(patient):
     for made in (wire.isend(None, 1, 0), wire.irecv(None, 1, 0)):
         assert isinstance(made, PatientRequest) == patient
         assert made.Test()
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+def test_the_usual_policy_becomes_one_that_interrupts_nobody(before, after):
+    """In a process of its own; a policy that somebody chose stays."""
+    code = f"""import os
+from mpipar.comm.hosts import finish_passes_first
+os.sched_setscheduler(0, os.{before}, os.sched_param(0))
+finish_passes_first()
+print(os.sched_getscheduler(0))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{getattr(os, after)}\n", done.stderr
+
+
+def test_a_container_may_forbid_it(monkeypatch):
+    asked = []
+
+    def forbidden(*words):
+        asked.append(words)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    finish_passes_first()
+    assert [policy for _, policy, _ in asked] == [os.SCHED_BATCH]

@@ -19,7 +19,7 @@ from time import perf_counter_ns
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.connect import Options, connect, split
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.hosts import cores_of
+from mpipar.comm.hosts import cores_of, finish_passes_first
 from mpipar.comm.record import (
     DONE,
     NO_TALLY,
@@ -270,7 +270,10 @@ class Comms:
     def __init__(self, grid, ops, recorder, mpi_world=None, options=None, partitions=None):
         self.grid, self.recorder, self.mpi_world = grid, recorder, mpi_world
         options = options or Options()
-        options = options._replace(patient=cores_of(mpi_world).crowded)
+        crowded = cores_of(mpi_world).crowded
+        options = options._replace(patient=crowded)
+        if crowded:
+            finish_passes_first()
 
         def make(axis, ranks, alone=False):
             """My group's Comm. alone: no group on this axis has several ranks, so there is no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import NamedTuple
@@ -37,6 +38,18 @@ def cores_of(mpi_world) -> Cores:
     host.Free()
     mpi_world.Allreduce(MPI.IN_PLACE, found, op=MPI.SUM)
     return Cores(int(found[0]), bool(found[1]))
+
+
+def finish_passes_first() -> None:
+    """Ask Linux not to interrupt a rank that computes when another one wakes up to poll.
+
+    For hosts with more ranks than cores. A pass that is interrupted loses its caches. Measured with
+    4 ranks on 2 cores, with and without in turns: steps of pipelines take 3 to 6 % less. Another
+    policy than the usual one is somebody's choice, and stays.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # some containers forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def quiet_barrier(mpi_world) -> None:
