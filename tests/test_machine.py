@@ -80,6 +80,11 @@ def test_a_broken_file_is_refused_with_its_place(path, message):
     assert str(path) in str(raised.value)
 
 
+def test_a_difference_of_two_times_may_be_negative(path):
+    change(path, lambda value: value.update(call_overhead_us=-7.5))
+    assert machine_file.load(path).call_overhead_us == -7.5
+
+
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{", "\x00"])
 def test_a_file_of_something_else_is_refused(path, text):
     path.write_text(text)
