@@ -142,4 +142,4 @@ def rows(size: int, seconds_of: Callable) -> list[dict]:
                       "gflops": 2e-9 * size**3 / seconds,
                       "flop_per_byte": flop_per_byte(rung, size)})
     blas = found[-1]["gflops"]
-    return [row | {"percent_of_blas": 100 * row["gflops"] / blas} for row in found]
+    return [row | {"percent_of_blas": 100 * (row["gflops"] / blas)} for row in found]
