@@ -92,6 +92,8 @@ def parse(argv):
     parser.add_argument("--details", metavar="FILE",
                         help="write every comparison as a line of JSON")
     args = parser.parse_args(argv)
+    if args.goals:
+        args.launches = args.launches or goals.LAUNCHES
     found = seconds_problems(args.seconds)
     if args.launches < 0:
         found.append(f"--launches {args.launches}: must not be below 0")
@@ -100,10 +102,10 @@ def parse(argv):
                      "own")
     if args.no_steps and (args.only_steps or args.goals):
         found.append("--no-steps: leaves out what --only-steps and --goals compare; give one")
-    least = goals.LEAST_SECONDS * (args.launches or goals.LAUNCHES)
+    least = goals.LEAST_SECONDS * args.launches
     if args.goals and not found and args.seconds < least:
         found.append(f"--seconds {args.seconds:g}: --goals takes at least {least:g} for "
-                     f"{counted(args.launches or goals.LAUNCHES, 'launch')}")
+                     f"{counted(args.launches, 'launch')}")
     if args.start and args.goals:
         found.append(f"--start {args.start}: --goals starts its jobs itself; leave it out")
     if args.start and not (args.launches or args.goals):

@@ -15,7 +15,7 @@ from bench.interconnect.launches import environment_of_jobs
 from bench.machine import goals
 from bench.machine.steps import SCHEDULES, layouts
 from bench.machine.verdicts import Subject, line
-from mpipar.errors import UsageError
+from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.job.environment import THREAD_VARIABLES
 from mpipar.plan import machine_file
 from mpipar.plan.machine import STREAM
@@ -84,6 +84,26 @@ def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_
     assert [row["median_error"] for row in rows] == [pytest.approx(0.12)] * 2
     assert started[:6] == [(2, "bench.calibrate"), (2, "bench.verify")] * 3
     assert "left out: cable of 200 Mbit/s: needs root" in capsys.readouterr().err
+
+
+def test_a_job_that_left_no_file_does_not_count_with_that_of_the_launch_before(monkeypatch):
+    """The second calibration says 1, as a check that failed, and writes nothing."""
+    started = []
+
+    @contextlib.contextmanager
+    def job_of(folder, ranks, mbit_per_second):
+        def start(_session, words):
+            started.append(words[0])
+            if len(started) < 3:
+                (folder / "machine.json").touch()
+                (folder / "details.jsonl").write_text("")
+            return 1
+        yield start
+
+    monkeypatch.setattr(goals, "job_of", job_of)
+    with pytest.raises(EnvironmentProblem, match=r"bench\.calibrate .* ended with 1"):
+        goals.measured(Alone, verify.parse(["--goals", "--launches", "2"]), goals.SETTINGS[0])
+    assert started == ["bench.calibrate", "bench.verify", "bench.calibrate"]
 
 
 @pytest.mark.netns

@@ -57,6 +57,8 @@ BROKEN = {
     "latency of 2 ranks: no pieces": lambda value: value["curves"][0].update(pieces=[]),
     "latency of 2 ranks: pieces and fitted_bytes must ascend":
         lambda value: value["curves"][0]["pieces"].reverse(),
+    "latency of 2 ranks: pieces and fitted_bytes must":
+        lambda value: value["curves"][0]["pieces"][-1].update(from_bytes=1e9),
     "the file.curves[0].pieces[0].latency_us is -1: must not be below 0":
         lambda value: value["curves"][0]["pieces"][0].update(latency_us=-1),
     "the file.units[0].block.f is 1e+308: no machine is so large, or so slow":

@@ -9,9 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpipar.comm import transport
-from mpipar.comm.hosts import finish_passes_first
+from mpipar import ops
+from mpipar.comm import group, transport
+from mpipar.comm.grid import Grid
+from mpipar.comm.hosts import Cores, finish_passes_first
+from mpipar.comm.record import Recorder
 from mpipar.comm.transport import POLLS_BEFORE_SLEEP, HostTransport, PatientRequest
+from mpipar.config.run import RunConfig
 
 
 class Late:
@@ -50,6 +54,16 @@ def test_sends_and_receives_are_patient_on_request(patient):
     for made in (wire.isend(None, 1, 0), wire.irecv(None, 1, 0)):
         assert isinstance(made, PatientRequest) == patient
         assert made.Test()
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
+    asked = []
+    monkeypatch.setattr(group, "cores_of", lambda world: Cores(1, crowded))
+    monkeypatch.setattr(group, "finish_passes_first", lambda: asked.append(1))
+    recorder = Recorder()
+    group.Comms.solo(ops.shapes_for(RunConfig(), recorder), Grid(0), recorder)
+    assert asked == [1] * crowded
 
 
 @pytest.mark.parametrize(("before", "after"), [

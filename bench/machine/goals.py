@@ -64,8 +64,7 @@ def run(session, args) -> int:
     if args.details:
         results.write(args.details, "bench.verify --goals", lines)
     if args.json:
-        results.write(args.json, "bench.verify --goals", verdicts,
-                      launches=args.launches or LAUNCHES)
+        results.write(args.json, "bench.verify --goals", verdicts, launches=args.launches)
     kept = all(one["verdict"] == "kept" for one in verdicts)
     return EXIT_OK if kept else EXIT_CHECK_FAILED
 
@@ -75,7 +74,7 @@ def measured(session, args, setting: Setting) -> list[dict] | None:
 
     Raises EnvironmentProblem if a job fails.
     """
-    lines, launches = [], args.launches or LAUNCHES
+    lines, launches = [], args.launches
     with tempfile.TemporaryDirectory() as folder, job_of(
             Path(folder), setting.ranks, setting.mbit_per_second) as start:
         machine, details = Path(folder) / "machine.json", Path(folder) / "details.jsonl"

@@ -51,7 +51,9 @@ def find(trace: Trace, waits: Waits, segments: list[list[Segment]], causes: Caus
          costs: dict[Cause, Cost]) -> list[Finding]:
     """All findings, the costliest first."""
     work = Passes(trace, segments, causes)
-    found = stages(work) + replicas(work) + held_up(trace, costs)
+    found = [one for one in stages(work) + replicas(work)
+             if one.kind != "slow rank" or trace.num_steps > 1]
+    found += held_up(trace, costs)
     found += [Finding("slow link", text, time * 1e-6 / trace.num_steps)
               for text, time in slow_links(trace, waits, segments)]
     found += [Finding("one active rank", text, lost) for text, lost in one_at_a_time(trace)]
@@ -151,8 +153,6 @@ def stages(work: Passes) -> list[Finding]:
     measured = (f"pipeline rank {slowest} (stage {named}) computes {spent[slowest]:.1f} ms per"
                 f" step, {ratio(spent):.1f}x the mean")
     if ratio(flops) - 1 < (ratio(spent) - 1) / 2:
-        if trace.num_steps == 1:
-            return []
         due = flops[slowest] * median(
             spent[one] / flops[one] for one in places if one != slowest)
         if spent[slowest] < work.limit(SLOW) * due:
@@ -177,7 +177,7 @@ def stages(work: Passes) -> list[Finding]:
 def replicas(work: Passes) -> list[Finding]:
     """Ranks that compute notably longer than the others of their stage, which do equal work."""
     found = []
-    for rank in work.trace.ranks if work.trace.num_steps > 1 else ():
+    for rank in work.trace.ranks:
         mates = [other for other in work.trace.ranks
                  if other.place["pp"] == rank.place["pp"] and other is not rank]
         if mates and all(length > work.limit(NOTABLE) * median(

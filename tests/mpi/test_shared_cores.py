@@ -1,14 +1,11 @@
 """What a pass costs where ranks share cores, as `measure_costs` finds it: planted times."""
 
-import os
-
 import pytest
 from small_model import MODEL, WORLD, small_config
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
-from mpipar.comm.hosts import Cores, cores_of
+from mpipar.comm.hosts import Cores
 from mpipar.plan import measure
 
 pytestmark = pytest.mark.ranks(4)
@@ -43,12 +40,6 @@ def test_sharing_is_the_time_of_a_core_with_all_ranks_over_that_in_turns(
     if WORLD.rank == 0:
         assert set(costs.f + costs.i + costs.w) == {WALL}
         assert costs.sharing == (CROWDED / CORE if times == 2 else 1.0)
-
-
-def test_no_rank_interrupts_another_where_they_share_cores():
-    recorder = measure.Recorder()
-    Comms(Grid(WORLD.rank, pp_size=4), ops_module.make("cpu", "float64"), recorder, WORLD).close()
-    assert os.sched_getscheduler(0) == os.SCHED_BATCH or not cores_of(WORLD).crowded
 
 
 def test_waiting_is_no_time_of_a_core(monkeypatch):
