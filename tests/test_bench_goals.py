@@ -5,19 +5,22 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command
+from machine_models import config_of, machine
 
 from bench import verify
 from bench.interconnect import two_hosts
 from bench.interconnect.launches import environment_of_jobs
-from bench.machine import goals
+from bench.machine import goals, steps
 from bench.machine.steps import SCHEDULES, layouts
 from bench.machine.verdicts import Subject, line
 from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.job.environment import THREAD_VARIABLES
-from mpipar.plan import machine_file
+from mpipar.pipeline.costs import Costs
+from mpipar.plan import machine_file, measure_units
 from mpipar.plan.machine import STREAM
 
 
@@ -36,6 +39,34 @@ def test_every_schedule_and_layout_is_a_step():
     assert [name for name, _ in layouts(2, 1)] == ["dp=2", *(f"pp=2 {name}" for name in SCHEDULES)]
     assert layouts(2, 2) == [("tp=2", {"dp": 1, "tp": 2})]
     assert layouts(4, 1)[-1] == ("dp=2,pp=2 1f1b", {"dp": 2, "pp": 2, "schedule": "1f1b"})
+
+
+def test_rounds_go_through_all_layouts_and_the_quietest_counts(monkeypatch):
+    """Planted: each step takes longer than the one before, but the first of all."""
+    class Endless:
+        rounds, part = staticmethod(range), lambda self, share: self
+
+        def shares(self, things):
+            return [(thing, self) for thing in things]
+
+    took, layouts_of_calls = iter([9.0, *range(1, 18)]), []
+
+    def step_seconds(world, ops, config, budget):
+        layouts_of_calls.append(config.grid.dp)
+        return next(took)
+
+    monkeypatch.setattr(steps, "step_seconds", step_seconds)
+    lines = steps.verify_steps(SimpleNamespace(size=2), machine(), Endless())
+    assert [one["measured_us"] for one in lines] == [5e6, 1e6, 2e6, 3e6, 4e6]
+    assert layouts_of_calls == [2, 1, 1, 1, 1] * 3
+
+
+def test_of_many_rounds_of_passes_a_quiet_one_counts_but_not_the_luckiest(monkeypatch):
+    seconds = iter([5.0, 9.0, 2.0, 1.0, 8.0, 3.0, 4.0, 7.0, 6.0])
+    monkeypatch.setattr(measure_units, "measure_costs", lambda *_: Costs(
+        f=(each := next(seconds),) * 6, i=(1.0,) * 6, w=(1.0,) * 6, sharing=each))
+    found = measure_units.measure_units(config_of(), None, SimpleNamespace(rank=0), range(9))
+    assert (found.block.f, found.sharing) == (3.0, 5.0)
 
 
 def test_ranks_of_a_job_choose_their_own_number_of_threads(monkeypatch):

@@ -56,6 +56,25 @@ def test_sends_and_receives_are_patient_on_request(patient):
         assert made.Test()
 
 
+@pytest.mark.parametrize(("layout", "uneven"), [
+    ({"pp_size": 2, "dp_size": 2}, {"world", "pp", "tie"}), ({"dp_size": 4}, set()),
+    ({"dp_size": 2, "tp_size": 2}, set()), ({"pp_size": 4, "order": ("tp", "cp", "dp", "pp")},
+                                            {"world", "pp", "tie"})])
+def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
+    made = []
+
+    def connect(ops, mpi_world, ranks, options):
+        made.append((ranks, options.uneven))
+        return transport.NoTransport(ops)
+
+    monkeypatch.setattr(group, "connect", connect)
+    grid, recorder = Grid(0, **layout), Recorder()
+    comms = group.Comms(grid, ops.shapes_for(RunConfig(), recorder), recorder,
+                        partitions={"tie": grid.partition("pp", [(0, grid.pp_size - 1)])})
+    expected = {comm.ranks: name in uneven for name, comm in comms.groups.items() if comm.size > 1}
+    assert dict(made) == expected
+
+
 @pytest.mark.parametrize("crowded", [True, False])
 def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
     asked = []

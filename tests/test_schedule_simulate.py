@@ -163,7 +163,7 @@ def test_no_step_is_shorter_than_its_links_or_its_passes(case, data):
 def test_ranks_that_share_cores_get_equal_shares(cores):
     """Four equal replicas take 4 / cores times as long as alone.
 
-    Four ranks in turn take no longer, until some have ended and wait in a collective.
+    Four ranks in turn take no longer: those that wait, or have ended, sleep.
     """
     own, shared = (simulate(make_schedule("gpipe", 1, 6), Costs(2, 3, 1, cores=share)).makespan
                    for share in (1, Fraction(cores, 4)))
@@ -171,10 +171,9 @@ def test_ranks_that_share_cores_get_equal_shares(cores):
     dearer = simulate(make_schedule("gpipe", 1, 6),
                       Costs(2, 3, 1, cores=Fraction(cores, 4), sharing=Fraction(5, 4))).makespan
     assert dearer == (shared * Fraction(5, 4) if cores < 4 else own)
-    in_turn = [simulate(make_schedule("naive", 4, 3), Costs(2, 3, 1, cores=share)).makespan
-               for share in (None, cores)]
-    waiting = [max(0, Fraction(1 + ended, cores) - 1) for ended in (1, 2, 3)]
-    assert in_turn[1] - in_turn[0] == pytest.approx(float(4 * sum(waiting)))
+    in_turn = {simulate(make_schedule("naive", 4, 3), Costs(2, 3, 1, cores=share)).makespan
+               for share in (None, cores)}
+    assert len(in_turn) == 1
 
 
 def test_a_rendezvous_waits_until_both_ranks_are_in_mpi():

@@ -1,8 +1,8 @@
 """Computing for the cost model: products by shape, reductions, and the passes of a model's parts.
 
 Products and passes run on as many ranks at the same time as there are cores: they share caches and
-memory, as in training. Each time is that of the quietest of several rounds. So a slow spell of the
-machine does not count.
+memory, as in training. There are several rounds, and a quiet one counts. So a slow spell of the
+machine does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GEMM_SIDES = (32, 128, 512)
 HELD_OUT_SIDES = (64, 256)  # between GEMM_SIDES
 GEMM_SECONDS = 0.02
 REDUCE_SIZES = tuple(1 << k for k in range(10, 23))
-ROUNDS, STEPS = 3, 5
+ROUNDS, PASS_ROUNDS, STEPS = 3, 9, 5
 MICROBATCHES = 4  # of a measured step, for each pipeline rank
 
 
@@ -92,26 +92,23 @@ def step_config(config: Config, rows: int, world_size: int, **axes: int) -> Conf
 
 
 def step_seconds(world, ops, config, budget) -> float:
-    """Seconds of a real training step, median of the quietest round.
+    """Seconds of a real training step, median of a few.
 
     A step lasts from the first rank's start to the last rank's end. The batch is made beforehand.
-    The first step of a round counts only where the budget has no time for a second.
+    The first step counts only where the budget has no time for a second.
     Comm: the steps', a barrier before and after each, and those of the budget.
     """
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     worker.initialize()
-    batch, rounds = data.data_of(config.model).blank_batch(ops, config), []
-    for number in budget.rounds(ROUNDS):
-        seconds = []
-        for step in budget.rounds(STEPS + 1):
-            world.Barrier()
-            start = perf_counter()
-            worker.train_step(number * (STEPS + 1) + step + 1, lambda mb: batch)
-            world.Barrier()
-            seconds.append(perf_counter() - start)
-        rounds.append(statistics.median(seconds[1:] or seconds))
+    batch, seconds = data.data_of(config.model).blank_batch(ops, config), []
+    for number in budget.rounds(STEPS + 1):
+        world.Barrier()
+        start = perf_counter()
+        worker.train_step(number + 1, lambda mb: batch)
+        world.Barrier()
+        seconds.append(perf_counter() - start)
     worker.close()
-    return min(rounds)
+    return statistics.median(seconds[1:] or seconds)
 
 
 def measure_passes(world, ops, config: Config, budget) -> Units | None:
@@ -119,6 +116,6 @@ def measure_passes(world, ops, config: Config, budget) -> Units | None:
 
     Comm: see `measure_units` and `update_seconds`, and those of the budget.
     """
-    found = measure_units(config, ops, world, budget.rounds(ROUNDS))
+    found = measure_units(config, ops, world, budget.rounds(PASS_ROUNDS))
     update = update_seconds(config, ops, world, ROUNDS)
     return found and replace(found, update_seconds_per_parameter=update)

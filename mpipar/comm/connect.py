@@ -17,11 +17,13 @@ class Options(NamedTuple):
     sync_sends: a send is done only when it is matched.
     check: compare every collective over its group first.
     patient: a rank that waits for a message gives its core away in between.
+    uneven: the members hold different stages, so they come to a sum at different times.
     """
 
     sync_sends: bool = False
     check: bool = False
     patient: bool = False
+    uneven: bool = False
 
 
 def split(mpi_world, ranks: tuple[int, ...]):

@@ -13,6 +13,7 @@ hangs, or some ranks get a wrong sum without any error.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from sys import _getframe
 from time import perf_counter_ns
 
@@ -281,7 +282,8 @@ class Comms:
             """
             wire = check = None
             if not alone:
-                wire = connect(ops, mpi_world, ranks, options)
+                stages = {replace(grid, world_rank=member).pp_rank for member in ranks}
+                wire = connect(ops, mpi_world, ranks, options._replace(uneven=len(stages) > 1))
                 if options.check and mpi_world is not None:
                     check = CallCheck(split(mpi_world, ranks), ranks)
             return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder, check)

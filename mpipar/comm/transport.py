@@ -86,7 +86,7 @@ class PatientRequest:
     cores: the default run's step takes 76 ms with sleeps of 50 us and 85 ms with Wait. Polls take
     some of the core too, so the sleeps of a long wait grow. That saves another 3 % of this step,
     and 7 % of that of 1f1b on four stages. Collectives stay with MPI, because their members arrive
-    less than one sleep apart.
+    less than one sleep apart. Sums over ranks that hold different stages are the exception.
     """
 
     def __init__(self, request):
@@ -119,12 +119,20 @@ class HostTransport:
         self._isend = mpi_comm.Issend if options.sync_sends else mpi_comm.Isend
         self.tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
         self.patient = options.patient
+        self.sleeps_before_sums = options.patient and options.uneven
 
     def _new(self, shape, dtype):
         """A new array to receive into."""
         return self.ops.empty(shape, dtype, label="buffers")
 
     def all_reduce(self, x, op):
+        """Sum or maximum, in place. A rank whose stage is done early sleeps until all are here.
+
+        Measured with 4 ranks on 2 cores, without and with that in turns: gpipe's steps take 13 %
+        less, and those of 1f1b 5 %.
+        """
+        if self.sleeps_before_sums:
+            PatientRequest(self.mpi.Ibarrier()).Wait()
         self.mpi.Allreduce(self.in_place, x, self.reduce_ops[op])
 
     def iall_reduce(self, x):

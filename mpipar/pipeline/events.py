@@ -54,7 +54,7 @@ class Events:
         self.arrived: set[Message] = set()  # and not yet taken
         self.waiting: dict[Message, int] = {}  # the rank that waits for it
         self.free: dict[tuple[int, int], Real] = {}  # when a link has sent what it was given
-        self.departures = self.ended = 0
+        self.departures = 0
         self.units = costs.by_stage("units", schedule.num_stages)
         self.rendezvous = costs.is_rendezvous()
         self.open: set[Message] = set()  # posted receives
@@ -77,12 +77,12 @@ class Events:
         if self.waiting:
             raise ScheduleError(circle(self.schedule, self.waiting))
 
-    # Ranks that compute at the same time get equal shares of the cores. So do those that have ended
-    # their program: they wait in a collective of all ranks, where MPI asks again and again.
+    # Ranks that compute at the same time get equal shares of the cores. Those that wait, or have
+    # ended their program, sleep.
 
     def _slowdown(self) -> Real:
         """How much longer a pass takes now than on a core of its own."""
-        ranks_per_core = (len(self.computing) + self.ended) / self.costs.cores
+        ranks_per_core = len(self.computing) / self.costs.cores
         return ranks_per_core * self.costs.sharing if ranks_per_core > 1 else 1
 
     def _next_end(self) -> Real:
@@ -120,7 +120,6 @@ class Events:
             if self.rendezvous and instr.kind in WIRE_KINDS:
                 self._post_receives(instr)
             self._done(pp_rank, self.now)
-        self.ended += 1
 
     def _parts(self, instr: Instr) -> int:
         """In how many parts a pass is simulated: more than one only if somebody waits for MPI."""

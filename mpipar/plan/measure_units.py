@@ -30,15 +30,17 @@ def largest(mpi_world, value: float) -> float:
 def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -> Units | None:
     """Time the passes of a config's parts, on world rank 0; None elsewhere.
 
-    The times are those of the quietest of the rounds. What sharing a core costs is the median of
-    the rounds. The update is left at 0.
+    The times are those of the round at the lower quartile. What sharing a core costs is the median
+    of the rounds. The update is left at 0.
     Comm: that of `measure_costs` for each round.
     """
     grid = Grid.of(config.grid, mpi_world.rank)
     costs = [measure_costs(config, grid, ops, mpi_world, repeats) for _ in rounds]
     if costs[0] is None:
         return None
-    quiet = min(costs, key=lambda one: sum(map(sum, (one.f, one.i, one.w))))
+    # Not the quietest of many: a step is longer than a round, and no step is as lucky as that.
+    by_time = sorted(costs, key=lambda one: sum(map(sum, (one.f, one.i, one.w))))
+    quiet = by_time[(len(costs) - 1) // 4]
     # A share of a disturbed round says nothing about its passes, so it need not be the same round.
     sharing = median(one.sharing for one in costs)
     times = list(zip(quiet.f, quiet.i, quiet.w, strict=True))

@@ -1,9 +1,14 @@
-"""What a pass costs where ranks share cores, as `measure_costs` finds it: planted times."""
+"""Ranks that share cores: how they wait for each other, and what a pass costs (planted times)."""
 
+import time
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from small_model import MODEL, WORLD, small_config
 
 from mpipar import ops as ops_module
+from mpipar.comm import group, transport
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores
 from mpipar.plan import measure
@@ -40,6 +45,32 @@ def test_sharing_is_the_time_of_a_core_with_all_ranks_over_that_in_turns(
     if WORLD.rank == 0:
         assert set(costs.f + costs.i + costs.w) == {WALL}
         assert costs.sharing == (CROWDED / CORE if times == 2 else 1.0)
+
+
+@pytest.mark.parametrize(("axis", "crowded", "sleeps"), [
+    ("world", True, True), ("world", False, False),
+    ("dp", True, False),  # of one stage: its ranks come together
+])
+def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sleeps, monkeypatch):
+    naps = []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(group, "cores_of", lambda world: Cores(2, crowded))
+    monkeypatch.setattr(group, "finish_passes_first", lambda: None)
+    comms = group.Comms(Grid(WORLD.rank, pp_size=2, dp_size=2),
+                        ops_module.make("cpu", "float64"), measure.Recorder(), WORLD)
+    comm = comms.groups[axis]
+    last = comm.index == comm.size - 1
+    if last:
+        time.sleep(0.05)
+    total = comm.all_reduce(np.array([2.0 ** WORLD.rank]), "sum")
+    assert total == sum(2.0 ** rank for rank in comm.ranks)
+    comms.close()
+    assert last or bool(naps) == sleeps
 
 
 def test_waiting_is_no_time_of_a_core(monkeypatch):
