@@ -9,22 +9,30 @@ sender's core, and the cost of a call through mpipar.comm. FILEs come from bench
 --json; without any, the needed cases are run here. Products and the passes of a model are measured
 here, on as many ranks at once as there are cores.
 
---seconds is about the time of the whole command. Half of it at most goes to computing. In what is
-left, each operation is measured at as many sizes as there is time for, up to --end-bytes. Then come
-further rounds. Of a size's rounds the one with the least median counts: the model describes the
-undisturbed machine. Of several launches the median counts.
+--seconds is about the time of the whole command. A quarter of it at most goes to computing, before
+the messages, and as much to passes behind them. In between, each operation is measured at as many
+sizes as there is time for, up to --end-bytes. Then come further rounds. Of a size's rounds the one
+with the least median counts: the model describes the undisturbed machine. Of several launches the
+median counts.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from bench import results
 from bench.interconnect import plans, records
 from bench.interconnect.budget import SECONDS, Budget, add_seconds, seconds_problems
 from bench.interconnect.buffers import Arena, cache_bytes
 from bench.interconnect.cases import COMM
-from bench.machine.compute import measure_passes, measure_products, measure_reduction, step_config
+from bench.machine.compute import (
+    ROUNDS,
+    measure_passes,
+    measure_products,
+    measure_reduction,
+    step_config,
+)
 from bench.machine.curves import (
     REDUCTION,
     contention,
@@ -46,8 +54,9 @@ from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
 from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
+from mpipar.plan.measure_units import units_of, update_seconds
 
-COMPUTING = 0.5  # of the time, at most
+COMPUTING = 0.25  # of the time at most, before the messages and again behind them
 ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 replicas
 
 
@@ -145,23 +154,29 @@ def main(argv, session) -> int:
     given, configs = session.agree(prepared)
     budget = Budget(world, args.seconds)
     ops = ops_module.make("cpu", config.run.dtype)
-    products, units, reduction = (), [], []
+    products, updates, reduction = (), [], []
+    before = measure_passes(world, ops, configs, budget.part(COMPUTING))
     if configs:
         products = () if args.only_steps else measure_products(world, ops)
-        units = [measure_passes(world, ops, one, own)
-                 for one, own in budget.part(COMPUTING).shares(configs)]
+        updates = [update_seconds(one, ops, world, ROUNDS) for one in configs]
         world.Barrier()
         data = measure_reduction(Arena(ops, "rotated", cache_bytes()))
         reduction = [fit(REDUCTION, "same socket", 1, data)]
     with session.stop_on_request():
-        rows, heads = given or measure_rows(session, config.run.dtype, args, budget)
+        rows, heads = given or measure_rows(
+            session, config.run.dtype, args,
+            budget.part(1 - COMPUTING / (1 - COMPUTING)) if configs else budget)
         if session.stop_requested:
             return EXIT_INTERRUPTED
     eager, sends = ((), []) if args.files else measure_sends(
         world, ops, heads, read_bytes(args.end_bytes))
+    # A machine may be slow for some seconds, so passes are measured at both ends of the command.
+    behind = measure_passes(world, ops, configs, budget)
     cores = cores_of(world).cores
     if world.rank == 0:
         rows = quietest(rows)
+        units = [replace(units_of(one, [*early, *late]), update_seconds_per_parameter=update)
+                 for one, early, late, update in zip(configs, before, behind, updates, strict=True)]
         machine = Machine(
             (*curves(rows), *sends, *reduction), duplex(rows), eager, contention(rows),
             overhead(rows), products, tuple(units), world.size, cores,

@@ -20,15 +20,17 @@ from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.plan.machine import Product, Units
-from mpipar.plan.measure_units import largest, measure_units, update_seconds
+from mpipar.pipeline.costs import Costs
+from mpipar.plan.machine import Product
+from mpipar.plan.measure import measure_costs
+from mpipar.plan.measure_units import largest
 from mpipar.train.worker import Worker
 
 GEMM_SIDES = (32, 128, 512)
 HELD_OUT_SIDES = (64, 256)  # between GEMM_SIDES
 GEMM_SECONDS = 0.02
 REDUCE_SIZES = tuple(1 << k for k in range(10, 23))
-ROUNDS, PASS_ROUNDS, STEPS = 3, 9, 5
+ROUNDS, PASS_ROUNDS, STEPS = 3, 6, 5
 MICROBATCHES = 4  # of a measured step, for each pipeline rank
 
 
@@ -111,11 +113,10 @@ def step_seconds(world, ops, config, budget) -> float:
     return statistics.median(seconds[1:] or seconds)
 
 
-def measure_passes(world, ops, config: Config, budget) -> Units | None:
-    """Time the passes of a config's parts and its update, on world rank 0; None elsewhere.
+def measure_passes(world, ops, configs, budget) -> list[list[Costs | None]]:
+    """The costs of each config in some rounds; None for each outside world rank 0.
 
-    Comm: see `measure_units` and `update_seconds`, and those of the budget.
+    Comm: see `measure_costs`, and those of the budget.
     """
-    found = measure_units(config, ops, world, budget.rounds(PASS_ROUNDS))
-    update = update_seconds(config, ops, world, ROUNDS)
-    return found and replace(found, update_seconds_per_parameter=update)
+    return [[measure_costs(config, Grid.of(config.grid, world.rank), ops, world)
+             for _ in own.rounds(PASS_ROUNDS)] for config, own in budget.shares(configs)]

@@ -25,7 +25,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, Environm
 ROWS = 2  # of a microbatch
 END_BYTES = "1M"  # the largest sum: one unit's gradients
 LAUNCHES, LEAST_SECONDS = 5, 20.0  # of a launch: its jobs start one after the other
-CALIBRATION = 0.45  # of a launch's time
+CALIBRATION = 0.5  # of a launch's time
 
 
 class Setting(NamedTuple):

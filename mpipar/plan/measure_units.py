@@ -13,6 +13,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
+from mpipar.pipeline.costs import Costs
 from mpipar.plan.machine import Passes, Units, settings_of
 from mpipar.plan.measure import REPEATS, measure_costs
 from mpipar.plan.step import microbatch_rows
@@ -30,14 +31,19 @@ def largest(mpi_world, value: float) -> float:
 def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -> Units | None:
     """Time the passes of a config's parts, on world rank 0; None elsewhere.
 
-    The times are those of the round at the lower quartile. What sharing a core costs is the median
-    of the rounds. The update is left at 0.
     Comm: that of `measure_costs` for each round.
     """
     grid = Grid.of(config.grid, mpi_world.rank)
     costs = [measure_costs(config, grid, ops, mpi_world, repeats) for _ in rounds]
-    if costs[0] is None:
-        return None
+    return units_of(config, costs) if mpi_world.rank == 0 else None
+
+
+def units_of(config, costs: list[Costs]) -> Units:
+    """What several rounds of `measure_costs` say about a config's parts.
+
+    The times are those of the round at the lower quartile. What sharing a core costs is the median
+    of the rounds. The update is left at 0.
+    """
     # Not the quietest of many: a step is longer than a round, and no step is as lucky as that.
     by_time = sorted(costs, key=lambda one: sum(map(sum, (one.f, one.i, one.w))))
     quiet = by_time[(len(costs) - 1) // 4]
