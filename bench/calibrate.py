@@ -175,7 +175,7 @@ def main(argv, session) -> int:
     cores = cores_of(world).cores
     if world.rank == 0:
         rows = quietest(rows)
-        units = [replace(units_of(one, [*early, *late]), update_seconds_per_parameter=update)
+        units = [replace(units_of(one, [early, late]), update_seconds_per_parameter=update)
                  for one, early, late, update in zip(configs, before, behind, updates, strict=True)]
         machine = Machine(
             (*curves(rows), *sends, *reduction), duplex(rows), eager, contention(rows),

@@ -61,12 +61,16 @@ def test_rounds_go_through_all_layouts_and_the_quietest_counts(monkeypatch):
     assert layouts_of_calls == [2, 1, 1, 1, 1] * 3
 
 
-def test_of_many_rounds_of_passes_a_quiet_one_counts_but_not_the_luckiest(monkeypatch):
-    seconds = iter([5.0, 9.0, 2.0, 1.0, 8.0, 3.0, 4.0, 7.0, 6.0])
-    monkeypatch.setattr(measure_units, "measure_costs", lambda *_: Costs(
-        f=(each := next(seconds),) * 6, i=(1.0,) * 6, w=(1.0,) * 6, sharing=each))
-    found = measure_units.measure_units(config_of(), None, SimpleNamespace(rank=0), range(9))
-    assert (found.block.f, found.sharing) == (3.0, 5.0)
+def test_of_the_passes_the_median_round_of_the_quietest_spell_counts(monkeypatch):
+    def costs_of(seconds):
+        return [Costs(f=(each,) * 6, i=(1.0,) * 6, w=(1.0,) * 6, sharing=each) for each in seconds]
+
+    found = measure_units.units_of(config_of(), [costs_of([5.0, 9.0, 1.0]), costs_of([7, 2, 6])])
+    assert (found.block.f, found.sharing) == (5.0, 5.5)
+    rounds = iter(costs_of([4.0, 9.0, 3.0]))
+    monkeypatch.setattr(measure_units, "measure_costs", lambda *_: next(rounds))
+    found = measure_units.measure_units(config_of(), None, SimpleNamespace(rank=0), range(3))
+    assert found.block.f == 4.0
 
 
 def test_ranks_of_a_job_choose_their_own_number_of_threads(monkeypatch):

@@ -35,20 +35,22 @@ def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -
     """
     grid = Grid.of(config.grid, mpi_world.rank)
     costs = [measure_costs(config, grid, ops, mpi_world, repeats) for _ in rounds]
-    return units_of(config, costs) if mpi_world.rank == 0 else None
+    return units_of(config, [costs]) if mpi_world.rank == 0 else None
 
 
-def units_of(config, costs: list[Costs]) -> Units:
-    """What several rounds of `measure_costs` say about a config's parts.
+def units_of(config, spells: list[list[Costs]]) -> Units:
+    """What rounds of `measure_costs` in a few spells of time say about a config's parts.
 
-    The times are those of the round at the lower quartile. What sharing a core costs is the median
-    of the rounds. The update is left at 0.
+    The times are those of the median round in the quietest spell. What sharing a core costs is the
+    median of all rounds. The update is left at 0.
     """
-    # Not the quietest of many: a step is longer than a round, and no step is as lucky as that.
-    by_time = sorted(costs, key=lambda one: sum(map(sum, (one.f, one.i, one.w))))
-    quiet = by_time[(len(costs) - 1) // 4]
+    def seconds(one: Costs):
+        return sum(map(sum, (one.f, one.i, one.w)))
+
+    # Not the quietest round: a step is longer than a round, and no step is as lucky as that.
+    quiet = min((sorted(costs, key=seconds)[(len(costs) - 1) // 2] for costs in spells), key=seconds)
     # A share of a disturbed round says nothing about its passes, so it need not be the same round.
-    sharing = median(one.sharing for one in costs)
+    sharing = median(one.sharing for costs in spells for one in costs)
     times = list(zip(quiet.f, quiet.i, quiet.w, strict=True))
     return Units(
         settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
