@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
-from time import perf_counter, thread_time
+from time import perf_counter, sleep, thread_time
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.hosts import cores_of, in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
+from mpipar.comm.transport import NAP_SECONDS
 from mpipar.config.memory import MemoryConfig
 from mpipar.layers.context import Context, made_again
 from mpipar.layers.stash import Stash
@@ -48,18 +49,21 @@ def unit_counts(config, schedule) -> tuple[int, ...]:
 class Watch:
     """Stands in for the engine that a stage's passes report to: says what each unit took.
 
-    look: gives a number or an array now, times or bytes. taken: {(kind of pass, unit of the stage):
-    how much it rose from entering the unit to leaving it, each time}.
+    look: gives a number or an array now, times or bytes. nap: seconds of sleep behind each unit.
+    taken: {(kind of pass, unit of the stage): how much it rose from entering the unit to leaving
+    it, each time}.
     """
 
-    def __init__(self, look):
-        self.look, self.kind, self.taken = look, "f", {}
+    def __init__(self, look, nap: float = 0.0):
+        self.look, self.nap, self.kind, self.taken = look, nap, "f", {}
 
     def enter(self, unit):
         self.before = self.look()
 
     def leave(self, unit):
         self.taken.setdefault((self.kind, unit), []).append(self.look() - self.before)
+        if self.nap:
+            sleep(self.nap)
 
 
 def watch_passes(stage, watch, stashes, x, dy) -> None:
@@ -83,11 +87,12 @@ def activation_shape(worker, batch) -> tuple[int, ...]:
     return next(iter(worker.stages.values())).in_shape(batch)
 
 
-def measure_times(worker, repeats: int) -> dict:
+def measure_times(worker, repeats: int, nap: float = 0.0) -> dict:
     """{kind: {unit: [mean seconds, mean seconds of a core]}} of the units that this rank holds.
 
     repeats: microbatches, after one that warms up. 0: that one counts. A step adds its passes up,
-    so their mean counts. While a pass waits for its core, only the first number grows.
+    so their mean counts. While a pass waits for its core, only the first number grows. nap: seconds
+    of sleep behind each unit, which gives the core to another rank.
 
     Comm: the layers' barriers over tp.
     """
@@ -104,7 +109,7 @@ def measure_times(worker, repeats: int) -> dict:
     found: dict = {kind: {} for kind in "fiw"}
     for number, stage in worker.stages.items():
         for microbatches in (1, repeats) if repeats else (1,):
-            watch = Watch(now)
+            watch = Watch(now, nap)
             watch_passes(stage, watch, [Stash(batch) for _ in range(microbatches)], x, dy)
         first = stage_units(number, worker.stage_layers)[0]
         for (kind, unit), times in watch.taken.items():
@@ -161,7 +166,9 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
 
     config: resolved, except for the schedule's name. Passes are measured on as many ranks at once
     as have a core each. The costs say what share of the cores a pipeline has. Where ranks share
-    cores, all of them run their passes at once, too: that shows what sharing costs.
+    cores, all of them run their passes at once, too, and sleep for a moment behind each unit, as
+    ranks of a pipeline do while they wait. So others fill the caches, which shows what sharing
+    costs.
 
     Comm: makes the groups of a worker. Then a few passes of every layer over tp and cp, barriers
     and a gather over the world.
@@ -180,7 +187,7 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     single = config.grid.tp == config.grid.cp == 1
     if share is not None and single and repeats and ops.device == "cpu":
         quiet_barrier(mpi_world)
-        shared = measure_times(worker, repeats)
+        shared = measure_times(worker, repeats, NAP_SECONDS)
     worker.close()
     facts = gather_facts(mpi_world, (times, shared))
     if facts is None:

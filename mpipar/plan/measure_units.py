@@ -48,7 +48,7 @@ def units_of(config, spells: list[list[Costs]]) -> Units:
         return sum(map(sum, (one.f, one.i, one.w)))
 
     # Not the quietest round: a step is longer than a round, and no step is as lucky as that.
-    quiet = min((sorted(costs, key=seconds)[(len(costs) - 1) // 2] for costs in spells), key=seconds)
+    quiet = min((sorted(each, key=seconds)[(len(each) - 1) // 2] for each in spells), key=seconds)
     # A share of a disturbed round says nothing about its passes, so it need not be the same round.
     sharing = median(one.sharing for costs in spells for one in costs)
     times = list(zip(quiet.f, quiet.i, quiet.w, strict=True))

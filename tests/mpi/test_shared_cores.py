@@ -21,8 +21,8 @@ def planted(layout, cores, monkeypatch):
     """The costs where a pass takes WALL and CORE in turns, and CROWDED when all ranks compute."""
     calls = []
 
-    def measured(worker, repeats):
-        calls.append(repeats)
+    def measured(worker, repeats, nap=0.0):
+        calls.append(nap)
         each = [WALL, CORE if len(calls) == 1 else CROWDED]
         return {kind: dict.fromkeys(range(MODEL.layers + 2), each) for kind in "fiw"}
 
@@ -41,7 +41,7 @@ def planted(layout, cores, monkeypatch):
 def test_sharing_is_the_time_of_a_core_with_all_ranks_over_that_in_turns(
         layout, cores, times, monkeypatch):
     costs, calls = planted(layout, cores, monkeypatch)
-    assert len(calls) == times
+    assert calls == [0.0, transport.NAP_SECONDS][:times]
     if WORLD.rank == 0:
         assert set(costs.f + costs.i + costs.w) == {WALL}
         assert costs.sharing == (CROWDED / CORE if times == 2 else 1.0)
@@ -73,9 +73,9 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
     assert last or bool(naps) == sleeps
 
 
-def test_waiting_is_no_time_of_a_core(monkeypatch):
+def test_waiting_and_sleep_are_no_time_of_a_core(monkeypatch):
     """Clocks that do not agree: each look, 4 seconds pass and the core works for 1."""
-    now = [0.0]
+    now, naps = [0.0], []
 
     def tick():
         now[0] += 4.0
@@ -87,6 +87,9 @@ def test_waiting_is_no_time_of_a_core(monkeypatch):
     worker = measure.Worker(config, Grid.of(config.grid, WORLD.rank),
                             ops_module.make("cpu", "float64"), measure.Recorder(), WORLD)
     worker.initialize()
-    times = measure.measure_times(worker, 2)
+    monkeypatch.setattr(measure, "sleep", lambda nap: (naps.append(nap), tick()))
+    times = measure.measure_times(worker, 2, 0.5)
     worker.close()
+    units = MODEL.layers + 2
+    assert naps == [0.5] * (3 * units * (1 + 2))  # behind each unit of each pass
     assert {tuple(each) for units in times.values() for each in units.values()} == {(4.0, 1.0)}
