@@ -166,9 +166,9 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
 
     config: resolved, except for the schedule's name. Passes are measured on as many ranks at once
     as have a core each. The costs say what share of the cores a pipeline has. Where ranks share
-    cores, all of them run their passes at once, too, and sleep for a moment behind each unit, as
-    ranks of a pipeline do while they wait. So others fill the caches, which shows what sharing
-    costs.
+    cores, all of them run their passes at once, too. That shows what sharing costs. They sleep for
+    a moment behind each unit, as ranks of a pipeline do while they wait, so that others fill the
+    caches.
 
     Comm: makes the groups of a worker. Then a few passes of every layer over tp and cp, barriers
     and a gather over the world.
