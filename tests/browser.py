@@ -12,6 +12,7 @@ from pathlib import Path
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 LIMIT = 60.0  # seconds for one command
+STARTS = 5
 
 
 def missing_programs() -> list[str]:
@@ -123,17 +124,27 @@ class Browser:
         path.write_bytes(base64.b64decode(answer["data"]))
 
 
+def start_driver() -> tuple[subprocess.Popen, int]:
+    """A chromedriver, and the port that it listens on.
+
+    It takes a free port of IPv4 and then the same one of IPv6, which another process may have. Then
+    it ends, and is started again.
+    """
+    for _ in range(STARTS):
+        driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        for line in driver.stdout:
+            if "started successfully on port" in line:
+                return driver, int(line.rstrip(".\n").rsplit(" ", 1)[1])
+        driver.wait()
+        driver.stdout.close()
+    raise AssertionError(f"chromedriver did not start in {STARTS} tries")
+
+
 @contextlib.contextmanager
 def browser(width: int = 1440, height: int = 1000) -> Iterator[Browser]:
     """A browser for the duration of a `with`; afterwards its processes are gone."""
-    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+    driver, port = start_driver()
     try:
-        port = None
-        for line in driver.stdout:
-            if "started successfully on port" in line:
-                port = int(line.rstrip(".\n").rsplit(" ", 1)[1])
-                break
-        assert port is not None, "chromedriver did not start"
         window = Browser(f"http://127.0.0.1:{port}/session", width, height)
         try:
             yield window
