@@ -56,7 +56,8 @@ from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
 from mpipar.plan.measure_units import units_of, update_seconds
 
-COMPUTING = 0.25  # of the time at most, before the messages and again behind them
+COMPUTING = 1 / 4  # of the time, at most
+MESSAGES = 2 / 3  # of what is left then; the rest is for passes again
 ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 replicas
 
 
@@ -164,8 +165,7 @@ def main(argv, session) -> int:
         reduction = [fit(REDUCTION, "same socket", 1, data)]
     with session.stop_on_request():
         rows, heads = given or measure_rows(
-            session, config.run.dtype, args,
-            budget.part(1 - COMPUTING / (1 - COMPUTING)) if configs else budget)
+            session, config.run.dtype, args, budget.part(MESSAGES if configs else 1))
         if session.stop_requested:
             return EXIT_INTERRUPTED
     eager, sends = ((), []) if args.files else measure_sends(

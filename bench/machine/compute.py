@@ -1,8 +1,8 @@
 """Computing for the cost model: products by shape, reductions, and the passes of a model's parts.
 
 Products and passes run on as many ranks at the same time as there are cores: they share caches and
-memory, as in training. There are several rounds, and a quiet one counts. So a slow spell of the
-machine does not.
+memory, as in training. Of products the quietest round counts, and of passes the median round of the
+quietest spell. So a slow spell of the machine does not count.
 """
 
 from __future__ import annotations
