@@ -45,6 +45,14 @@ def test_thread_sanitizer_sees_the_missing_barrier():
 
 
 @pytest.mark.slow
+def test_thread_sanitizer_sees_a_race_however_late_the_reader_is():
+    x, y = np.zeros((2, 32), np.float32)
+    code, text = run_sanitized("thread", "trial.cu", "late_reader<200000000>", (1,), (64,), [x, y])
+    assert code
+    assert "data race" in text
+
+
+@pytest.mark.slow
 def test_address_sanitizer_sees_one_element_too_far():
     for size, caught in ((64, False), (63, True)):
         x = np.arange(size, dtype=np.float32)

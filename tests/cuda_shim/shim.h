@@ -3,19 +3,23 @@
 // Two modes. Without SHIM_THREADS a block's threads are fibers of one OS thread that switch only at
 // barriers: the first that can run goes on, counted from thread 0 or (order = -1) from the last. So
 // one warp runs ahead as far as barriers let it, and code that lacks a barrier gives wrong results
-// in one of the orders. Shared memory is filled with NaN before each block. With SHIM_THREADS every CUDA thread is an OS thread, so that ThreadSanitizer and
-// AddressSanitizer understand them.
+// in one of the orders. Shared memory is filled with NaN before each block. With SHIM_THREADS every
+// CUDA thread is an OS thread, so that ThreadSanitizer and AddressSanitizer understand them.
 //
 // What it cannot show: speed, memory ordering finer than barriers, and registers.
 #pragma once
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <link.h>
 #include <setjmp.h>
+#include <sys/syscall.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <barrier>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -62,12 +66,28 @@ constexpr size_t STACK = 256 << 10;
 [[noreturn]] void fail(const char *message);
 
 #ifdef SHIM_THREADS
+// Orders the threads that meet at it, and no others. std::barrier keeps its sleeping threads in a
+// pool that barriers share, so ThreadSanitizer would take two warps that slept for ordered.
 class Barrier {
-    std::barrier<> inner;
+    int expected;
+    std::atomic<int> arrived = 0;
+    std::atomic<unsigned> generation = 0;
+
+    void futex(int operation, unsigned value) {
+        syscall(SYS_futex, &generation, operation, value, nullptr, nullptr, 0);
+    }
 
   public:
-    explicit Barrier(int expected) : inner(expected) {}
-    void wait() { inner.arrive_and_wait(); }
+    explicit Barrier(int expected) : expected(expected) {}
+    void wait() {
+        unsigned now = generation;
+        if (++arrived == expected) {
+            arrived = 0;
+            ++generation;
+            futex(FUTEX_WAKE_PRIVATE, INT_MAX);
+        } else
+            while (generation == now) futex(FUTEX_WAIT_PRIVATE, now);
+    }
 };
 #else
 class Barrier {
@@ -156,6 +176,10 @@ template <typename T> const T *exchange(const T &value, T (&all)[WARP]) {
 constexpr int warpSize = shim::WARP;
 
 inline void __syncthreads() { shim::block->barrier.wait(); }
+
+inline void __nanosleep(unsigned ns) {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
+}
 
 inline void shim_full_mask(unsigned mask) {
     if (mask != 0xffffffffu) shim::fail("a mask that leaves out lanes");

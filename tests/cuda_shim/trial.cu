@@ -11,6 +11,16 @@ template <int Threads> __global__ void reverse(float *x) {
     x[blockIdx.x * Threads + i] = piece[Threads - 1 - i];
 }
 
+// The second warp reads what the first wrote; each warp meets only itself at its barriers.
+template <int Pause> __global__ void late_reader(const float *x, float *y) {
+    __shared__ float piece[32];
+    int lane = threadIdx.x % 32;
+    if (threadIdx.x < 32) piece[lane] = x[lane];
+    if (threadIdx.x == 32) __nanosleep(Pause);
+    __syncwarp();
+    if (threadIdx.x >= 32) y[lane] = piece[lane];
+}
+
 // What shared memory holds at the start: anything.
 template <int Threads> __global__ void unwritten(float *fixed, float *dynamic) {
     __shared__ float piece[Threads];
