@@ -85,12 +85,11 @@ def test_two_ranks_are_timed_beside_pytorch_on_two_threads(tmp_path):
     assert "2 ranks, 2 threads" in done.stdout
     layouts = [f"mpipar numpy, {one} 2" for one in ("dp", "tp")]
     layouts += [f"mpipar numpy, pp 2 {schedule}" for schedule in step.SCHEDULES]
-    one_rank = ["mpipar numpy, one rank", "mpipar numpy, one rank, 2 microbatches"]
-    rows = rows_of(path, [*layouts, *one_rank, *THEIRS, *ALONE])
+    own = [f"mpipar numpy, {one}" for one in ("apart", "one rank", "one rank, 2 microbatches")]
+    rows = rows_of(path, [*layouts, *own, *THEIRS, *ALONE])
     assert rows["mpipar numpy, one rank"]["speedup"] == 1
     for side, row in rows.items():
-        talks = side.startswith("mpipar") and ", one rank" not in side
-        assert (row["in_communication"] > 0) == talks
+        assert (row["in_communication"] > 0) == (side.replace("numba", "numpy") in layouts)
         assert (row["speedup"] == "-") != side.startswith("mpipar")
 
 
@@ -164,6 +163,18 @@ def test_sides_of_16_bits_agree_and_a_wrong_gradient_is_seen(monkeypatch, dtype)
     assert problem() is None
     monkeypatch.setattr(NumpyOps, "layernorm_backward_input", lambda self, dy, *rest: dy.copy())
     assert problem().startswith("mpipar numpy, step ")
+
+
+def test_ranks_apart_make_a_step_each():
+    args = step.parse(SIZES.split())
+    seconds = np.full((2, 2, 3, 3), 0.2)  # ranks, sides, repetitions, (two parts, communication)
+    seconds[..., 2] = 0
+    seconds[1, 0, :, :2] = 0.25
+    sides = ["mpipar numpy, apart", "mpipar numpy, one rank"]
+    apart, one = step.rows(args, sides, seconds)
+    assert apart["step_ms"] == pytest.approx(250)
+    assert apart["speedup"] == pytest.approx(2 * 0.4 / 0.5)
+    assert apart["tokens_per_s"] == pytest.approx(1.6 * one["tokens_per_s"])
 
 
 def test_the_slowest_rank_counts_and_pytorch_runs_on_one():

@@ -11,11 +11,14 @@
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
 are data and tensor parallelism, and pipelines (1f1b, zb-h1, zb-v). One rank alone is there at once,
-and in the microbatches of the pipelines. If PyTorch is installed, its side `torch` runs eagerly. It
-computes attention explicitly (product, mask, softmax, product), as mpipar does. Its other sides
-have its own attention, its own AdamW in one pass, and are compiled as a whole, where a C++ compiler
-is found. All sides start from the same weights, and must give PyTorch's losses over three updates
-before anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all.
+and in the microbatches of the pipelines. The side `apart` sends nothing: every rank makes a whole
+step of its own, all at the same time. Its times are those of a step, divided by the number of
+ranks. So its speedup is what the cores give to any layout. If PyTorch is installed, its side
+`torch` runs eagerly. It computes attention explicitly (product, mask, softmax, product), as mpipar
+does. Its other sides have its own attention, its own AdamW in one pass, and are compiled as a
+whole, where a C++ compiler is found. All sides start from the same weights, and must give PyTorch's
+losses over three updates before anything is timed. Their repetitions alternate, so that a slow
+spell of the machine hits all.
 
 The sides `products` multiply what one rank's step multiplies, and do nothing else, by NumPy and by
 PyTorch. Their tflops are the rates of both libraries at the shapes of the step. On several ranks
@@ -75,7 +78,7 @@ from mpipar.files.text import counted
 from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
 
-ALONE = ", one rank"
+ALONE, APART = ", one rank", ", apart"
 SCHEDULES, MICROBATCHES = ("1f1b", "zb-h1", "zb-v"), 8  # of the pipelines
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of losses
 
@@ -116,13 +119,13 @@ def parse(argv):
 
 
 def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
-    """What stands behind the name of a side -> its settings of the grid; likewise one rank's own.
+    """What stands behind the name of a side -> its settings of the grid; likewise ranks' own.
 
     One rank also takes the microbatches of the pipelines: what these cost, a pipeline costs too.
     """
     if num_ranks == 1:
         return {"": {}}, {}
-    alone = {ALONE: {}}
+    alone = {APART: {}, ALONE: {}}
     found = {f", {axis} {num_ranks}": {axis: num_ranks}
              for axis, count in (("dp", args.batch_size), ("tp", args.heads))
              if count % num_ranks == 0}
@@ -137,7 +140,7 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
 def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
     """(names of our sides, the OurSide of each that this rank runs), for every set of kernels.
 
-    One rank alone is world rank 0. Comm: makes the groups of each.
+    One rank alone is world rank 0; apart is every rank. Comm: makes the groups of each.
     """
     names, sides = [], {}
     together, alone = layouts_of(args, world.size)
@@ -148,7 +151,7 @@ def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
             shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{behind}"
             names.append(shown)
             here = world if behind in together else SimpleNamespace(rank=0, size=1)
-            if here is world or world.rank == 0:
+            if here is world or world.rank == 0 or behind == APART:
                 ops = make(args.device, args.dtype, kernels=name, host_rank=host_rank)
                 sides[shown] = OurSide(configure(args, layout, here.size), rows, ops, here)
     return names, sides
@@ -217,6 +220,8 @@ def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
 
     flops: name -> those of a side that only multiplies.
     """
+    steps_at_once = [len(seconds) if name.endswith(APART) else 1 for name in names]
+    seconds = seconds / np.reshape(steps_at_once, (-1, 1, 1))
     libs, parts = libraries(args, names), seconds.max(axis=0)
     steps = dict(zip(names, seconds[..., :2].sum(axis=-1).max(axis=0), strict=True))
     theirs = steps.get("torch")

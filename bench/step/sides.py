@@ -164,7 +164,10 @@ def step_flops(args) -> int:
 
 
 def losses(sides, names, world) -> dict[str, list[float]]:
-    """Name -> losses of the first steps, on every rank that runs the side. Comm: the sides'."""
+    """Name -> losses of the first steps, on every rank that runs the side.
+
+    Comm: the sides', and quiet barriers.
+    """
     found = {name: [] for name in names}
     for step in range(1, CHECK_STEPS + 1):
         for name in names:
@@ -172,6 +175,7 @@ def losses(sides, names, world) -> dict[str, list[float]]:
             if name in sides:
                 found[name].append(sides[name].forward_backward(step))
                 sides[name].update(step)
+    quiet_barrier(world)  # a rank that spins in MPI would slow down the threads of the last side
     return found
 
 
@@ -179,7 +183,7 @@ def measure_steps(sides, names, repeats, world) -> np.ndarray:
     """(names, repetitions, three) of this rank: seconds of both parts, and those in communication.
 
     The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step
-    of each side, and the sides' own.
+    of each side and at the end, and the sides' own.
     """
     first = CHECK_STEPS + 1
     seconds = np.zeros((len(names), repeats, 3))
@@ -199,4 +203,5 @@ def measure_steps(sides, names, repeats, world) -> np.ndarray:
             inside = (recorder.comm_ns() - before) * 1e-9 if recorder else 0.0
             if step >= first + WARM_UP_STEPS:
                 seconds[number, step - first - WARM_UP_STEPS] = (*np.diff(times), inside)
+    quiet_barrier(world)
     return seconds
