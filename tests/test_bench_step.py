@@ -13,7 +13,7 @@ from helpers import run_command, run_ranks
 from bench.docs import tables
 from bench.step import __main__ as step
 from bench.step import blas, freed, products
-from bench.step.sides import torch_side
+from bench.step.sides import losses, measure_steps, torch_side
 from mpipar.errors import UsageError
 from mpipar.ops.numpy_ops import NumpyOps
 
@@ -175,6 +175,34 @@ def test_ranks_apart_make_a_step_each():
     assert apart["step_ms"] == pytest.approx(250)
     assert apart["speedup"] == pytest.approx(2 * 0.4 / 0.5)
     assert apart["tokens_per_s"] == pytest.approx(1.6 * one["tokens_per_s"])
+
+
+class Noted(Alone):
+    """A world, and a side of it, that note what happens."""
+
+    def __init__(self):
+        self.events = []
+
+    def Ibarrier(self):
+        self.events.append("all are here")
+        return super().Ibarrier()
+
+    def forward_backward(self, step):
+        self.events.append("step")
+
+    def update(self, step):
+        """Nothing to do."""
+
+    synchronize = staticmethod(lambda: None)
+
+
+@pytest.mark.parametrize("run", [
+    lambda world: losses({"own": world}, ["own"], world),
+    lambda world: measure_steps({"own": world}, ["own"], 1, world)])
+def test_ranks_sleep_until_the_last_side_is_done(run):
+    world = Noted()
+    run(world)
+    assert world.events[-2:] == ["step", "all are here"]
 
 
 def test_the_slowest_rank_counts_and_pytorch_runs_on_one():
