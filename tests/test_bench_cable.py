@@ -1,6 +1,8 @@
 """bench.step --cable: a step on two hosts, without and with what hides messages."""
 
 import json
+import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 from helpers import find_launcher, run_command
 from program import one_block
 
+from bench.interconnect import two_hosts
 from bench.interconnect.two_hosts import missing
 from bench.step import __main__ as step
 from bench.step import cable
@@ -53,6 +56,17 @@ def test_ranks_are_not_started_by_hand():
     code, block = one_block(run_command(
         [sys.executable, "-m", "bench.step.cable", "--json", "none.json"], timeout=60))
     assert (code, "start it by python -m bench.step --cable 200" in block) == (2, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_container_that_forbids_namespaces_is_named(monkeypatch, tmp_path):
+    for name in two_hosts.PROGRAMS:
+        (tmp_path / name).write_text("#!/bin/sh\necho 'Operation not permitted' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    reason = two_hosts.missing.__wrapped__()
+    assert re.fullmatch("ip netns add trial.*: Operation not permitted; a container must be started"
+                        " with --privileged", reason)
 
 
 @pytest.mark.netns

@@ -17,7 +17,7 @@ from trace_cases import MS, blocking, record, span, trace
 
 from mpipar.commands import compare
 from mpipar.commands.compare import config_of, most_flops, work_and_shapes
-from mpipar.errors import EXIT_CHECK_FAILED, UsageError
+from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.plan import machine_file
 from mpipar.plan.machine import settings_of
 from mpipar.trace import comparison
@@ -249,9 +249,8 @@ def test_a_cost_model_explains_a_part_and_names_the_rest(folders, tmp_path):
     assert "ms the cost model explains +0.00 ms" in text
     other = replace(own, tp=1)
     machine_file.save(replace(known, units=(other,)), str(tmp_path / "other.json"))
-    wrong = refusal_after("compare", folders["none"], folders["delay"], "--machine",
-                          tmp_path / "other.json")
-    assert "has no passes of this model" in wrong
+    assert_refused(2, ["has no passes of this model"], "compare", folders["none"],
+                   folders["delay"], "--machine", tmp_path / "other.json")
 
 
 def test_passes_are_work_and_shapes_of_products(folders):
@@ -261,13 +260,6 @@ def test_passes_are_work_and_shapes_of_products(folders):
     config = config_of(folders["none"])
     twice = replace(config, train=replace(config.train, batch_size=2 * config.train.batch_size))
     assert most_flops(twice) == 2 * most_flops(config) > 0
-
-
-def refusal_after(*words):
-    """The error that ends a command after it has printed something."""
-    with pytest.raises(UsageError) as caught:
-        printed(*words)
-    return str(caught.value)
 
 
 def test_a_run_is_as_fast_as_itself(folders):

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from in_process import assert_refused, printed
-from machine_models import LARGE_US, LATENCY_US, US_PER_BYTE, config_of, machine
+from machine_models import LARGE_US, LATENCY_US, US_PER_BYTE, config_of, curve, machine
 from program import TEXT, mpipar
 
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan import machine_file
-from mpipar.plan.machine import SENDING, Curve, Eager
+from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.sharing import crowding
 from mpipar.plan.step import costs_of, step_estimate, step_parts
@@ -139,6 +139,13 @@ def test_the_slowest_link_counts_unless_one_is_named():
     known = machine()
     assert known.curve("latency").link == "between nodes"
     assert known.curve("latency", link="same node").link == "same node"
+
+
+def test_links_compare_at_a_size_that_all_of_them_have():
+    """The slow one ends at 4 KiB, which take it less time than 4 MiB take the fast one."""
+    short = replace(curve(HOP, "between nodes", 2, 3.0), fitted_bytes=(8, 1024, 4096))
+    known = replace(machine(), curves=(curve(HOP, "same node", 2), short))
+    assert known.curve(HOP) == short
 
 
 @pytest.mark.parametrize(("operation", "ranks", "link", "message"), [
@@ -312,6 +319,15 @@ def test_any_number_of_blocks_and_rows_that_were_not_measured():
     assert many.pipeline == pytest.approx(3 * usual.pipeline)
     assert usual.extrapolated == ()
     assert many.extrapolated == ("passes of 6 row(s)",)
+
+
+@pytest.mark.parametrize("operation", [HOP, STREAM, SENDING])
+def test_a_message_larger_than_one_of_its_curves_was_not_measured(operation):
+    for largest, found in ((4 << 20, ()), (1024, (f"a message of {2 * 64 * 128 * 4} bytes",))):
+        curves = {name: curve(name, "slow", 2, 9) for name in (HOP, STREAM, SENDING)}
+        curves[operation] = replace(curves[operation], fitted_bytes=(8, largest))
+        known = replace(machine(), curves=(*curves.values(), curve("all-reduce", "slow", 2)))
+        assert step_estimate(known, config_of(pp=2)).extrapolated == found
 
 
 @pytest.mark.parametrize(("axes", "message"), [

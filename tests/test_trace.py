@@ -156,8 +156,9 @@ def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
         name: value for name, value in alone.items() if name not in ("title", "model", "curves")}
     found = json.loads(events.read_text())["traceEvents"]
     assert f"{len(found):,} events" in text
-    assert_refused(2, [f"--html and --perfetto both name {events}"],
-                   "trace", folder, "--html", events, "--perfetto", events)
+    for again in (events, f"{tmp_path}/./{events.name}"):
+        assert_refused(2, [f"--html and --perfetto both name {again}"],
+                       "trace", folder, "--html", again, "--perfetto", events)
     assert json.loads(events.read_text())["traceEvents"] == found
     check_slices(found)
     leads = [(start["pid"], end["pid"]) for start, end in check_arrows(found)

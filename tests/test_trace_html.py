@@ -3,14 +3,17 @@
 import json
 import re
 from html import unescape
+from types import SimpleNamespace
 
 import pytest
 from trace_cases import blocking, trace
 
+from mpipar.commands.trace import show
 from mpipar.errors import OutputError
 from mpipar.files.text import harmless
-from mpipar.trace import html
+from mpipar.trace import html, pop
 from mpipar.trace.analysis import analyse
+from mpipar.trace.planted import Run, Simulator
 
 
 def case():
@@ -28,6 +31,28 @@ def test_whole_steps_are_left_out_before_slices():
     data = html.page_data(analyse(three_steps), most_slices=29)
     assert data["thinned"] == "thinned: 20 of 30 slices are shown; steps 1 to 2 of 3 steps"
     assert html.page_data(analyse(three_steps))["thinned"] is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "naive"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_pipeline_that_failed_in_its_last_step(steps, schedule, capsys):
+    """Tables and page tell all that is known; the bubble is that of the steps before."""
+    failed, before = (Simulator(Run((("pp", 2),), steps=count, schedule=schedule)).trace
+                      for count in (steps, steps - 1 or 1))
+    for rank in failed.ranks:
+        number, start, end = rank.steps[-1]
+        cut = (start + end) // 2
+        rank.steps[-1], rank.complete = (number, start, cut), False
+        rank.spans = [one for one in rank.spans if one.end_ns <= cut]
+        rank.records = [
+            one._replace(waited_ns=min(one.waited_ns, cut), done_ns=min(one.done_ns, cut))
+            for one in rank.records if one.posted_ns < cut]
+    show(SimpleNamespace(html=None, perfetto=None), failed)
+    text, data = capsys.readouterr().out, html.page_data(analyse(failed))
+    assert "the run failed in the last step that is shown" in text
+    assert ("busy share and bubble" in text) == (data["pipeline"] is not None) == (steps > 1)
+    if steps > 1:
+        assert pop.pipeline_bubble(failed) == pop.pipeline_bubble(before)
 
 
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):

@@ -11,6 +11,9 @@ import shutil
 import subprocess
 import time
 import uuid
+from functools import cache
+
+from mpipar.errors import EnvironmentProblem
 
 PROGRAMS = ("ip", "tc", "unshare", "hostname")
 MTU, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of the TCP payload in it
@@ -29,17 +32,33 @@ OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL
             "HYDRA_LAUNCHER": "ssh", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
 
 
+@cache
 def missing() -> str | None:
-    """The reason why namespaces are impossible here, or None."""
+    """The reason why namespaces are impossible here, or None. It makes one, and deletes it."""
     if os.geteuid():
         return "needs root"
-    lacking = [name for name in PROGRAMS if not shutil.which(name)]
-    return f"not installed: {', '.join(lacking)}" if lacking else None
+    if lacking := [name for name in PROGRAMS if not shutil.which(name)]:
+        return f"not installed: {', '.join(lacking)}"
+    name = f"trial{uuid.uuid4().hex[:6]}"
+    try:
+        ip("netns", "add", name)
+        ip("netns", "del", name)
+    except EnvironmentProblem as error:
+        return str(error)
+    return None
 
 
 def ip(*words) -> str:
-    """What `ip` with these words prints. Raises CalledProcessError."""
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+    """What `ip` with these words prints.
+
+    Raises EnvironmentProblem where it fails: most containers forbid namespaces even to root.
+    """
+    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise EnvironmentProblem(
+            f"ip {' '.join(words)}: {done.stderr.strip()}; a container must be started with "
+            "--privileged")
+    return done.stdout
 
 
 def wait_until_up(name):

@@ -42,17 +42,20 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     """Print the comparison; with --check return 1 if B's steps are slower beyond the spread.
 
-    Raises DataError if a run has no trace.
+    Raises DataError if a run has no trace, and what `explanation` raises, before it prints.
     """
+    machine = machine_file.load(args.machine) if args.machine is not None else None
     names = [launches(text) for text in (args.run_a, args.run_b)]
     sides = [[trace_file.read(folder) for folder in side] for side in names]
-    with trace_file.contradictions_are_data_errors(*(folder for side in names for folder in side)):
+    folders = [folder for side in names for folder in side]
+    with trace_file.contradictions_are_data_errors(*folders):
         before, after = (list(map(analyse, side)) for side in sides)
+    explained = explanation(machine, before, after) if machine is not None else ""
+    with trace_file.contradictions_are_data_errors(*folders):
         print_runs(before, after)
         slower = print_step(before, after) == "slower"
         print_causes(before, after)
-    if args.machine:
-        print_explained(machine_file.load(args.machine), before, after)
+    print(explained, end="")
     return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK
 
 
@@ -116,8 +119,8 @@ def print_causes(before: Side, after: Side) -> None:
     print(change_table("cause of waiting", comparison.waited_for(before, after)))
 
 
-def print_explained(machine, before: Side, after: Side) -> None:
-    """Print what the cost model says of both runs, and what it leaves unexplained.
+def explanation(machine, before: Side, after: Side) -> str:
+    """What the cost model says of both runs, and what it leaves unexplained.
 
     Raises UsageError if the cost model lacks a run's model or layout.
     """
@@ -129,13 +132,11 @@ def print_explained(machine, before: Side, after: Side) -> None:
     total = comparison.Change("all parts", *(1e3 * sum(side.values()) for side in parts))
     rest = comparison.Change("measured, and not in the model", step.before_ms - total.before_ms,
                              step.after_ms - total.after_ms)
-    print("\nwhat the cost model says of a step, ms:")
     rows = [("part", "A ms", "B ms", "change ms")]
     rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}")
              for one in (*work_and_shapes(passes, *map(most_flops, configs)), *others, total, rest)]
-    print(table(rows))
-    print(f"of the difference of {step.change_ms:+.2f} ms the cost model explains"
-          f" {total.change_ms:+.2f} ms")
+    return (f"\nwhat the cost model says of a step, ms:\n{table(rows)}\nof the difference of"
+            f" {step.change_ms:+.2f} ms the cost model explains {total.change_ms:+.2f} ms\n")
 
 
 def work_and_shapes(passes: comparison.Change, before: int, after: int) -> list[comparison.Change]:

@@ -34,7 +34,8 @@ def run(args) -> int:
     Raises UsageError if both are the same file, DataError if there is no trace, OutputError if a
     file cannot be written.
     """
-    if args.html is not None and args.html == args.perfetto:
+    if None not in (args.html, args.perfetto) and (
+            Path(args.html).resolve() == Path(args.perfetto).resolve()):
         raise UsageError(f"--html and --perfetto both name {args.html}: give two files")
     trace = trace_file.read(args.run_folder)
     with trace_file.contradictions_are_data_errors(args.run_folder):
@@ -61,7 +62,7 @@ def show(args, trace) -> int:
     print_findings(analysis)
     if analysis.waits.events:
         print_waits(analysis)
-    if len(trace.schedule().programs) > 1:
+    if len(trace.schedule().programs) > 1 and pop.whole_steps(trace):
         print("\nbusy share and bubble of each pipeline rank:")
         print(bubble_table(pop.pipeline_bubble(trace)))
     if analysis.waits.unmatched:

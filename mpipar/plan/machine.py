@@ -189,14 +189,16 @@ class Machine:
     def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
         """The curve of an operation.
 
-        link: None stands for the slowest kind measured with so many ranks.
+        link: None stands for the slowest kind measured with so many ranks, at the largest size
+        that all of them have.
 
         Raises UsageError, which lists the calibrated curves.
         """
         same = [curve for curve in self.curves if curve.operation == operation
                 and curve.ranks == ranks and link in (None, curve.link)]
         if same:
-            return max(same, key=lambda curve: curve.estimate(curve.fitted_bytes[-1]).seconds)
+            shared = min(curve.fitted_bytes[-1] for curve in same)
+            return max(same, key=lambda curve: curve.estimate(shared).seconds)
         known = sorted({f"{curve.ranks} ranks ({curve.link})" for curve in self.curves
                         if curve.operation == operation})
         raise UsageError(

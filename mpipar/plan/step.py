@@ -100,18 +100,22 @@ def link_costs(machine: Machine, message_bytes: int) -> dict:
     measured stream, the fitted line's time per byte keeps the link. Meanwhile it takes a share of
     its sender's core, as far as that was measured.
     """
-    curve = machine.curve(HOP)
-    hop = curve.estimate(message_bytes).seconds
+    curve, found = machine.curve(HOP), message_estimates(machine, message_bytes)
+    hop = found[HOP].seconds
     busy = curve.piece(message_bytes).us_per_byte * message_bytes * 1e-6
-    measured = {one.operation for one in machine.curves if one.link == curve.link}
-    if STREAM in measured:
-        busy = machine.estimate(STREAM, message_bytes, link=curve.link).seconds
-    sending = 0.0
-    if SENDING in measured and busy:
-        sending = machine.estimate(SENDING, message_bytes, link=curve.link).seconds / busy
+    if STREAM in found:
+        busy = found[STREAM].seconds
+    sending = found[SENDING].seconds / busy if SENDING in found and busy else 0.0
     return {"latency": hop - busy, "message_bytes": message_bytes,
             "bandwidth": message_bytes / busy if busy else None,
             "eager_bytes": machine.eager_bytes(curve.link), "sending": min(1.0, sending)}
+
+
+def message_estimates(machine: Machine, message_bytes: int) -> dict:
+    """What was measured of a message by the slowest kind of link: {operation: Estimate}."""
+    link = machine.curve(HOP).link
+    return {one.operation: one.estimate(message_bytes) for one in machine.curves
+            if one.link == link and one.operation in (HOP, STREAM, SENDING)}
 
 
 def largest_message(steps) -> int:
@@ -143,7 +147,8 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     if units.rows != microbatch_rows(config):
         outside.add(f"passes of {microbatch_rows(config)} row(s)")
     message = largest_message(steps)
-    if message and machine.estimate(HOP, message).extrapolated:
+    if message and any(one.extrapolated
+                       for one in message_estimates(machine, message).values()):
         outside.add(f"a message of {message} bytes")
     schedule = configured_schedule(config.grid)
     stages = costs_of(machine, config, message).merged(unit_counts(config, schedule))

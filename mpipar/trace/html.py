@@ -173,9 +173,9 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
 
 
 def pipeline_data(analysis: Analysis) -> dict | None:
-    """One pipeline's passes in its median step, measured and simulated; None for a single rank."""
+    """One pipeline's passes in its median step, measured and simulated; None without them."""
     trace = analysis.trace
-    if trace.meta["layout"]["pp"] < 2:
+    if trace.meta["layout"]["pp"] < 2 or not pop.whole_steps(trace):
         return None
     chosen, passes = pop.median_passes(trace)
     start = min(one.start_ns for own in passes for one in own)

@@ -19,7 +19,7 @@ def one_at_a_time(trace: Trace) -> list[tuple[str, float]]:
     schedule = trace.schedule()
     size, count = schedule.pp_size, schedule.num_microbatches
     timeline = simulate(schedule, Costs())
-    if size == 1 or sum(timeline.busy) > timeline.makespan:
+    if size == 1 or sum(timeline.busy) > timeline.makespan or not pop.whole_steps(trace):
         return []
     facts = pop.pass_facts(trace)
     now = mean(max(fact["pipeline"][step] for fact in facts) for step in facts[0]["pipeline"])

@@ -143,12 +143,20 @@ def _partners(call: Call) -> list[Call]:
     return event.calls
 
 
+def whole_steps(trace: Trace) -> set[int]:
+    """The steps whose passes every rank has finished: all, unless the run failed in the last."""
+    return set.intersection(*({span.step for span in rank.spans if span.kind == "pipeline"}
+                              for rank in trace.ranks))
+
+
 def pass_facts(trace: Trace) -> list[dict]:
     """What `bubble.span_facts` gives for a live recorder, for every rank of a trace."""
-    facts = []
+    facts, whole = [], whole_steps(trace)
     for rank in trace.ranks:
         passes, busy, pipeline = defaultdict(list), defaultdict(float), {}
         for span in rank.spans:
+            if span.step not in whole:
+                continue
             seconds = (span.end_ns - span.start_ns) * 1e-9
             if span.kind in PASSES:
                 passes[f"{span.kind}{span.stage}"].append(seconds)
