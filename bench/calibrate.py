@@ -44,7 +44,14 @@ from bench.machine.curves import (
     quietest,
 )
 from bench.machine.fitting import LEAST_SIZES, fit
-from bench.machine.needed import BEGIN_BYTES, END_BYTES, measure_rows, measure_sends, several
+from bench.machine.needed import (
+    BEGIN_BYTES,
+    END_BYTES,
+    FACTOR,
+    measure_rows,
+    measure_sends,
+    several,
+)
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
@@ -84,9 +91,12 @@ def parse(argv):
     parser.add_argument("--no-compute", action="store_true",
                         help="no products, no reductions, no passes")
     args = parser.parse_args(argv)
-    found = plans.size_problems({"--end-bytes": args.end_bytes}) + seconds_problems(args.seconds)
-    if not found and read_bytes(args.end_bytes) < BEGIN_BYTES:
-        found.append(f"--end-bytes {args.end_bytes}: the least message has {BEGIN_BYTES} bytes")
+    sizes = plans.size_problems({"--end-bytes": args.end_bytes})
+    found = sizes + seconds_problems(args.seconds)
+    least = round(BEGIN_BYTES * FACTOR ** (LEAST_SIZES - 1))
+    if not sizes and read_bytes(args.end_bytes) < least:
+        found.append(f"--end-bytes {args.end_bytes}: a line needs {LEAST_SIZES} sizes; give"
+                     f" {least} or more")
     if args.files and args.json:
         found.append("--json keeps rows that are measured here, but FILEs hold them already; give "
                      "one of the two")
@@ -104,7 +114,7 @@ def parse(argv):
 def pass_configs(args, config, world_size: int) -> list:
     """A resolved config for each tp and number of rows. Raises UsageError."""
     if bad := [tp for tp in args.tp if world_size % tp]:
-        raise UsageError(f"--tp {bad[0]}: does not divide the {world_size} ranks")
+        raise UsageError([f"--tp {tp}: does not divide the {world_size} ranks" for tp in bad])
     return [step_config(config, rows, world_size, dp=world_size // tp, tp=tp)
             for tp in args.tp for rows in args.rows]
 

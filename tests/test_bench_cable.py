@@ -40,8 +40,9 @@ def test_a_gain_is_that_of_the_same_repetition():
 
 @pytest.mark.parametrize(("words", "message"), [
     ("--cable 0", "--cable"), ("--cable 200,x", "--cable"), ("--cable 1e3 --json x", "--cable"),
-    ("--cable 200 --dtype bfloat16", "--cable measures float32 on the CPU"),
-    ("--cable 200 --threads 2", "with one thread for each rank"),
+    ("--cable 200 --dtype bfloat16 --threads 2", "leave out --threads, --dtype"),
+    ("--cable 200 --freed --arch llama --kv-heads 2", "leave out --arch, --kv-heads, --freed"),
+    ("--cable 200 --recipe nanogpt --no-compiled", "leave out --compiled, --recipe"),
 ])
 def test_a_cable_that_cannot_be_is_refused(words, message, capsys):
     with pytest.raises((UsageError, SystemExit)) as caught:

@@ -118,6 +118,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     (["calibrate", "--tp", "3"], 2, "--tp 3: does not divide the 2 ranks"),
     (["calibrate", "--out", "/missing/machine.json"], 74, "its folder is missing"),
     (["calibrate", "--json", "/dev/null/v"], 74, "--json /dev/null/v: Not a directory"),
+    (["calibrate", "--end-bytes", "16"], 2, "a line needs 3 sizes; give 32 or more"),
     (["calibrate", "--no-compute", "--rows", "3"], 2, "--no-compute leaves out"),
     (["calibrate", "/missing.jsonl"], 65, "/missing.jsonl: No such file"),
     (["verify", "/missing.json"], 65, "write it with python -m bench.calibrate"),

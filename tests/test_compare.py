@@ -267,11 +267,15 @@ def test_a_run_is_as_fast_as_itself(folders):
     assert "B takes 1.00x as long, within the spread: neither slower nor faster" in text
 
 
-def test_launches_are_separated_by_commas(folders):
-    several = ",".join([str(folders["none"])] * 3)
+def test_launches_are_separated_by_commas(folders, tmp_path):
+    copies = [shutil.copytree(folders["none"], tmp_path / str(number)) for number in range(3)]
+    several = ",".join(map(str, copies))
     text = printed("compare", several, several, "--check")
     assert text.count("A: ") == 3
     assert "(medians of 3 and 3 launches)" in text
+    again = f"{tmp_path}/./0"
+    assert_refused(2, [f"{copies[0]}, {again}: one launch, named 2 times"],
+                   "compare", f"{several},{again}", several)
 
 
 def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from trace_cases import blocking, span, trace
 
 from mpipar.trace import causes
 from mpipar.trace.analysis import analyse
@@ -89,6 +90,26 @@ def test_what_both_ranks_did_is_no_excess(monkeypatch):
     with pytest.raises(AssertionError):
         check(DP, "data")
     analysed.cache_clear()
+
+
+def test_more_work_in_passes_that_are_each_shorter_is_charged_to_all_of_them():
+    """Rank 1 computes 12 and 8 ms, rank 0 one pass of 14 ms."""
+    late = analyse(trace(
+        [[blocking("all_reduce", "a", "world", start, 21)] for start in (14, 20)],
+        [[span("F", 0, 14)], [span("F", 0, 12, stage=1), span("F", 12, 20, stage=3)]], end=21))
+    assert {cause.text(): cost.wait_ns for cause, cost in late.costs.items()} == pytest.approx({
+        "rank 1: forward of stage 1": 3.6e6, "rank 1: forward of stage 3": 2.4e6})
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_holds_up_one_step_alone_is_no_finding(steps):
+    class Once(Simulator):
+        def _planted(self, fault, rank):
+            return 25.0 * (fault == "data" and rank == 1 and self.step.get(rank) == 1)
+
+    late = analyse(Once(Run(DP, steps=steps)).trace)
+    assert next(iter(late.costs)).text() == "rank 1: data loading"
+    assert late.findings == []
 
 
 @pytest.mark.parametrize("layout", [PP, DP + PP, PP + TP], ids=str)

@@ -86,7 +86,7 @@ def test_once_may_be_chance():
     assert found_in(by_hand({(1, 0), (1, 2)})) == {}
     one = by_hand({(1, 0)}, steps=1)
     assert found_in(one) == {}
-    assert one.remarks() == ["one step is traced: a slow rank shows only in several"]
+    assert one.remarks() == ["one step is traced: what is slow in every step shows only in several"]
 
 
 def test_stages_of_equal_work_are_not_blamed(tmp_path):

@@ -56,7 +56,7 @@ from threadpoolctl import threadpool_limits
 from bench import results
 from bench.kernels import gpu
 from bench.step import blas, freed, products
-from bench.step.cable import on_each_cable
+from bench.step.cable import SIZES, on_each_cable
 from bench.step.sides import (
     CHECK_STEPS,
     PARTS,
@@ -108,13 +108,15 @@ def parse(argv):
     if parser.parse_known_args(argv)[0].recipe:
         parser.set_defaults(**RECIPE)
     args = parser.parse_args(argv)
+    others = [f"--{name.replace('_', '-')}" for name, value in vars(args).items()
+              if name not in ("cable", "json", *SIZES) and value != parser.get_default(name)]
+    if args.cable and others:
+        parser.error("--cable compares ways to send, with gpt2 in float32 on the CPU, one thread "
+                     f"for each rank; leave out {', '.join(others)}")
     if args.compiled is None:
         args.compiled = args.device == "cuda" or shutil.which("g++") is not None
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         parser.error("--peak-tflops must be above 0")
-    if args.cable and (args.device, args.dtype, args.threads) != ("cpu", "float32", None):
-        parser.error("--cable measures float32 on the CPU, with one thread for each rank; leave out"
-                     " --device, --dtype and --threads")
     return args
 
 

@@ -13,7 +13,7 @@ from mpipar.config.reading import values_of
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.console.tables import table
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError
 from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import brief, counted, harmless
 from mpipar.plan import machine_file
@@ -44,8 +44,8 @@ def run(args) -> int:
 
     Raises DataError if a run has no trace, and what `explanation` raises, before it prints.
     """
-    machine = machine_file.load(args.machine) if args.machine is not None else None
     names = [launches(text) for text in (args.run_a, args.run_b)]
+    machine = machine_file.load(args.machine) if args.machine is not None else None
     sides = [[trace_file.read(folder) for folder in side] for side in names]
     folders = [folder for side in names for folder in side]
     with trace_file.contradictions_are_data_errors(*folders):
@@ -60,8 +60,16 @@ def run(args) -> int:
 
 
 def launches(text: str) -> list[str]:
-    """The run folders that one argument names. A folder's own name may have a comma."""
+    """The run folders that one argument names. A folder's own name may have a comma.
+
+    Raises UsageError if it names one twice: that is no second launch.
+    """
     several = [] if os.path.isdir(text) else [folder for folder in text.split(",") if folder]
+    places = [os.path.realpath(folder) for folder in several]
+    if twice := [folder for folder, place in zip(several, places, strict=True)
+                 if places.count(place) > 1]:
+        raise UsageError(f"{', '.join(map(harmless, twice))}: one launch, named {len(twice)} times;"
+                         " name each launch once")
     return several or [text]
 
 

@@ -80,6 +80,9 @@ class Work(defaultdict):
         more = self._differences(other)
         for kind, time in extra.items():
             parts = {cause: part for (of_kind, cause), part in more.items() if of_kind == kind}
+            if not any(parts.values()):  # more of it, though no part is longer than its like
+                parts = sum((own for (of_kind, _), own in self.items() if of_kind == kind),
+                            Counter())
             total = sum(parts.values())
             for cause, part in parts.items():
                 found[cause] += time * scale * part / total if part else 0

@@ -195,7 +195,7 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
     all_time, found = (trace.end - trace.start) * len(trace.ranks), []
     steps = [step for step, *_ in trace.ranks[0].steps]
     for cause, cost in costs.items():
-        if cause.kind not in HOLD_UP:
+        if cause.kind not in HOLD_UP or (len(steps) == 1 and not HOLD_UP[cause.kind]):
             continue
         usual = median(cost.by_step[step] for step in steps) * len(steps)
         counted = cost.wait_ns if HOLD_UP[cause.kind] else usual

@@ -131,7 +131,7 @@ class Trace:
         failed = not all(rank.complete for rank in self.ranks)
         alone = self.num_steps == 1 < len(self.ranks)
         return [*self.crowded(), *["the run failed in the last step that is shown"] * failed,
-                *["one step is traced: a slow rank shows only in several"] * alone]
+                *["one step is traced: what is slow in every step shows only in several"] * alone]
 
     def schedule(self) -> Schedule:
         """The schedule that the run used."""
