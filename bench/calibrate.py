@@ -61,7 +61,7 @@ from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
 from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
-from mpipar.plan.measure_units import units_of, update_seconds
+from mpipar.plan.measure_units import as_measured, units_of, update_seconds
 
 COMPUTING = 1 / 4  # of the time, at most
 MESSAGES = 2 / 3  # of what is left then; the rest is for passes again
@@ -115,6 +115,7 @@ def pass_configs(args, config, world_size: int) -> list:
     """A resolved config for each tp and number of rows. Raises UsageError."""
     if bad := [tp for tp in args.tp if world_size % tp]:
         raise UsageError([f"--tp {tp}: does not divide the {world_size} ranks" for tp in bad])
+    config = replace(config, memory=as_measured(config.memory))
     return [step_config(config, rows, world_size, dp=world_size // tp, tp=tp)
             for tp in args.tp for rows in args.rows]
 

@@ -7,6 +7,7 @@ wrong cost model must be found out.
 import csv
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from helpers import run_command, run_ranks
@@ -15,6 +16,8 @@ from program import LIMIT, environment, one_block
 from bench import calibrate
 from bench.interconnect.budget import LEAST_SIZES
 from bench.machine.steps import layouts
+from mpipar.config.memory import MemoryConfig
+from mpipar.config.sections import Config
 from mpipar.errors import DataError
 from mpipar.plan import machine_file
 
@@ -30,6 +33,16 @@ def bench(name, *words, ranks=2):
     if ranks is None:
         return run_command(argv, LIMIT, environment())
     return run_ranks(ranks, argv, LIMIT, environment())
+
+
+@pytest.mark.parametrize("memory", [
+    {"zero": 1}, {"zero": 3, "zero_grads": "sharded", "zero_keep": "stage"},
+    {"recompute": "block", "recompute_layers": 1}])
+def test_passes_are_measured_without_what_the_prediction_adds(memory):
+    config = replace(Config(), memory=MemoryConfig(**memory))
+    args = calibrate.parse(["--rows", "2", "--tp", "1,2"])
+    assert [(one.memory, one.grid.tp) for one in calibrate.pass_configs(args, config, 2)] == [
+        (MemoryConfig(), 1), (MemoryConfig(), 2)]
 
 
 @pytest.fixture(scope="module")

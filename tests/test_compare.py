@@ -262,6 +262,13 @@ def test_passes_are_work_and_shapes_of_products(folders):
     assert most_flops(twice) == 2 * most_flops(config) > 0
 
 
+def test_items_of_a_step_make_up_the_step():
+    """Also where time between spans begins in one step and ends in the next."""
+    run = trace([[]], [[span("F", 0, 40), span("F", 60, 100, step=2)]], steps=2)
+    items = comparison.by_item(analyse(run), True)
+    assert [sum(each) for each in zip(*items.values(), strict=True)] == pytest.approx([50, 50])
+
+
 def test_a_run_is_as_fast_as_itself(folders):
     text = printed("compare", folders["none"], folders["none"], "--check")
     assert "B takes 1.00x as long, within the spread: neither slower nor faster" in text

@@ -306,27 +306,28 @@ def test_groups_that_are_not_the_world_disturb_each_other():
     together = step_estimate(known, config)
     assert known.contention_factor("iall-reduce") == 1.7
     assert together.barriers > 1.1 * alone.barriers
-    whole = [step_estimate(one, config_of(dp=4)).barriers
-             for one in (known, replace(known, contention=()))]
-    assert whole[0] == whole[1]
+    assert step_estimate(known, config_of(dp=4)).barriers == step_estimate(
+        replace(known, contention=()), config_of(dp=4)).barriers
 
 
 def test_any_number_of_blocks_and_rows_that_were_not_measured():
     known = machine()
-    deep, usual = (step_estimate(known, config_of(layers=layers)) for layers in (9, 4))
+    deep, usual, many = (step_estimate(known, one) for one in (
+        config_of(9), config_of(), config_of(rows=6)))
     assert deep.pipeline - usual.pipeline == pytest.approx(4 * 5 * 3.5e-3)
-    many = step_estimate(known, config_of(rows=6))
     assert many.pipeline == pytest.approx(3 * usual.pipeline)
     assert usual.extrapolated == ()
     assert many.extrapolated == ("passes of 6 row(s)",)
+    sgd = replace(config_of(), train=replace(config_of().train, optimizer="sgd"))
+    assert step_estimate(known, sgd).extrapolated == ("the update of sgd, only that of adamw",)
 
 
 @pytest.mark.parametrize("operation", [HOP, STREAM, SENDING])
 def test_a_message_larger_than_one_of_its_curves_was_not_measured(operation):
     for largest, found in ((4 << 20, ()), (1024, (f"a message of {2 * 64 * 128 * 4} bytes",))):
-        curves = {name: curve(name, "slow", 2, 9) for name in (HOP, STREAM, SENDING)}
-        curves[operation] = replace(curves[operation], fitted_bytes=(8, largest))
-        known = replace(machine(), curves=(*curves.values(), curve("all-reduce", "slow", 2)))
+        short = replace(curve(operation, "slow", 2, 9), fitted_bytes=(8, largest))
+        others = [curve(name, "slow", 2, 9) for name in {HOP, STREAM, SENDING} - {operation}]
+        known = replace(machine(), curves=(short, *others, curve("all-reduce", "slow", 2)))
         assert step_estimate(known, config_of(pp=2)).extrapolated == found
 
 

@@ -10,6 +10,7 @@ from trace_cases import span, trace
 
 from mpipar.trace import trace_file, waits
 from mpipar.trace.analysis import analyse
+from mpipar.trace.planted import Run, Simulator
 
 # Large enough that products, not Python, take a stage's time.
 SIZE = [*TEXT, *"""--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4
@@ -80,6 +81,21 @@ def test_a_rank_that_is_slower_than_its_stage_in_every_step_is_named():
     assert finding.text == ("rank 1 on host1 computes 20.0 ms per step, the others of its stage"
                             " 10.0 ms, most of it in the forward of stage 0")
     assert finding.lost_ms == pytest.approx(10)
+
+
+def test_a_slow_rank_beside_a_stage_without_blocks_is_named():
+    """Stage 0 has the embedding alone, whose FLOPs are 0."""
+    class Light(Simulator):
+        def _pass(self, rank, instr):
+            if self.stage_layers[instr.stage]:
+                yield from super()._pass(rank, instr)
+            else:
+                self._span(instr.kind, rank, self._work(rank, 0.2), instr.stage, instr.mb)
+
+    run = Light(Run((("pp", 3),), stage_layers=(0, 2, 2), fault="F", rank=1, delay=200.0)).trace
+    finding = found_in(run)["slow rank"]
+    assert "rank 1 on host1 slow" in finding.text
+    assert finding.lost_ms == pytest.approx(200, rel=0.05)
 
 
 def test_once_may_be_chance():

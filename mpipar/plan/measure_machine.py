@@ -22,7 +22,7 @@ from mpipar.comm.record import Recorder
 from mpipar.config.layout import divisors
 from mpipar.plan.link import measure_link
 from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager, Machine
-from mpipar.plan.measure_units import measure_units, update_seconds
+from mpipar.plan.measure_units import as_measured, measure_units, update_seconds
 from mpipar.plan.step import microbatch_rows
 
 SECONDS = 20.0  # at most, but for a pass that has begun
@@ -76,21 +76,18 @@ def measure_machine(configs, ops, mpi_world, seconds: float = SECONDS) -> Machin
 def one_blocks(configs, world_size: int) -> list:
     """For each number of tp ranks and rows of these configs one of a single block, on all ranks.
 
-    One row comes first: it says how long more will take. Blocks that run again are measured as they
-    run once.
+    One row comes first: it says how long more will take.
     """
     found = {}
     for config in configs:
         tp, cp, rows = config.grid.tp, config.grid.cp, microbatch_rows(config)
-        dp, memory = world_size // (tp * cp), config.memory
-        again = "none" if memory.recompute == "block" else memory.recompute
+        dp = world_size // (tp * cp)
         found |= {(count, tp): replace(
             config, model=replace(config.model, layers=1),
             grid=replace(config.grid, dp=dp, pp=1, num_microbatches=1, schedule="gpipe",
                          schedule_csv=None, chunks=None, group_size=None, stage_layers=None),
             train=replace(config.train, batch_size=dp * count),
-            memory=replace(memory, recompute=again, recompute_layers=None, zero=0,
-                           zero_grads="full", zero_keep="none")) for count in (1, rows)}
+            memory=as_measured(config.memory)) for count in (1, rows)}
     return [found[key] for key in sorted(found)]
 
 

@@ -6,6 +6,7 @@ as in training.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean, median
 from time import perf_counter
 
@@ -26,6 +27,16 @@ def largest(mpi_world, value: float) -> float:
     """The largest of all ranks' values on world rank 0, own value elsewhere. Comm: one gather."""
     facts = gather_facts(mpi_world, value)
     return max(facts) if facts is not None else value
+
+
+def as_measured(memory):
+    """The settings of memory with which passes and updates are measured.
+
+    `step_estimate` adds what ZeRO costs, and the second forward of blocks that run again.
+    """
+    again = "none" if memory.recompute == "block" else memory.recompute
+    return replace(memory, recompute=again, recompute_layers=None, zero=0, zero_grads="full",
+                   zero_keep="none")
 
 
 def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -> Units | None:

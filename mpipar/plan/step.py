@@ -146,6 +146,8 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     units, outside = measured_units(machine, config), set()
     if units.rows != microbatch_rows(config):
         outside.add(f"passes of {microbatch_rows(config)} row(s)")
+    if units.optimizer != config.train.optimizer:
+        outside.add(f"the update of {config.train.optimizer}, only that of {units.optimizer}")
     message = largest_message(steps)
     if message and any(one.extrapolated
                        for one in message_estimates(machine, message).values()):

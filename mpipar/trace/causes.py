@@ -81,8 +81,9 @@ class Work(defaultdict):
         for kind, time in extra.items():
             parts = {cause: part for (of_kind, cause), part in more.items() if of_kind == kind}
             if not any(parts.values()):  # more of it, though no part is longer than its like
-                parts = sum((own for (of_kind, _), own in self.items() if of_kind == kind),
-                            Counter())
+                parts = Counter()
+                for (of_kind, _), causes in self.items():
+                    parts.update(causes if of_kind == kind else {})
             total = sum(parts.values())
             for cause, part in parts.items():
                 found[cause] += time * scale * part / total if part else 0
@@ -96,8 +97,12 @@ class Work(defaultdict):
             for cause, time in other.get(key, {}).items():
                 same[cause.what] += time
             like = same.total() / max(len(same), 1)  # as another stage's layer
+            here = Counter()  # causes that do the same, as both directions of a link
             for cause, time in causes.items():
-                found[key[0], cause] = max(0, time - same.get(cause.what, like))
+                here[cause.what] += time
+            for cause, time in causes.items():
+                usual = same.get(cause.what, like) * time / max(here[cause.what], 1)
+                found[key[0], cause] = max(0, time - usual)
         return found
 
 

@@ -119,10 +119,12 @@ def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
         for segment in own:
             while step + 1 < trace.num_steps and segment.start >= rank.steps[step][2]:
                 step += 1
-            _, start, end = rank.steps[step]
-            length = min(end, segment.end) - max(start, segment.start)
-            if length > 0:
-                found[item(segment, by_stage)][step] += length * 1e-6 / len(trace.ranks)
+            for at in range(step, trace.num_steps):  # time between spans may reach into the next
+                _, start, end = rank.steps[at]
+                length = min(end, segment.end) - max(start, segment.start)
+                if length <= 0:
+                    break
+                found[item(segment, by_stage)][at] += length * 1e-6 / len(trace.ranks)
     return found
 
 

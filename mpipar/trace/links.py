@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import median
 
 from mpipar.comm.record import COMPUTE
 from mpipar.trace.pop import replay
@@ -25,7 +25,8 @@ AFTER_NS = 1e6  # what has started to move when the sender was free again ends w
 class Link:
     """The transfers of one link: from a sender to a receiver, or inside a group.
 
-    lengths: how many nanoseconds the data travelled, where somebody waited for half of that.
+    lengths: how many nanoseconds the data travelled, where somebody waited for half of that; sizes:
+    the bytes of these.
     free: when the last of them had come.
     """
 
@@ -34,6 +35,7 @@ class Link:
     message: bool
     events: list[Event] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     free: int = 0
 
     @property
@@ -48,8 +50,8 @@ class Link:
 
     @property
     def size(self) -> float:
-        """Bytes of a transfer."""
-        return mean(event.calls[0].record.payload_bytes for event in self.events)
+        """Bytes of a usual transfer, of those whose length is known."""
+        return median(self.sizes)
 
     def text(self) -> str:
         """Which link, what it carried, how long it took."""
@@ -105,6 +107,7 @@ def measured(waits: Waits, segments: list[list[Segment]]) -> list[Link]:
         seen = 0 < end - start <= 2 * first.transfer_ns
         if seen and not (message and _stood_still(start, end, segments[event.ranks[0]])):
             link.lengths.append(end - start)
+            link.sizes.append(event.calls[0].record.payload_bytes)
         link.events.append(event)
         link.free = max(link.free, end)
     return list(links.values())
