@@ -1,7 +1,7 @@
 """Whether B is faster or slower than A, as far as the launches of both support it.
 
     python -m bench.compare A.jsonl B.jsonl            # one line for each operation in both
-    python -m bench.compare A.jsonl B.jsonl --check    # and exit code 1 if one is slower in B
+    python -m bench.compare A.jsonl B.jsonl --check    # exit code 1 if one is slower, or not in B
 
 Launches of the same job differ more than the iterations inside one. So each launch counts as one
 value: a rank-sum test compares the medians of A's launches with those of B's. Of all rows that are
@@ -26,6 +26,7 @@ from bench.interconnect.between import KEY, by_operation, medians_of
 from bench.interconnect.statistics import discoveries, rank_sum
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError
+from mpipar.files.text import counted
 from mpipar.job.session import guard
 
 FALSE_RATE = 0.05
@@ -105,41 +106,47 @@ def lines(found) -> str:
     return results.text_table(rows, left=4)
 
 
-def too_few(found) -> str:
-    """A remark if so few launches could not show any difference, however large; else ""."""
-    if not found:
-        return ""
-    a, b = min(one.launches for one in found)
-    least = 2 / math.comb(a + b, a)
-    if least <= FALSE_RATE:
-        return ""
-    cure = "measure both with --launches 5 or more"
-    if 1 in (a, b):
-        return (f"{a} and {b} launches show only factors above {LARGE_FACTOR:g}, and these may be "
-                f"the launches' own: {cure}")
-    return f"{a} and {b} launches can show nothing (p is {least:.2g} at least): {cure}"
+def too_few(found) -> tuple[list[str], list[str]]:
+    """Remarks on numbers of launches that can show nothing, and on those that show little."""
+    nothing, little = [], []
+    for a, b in sorted({one.launches for one in found}):
+        least = 2 / math.comb(a + b, a)
+        if least <= FALSE_RATE:
+            continue
+        cure = "measure both with --launches 5 or more"
+        if 1 in (a, b):
+            little.append(f"{a} and {b} launches show only factors above {LARGE_FACTOR:g}, and "
+                          f"these may be the launches' own: {cure}")
+        else:
+            nothing.append(f"{a} and {b} launches can show nothing (p is {least:.2g} at least): "
+                           f"{cure}")
+    return nothing, little
 
 
 def main(argv, session) -> int:
-    """Print one line for each operation in both files; with --check 1 if one is slower in B."""
+    """Print one line for each operation in both files; with --check 1 if B lacks or slows one."""
     parser = flags.Parser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("a", metavar="A", help="file of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a row is slower in B")
+    parser.add_argument("--check", action="store_true",
+                        help="exit with 1 if a row is slower in B, or is not in B")
     args = parser.parse_args(argv)
-    found = compare_rows(*(records.rows_of([one], tell=True) for one in (args.a, args.b)))
+    a_rows, b_rows = (records.rows_of([one], tell=True) for one in (args.a, args.b))
+    found = compare_rows(a_rows, b_rows)
     if not found:
         raise DataError(f"{args.a} and {args.b} have no operation in common: run the same cases, "
                         "sizes and ranks with the same --buffers and --sync for both")
     print(lines(found))
-    if warning := too_few(found):
-        if args.check and min(map(min, (one.launches for one in found))) > 1:
-            raise UsageError(f"--check: {warning}")
-        print(warning, file=sys.stderr)
+    nothing, little = too_few(found)
+    if args.check and nothing:
+        raise UsageError([f"--check: {warning}" for warning in nothing])
+    print("".join(f"{warning}\n" for warning in nothing + little), end="", file=sys.stderr)
     slower = [one for one in found if one.verdict == SLOWER]
+    lost = by_operation(a_rows).keys() - by_operation(b_rows).keys()
     if args.check:
-        print(f"{len(slower)} of {len(found)} rows are slower in B")
-    return EXIT_CHECK_FAILED if args.check and slower else EXIT_OK
+        print(f"{len(slower)} of {len(found)} rows are slower in B"
+              + (f"; {counted(len(lost), 'row')} of A not in B" if lost else ""))
+    return EXIT_CHECK_FAILED if args.check and (slower or lost) else EXIT_OK
 
 
 if __name__ == "__main__":

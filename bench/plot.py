@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.interconnect import records
+from bench.interconnect.cases import COMM
 from bench.interconnect.statistics import times_us
 from bench.table import title
 from mpipar.config import flags
@@ -113,9 +114,15 @@ def draw_bandwidth(axes, rows) -> None:
     axes.set_ylim(bottom=0)
 
 
+def of_one_way(rows) -> list[dict]:
+    """The rows through mpipar.comm, or where it has none those of the first other way."""
+    ways = by_via(rows)
+    return ways.get(COMM) or next(iter(ways.values()))
+
+
 def draw_distribution(axes, rows) -> None:
-    """Draw the share of samples up to each time, of a few sizes through mpipar.comm."""
-    own = by_via(rows).get("mpipar.comm", rows)
+    """Draw the share of samples up to each time, of a few sizes in one way."""
+    own = of_one_way(rows)
     sizes = sorted({row["size_bytes"] for row in own})
     chosen = {sizes[place] for place in np.linspace(0, len(sizes) - 1, MOST_CURVES).round()
               .astype(int)}
@@ -124,17 +131,19 @@ def draw_distribution(axes, rows) -> None:
                                           if row["size_bytes"] == size]))
         axes.step(samples, np.arange(1, len(samples) + 1) / len(samples), where="post",
                   label=nbytes(size))
-    axes.set(xscale="log", xlabel="time (us)", ylabel="share of samples", ylim=(0, 1))
+    axes.set(xscale="log", xlabel=f"time (us), {own[0]['via']}", ylabel="share of samples",
+             ylim=(0, 1))
 
 
 def draw_ranks(axes, rows) -> None:
     """Draw a cell for each rank and iteration, largest size: its delay after the first to leave."""
-    own = by_via(rows).get("mpipar.comm", rows)[-1]
+    own = of_one_way(rows)[-1]
     left = np.delete(np.array(own["left_ns"]), own["late_at"], axis=0)
     after_us = (left - left.min(axis=1, keepdims=True)).T / 1000
     picture = axes.imshow(after_us, cmap="viridis", aspect="auto", interpolation="nearest",
                           vmax=np.percentile(after_us, 99))  # one outlier must not hide the rest
-    axes.figure.colorbar(picture, label=f"us after the first, {nbytes(own['size_bytes'])}")
+    what = f"{nbytes(own['size_bytes'])}, {own['via']}"
+    axes.figure.colorbar(picture, label=f"us after the first, {what}")
     axes.set(yticks=range(len(own["ranks"])), yticklabels=own["ranks"], xlabel="iteration",
              ylabel="world rank")
 
@@ -142,7 +151,7 @@ def draw_ranks(axes, rows) -> None:
 def draw_pairs(axes, rows) -> None:
     """Draw a cell for each pair of ranks: us of latency or GB/s of bandwidth, launches' median."""
     value, unit = ("median_us", "us") if "latency" in rows[0]["case"] else ("algbw_GBps", "GB/s")
-    own = by_via(rows).get("mpipar.comm", rows)
+    own = of_one_way(rows)
     names = sorted({number for row in own for number in row["ranks"]})
     cells = np.full((len(names), len(names)), np.nan)
     for low, high in {tuple(row["ranks"]) for row in own}:

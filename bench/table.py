@@ -6,14 +6,14 @@ algbw is size over median time; busbw is the part of it that the busiest link ca
 GB/s = 1e9 B/s. Of one launch, "low" and "high" enclose its median with 95 % confidence, and say
 nothing about the next launch. Of several launches, they enclose the median of another launch with
 95 % probability. Then "best" and "worst" are medians of launches, and within_% is the interval
-inside a launch over its median. A "~" behind the time
-means that the ranks' starts differ by more than a tenth of it. Such a time says more about the
-start than about the operation. n iterations count; "late" ones, which some rank began after the
-agreed instant, do not. bound_percent is busbw in percent of the bound in the title. That bound is
-the rate that --bound-GBps states or, inside a host and for orientation, that of a memory copy;
-bidirectional has twice the bound. overlap_percent is the share of alone_us that computing_us hides;
-time_us then covers both. With --machine rows that its cost model covers have two more columns.
-Cells without a value are empty.
+inside a launch over its median. A "~" behind the time means that the ranks' starts differ by more
+than a tenth of a sample. A sample has several operations where they are short. Such a time says
+more about the start than about the operation. n iterations count; "late" ones, which some rank
+began after the agreed instant, do not. bound_percent is busbw in percent of the bound in the title.
+That bound is the rate that --bound-GBps states or, inside a host and for orientation, that of a
+memory copy; bidirectional has twice the bound. overlap_percent is the share of alone_us that
+computing_us hides; time_us then covers both. With --machine rows that its cost model covers have
+two more columns. Cells without a value are empty.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cells(row: dict) -> dict[str, str]:
         return {name.replace("GBps", "GB/s"): digits(row[name]) for name in names}
 
     time = {"time_us": digits(row["median_us"]),
-            "": "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] else ""}
+            "": "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] * row["per_sample"] else ""}
     time |= numbers("low_us", "high_us")
     rates = numbers("algbw_GBps", "busbw_GBps", "skew_us")
     if "launches" in row:

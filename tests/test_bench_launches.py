@@ -33,7 +33,67 @@ def test_compare_says_slower_only_when_the_launches_support_it(rng):
     assert same.count("not shown") >= 88
     (one,) = compare.compare_rows(shifted(rng, 1, 2), shifted(rng, 3, 2))
     assert one.verdict == "not shown"
-    assert "2 and 2 launches can show nothing" in compare.too_few([one])
+    (nothing,), little = compare.too_few([one])
+    assert (nothing[:33], little) == ("2 and 2 launches can show nothing", [])
+
+
+def test_each_row_needs_enough_launches(rng):
+    """4 and 3 launches are more than 3 and 9, but can show less."""
+    found = [compare.compare_rows(shifted(rng, 1, a), shifted(rng, 1, b))[0]
+             for a, b in ((3, 9), (4, 3), (1, 5), (5, 5))]
+    nothing, little = compare.too_few(found)
+    assert [text.split(" launches")[0] for text in (*nothing, *little)] == ["4 and 3", "1 and 5"]
+
+
+def test_a_row_that_b_lacks_fails_the_check(tmp_path, capsys):
+    whole = [row(), row(case="ring")]
+    a, b, c = (write_file(tmp_path / name, rows, launches=5)
+               for name, rows in (("a", whole), ("b", whole[:1]), ("c", whole)))
+    for other, code in ((b, 1), (c, 0)):
+        assert compare.main([a, other, "--check"], None) == code
+        assert ("0 of 1 rows are slower in B; 1 row of A not in B"
+                in capsys.readouterr().out) == bool(code)
+    assert compare.main([a, b], None) == compare.main([b, a, "--check"], None) == 0
+
+
+def test_several_launches_are_told_by_all_of_them():
+    """Each launch has its own skew, overlap and rate; the middle one counts."""
+    rows = [row(median=median, skew_us=skew, overlap_percent=skew, launch=number,
+                bound_percent=100 / median)
+            for number, (median, skew) in enumerate([(10, 8), (20, 2), (40, 3)])]
+    (one,) = between.combined(rows)
+    assert (one["median_us"], one["skew_us"], one["overlap_percent"]) == (20, 3, 3)
+    assert one["bound_percent"] == pytest.approx(5)
+
+
+def test_a_start_is_compared_with_a_whole_sample():
+    """Of 64 messages in a sample each takes 1 us; starts 2 us apart are a small part of it."""
+    assert [table.cells(row(median=1.0, skew_us=2.0, per_sample=count))[""]
+            for count in (1, 64)] == ["~", ""]
+
+
+def test_what_rows_say_together_is_said_of_several_launches_too(capsys):
+    rows = []
+    for launch in (1, 2, 3):
+        rows += [row("pairs latency", ranks=pair, median=(5.0, 6.0, 50.0)[number] + launch)
+                 for number, pair in enumerate([(0, 1), (0, 2), (1, 2)])]
+        rows += [row(axis="dp", mode=mode, median=median + launch)
+                 for mode, median in (("alone", 8.0), ("together", 18.0))]
+        rows.append(row("noise", "Python", size=0))
+        rows[-6:] = [one | {"launch": launch} for one in rows[-6:]]
+    launches.print_outcome(rows, 3)
+    text = capsys.readouterr().out
+    assert "pairs latency, mpipar.comm, median_us of 1024 bytes" in text
+    assert "slow: ranks 1 and 2 (same node): 52.0 us, 6.5 times the median pair" in text
+    assert [text.count(f"# noise, launch {launch}: ") for launch in (1, 2, 3)] == [1] * 3
+    assert text.split("# contention: ")[1].split()[-1] == "2"  # 20 us over 10
+
+
+def test_time_for_all_launches_is_needed():
+    session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1))
+    argv = ["--quick", "--seconds", "14"]
+    with pytest.raises(UsageError, match="5 launches take 15 s; give that, or fewer --launches"):
+        launches.run(session, interconnect.parse(argv), argv)
 
 
 def test_rounds_within_a_launch_are_not_launches(rng):

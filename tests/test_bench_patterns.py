@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench.interconnect.cases import pattern
+from bench.interconnect.cases import APART, pattern
 from bench.interconnect.messages import MOST_MESSAGES
 
 
@@ -15,6 +15,7 @@ def test_no_two_senders_parts_or_messages_are_alike():
         first = {float(pattern(index, 1, np.float32)[0]) for index in indices}
         assert len(first) == len(indices)
     values = pattern(7, 5000, np.float32)
+    assert np.array_equal(values, (np.arange(5000) + 7 * APART) % ((1 << 24) - 1) + 1)
     assert len(set(values.tolist())) == 5000
     assert np.array_equal(values, pattern(7, 5000, np.float64))
 

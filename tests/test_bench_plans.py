@@ -70,7 +70,7 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
         "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
     with pytest.raises(UsageError, match=r"^--end-bytes 'x': must be bytes: .*\n--seconds 0:"):
         calibrate.parse(["--end-bytes", "x", "--seconds", "0"])
-    with pytest.raises(UsageError, match=r"^--end-bytes 7: the least message has 8 bytes$"):
+    with pytest.raises(UsageError, match=r"^--end-bytes 7: a line needs 3 sizes; give 32 or more$"):
         calibrate.parse(["--end-bytes", "7"])
     with pytest.raises(UsageError, match="messages need at least 2 ranks"):
         needed.several(1)
@@ -81,8 +81,9 @@ def test_short_flags_are_those_of_nccl_tests():
     words = "ring --begin-bytes 16 --end-bytes 1K --factor 4 --iterations 7 --warm-up 0 --dtype"
     assert short == interconnect.parse([*words.split(), "float64"])
     assert interconnect.chosen_sizes(short) == (16, 64, 256, 1024)
-    with pytest.raises(UsageError, match=r"^--quick has sizes of its own: leave out -b, "):
-        interconnect.parse(["--quick", "-b", "8"])
+    for words in (["-b", "8"], ["-b8"], ["--begin-bytes=8"]):
+        with pytest.raises(UsageError, match=r"^--quick has sizes of its own: leave out -"):
+            interconnect.parse(["--quick", *words])
 
 
 def test_sections_of_a_layout_are_its_groups_alone_and_together():

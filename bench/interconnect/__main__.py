@@ -19,13 +19,12 @@ import math
 import random
 import sys
 
-from bench import results, table
-from bench.interconnect import compiled, cuda_probe, findings, launches, places, plans, quick
+from bench import table
+from bench.interconnect import compiled, conclusions, cuda_probe, launches, places, plans, quick
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
 from bench.interconnect.groups import WIRES, ranks_of_a_host
 from bench.interconnect.launches import START
-from bench.interconnect.noise import Noise, noise_lines
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
 from bench.interconnect.sampling import Plan
 from bench.interconnect.session import Bench
@@ -120,7 +119,8 @@ def parse(argv):
         skipped = plans.WITHOUT_LAYOUT if args.layout else ()
         some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
         args.cases = [case for case in some if case not in skipped]
-    typed = {word.split("=")[0] for word in argv}
+    typed = {word.split("=")[0] if word.startswith("--") else word[:2] for word in argv
+             if word.startswith("-")}
     if fixed := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
         raise UsageError(f"--quick has sizes of its own: leave out {', '.join(fixed)}, or --quick")
     return args
@@ -177,14 +177,18 @@ def way_problems(args) -> list[str]:
     found = [f"--ways: no way {name!r}{suggestion(name, plans.WAYS)}; give some of "
              f"{','.join(plans.WAYS)}, or all" for name in names if name not in plans.WAYS]
     if "C" in names and not can_run_in_c(args):
-        found.append("--ways C: its loops take known buffers in host memory, and start after a "
-                     "barrier or at once; leave out C, or --buffers cold, --transport and --sync")
+        found.append("--ways C: its loops take known buffers of less than 2 GiB in host memory, "
+                     "and start after a barrier or at once; leave out C, or --buffers cold, "
+                     "--transport, --sync and larger sizes")
     return found
 
 
 def can_run_in_c(args) -> bool:
     """Whether loops in C can do what these flags ask for."""
-    return args.buffers != "cold" and args.sync != "deadline" and args.transport == "mpi-host"
+    large = not plans.size_problems({"": args.end_bytes}) and (
+        read_bytes(args.end_bytes) > compiled.MOST_BYTES)
+    return args.transport == "mpi-host" and args.buffers != "cold" and (
+        args.sync != "deadline" and not large)
 
 
 def loops_for(session, args):
@@ -258,26 +262,6 @@ def say_head(bench, head) -> None:
         lines.append("more ranks than cores on a host: shapes only, times say little")
     lines += gpus.remarks(bench.places)
     print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def conclude(rows) -> None:
-    """Print what the rows say together: contention, pair matrices, broken guidelines."""
-    for value, case in (("median_us", "pairs latency"), ("algbw_GBps", "pairs bandwidth")):
-        for via in dict.fromkeys(row["via"] for row in rows):
-            pairs = [row for row in rows if row["case"] == case and row["via"] == via]
-            if pairs:
-                print(f"\n# {case}, {via}, {value} of {pairs[0]['size_bytes']} bytes\n"
-                      + table.matrix(pairs, value))
-                print("\n".join(f"slow: {line}" for line in findings.slow_pairs(pairs)), end="")
-    for row in rows:
-        if row["case"] == Noise.name:
-            print("\n# noise: detours of a fixed piece of work, a second of it\n"
-                  + noise_lines(row))
-    if shared := findings.contention(rows):
-        print(f"\n# contention: together over alone\n{results.text_table(shared, left=3)}")
-    if broken := findings.guidelines(rows):
-        print("\n# slower than what could replace it, in this launch\n"
-              + results.text_table([one._asdict() for one in broken], left=2))
 
 
 def begin(args, argv, bench, writer, tried: str) -> Bounds:
@@ -359,7 +343,7 @@ def main(argv, session) -> int:
 
 def print_outcome(args, bench, rows, writer, code: int) -> int:
     """Print and write the end on world rank 0; returns the exit code."""
-    conclude(rows)
+    conclusions.say(rows)
     writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
     if bench.stopped:
         print("interrupted: rows up to here are complete", file=sys.stderr)

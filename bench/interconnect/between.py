@@ -89,11 +89,15 @@ def combined(rows) -> list[dict]:
         values, first = medians_of(launches), launches[0][0]
         middle = float(np.median(values))
         low, high = next_launch(values) if len(values) > 1 else (first["low_us"], first["high_us"])
-        within = np.median([(row["high_us"] - row["low_us"]) / max(row["median_us"], 1e-9)
-                            for own in launches for row in own])
         scale = first["median_us"] / middle if middle else 0.0
-        rates = {name: first[name] * scale for name in ("algbw_GBps", "busbw_GBps",
-                                                        "messages_per_s") if name in first}
+        rates = {name: first[name] * scale for name in (
+            "algbw_GBps", "busbw_GBps", "messages_per_s", "bound_percent") if name in first}
+        every = [row for own in launches for row in own]
+        rates |= {name: float(np.median([row[name] for row in every if name in row]))
+                  for name in ("skew_us", "alone_us", "computing_us", "overlap_percent",
+                               "measured_over_predicted") if name in first}
+        within = np.median([(row["high_us"] - row["low_us"]) / max(row["median_us"], 1e-9)
+                            for row in every])
         found.append(first | rates | {
             "launches": len(values), "median_us": middle, "low_us": low, "high_us": high,
             "best_us": min(values), "worst_us": max(values), "within_percent": 100 * float(within)})

@@ -52,7 +52,11 @@ def pattern(index: int, num_elements: int, dtype, terms: int = 1):
     """Numbers that identify sender and position; sums of `terms` of them are exact."""
     bits = min(MOST_BITS, finfo(dtype).nmant + 1) if np.dtype(dtype).itemsize < 8 else MOST_BITS
     cycle = max(1, (1 << bits) // terms - 1)
-    return ((np.arange(num_elements) + APART * index) % cycle + 1).astype(dtype)
+    numbers = np.arange(num_elements, dtype=np.int32 if num_elements < 1 << 30 else np.int64)
+    numbers += APART * index % cycle
+    numbers %= cycle
+    numbers += 1
+    return numbers.astype(dtype)
 
 
 def mismatch(ops, got, expected, where: str) -> list[str]:
@@ -192,6 +196,11 @@ class Collective(Case):
         """Take the call that is to be timed."""
         self.run = call
 
+    def laid_out(self, count: int):
+        """As in C, all buffers are laid out before the first call; new ones would take memory."""
+        calls = super().laid_out(count)
+        return calls if self.inputs.views is None else list(calls)
+
     def check(self) -> list[str]:
         self.prepare()
         self.put(self.x, self.given())
@@ -244,11 +253,6 @@ class AllReduce(Collective):
 
     def c(self, x, y):
         return partial(self.loop, None, [x])
-
-    def laid_out(self, count: int):
-        """As in C, all buffers are laid out before the first call; new ones would take memory."""
-        calls = super().laid_out(count)
-        return calls if self.inputs.views is None else list(calls)
 
     def in_c(self, team, samples: int):
         return self.loop(team, [self.inputs.take()[0] for _ in range(samples)])

@@ -22,6 +22,8 @@ from mpipar.errors import EnvironmentProblem
 SOURCE = Path(__file__).with_name("loops.c")
 WRAPPER = "mpicc"
 FLAGS = ("-O2", "-fPIC", "-shared")
+ACK_BYTES = 4  # of a short answer
+MOST_BYTES = (1 << 31) - 1  # a count of the calls in loops.c is an int
 
 
 class Loop(ctypes.Structure):
@@ -114,6 +116,8 @@ def run(library, function: str, group, team, samples: int, *, xs, ys=(), ack=Non
     entered, left = np.empty((2, samples), np.int64)
     sent, received = addresses(xs), addresses(ys)
     ack = np.zeros(1, np.float32) if ack is None else ack
+    assert ack.nbytes >= ACK_BYTES, (ack.nbytes, "loops.c would write behind it")
+    assert count <= MOST_BYTES, count
     kind = MPI.DOUBLE if np.dtype(dtype).itemsize == 8 else MPI.FLOAT
     loop = Loop(team and MPI._addressof(team), MPI._addressof(group), MPI._addressof(kind),
                 MPI._addressof(MPI.SUM), samples, peer, first, count, len(xs) // samples,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from bench import results, table
-from bench.interconnect import findings, records, two_hosts
+from bench.interconnect import conclusions, records, two_hosts
 from bench.interconnect.compiled import program_of_mpi
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
@@ -22,6 +22,7 @@ from mpipar.errors import (
     EnvironmentProblem,
     UsageError,
 )
+from mpipar.files.text import counted
 from mpipar.job.environment import THREAD_VARIABLES
 
 START, LAUNCHES = "mpiexec -n 2", 5  # the defaults of --start and --launches
@@ -104,6 +105,9 @@ def run(session, args, argv) -> int:
     count = LAUNCHES if args.launches is None else args.launches
     if count < 1:
         raise UsageError("--launches must be at least 1")
+    if args.quick and args.seconds < (least := count * (START_SECONDS + LEAST_SECONDS)):
+        raise UsageError(f"--quick --seconds {args.seconds:g}: {counted(count, 'launch')}"
+                         f" take {least:g} s; give that, or fewer --launches")
     alone(session, args.start or START)
     if args.json:
         results.check_writable(args.json)  # the first launch empties it, once its flags are right
@@ -140,10 +144,9 @@ def print_outcome(rows, count: int) -> None:
     """Print what several launches say together; one has printed its own tables."""
     if count == 1:
         return
-    print("\n" + table.as_text([row for row in rows if not row["case"].startswith("pairs ")]))
-    if broken := findings.guidelines(rows):
-        print("\n# slower than what could replace it, in every launch\n"
-              + results.text_table([one._asdict() for one in broken], left=2))
+    if plain := [row for row in rows if not row["case"].startswith("pairs ")]:
+        print("\n" + table.as_text(plain))
+    conclusions.say(rows)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 from bench.interconnect.cases import COMM, NAME, Case, Posted, Setup, mismatch, pattern
+from bench.interconnect.compiled import ACK_BYTES
 
 TAG = 5
 LATE_SECONDS = 0.01
@@ -38,7 +39,7 @@ class Messages(Case):
         count = self.elements()
         self.out = setup.arena.cut("send", sends, count) if sends else None
         self.into = setup.arena.cut("receive", receives, count) if receives else None
-        self.ack = self.ops.zeros((1,), label="buffers")
+        self.ack = self.ops.zeros((max(1, ACK_BYTES // self.item),), label="buffers")
         wire, self.label = (self.comm, (NAME,)) if via == COMM else (
             BareNames(self.mpi, self.known if self.item == 2 else None), ())
         self.isend, self.irecv = wire.isend, wire.irecv
