@@ -145,8 +145,9 @@ class Bisection(Messages):
     """Random pairs, anew for each iteration: one rank of each pair sends to the other.
 
     Every rank is in one pair; of an odd number of ranks one rests. Links that many pairs share show
-    in it, whatever the order of the ranks is. Source: Hoefler, Schneider, Lumsdaine, Multistage
-    switches are not crossbars, CLUSTER 2008 (effective bisection bandwidth).
+    in it, whatever the order of the ranks is. With --sync none the draw is timed too. Source:
+    Hoefler, Schneider, Lumsdaine, Multistage switches are not crossbars, CLUSTER 2008 (effective
+    bisection bandwidth).
     """
 
     name = "bisection"
