@@ -21,6 +21,7 @@ import numpy as np
 
 from bench.interconnect import records
 from bench.interconnect.cases import COMM
+from bench.interconnect.noise import Noise, detours_us
 from bench.interconnect.statistics import times_us
 from bench.table import title
 from mpipar.config import flags
@@ -164,12 +165,24 @@ def draw_pairs(axes, rows) -> None:
              yticklabels=names, xlabel="world rank", ylabel="world rank")
 
 
+def draw_detours(axes, row) -> None:
+    """Draw when each detour of a noise row began, and how long it was, by rank."""
+    entered = np.array(row["entered_ns"])
+    for place, rank in enumerate(row["ranks"]):
+        axes.plot((entered[:, place] - entered.min()) * 1e-9, detours_us(row)[:, place], ".",
+                  markersize=2, label=f"rank {rank}")
+    axes.set(yscale="log", ylim=(0.3, None), xlabel="time (s)", ylabel="detour (us)")
+
+
 def pictures(rows):
     """(file name, title, draw(axes)) of each picture."""
     for name, own in by_picture(rows).items():
         head = title(own[0]).removeprefix("# ")
         if own[0]["case"].startswith("pairs "):
             yield name, own[0]["case"], lambda axes, own=own: draw_pairs(axes, own)
+            continue
+        if own[0]["case"] == Noise.name:
+            yield f"{name}-detours", head, lambda axes, own=own: draw_detours(axes, own[0])
             continue
         yield f"{name}-samples", head, lambda axes, own=own: draw_distribution(axes, own)
         yield f"{name}-late", head, lambda axes, own=own: draw_ranks(axes, own)

@@ -13,7 +13,9 @@ began after the agreed instant, do not. bound_percent is busbw in percent of the
 That bound is the rate that --bound-GBps states or, inside a host and for orientation, that of a
 memory copy; bidirectional has twice the bound. overlap_percent is the share of alone_us that
 computing_us hides; time_us then covers both. With --machine rows that its cost model covers have
-two more columns. Cells without a value are empty.
+two more columns. p5 to max are percentiles of the iterations. skew_us is how far apart the ranks
+began. "slowest" is the rank that was most often the last to leave, and how often. "#wrong" is 0
+where the payload was right. messages_per_s counts all pairs. Cells without a value are empty.
 """
 
 from __future__ import annotations

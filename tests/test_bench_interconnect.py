@@ -22,7 +22,7 @@ from bench.interconnect import (
 )
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.plans import Job
-from bench.interconnect.sampling import Plan
+from bench.interconnect.sampling import TURNS, Plan, batch_size, enough
 from mpipar import ops as ops_module
 from mpipar.errors import DataError, EnvironmentProblem, OutputError
 
@@ -284,6 +284,18 @@ def test_time_that_was_taken_away_from_a_rank_is_counted(rng):
     assert quiet[:4] == ["0", "200.0", "0.000", "0.0"]
     assert noisy[:4] == ["1", "200.0", "2.439", "50.0"]
     assert noisy[head.index("from_30_us")] == "488"  # 100 in 0.205 s
+
+
+@pytest.mark.parametrize(("budget", "seconds"), [(0.05, 1.0), (0.5, 5.0), (20.0, 20.0)])
+def test_detours_are_looked_for_all_the_time(budget, seconds):
+    """A median that is known after 20 samples ends nothing: what is rare has not come yet."""
+    plan = Plan(budget)
+    own = noise.Noise.planned(None, plan)
+    quiet = np.full(3000, 2e-4)
+    assert enough(quiet[:20], 0.004, plan)
+    assert not enough(quiet, 0.99 * seconds, own)
+    assert enough(quiet, seconds, own)
+    assert batch_size(quiet, own) == min(10_000, round(seconds / 2e-4 / TURNS))
 
 
 def test_places_are_read_from_the_system(tmp_path):

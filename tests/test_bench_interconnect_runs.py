@@ -95,7 +95,7 @@ def test_tables_are_made_again_from_the_file(quick, kind):
 
 @pytest.mark.slow
 def test_pictures_of_every_kind(quick, tmp_path):
-    some = [row for row in quick[1].rows if row["case"] in ("ring", "pairs latency")]
+    some = [row for row in quick[1].rows if row["case"] in ("ring", "pairs latency", "noise")]
     writer = records.Writer(str(tmp_path / "some.jsonl"))
     writer.head(quick[1].head)
     for row in some:
@@ -111,6 +111,7 @@ def test_pictures_of_every_kind(quick, tmp_path):
     assert sorted(re.findall(r'<img src="([^"]+)"', page)) == [
         name for name in names if name.endswith(".svg")]
     assert names == [f"{stem}.{kind}" for stem in (
+        "noise-world-ranks-0-1-mpi-host-rotated-none-detours",
         "pairs-latency-mpi-host-rotated", "ring-world-ranks-0-1-mpi-host-rotated-bandwidth",
         "ring-world-ranks-0-1-mpi-host-rotated-late",
         "ring-world-ranks-0-1-mpi-host-rotated-samples",

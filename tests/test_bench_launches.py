@@ -89,6 +89,18 @@ def test_what_rows_say_together_is_said_of_several_launches_too(capsys):
     assert text.split("# contention: ")[1].split()[-1] == "2"  # 20 us over 10
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_launcher_that_starts_nothing_is_named(monkeypatch, tmp_path, code):
+    """Rows of an earlier run in the file are not taken for its own."""
+    path = write_file(tmp_path / "old.jsonl", [row()])
+    monkeypatch.setattr(launches, "run_job", lambda *_, **options: code)
+    session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1), stop_requested=False,
+                                    stop_on_request=contextlib.nullcontext)
+    argv = ["latency", "--start", "true", "--json", path]
+    with pytest.raises(UsageError, match=f"--start true: ended with {code} and started no ranks"):
+        launches.run(session, interconnect.parse(argv), argv)
+
+
 def test_time_for_all_launches_is_needed():
     session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1))
     argv = ["--quick", "--seconds", "14"]
@@ -157,7 +169,7 @@ def test_cost_of_the_wrapper_is_checked_where_it_is_promised(size, bare, ours, k
     assert (ways.latency_problems([line]) == []) is kept
 
 
-def test_ways_stand_beside_c_and_beside_osu(tmp_path, monkeypatch):
+def test_ways_stand_beside_c_and_beside_osu(tmp_path, monkeypatch, capsys):
     times = {"C": 1.0, BARE: 1.5, "mpi4py persistent": 1.2, COMM: 2.0}
     rows = [row("latency", via, 8, median=time) | {"launch": 0} for via, time in times.items()]
     (line,) = ways.compared(rows)
@@ -171,6 +183,13 @@ def test_ways_stand_beside_c_and_beside_osu(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert [one["osu_us"] for one in ways.with_osu([line])] == [1.25]
+    for bad, why in (("exit 3", "non-zero exit status 3"), ("sleep 9", "timed out after 1 ")):
+        program.write_text(f"#!/bin/sh\n{bad}\n")
+        monkeypatch.setattr(ways, "OSU_SECONDS", 1)
+        assert ways.with_osu([line]) == [line]
+        told = capsys.readouterr().err
+        assert told.startswith("osu_latency is left out: ")
+        assert why in told
 
 
 @pytest.mark.parametrize(("degrees", "known"), [
@@ -304,6 +323,7 @@ def test_launches_of_a_quick_run_share_its_time(monkeypatch, tmp_path):
 
     def job(session, command, **options):
         commands.append(command)
+        (tmp_path / "rows").write_text(f"{command}\n")
         now[0] += 50.0 if len(commands) == 1 else 10.0
         return 0
 

@@ -204,6 +204,17 @@ def test_a_run_chooses_its_loops_and_keeps_them(tmp_path, monkeypatch):
     assert f"\nBLAS: loops for {config['blas-arch']}, as before\n" in again.stdout, again.tail()
 
 
+@pytest.mark.slow
+def test_loops_that_the_flag_does_not_take_are_not_written_into_the_configuration(
+        tmp_path, monkeypatch):
+    monkeypatch.setenv(blas.VARIABLE, "Nehalem")
+    first = mpipar("train", *TINY, *TEXT, "--steps", 1, "--out", tmp_path / "run")
+    assert "\nBLAS: loops for Nehalem, as OPENBLAS_CORETYPE=Nehalem says" in first.stdout
+    again = mpipar("train", "--config", tmp_path / "run" / "config.toml", "--steps", 1,
+                   "--out", tmp_path / "again")
+    assert again.returncode == 0, again.tail()
+
+
 def test_a_flag_that_names_no_loops_is_refused_with_the_other_problems():
     result = mpipar("train", *TINY, *TEXT, "--blas-arch", "Pentium", "--batch-size", 7)
     code, block = one_block(result)

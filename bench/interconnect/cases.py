@@ -139,6 +139,10 @@ class Case:
             self.prepare()
             yield self.run
 
+    def planned(self, plan):
+        """The limits of `sampling.Plan` for this case."""
+        return plan
+
     def in_c(self, team, samples: int):
         """(entered, left) of so many samples in C, each after a barrier of `team` unless None."""
         raise AssertionError(f"{self.name} has no loop in C")

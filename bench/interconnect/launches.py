@@ -128,16 +128,25 @@ def run_jobs(session, args, argv, count: int, path: str) -> int:
         if args.quick:  # --seconds is the time of all launches; the last one given counts
             left = (end - time.monotonic()) / (count - launch + 1) - START_SECONDS
             command += ["--seconds", f"{max(LEAST_SECONDS, left):.1f}"]
+        before = written(path)
         try:
             ended = run_job(session, command, stdout=None if count == 1 else subprocess.DEVNULL)
         except OSError as error:
             raise UsageError(f"--start {args.start or START}: {error.strerror}") from error
+        if ended in (EXIT_OK, EXIT_CHECK_FAILED) and written(path) == before:
+            raise UsageError(f"--start {args.start or START}: ended with {ended} and started no "
+                             f"ranks; give a launcher and its flags, as {START}")
         code = code or ended
         if session.stop_requested or ended == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
         if ended < 0 or ended > 1:
             return abs(ended)
     return code
+
+
+def written(path: str) -> int | None:
+    """When a file was last written; None where there is none."""
+    return Path(path).stat().st_mtime_ns if Path(path).exists() else None
 
 
 def print_outcome(rows, count: int) -> None:

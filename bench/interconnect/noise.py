@@ -18,6 +18,7 @@ from bench.interconnect.cases import Case
 
 PLAIN = "Python"
 QUANTUM_NS = 200_000
+LEAST_SECONDS, MOST = 5.0, 100_000  # of each rank: the time, and the samples that are kept
 BASE, MODULUS = 3, (1 << 521) - 1  # a Mersenne prime: every step of a power costs the same
 FIRST_BITS, TAKES = 512, 20
 EDGES_US = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
@@ -45,6 +46,11 @@ class Noise(Case):
             took.append(perf_counter_ns() - start)
         return max(1, round(FIRST_BITS * QUANTUM_NS / min(took)))
 
+    def planned(self, plan):
+        """All of the time, and at least LEAST_SECONDS: a known median says nothing of detours."""
+        least = min(LEAST_SECONDS, 20 * plan.budget)  # 1 s of a quick run
+        return plan._replace(budget=max(plan.budget, least), target=-1.0, most=MOST)
+
     def prepare(self):
         pass
 
@@ -55,16 +61,19 @@ class Noise(Case):
         return []
 
 
-def noise_lines(row: dict) -> str:
-    """For each rank: the share of time lost, and how many detours of each length a second has.
-
-    A detour is what a sample took longer than that rank's quickest one.
-    """
+def detours_us(row: dict):
+    """(samples, ranks): what each sample took longer than the quickest one of its rank."""
     took = np.subtract(row["left_ns"], row["entered_ns"])
-    detours_us, seconds = (took - took.min(axis=0)) * 1e-3, took.sum(axis=0) * 1e-9
+    return (took - took.min(axis=0)) * 1e-3
+
+
+def noise_lines(row: dict) -> str:
+    """For each rank: the share of time lost, and how many detours of each length a second has."""
+    took, detours = np.subtract(row["left_ns"], row["entered_ns"]), detours_us(row)
+    seconds = took.sum(axis=0) * 1e-9
     lines = []
     for place, rank in enumerate(row["ranks"]):
-        own = detours_us[:, place]
+        own = detours[:, place]
         counts, _ = np.histogram(own, [*EDGES_US, np.inf])
         lines.append({"rank": rank, "quantum_us": f"{took[:, place].min() * 1e-3:.1f}",
                       "lost_percent": f"{own.sum() * 1e-6 / seconds[place] * 100:.3f}",

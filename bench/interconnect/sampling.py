@@ -21,14 +21,15 @@ from bench.interconnect.statistics import half_width
 TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is noticed
 LEAST_TURNS = 5  # so that one slow spell of the machine never covers all samples of a way
 ELSEWHERE = "payload wrong on another rank"
-MOST = 2000  # iterations kept: the file keeps each, and more would add no information
+MOST = 2000  # iterations kept: the file keeps each, and more would say no more of a median
 
 
 class Plan(NamedTuple):
     """budget: seconds for one way of one size. target: half the median's interval over the median.
 
     least: the least number of iterations. warm_up: iterations that are not kept. sync: how they
-    start. exactly: the number of iterations, whatever time and target say; 0: these decide.
+    start. exactly: the number of iterations, whatever time and target say; 0: these decide. most:
+    iterations that are kept.
     """
 
     budget: float = 1.0
@@ -38,6 +39,7 @@ class Plan(NamedTuple):
     check: bool = True
     sync: str = "barrier"
     exactly: int = 0
+    most: int = MOST
 
 
 class Progress:
@@ -73,7 +75,7 @@ def enough(durations_s, spent_s: float, plan: Plan) -> bool:
         return count >= plan.exactly
     if count >= plan.least and (spent_s >= plan.budget or half_width(durations_s) <= plan.target):
         return True
-    return count >= MOST or spent_s >= 4 * plan.budget
+    return count >= plan.most or spent_s >= 4 * plan.budget
 
 
 def batch_size(durations_s, plan: Plan, kept: int = 0) -> int:
@@ -83,7 +85,7 @@ def batch_size(durations_s, plan: Plan, kept: int = 0) -> int:
     if not len(durations_s):
         return 1
     typical = max(float(np.median(durations_s)), 1e-7)
-    return max(1, min(MOST // TURNS, int(plan.budget / TURNS / typical)))
+    return max(1, min(plan.most // TURNS, int(plan.budget / TURNS / typical)))
 
 
 def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, list[int]]:
@@ -128,7 +130,7 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
     one.
     Comm: the cases; on the team the start of each iteration and one all-reduce for each turn.
     """
-    found = {}
+    found, plans = {}, {via: case.planned(plan) for via, case in cases.items()}
     starts = {via: STARTS[case.sync or plan.sync](team, ahead_ns) for via, case in cases.items()}
     for via, case in cases.items():
         progress.doing = f"check of {case.name}, {case.setup.size} bytes, {via}"
@@ -145,9 +147,10 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
             if turn:
                 spent[via] += perf_counter() - start
                 found[via].add(entered, left, late)
-            orders.append(batch_size((left - entered) * 1e-9, plan, len(found[via].left)))
+            orders.append(batch_size((left - entered) * 1e-9, plans[via], len(found[via].left)))
         kept = {via: np.subtract(found[via].left, found[via].entered) * 1e-9 for via in running}
-        done = turn >= LEAST_TURNS and all(enough(kept[via], spent[via], plan) for via in running)
+        done = turn >= LEAST_TURNS and all(
+            enough(kept[via], spent[via], plans[via]) for via in running)
         first = team.rank == 0
         *counts, going, stopped = largest(team, [  # others than the first rank give 0
             *(count * first for count in orders), first and not done, stopping()])

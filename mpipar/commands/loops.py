@@ -47,6 +47,8 @@ def with_loops(session, reading: Reading) -> Reading:
         return reading
     os.environ[blas.VARIABLE] = loops
     session.notes.append(f"BLAS: loops for {loops}, {words}")
+    if loops not in blas.ARCHITECTURES:  # config.toml holds only what --blas-arch takes
+        return reading
     return over({}, replace(reading, given={**reading.given, "blas_arch": loops}))
 
 
