@@ -41,7 +41,7 @@ class Nothing:
     name, via, sync = "nothing", "mpipar.comm", None
     setup = type("Setup", (), {"size": 0})
     ops = type("Ops", (), {"device": "cpu"})
-    laid_out = Case.laid_out
+    laid_out, planned = Case.laid_out, Case.planned
 
     def prepare(self):
         pass
