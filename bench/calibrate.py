@@ -91,12 +91,12 @@ def parse(argv):
     parser.add_argument("--no-compute", action="store_true",
                         help="no products, no reductions, no passes")
     args = parser.parse_args(argv)
-    sizes = plans.size_problems({"--end-bytes": args.end_bytes})
-    found = sizes + seconds_problems(args.seconds)
+    found = plans.size_problems({"--end-bytes": args.end_bytes})
     least = round(BEGIN_BYTES * FACTOR ** (LEAST_SIZES - 1))
-    if not sizes and read_bytes(args.end_bytes) < least:
+    if not found and read_bytes(args.end_bytes) < least:
         found.append(f"--end-bytes {args.end_bytes}: a line needs {LEAST_SIZES} sizes; give"
                      f" {least} or more")
+    found += seconds_problems(args.seconds)
     if args.files and args.json:
         found.append("--json keeps rows that are measured here, but FILEs hold them already; give "
                      "one of the two")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -142,10 +143,12 @@ def main(argv, session) -> int:
         raise UsageError([f"--check: {warning}" for warning in nothing])
     print("".join(f"{warning}\n" for warning in nothing + little), end="", file=sys.stderr)
     slower = [one for one in found if one.verdict == SLOWER]
-    lost = by_operation(a_rows).keys() - by_operation(b_rows).keys()
+    lost = Counter(key[KEY.index("case")] for key in
+                   by_operation(a_rows).keys() - by_operation(b_rows).keys())
     if args.check:
-        print(f"{len(slower)} of {len(found)} rows are slower in B"
-              + (f"; {counted(len(lost), 'row')} of A not in B" if lost else ""))
+        print(f"{len(slower)} of {len(found)} rows are slower in B")
+        for case, count in sorted(lost.items()):
+            print(f"not in B: {counted(count, 'row')} of {case}")
     return EXIT_CHECK_FAILED if args.check and (slower or lost) else EXIT_OK
 
 

@@ -134,8 +134,9 @@ def run_jobs(session, args, argv, count: int, path: str) -> int:
         except OSError as error:
             raise UsageError(f"--start {args.start or START}: {error.strerror}") from error
         if ended in (EXIT_OK, EXIT_CHECK_FAILED) and written(path) == before:
-            raise UsageError(f"--start {args.start or START}: ended with {ended} and started no "
-                             f"ranks; give a launcher and its flags, as {START}")
+            raise UsageError(f"--start {args.start or START}: ended with {ended}, and no rank has "
+                             f"written to {path}; give a launcher and its flags, as {START}, and "
+                             "--json FILE in a folder that rank 0 shares")
         code = code or ended
         if session.stop_requested or ended == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
@@ -146,7 +147,11 @@ def run_jobs(session, args, argv, count: int, path: str) -> int:
 
 def written(path: str) -> int | None:
     """When a file was last written; None where there is none."""
-    return Path(path).stat().st_mtime_ns if Path(path).exists() else None
+    try:
+        with open(path, "rb") as file:  # opened, because a shared folder may tell an old time else
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def print_outcome(rows, count: int) -> None:

@@ -9,7 +9,6 @@ a finding only where one microbatch at a time is in flight.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from statistics import mean, median
@@ -155,8 +154,8 @@ def stages(work: Passes) -> list[Finding]:
                 f" step, {ratio(spent):.1f}x the mean")
     if ratio(flops) - 1 < (ratio(spent) - 1) / 2:
         others = [spent[one] / flops[one] for one in places if one != slowest and flops[one] > 1]
-        due = flops[slowest] * median(others or [math.inf])  # no stage to compare with: not slow
-        if spent[slowest] < work.limit(SLOW) * due:
+        due = flops[slowest] * median(others) if others else None
+        if due is None or spent[slowest] < work.limit(SLOW) * due:
             return []
         return [Finding("slow rank", f"{measured}, but only {ratio(flops):.1f}x of the FLOPs are"
                         f" there: {_names(ranks)} slow, or late inside a pass"
