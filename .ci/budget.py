@@ -1,4 +1,4 @@
-"""Check what keeps the code readable: files, functions, signatures and lines of a size.
+"""Check what keeps the code readable: functions, signatures and lines of a size.
 
 Prints every finding as path:line: text; exits 1 if there is one. These limits stand only here:
 tests/test_structure.py runs the same check.
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE_LINES = 400
 FUNCTION_LINES = 60
 POSITIONAL = 7  # parameters that may be given by position; the others are keyword-only
 LINE_LENGTH = 100
@@ -23,8 +22,6 @@ LEFTOVER = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|NotImplemented[E]rror)\b")
 def problems(path: Path, text: str) -> Iterator[tuple[int, str]]:
     """Yield (line number, what is wrong) for one source file."""
     lines = text.splitlines()
-    if len(lines) > FILE_LINES:
-        yield 1, f"{len(lines)} lines, more than {FILE_LINES}"
     for number, line in enumerate(lines, 1):
         if len(line) > LINE_LENGTH:
             yield number, f"{len(line)} characters, more than {LINE_LENGTH}"

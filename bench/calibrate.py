@@ -18,7 +18,6 @@ median counts.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 from bench import results
@@ -149,7 +148,7 @@ def provenance(heads, paths) -> dict:
 def main(argv, session) -> int:
     """Measure, fit, write. Every rank must run it: they compute together."""
     args = parse(argv)
-    reading = read(argparse.Namespace(config=args.config))
+    reading = read({"config": args.config})
     if reading.problems:
         raise UsageError(reading.problems)
     config = reading.config

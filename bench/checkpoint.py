@@ -92,9 +92,9 @@ class Bench:
     @staticmethod
     def buffers(worker):
         """Every flat buffer of a worker's state, without its zeros at the end."""
-        for buffers in worker.optimizer.state().values():
-            for number, buffer in buffers.items():
-                yield buffer[:worker.stages[number].flat.size]
+        for flat in worker.flats:
+            for buffer in flat.state.values():
+                yield buffer[:flat.size]
 
     def blocks(self):
         """The bytes that this rank writes in a save, in the blocks of a save."""

@@ -20,7 +20,6 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from bench import results
 from mpipar import ops as ops_module
@@ -55,6 +54,8 @@ class Pair(NamedTuple):
 
 def pairs_of(mpi, comm, x, y) -> dict[str, Pair]:
     """Every operation by its name. x: what is sent; y: what is received into."""
+    from mpi4py import MPI
+
     def bare_messages():
         receive = mpi.Irecv(y, 0, TAG)
         send = mpi.Isend(x, 0, TAG)
@@ -100,8 +101,9 @@ def batch_ns(function) -> float:
 
 def measure_calls(repeats: int) -> dict:
     """{name: (bare ns, recorded ns, cost ns, cost of the tenth best in a hundred)}, per record."""
-    recorder, mpi = Recorder(), MPI.COMM_SELF.Dup()
-    recorder.phase = "F"
+    from mpi4py import MPI
+
+    recorder, mpi = Recorder(phase="F"), MPI.COMM_SELF.Dup()
     wire = DirectTransport(ops_module.make("cpu", "float32"), mpi, Options())
     x, y = np.ones(16, np.float32), np.zeros(16, np.float32)
     pairs = pairs_of(mpi, Comm("tp", (0, 1), 0, wire, recorder), x, y)
@@ -121,9 +123,8 @@ def measure_calls(repeats: int) -> dict:
     return found
 
 
-def measure_step(steps: int) -> tuple[int, int, float]:
+def measure_step(world, steps: int) -> tuple[int, int, float]:
     """(records, spans, nanoseconds) of the default model's step on these ranks; median of steps."""
-    world = MPI.COMM_WORLD
     config, _ = resolve(Config(), world.size)
     ops, recorder = ops_module.make("cpu", config.run.dtype), Recorder(None)
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
@@ -151,7 +152,7 @@ def main(argv, session) -> int:
     results.check_writable(args.json, session)
     costs = measure_calls(args.repeats) if world.rank == 0 else None
     quiet_barrier(world)
-    records, spans, step_ns = measure_step(args.steps)
+    records, spans, step_ns = measure_step(world, args.steps)
     everything = world.gather((records, spans, step_ns))
     if world.rank > 0:
         return 0

@@ -24,9 +24,8 @@ from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
 from mpipar.job.session import guard
-from mpipar.layers.units import WholeUnits
 from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.engine import Engine
+from mpipar.pipeline.engine import Engine, WholeWeights
 from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
@@ -77,16 +76,15 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
 
     Comm: the schedule's messages, a barrier before each repetition, one gather.
     """
-    recorder, grid = Recorder(1 << 16), Grid(world.rank, pp_size=world.size)
+    recorder, grid = Recorder(1 << 16), Grid(world.rank, {"pp": world.size})
     schedule = make_schedule(name, world.size, num_microbatches)
     comms = Comms(grid, ops, recorder, world)
     last = schedule.num_stages - 1
     pass_seconds = cell * world.size / schedule.num_stages  # a chunk is that part of the layers
     stages = {stage: Sleeper(ops, pass_seconds, stage == last)
-              for stage in schedule.stages_of(grid.pp_rank)}
-    engine = Engine(ops, stages, schedule, comms.pp, recorder, NoSync(),
-                    WholeUnits(ops, stages, comms.alone, recorder))
-    program = lower(schedule, grid.pp_rank)
+              for stage in schedule.stages_of(grid.place("pp"))}
+    engine = Engine(ops, stages, schedule, comms["pp"], recorder, NoSync(), WholeWeights())
+    program = lower(schedule, grid.place("pp"))
     seconds, busy = [], []
     for _ in range(repeats):
         recorder.reset_counters()

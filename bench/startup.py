@@ -3,7 +3,7 @@
     python -m bench.startup [--ranks 1,2,4] [--repeats 5] [--json bench/results/startup.json]
 
 Each repetition starts `mpipar train` for three steps in an empty folder, on the default model and
-text. Caches of compiled code and of the choice of BLAS are warm: a start before them is not timed.
+text. Caches of compiled code are warm: a start before them is not timed.
 
 Columns, medians: start_s: from the command to the line of the first step, which is then done.
 least_s: the fastest start. first_step_ms, later_step_ms: the first step, and the faster one of the

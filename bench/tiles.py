@@ -3,9 +3,10 @@
     python -m bench.tiles [--json FILE]
     python -m bench.tiles --products [--json FILE]         # one product, from loops to BLAS
     python -m bench.tiles --device cuda [--json FOLDER]    # four tables, gpu_*.json
+    python -m bench.tiles --device cuda --tables attention memory
 
 On the CPU each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
-(numpy_attention.py) over a tile of queries. Small tiles drown in interpreter overhead, and large
+(numpy_ops.py) over a tile of queries. Small tiles drown in interpreter overhead, and large
 ones fall out of the cache. A large tile of queries also computes scores that the causal mask then
 discards. Before anything is timed, every tile's result is compared with the plain functions of
 array_ops.py.
@@ -55,7 +56,7 @@ from bench.step import blas
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
 from mpipar.job.session import guard
-from mpipar.ops import make, numpy_attention, numpy_tiles
+from mpipar.ops import make, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
 
 ELEMENTS = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
@@ -63,6 +64,7 @@ QUERIES = (4, 64, 256)
 TOLERANCE = 2e-5  # of the largest entry, float32
 PEAK_SIZE, COPY_BYTES = 2048, 1 << 28
 SIZE = 768  # of --products
+LARGEST = max(side for size in gpu_products.SIZES for side in size)
 REPEATS = {"cpu": 5, "cuda": 20}
 
 
@@ -75,7 +77,7 @@ class Chain:
     bytes: int
     flops: int = 0
     tiles: tuple = ELEMENTS
-    constant: tuple = (numpy_tiles, "TILE")
+    constant: tuple = (numpy_ops, "TILE")
 
 
 def parse(argv):
@@ -92,6 +94,10 @@ def parse(argv):
     parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
     parser.add_argument("--size", type=flags.count,
                         help=f"sides of its matrices, a multiple of 4 ({SIZE})")
+    parser.add_argument("--tables", nargs="+", choices=gpu_products.TABLES,
+                        default=list(gpu_products.TABLES), help="on a GPU (all four)")
+    parser.add_argument("--largest", type=flags.count, default=LARGEST, help="on a GPU: longer"
+                        f" sides of the ladder's products are cut to it ({LARGEST})")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
     parser.add_argument("--repeats", type=flags.count,
                         help="timed calls (CPU: 5, the best counts; GPU: 20, the median)")
@@ -104,6 +110,9 @@ def parse(argv):
     args.size = args.size or SIZE
     if args.size % 4:
         parser.error(f"--size {args.size}: must be a multiple of 4")
+    if args.device == "cpu" and (args.tables, args.largest) != (
+            list(gpu_products.TABLES), LARGEST):
+        parser.error("--tables and --largest are for a GPU; add --device cuda")
     if args.products and args.device != "cpu":
         parser.error("--products runs on the CPU; on a GPU the products of the ladder always run")
     args.repeats = args.repeats or REPEATS[args.device]
@@ -139,7 +148,7 @@ def attention(args, real) -> dict[str, Chain]:
     dy = real(1, args.seq_len, args.heads, HEAD_WIDTH)
     y, probs = make("cpu", "float32").attention_forward(*parts(qkv), positions, positions)
     pairs = args.heads * args.seq_len * (args.seq_len + 1) // 2
-    tiles = {"tiles": QUERIES, "constant": (numpy_attention, "QUERY_TILE")}
+    tiles = {"tiles": QUERIES, "constant": (numpy_ops, "QUERY_TILE")}
     return {
         "attention_forward": Chain(
             lambda ops, qkv: ops.attention_forward(*parts(qkv), positions, positions)[0], (qkv,),

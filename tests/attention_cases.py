@@ -50,6 +50,12 @@ def formula(q, k, v, dy, q_pos, k_pos):
     return y, lse, dq, dk, dv
 
 
+def lse_of(stats):
+    """The log of the sum of exp(score), of the largest score and the sum beside it (..., 2)."""
+    with np.errstate(divide="ignore"):
+        return stats[..., 0] + np.log(stats[..., 1])
+
+
 class Case:
     """Random arrays of one type and shape, and the float64 results of the same values."""
 
@@ -78,7 +84,7 @@ class Grouped:
     Keys are the first of a longer array, as in a cache.
     """
 
-    def __init__(self, rng, dtype, sizes):
+    def __init__(self, rng, dtype, sizes, positions=None):
         batch, queries, keys, heads, kv_heads, width = sizes
         self.dtype, self.bound = DTYPES[dtype], BOUNDS[dtype]
         self.q, self.dy, cache = (rng.standard_normal(shape).astype(self.dtype) for shape in (
@@ -86,10 +92,25 @@ class Grouped:
             (batch, keys + 5, 2, kv_heads, width)))
         cache[:, keys:] = np.nan
         self.cache, self.keys = cache, keys
-        self.q_pos, self.k_pos = rng.permutation(2 * keys)[:queries], rng.permutation(keys) + 3
-        self.q_pos[queries // 2] = 1  # sees nothing
+        if positions is None:
+            positions = rng.permutation(2 * keys)[:queries], rng.permutation(keys) + 3
+            positions[0][queries // 2] = 1  # sees nothing
+        self.q_pos, self.k_pos = positions
         k, v = self.kv(cache)
         self.y, self.lse, *self.grads = formula(self.q, k, v, self.dy, self.q_pos, self.k_pos)
+
+    @classmethod
+    def long(cls, rng, dtype, of_keys):
+        """Many keys for three queries, or the reverse; the first 2,100 of the many see none.
+
+        A block looks at 32 tiles at once, and must look twice before it finds one.
+        """
+        many, few = 2300, 3
+        late = np.where(np.arange(many) < 2100, many, -1) + rng.permutation(many) % 7
+        middle = many // 2 + np.arange(few)
+        if of_keys:
+            return cls(rng, dtype, (1, few, many, 1, 1, 8), (middle, late))
+        return cls(rng, dtype, (1, many, few, 1, 1, 8), (-late, -middle))
 
     def kv(self, cache):
         """The views k and v of the cache."""
@@ -109,9 +130,10 @@ class Grouped:
 
 def both_passes(kernels, qkv, dy, q_pos, k_pos, wide=False, out=None):
     """(y, lse, (dq, dk, dv)) of the kernels."""
-    y, lse = kernels.forward(*qkv, q_pos, k_pos, wide)
+    y, stats = kernels.forward(*qkv, q_pos, k_pos, wide)
     delta = kernels.delta(dy, y)
-    return y, lse, kernels.backward(dy, *qkv, lse, delta, q_pos=q_pos, k_pos=k_pos, out=out)
+    grads = kernels.backward(dy, *qkv, stats, delta, q_pos=q_pos, k_pos=k_pos, out=out)
+    return y, lse_of(stats), grads
 
 
 def check_forward(case, y, lse):

@@ -33,8 +33,7 @@ def reading_of(*argv):
     """The result of reading these words as `mpipar train` does."""
     parser = flags.Parser(prog="mpipar train")
     flags.add_flags(parser)
-    args, extras = parser.parse_known_args(flags.join_negative(parser, list(argv)))
-    return read(args, flags.unknown_flags(parser, extras))
+    return read(*flags.parsed(parser, list(argv)))
 
 
 def check_refused(words, messages):

@@ -23,8 +23,8 @@ from stand_in import cupy_or_stand_in  # noqa: F401 - likewise
 from bench.kernels import nvrtc
 from mpipar.job import blas
 
-# Programs that the tests start multiply with the loops that run here: no trial decides whether two
-# of them are equal.
+# Programs that the tests start multiply with the kernels that run here, so that the same products
+# are equal in both.
 for pool in blas.pools():
     if pool["internal_api"] == "openblas" and pool.get("architecture"):
         os.environ.setdefault(blas.VARIABLE, pool["architecture"])

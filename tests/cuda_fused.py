@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cuda_host import run_kernel, run_sanitized
 
-from mpipar.ops.cuda.loader import Loader
+from mpipar.ops.cuda.kernels import Loader
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 # Largest relative error: one rounding of the result; for float32 also of a few steps before it.
@@ -16,6 +16,8 @@ class Poisoned:
     """NumPy whose empty arrays hold NaN, so that an element that no kernel writes shows."""
 
     ascontiguousarray, asarray = map(staticmethod, (np.ascontiguousarray, np.asarray))
+
+    zeros = staticmethod(np.zeros)
 
     @staticmethod
     def empty(shape, dtype):

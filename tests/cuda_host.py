@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import cuda_kernels
 import numpy as np
 
 from mpipar.ops.cuda import kernels
@@ -129,9 +130,10 @@ def run_kernel(file, name, grid, block, args, shared_bytes=0, *, order=1, edit=N
                together=None):
     """Run one kernel in this process; order = -1 runs threads and blocks backwards.
 
-    together: instantiations to compile at once (default: those that `kernels.KERNELS` lists).
+    together: instantiations to compile at once (default: those that `cuda_kernels.KERNELS` lists,
+    or this one alone if there is an edit).
     """
-    listed = kernels.KERNELS.get(file, ()) if together is None else together
+    listed = together or (cuda_kernels.KERNELS.get(file, ()) if edit is None else ())
     names = listed if name in listed else (name,)
     library = _library(compile_host(file, names, edit=edit))
     values = _scalars(args)
@@ -147,6 +149,14 @@ def run_kernel(file, name, grid, block, args, shared_bytes=0, *, order=1, edit=N
         ctypes.c_size_t(count))
     if message:
         raise KernelError(message.decode())
+
+
+def counter(file, name, edit):
+    """Return the shim's variable `counted` of a kernel whose edit counts with it.
+
+    A ctypes object with a `value`; it is that of the program that run_kernel runs.
+    """
+    return ctypes.c_longlong.in_dll(_library(compile_host(file, (name,), edit=edit)), "counted")
 
 
 def run_sanitized(sanitizer, file, name, grid, block, args, shared_bytes=0, *, edit=None):

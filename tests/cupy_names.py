@@ -39,6 +39,7 @@ class Reader(ast.NodeVisitor):
         self.uses: list[Use] = []
         self.known: list[dict] = [{}]  # names of the file and of the functions around
         self.own: dict[str, tuple] = {}  # attributes of self
+        self.made: set[str] = set()  # those of them that are objects: a call is not their class's
 
     def path(self, node):
         """The path that an expression stands for, or None."""
@@ -74,10 +75,14 @@ class Reader(ast.NodeVisitor):
                         self.known[-1][to.id] = path
                     elif isinstance(to, ast.Attribute) and to.attr not in ROOTS:
                         self.own[to.attr] = path
+                        if isinstance(value, ast.Call):
+                            self.made.add(to.attr)
         self.generic_visit(node)
 
     def visit_Call(self, node):
         if path := self.path(node.func):
+            if isinstance(node.func, ast.Attribute) and node.func.attr in self.made:
+                path = (*path, "__call__")
             exact = not any(isinstance(one, ast.Starred) for one in node.args)
             self.uses.append(Use(f"{self.file}:{node.lineno}", path,
                                  len(node.args) if exact else None,

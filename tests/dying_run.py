@@ -44,6 +44,7 @@ def signal_myself(sign):
 
 WAYS = {"raise": fail, "kill": signal_myself(signal.SIGKILL), "term": signal_myself(signal.SIGTERM),
         "interrupt": signal_myself(signal.SIGINT), "usr1": signal_myself(signal.SIGUSR1),
+        "hangup": signal_myself(signal.SIGHUP), "leave": lambda: os._exit(0),
         "segv": signal_myself(signal.SIGSEGV)}
 
 

@@ -14,7 +14,7 @@ import time
 
 from mpipar.checkpoint import save
 from mpipar.cli import main
-from mpipar.commands import resume, train
+from mpipar.commands import resume, training
 from mpipar.job.session import guard
 from mpipar.train.worker import Worker
 
@@ -41,8 +41,8 @@ def write_new(path, chunks):
 
 
 def forget_moments(worker):
-    for kind in worker.optimizer.kinds:
-        for buffer in worker.optimizer.state()[kind].values():
+    for flat in worker.flats:
+        for buffer in flat.moments.values():
             buffer[:] = 0
 
 
@@ -52,7 +52,7 @@ TWINS = {  # what is wrong with the state of a run that goes on
     "good": lambda worker: setattr(worker.loss_scale, "good", 0),
     "skipped": lambda worker: setattr(worker.loss_scale, "skipped", 0),
     "scale": lambda worker: setattr(worker.loss_scale, "value", 2.0**20),
-    "publish": lambda worker: [stage.flat.data.fill(0) for stage in worker.stages.values()],
+    "publish": lambda worker: [flat.data.fill(0) for flat in worker.flats],
 }
 plain_load = resume.load_state
 
@@ -63,7 +63,7 @@ def load_state(worker, *rest):
 
 
 if HOW == "metrics":
-    train.cut_behind = lambda folder, step: []
+    training.cut_behind = lambda folder, step: []
 elif HOW in TWINS:
     resume.load_state = load_state
 elif HOW in SIGNALS:

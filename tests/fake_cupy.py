@@ -6,8 +6,10 @@ stream is synchronized. Kernels run on the CPU (tests/cuda_host.py), and at once
 streams run as late as CUDA allows (tests/fake_streams.py).
 """
 
+import ctypes
 import types
 
+import cuda_kernels
 import fake_cublas
 import fake_streams
 import numpy as np
@@ -50,6 +52,18 @@ class Stream:
 stream = default = Stream()
 
 
+class Memory:
+    """Memory of an array, from an address."""
+
+    def __init__(self, address):
+        self.ptr = address
+
+    def copy_from_device_async(self, source, size, stream):
+        to, x = (np.frombuffer((ctypes.c_char * size).from_address(one.ptr), np.uint8)
+                 for one in (self, source))
+        stream.copy(to, x, x)
+
+
 class DeviceArray(np.ndarray):
     """An array in 'device memory'."""
 
@@ -90,9 +104,14 @@ class DeviceArray(np.ndarray):
         super().__setitem__(key, value)
 
     @property
+    def strides(self):
+        """Those of CuPy, where an array without elements has strides of 0."""
+        return super().strides if self.size else (0,) * self.ndim
+
+    @property
     def data(self):
         """Memory like CuPy's: `ptr` is the address of the first element."""
-        return types.SimpleNamespace(ptr=self.ctypes.data)
+        return Memory(self.ctypes.data)
 
     def set(self, arr, stream=None):
         """Queue the copy, like CuPy's `set`; it may not be done on return."""
@@ -148,12 +167,32 @@ def asnumpy(x):
     return np.array(x.view(np.ndarray))
 
 
+KERNELS = {  # what the CUDA C++ of CuPy's own kinds of kernels stands for
+    "double(x) * double(x)": lambda x: np.square(x.astype(np.float64)).sum(),
+    "data -= lr * grad": lambda grad, lr, data: np.subtract(data, lr * grad, out=data),
+}
+
+
+class ElementwiseKernel:
+    """A kernel of one line, compiled by CuPy."""
+
+    def __init__(self, takes, gives, line, *rest):
+        self.function = KERNELS[line]
+
+    def __call__(self, *arguments):
+        stream.busy = True
+        return on_device(self.function(*map(on_host, arguments)))
+
+
+ReductionKernel = ElementwiseKernel
+
+
 class RawModule:
     """A file of mpipar's own kernels, recognized by the text of its unchanged source."""
 
     def __init__(self, code, options, name_expressions):
-        assert options == ("--std=c++17",)
-        self.file = next(file for file in kernels.KERNELS if kernels.source(file) == code)
+        assert options == kernels.OPTIONS
+        self.file = next(file for file in cuda_kernels.KERNELS if kernels.source(file) == code)
         self.names = name_expressions
 
     def get_function(self, name):
@@ -210,10 +249,11 @@ cuda = types.SimpleNamespace(
     alloc_pinned_memory=alloc_pinned_memory,
     Device=lambda number=0: types.SimpleNamespace(
         id=number, use=lambda: None, pci_bus_id="0000:3B:00.0",
-        compute_capability="90", attributes={"MultiProcessorCount": 3}),
+        compute_capability="90", attributes={"MultiProcessorCount": 3, "L2CacheSize": 256}),
     Event=Event, Stream=fake_streams.Stream, get_elapsed_time=lambda start, stop: 1.0,  # ms
     runtime=types.SimpleNamespace(
-        getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"NVIDIA H200"}, **{
+        getDeviceCount=lambda: 1, runtimeGetVersion=lambda: 0,  # of which there is no cuBLASLt
+        getDeviceProperties=lambda number: {"name": b"NVIDIA H200"}, **{
             name: value for name, value in vars(fake_cublas).items()
             if name.startswith("CUDA_R_")}),
     device=types.SimpleNamespace(get_cublas_handle=lambda: fake_cublas.HANDLE),
@@ -234,9 +274,13 @@ def _on_device(name):
     return call
 
 
-empty, zeros, ones, full, arange, asarray, ascontiguousarray, array = map(
-    _on_device,
-    ("empty", "zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array"))
+zeros, ones, full, arange, asarray, ascontiguousarray, array = map(
+    _on_device, ("zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array"))
+
+
+def empty(*arguments, **options):
+    """New memory: nothing is computed."""
+    return device(np.empty(*arguments, **options))
 
 
 def __getattr__(name):

@@ -15,8 +15,10 @@ import numpy as np
 class Copy:
     """A queued copy between two arrays of equal shape; host: the one of them in host memory.
 
-    leaves: it goes to the host.
+    leaves: it goes to the host. ready: what it waits for beside the copies before it is done.
     """
+
+    ready = True
 
     def __init__(self, to, source, host):
         assert to.shape == source.shape, (to.shape, source.shape)
@@ -39,11 +41,13 @@ class Stream:
     """A queue of copies."""
 
     queued: ClassVar[set] = set()  # the copies of all streams that have not run
-    ptr = 1
+    by_address: ClassVar[dict] = {}  # all streams
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         assert non_blocking, "this stream waits for the default one: nothing would overlap"
         self.copies = deque()
+        self.ptr = len(self.by_address) + 1
+        self.by_address[self.ptr] = self
 
     def copy(self, to, source, host):
         copy = Copy(to, source, host)
@@ -70,7 +74,8 @@ class Event:
         """Whether they have run; a look takes as long as a copy."""
         if all(copy.done for copy in self.copies):
             return True
-        self.stream.run_one()
+        if self.stream.copies[0].ready:
+            self.stream.run_one()
         return False
 
     def synchronize(self):

@@ -7,10 +7,11 @@ import time
 
 import numpy as np
 
+from mpipar.checkpoint import weights
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
-from mpipar.commands import inputs
-from mpipar.job import mpi, watch
+from mpipar.commands import inputs, report
+from mpipar.job import mpi, watchdog
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
@@ -52,13 +53,21 @@ def after_sums(step, fault):
     def finish(self):
         plain(self)
         if RANK == 1 and self.recorder.step == step:
-            fault(next(iter(self.stages.values())).flat)
+            fault(self.flats[0])
 
     GradSync.finish = finish
 
 
 if FAULT == "drift":
     after_sums(3, lambda flat: flat.master[-1:].view(np.uint32).__ixor__(1))
+if (RANK, FAULT) == (1, "loaded"):
+    plain_load = weights.load
+
+    def load(worker, folder):
+        plain_load(worker, folder)
+        worker.flats[0].master[-1:].view(np.uint32).__ixor__(1)
+
+    weights.load = load
 if FAULT == "nan":
     after_sums(3, lambda flat: flat.grad[-1:].fill(np.nan))
 if (RANK, FAULT) == (1, "nan-loss"):
@@ -85,7 +94,7 @@ PLACES = {  # of a process that stops outside the steps of a training run
     "stopped-end": (mpi, "finalize"), "stopped-verify": (Worker, "gradients"),
     "stopped-generate": (Worker, "forward")}
 if FAULT in PLACES:
-    watch.START_SECONDS = 3.0  # one rank may be up that long before another
+    watchdog.START_SECONDS = 3.0  # one rank may be up that long before another
     stop_in(*PLACES[FAULT])
 if FAULT == "slow-disk":  # for the weights: longer than any timer of a rank that ends
     plain_fsync = os.fsync
@@ -96,6 +105,9 @@ if FAULT == "slow-disk":  # for the weights: longer than any timer of a rank tha
         plain_fsync(number)
 
     os.fsync = slow_fsync
+if FAULT == "slow-report":  # of a long trace
+    plain_write = report.write
+    report.write = lambda *told: (time.sleep(4), plain_write(*told))
 if FAULT == "slow-first-start" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     plain_step = Worker.train_step
     Worker.train_step = lambda *arguments: (time.sleep(2), plain_step(*arguments))[1]

@@ -21,7 +21,7 @@ def enliven(worker):
     """Random weights whose texts do not repeat one token; the same model on every layout."""
     worker.initialize(0.3)
     for stage in worker.stages.values():
-        for param in stage.flat.params:
+        for param in stage.params:
             if param.fill is None:
                 param.data[...] *= 30
 

@@ -4,6 +4,7 @@ Other tests start programs. They show that an exit code reaches the shell, with 
 ranks: test_cli.py, test_launch.py and test_refusals.py.
 """
 
+import array
 import contextlib
 import io
 import signal
@@ -25,10 +26,18 @@ class StandIn(Session):
 
     def start(self):
         here = SimpleNamespace(Test=lambda: True)  # nobody is waited for
-        self.world = SimpleNamespace(rank=self.launcher.rank, size=self.launcher.size,
-                                     Ibarrier=lambda: here, Barrier=lambda: None)
+        self.world = SimpleNamespace(
+            rank=self.launcher.rank, size=self.launcher.size, Get_size=lambda: self.launcher.size,
+            Ibarrier=lambda: here, Barrier=lambda: None, Allgather=self.alike,
+            Allgatherv=self.alike)
         self.host_rank = self.launcher.local_rank
         return self.world
+
+    def alike(self, own, everybody):
+        """An all-gather of ranks that all have the same."""
+        into = everybody[0] if isinstance(everybody, list | tuple) else everybody
+        into[:] = type(into)(into.typecode, list(own) * self.launcher.size) if isinstance(
+            into, array.array) else bytes(own) * self.launcher.size
 
     def agree(self, function):
         return function()

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipar.checkpoint import save
 from mpipar.comm.transport import HostTransport
-from mpipar.commands.train import Run
+from mpipar.commands.training import Run
 from mpipar.data.rows import Rows
 from mpipar.layers.norm import LayerNorm
 from mpipar.train.optim import OPTIMIZERS
@@ -38,7 +38,7 @@ def late(owner, name, seconds, when=lambda *_: True):
     setattr(owner, name, replaced)
 
 
-def late_layer(norm, x, _stash):
+def late_layer(norm, x, _stash, _residual=None):
     """Whether this is the first norm of block 1, on numbers."""
     return norm.name == "block1.norm1" and isinstance(x, np.ndarray)
 

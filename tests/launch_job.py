@@ -59,7 +59,7 @@ def fail_under_a_slow_launcher(session):
 
     class World(MPI.Intracomm):
         def Abort(self, code):
-            launcher = os.getppid()
+            launcher = session.launcher_pid
             subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {launcher}"])
             os.kill(launcher, signal.SIGSTOP)
             super().Abort(code)
@@ -80,6 +80,9 @@ def go_wrong(how, session, world):
             raise OutputError("disk full")
         if rank == 2:
             raise ValueError("a defect")
+    elif how == "all":
+        world.Barrier()
+        raise ValueError("a defect")
     elif how == "slow-launcher":
         fail_under_a_slow_launcher(session)
     elif how == "unheard" and rank == 1:
@@ -105,6 +108,7 @@ def go_wrong(how, session, world):
 
 
 def main(argv, session):
+    session.launcher_pid = LAUNCHER
     how, folder = argv[0], argv[1] if len(argv) > 1 else None
     if how == "early-exception" and session.launcher.rank == 1:
         announce()
@@ -117,6 +121,15 @@ def main(argv, session):
         from mpi4py import MPI
         MPI.Init_thread(MPI.THREAD_SINGLE)
     world = session.start()
+    if how == "leave":
+        os._exit(0)
+    rank = world.Get_rank()
+    if how == "alone":  # rank 0 works on when the other ranks have ended
+        others = session.world.allgather(os.getpid())[1:]
+        code = session.leave_mpi(0)
+        while rank == 0 and any(Path(f"/proc/{pid}").exists() for pid in others):
+            time.sleep(0.02)
+        return code
     if folder:
         session.use_folder(Path(folder))
     session.where = (lambda: 1 / 0) if how == "reporting-fails" else lambda: "step 17"
@@ -144,4 +157,5 @@ def main(argv, session):
     return go_wrong(how, session, world)
 
 
+LAUNCHER = os.getppid()  # of this process; the work is done in its child
 guard(main)

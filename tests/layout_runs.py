@@ -8,15 +8,8 @@ from program import layout_flags, mpipar
 SMALL = """train --dtype float64 --optimizer sgd --lr 0.5 --warmup-steps 2 --steps 5 --seed 5
     --layers 4 --d-model 18 --heads 6 --ffn 31 --seq-len 7 --batch-size 8 --num-microbatches 2
     --log-interval 2 --sample-tokens 12""".split()
-# Options that must not change a digit: each is tried on one of the layouts.
-OPTIONS = {
-    (1, 1, 3): "--ffn-cut gather",
-    (1, 4, 1): "--schedule gpipe --stage-layers 2,2,0,0",
-    (1, 2, 2): "--memory --num-microbatches 4",
-    (2, 2, 1): "--sync-sends --bucket-bytes 999",
-    (2, 1, 2): "--save-interval 2",
-    (2, 2, 2): "--rank-order tp,cp,dp,pp",
-}
+# Options that must not change a digit.
+OPTIONS = {(2, 2, 2): "--memory --num-microbatches 4 --rank-order tp,cp,dp,pp"}
 
 
 @pytest.fixture(scope="session")

@@ -41,18 +41,20 @@ def all_reduce(comm, x):
         x += came
 '''
 COLLECTIVE = "def all_reduce(comm, x):\n    comm.all_reduce(x, 'cheat')\n"
-LINEAR = "def backward_weight(ops, x, dy, dw, comm, name, sizes=None):\n    dw += x.T @ dy\n"
+LINEAR = "def backward_weight(product, ops, x, dy, dw, comm, name, *, sizes):\n    dw += x.T @ dy\n"
 
 
 def code(module):
     return inspect.getsource(module)
 
 
-WITHOUT_SUM = code(row).replace("comm.all_reduce(ops.matmul(x, w), name)", "ops.matmul(x, w)")
-SUMMED_TWICE = code(row).replace("return ops.matmul_nt(dy, w), dy",
-                                 "return comm.all_reduce(ops.matmul_nt(dy, w), name), dy")
-HALF = code(row).replace("    ops.matmul_tn_add(x, dy, dw)",
-                         "    ops.matmul_tn_add(x[:1], dy[:1], dw)")
+WITHOUT_SUM = code(row).replace(
+    "comm.all_reduce(product.matmul(x, w), name)", "product.matmul(x, w)")
+SUMMED_TWICE = code(row).replace(
+    "return product.matmul_nt(dy, w), dy",
+    "return comm.all_reduce(product.matmul_nt(dy, w), name), dy")
+HALF = code(row).replace("    product.matmul_tn_add(x, dy, dw)",
+                         "    product.matmul_tn_add(x[:1], dy[:1], dw)")
 OWN_LOSS = code(loss).replace("self.comm.all_gather(stats, self.name)", "stats[None]")
 # Exercise: a right file, and (wrong file, what the verdict says).
 FILES = {

@@ -72,6 +72,7 @@ def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
         **_images(ops, make, sizes),
         **_updates(ops, make, sizes),
         **_llama(ops, make, sizes),
+        **_residual(ops, make, sizes),
     }
 
 
@@ -102,7 +103,17 @@ def _products(ops, make, sizes):
         "gelu_forward": ops.gelu_forward(x),
         "gelu_backward_input": ops.gelu_backward_input(make.real(*x.shape), x),
         "bias_gelu_forward": ops.bias_gelu_forward(make.real(*dy.shape), b),
+        "matmul_bias": ops.matmul_bias(x, w, b),
+        "matmul_bias residual": ops.matmul_bias(x, w, b, make.real(*dy.shape)),
+        "matmul_nt_gelu_backward": ops.matmul_nt_gelu_backward(dy, w, x),
     }
+    for fresh in (True, False):
+        weights, sums = make.sums(sizes.width, sizes.inner), make.sums(sizes.inner)
+        if fresh:
+            ops.fill(sums, 0)
+        ops.matmul_tn_add_sums(x, dy, weights, sums, fresh)
+        out |= {f"matmul_tn_add_sums {fresh} out": weights, f"matmul_tn_add_sums {fresh}": sums}
+    out["matmul_bias_gelu"], out["matmul_bias_gelu h"] = ops.matmul_bias_gelu(x, w, b)
     ops.matmul_tn_add(x, dy, dw)
     ops.matmul_tn_add(x, dy, dtable.T)
     ops.bias_backward_weight(dy, db)
@@ -134,6 +145,18 @@ def _norm(ops, make, sizes):
     }
 
 
+def _residual(ops, make, sizes):
+    """What is added where a residual branch ends, forward and backward."""
+    x, dy, y, around = (make.real(sizes.batch, sizes.tokens, sizes.width) for _ in range(4))
+    w, b = make.real(sizes.width), make.real(sizes.width)
+    found = {"bias_residual_forward": ops.bias_residual_forward(y, b, around)}
+    for kind, parameters in (("layernorm", (w, b)), ("rmsnorm", (w,))):
+        _, *statistics = getattr(ops, f"{kind}_forward")(x, *parameters, 1e-5)
+        name = f"{kind}_residual_backward_input"
+        found[name] = getattr(ops, name)(dy, x, w, *statistics, around)
+    return found
+
+
 def _attention(ops, make, sizes, kind):
     """Both forms of attention over one sequence; every token sees itself, as in training."""
     qkv = make.real(sizes.batch, sizes.tokens, 3, sizes.heads, sizes.head)
@@ -154,20 +177,20 @@ def _attention_in_blocks(ops, make, sizes):
     q, dy = (make.real(batch, queries, 2 * kv_heads, width) for _ in range(2))
     k, v = (make.real(batch, keys, kv_heads, width) for _ in range(2))
     q_pos, k_pos = (ops.asarray(x) for x in (np.arange(queries) * 2 - 1, np.arange(keys)))
-    y, lse = ops.attention_block_forward(q, k, v, q_pos, k_pos)
+    y, stats = ops.attention_block_forward(q, k, v, q_pos, k_pos)
     delta = ops.attention_delta(dy, y)
-    grads = ops.attention_block_backward(dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos)
-    merged, seen = make.sums(*y.shape), make.sums(*lse.shape)
-    ops.attention_merge(merged, seen, y, lse)
+    grads = ops.attention_block_backward(dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)
+    merged, seen = make.sums(*y.shape), make.positive(*stats.shape)
+    ops.attention_merge(merged, seen, y, stats)
     return {
         "attention_block_forward y": y,
-        "attention_block_forward lse seen": lse[:, :, 1:],
+        "attention_block_forward stats seen": stats[:, :, 1:],
         "attention_delta": delta,
         "attention_block_backward dq": grads[0],
         "attention_block_backward dk": grads[1],
         "attention_block_backward dv": grads[2],
         "attention_merge y": merged,
-        "attention_merge lse": seen,
+        "attention_merge stats": seen,
     }
 
 
@@ -196,14 +219,14 @@ def _loss(ops, make, sizes):
     best = ops.top_forward(logits, start, num_valid, 1)
     several = ops.top_forward(logits, start, num_valid, 3)
     stats = ops.cross_entropy_forward(logits, targets, start, num_valid)
-    loss, lse = ops.cross_entropy_combine(stats.reshape(1, *stats.shape))
-    dlogits = ops.cross_entropy_backward_input(logits, targets, lse, start, num_valid, 0.2)
+    loss, sums = ops.cross_entropy_combine(stats.reshape(1, *stats.shape))
+    dlogits = ops.cross_entropy_backward_input(logits, targets, sums, start, num_valid, 0.2)
     return {
         "top_forward": best,
         "top_forward several": several,
         "cross_entropy_forward": stats,
         "cross_entropy_combine loss": loss,
-        "cross_entropy_combine lse": lse,
+        "cross_entropy_combine sums": sums,
         "cross_entropy_backward_input": dlogits,
     }
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, Finished, run_command, run_ranks
 from safetensors.numpy import load_file
 
@@ -16,12 +15,7 @@ LIMIT = 200.0  # seconds for one command: much more than it takes, for a machine
 BLOCK = "mpipar: stopped, exit code "
 # A short text. A run reads all of its held-out part; of the default text that takes seconds.
 TEXT = ("--data", str(REPOSITORY / "LICENSE"))
-LAYOUTS = (  # (dp, pp, tp)
-    (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3),
-    (1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2),
-)  # fmt: skip
-USUAL = {(1, 1, 1), (1, 4, 1), (2, 2, 2)}  # the rest runs with the slow tests
-CASES = [one if one in USUAL else pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS]
+CASES = ((1, 1, 1), (2, 2, 2))  # (dp, pp, tp); lives have the other layouts
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -29,17 +29,22 @@ class World:
         return found
 
     def Bcast(self, x, root=0):
-        x[...] = self._everybody(x.copy())[root]
+        as_bytes(x)[...] = self._everybody(as_bytes(x).copy())[root]
 
     def Gather(self, x, into, root=0):
-        found = self._everybody(x)
+        found = self._everybody(as_bytes(x))
         if self.rank == root:
-            into[...] = np.concatenate(found).reshape(into.shape)
+            as_bytes(into)[...] = np.concatenate(found)
 
     def Gatherv(self, x, into, root=0):
-        found = self._everybody(x)
-        if self.rank == root:
-            into[0][...] = np.concatenate(found)
+        self.Gather(x, into and into[0], root)
+
+
+def as_bytes(buffer):
+    """The bytes of an array or of any other buffer, not copied."""
+    if isinstance(buffer, np.ndarray):
+        return buffer.reshape(-1).view(np.uint8)
+    return np.frombuffer(buffer, np.uint8)
 
 
 def workers_of(config, num_ranks):

@@ -27,10 +27,9 @@ def config_for(dp=1, pp=1, tp=1, cp=1, **values):
 
 def state_views(worker):
     """(kind, Param, first, values) of everything that a checkpoint keeps, and of the weights."""
-    return [(kind, *part) for kind, buffers in worker.optimizer.state().items()
-            for number, buffer in buffers.items()
-            for target in (worker.stages[number].flat.weights if kind == "master" else [buffer])
-            for part in worker.stages[number].flat.held(target)]
+    return [(kind, *part) for flat in worker.flats for kind in flat.state
+            for target in (flat.weights if kind == "master" else [kind])
+            for part in flat.held(target)]
 
 
 def full_tensor(name, kind, shape, dtype, seed=0):
@@ -43,12 +42,8 @@ def known_shard(kind, param, dtype, seed):
     """The known numbers of a rank's shard, flat, with zeros in its padding."""
     full = full_tensor(param.name, kind, param.shape, dtype, seed)
     shard = np.zeros(param.local_shape, dtype)
-    if param.cut_axis is None:
-        shard[...] = full
-    else:
-        start, stop = param.bounds()
-        axes = (slice(None),) * param.cut_axis
-        shard[(*axes, slice(0, stop - start))] = full[(*axes, slice(start, stop))]
+    shard[tuple(slice(0, stop - start) for start, stop in param.box)] = full[
+        tuple(slice(start, stop) for start, stop in param.box)]
     return shard.reshape(-1)
 
 
@@ -59,8 +54,8 @@ def fill(worker, seed=0):
         values[...] = shard[first:first + values.size].astype(values.dtype)
     scale = worker.loss_scale
     scale.value, scale.good, scale.skipped = 2.0 ** (3 + seed), 5 + seed, 2 + seed
-    for stage in worker.stages.values():
-        stage.flat.publish()
+    for flat in worker.flats:
+        flat.publish()
 
 
 def assert_filled(worker, seed=0):
@@ -69,8 +64,7 @@ def assert_filled(worker, seed=0):
         shard = known_shard(kind, param, worker.ops.statistics, seed)
         expected = shard[first:first + values.size].astype(values.dtype)
         assert values.tobytes() == expected.tobytes(), f"{kind} of {param.name}"
-    for stage in worker.stages.values():
-        flat = stage.flat
+    for flat in worker.flats:
         if flat.data.size == flat.master.size:
             rounded = flat.master.astype(flat.data.dtype)
             assert flat.data.tobytes() == rounded.tobytes(), "the layers' data"

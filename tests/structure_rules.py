@@ -9,13 +9,14 @@ from helpers import REPOSITORY
 from bench.docs.code_map import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
-WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow",
+WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow", "comm.nccl",
         "comm.transport"}
-IMPORT_MPI = WIRE | {"job.mpi", "commands.doctor", "comm.hosts"}
-CALL_MPI = WIRE | {"job.session", "job.mpi", "comm.facts", "comm.clock", "comm.hosts"}
+REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records
+IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "commands.doctor"}
+CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}
 MPI_CALLS = set(
-    """Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Gatherv Iallreduce Ibarrier
-    Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
+    """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv Iallreduce
+    Ibarrier Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
     Split_type Ssend""".split()
 )
 PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-case methods
@@ -147,7 +148,7 @@ def array_math_problems(module, source):
 
     In a class with a `forward`, outside __init__, operators may only compute shapes and indices.
     They stand inside a subscript, or in the arguments of reshape, transpose, range or a method of
-    ops that makes an array. NumPy is not used there at all.
+    ops that makes an array. `|` in a type is none. NumPy is not used there at all.
     """
     if module.split(".")[0] not in ("layers", "models", "partition"):
         return []
@@ -167,6 +168,8 @@ def array_math_problems(module, source):
                 allowed.update(ast.walk(node.slice))
             elif isinstance(node, ast.JoinedStr):
                 allowed.update(ast.walk(node))
+            elif getattr(node, "annotation", None):
+                allowed.update(ast.walk(node.annotation))
             elif isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if name in ("reshape", "transpose", "range", "empty", "zeros"):
@@ -184,14 +187,17 @@ def name_problems(module, source):
     """The name of a rank says of what: world_rank, dp_rank, ...
 
     Only grid.py, launchers and views of a run have bare names: the last two know one kind of rank.
+    So has a command's flag --rank.
     """
     if module in ("comm.grid", "comm.facts", "comm.clock") or folder(module) in (
             "console", "job", "plan", "trace"):
         return []
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+    found, tree = set(), ast.parse(source)
+    flags = {field.target for node in tree.body if getattr(node, "name", "") == "Arguments"
+             for field in node.body if isinstance(field, ast.AnnAssign)}
+    for node in ast.walk(tree):
         name = getattr(node, "id", getattr(node, "arg", None))
-        if isinstance(node, (ast.Name, ast.arg)) and name == "rank":
+        if isinstance(node, (ast.Name, ast.arg)) and name == "rank" and node not in flags:
             found.add(f"{module}:{node.lineno}: a bare {name}")
     return sorted(found)
 
@@ -233,5 +239,14 @@ def state_problems(module, source):
     return found
 
 
+def stash_problems(module, source):
+    """What holds a layer derives its stash, so that no field is forgotten: see `Stash.inner`."""
+    if folder(module) not in ("layers", "models", "partition") or module == "layers.stash":
+        return []
+    return [f"{module}:{node.lineno}: makes a Stash; derive one by inner()"
+            for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "Stash"]
+
+
 RULES = [floor_problems, outside_problems, mpi_problems, array_math_problems, name_problems,
-         state_problems]
+         state_problems, stash_problems]

@@ -5,14 +5,16 @@ Expected results come from `attention_cases.formula`, one head and one query at 
 
 from functools import partial
 
+import cuda_kernels
 import numpy as np
 import pytest
-from attention_cases import formula
+from attention_cases import formula, lse_of
 from helpers import assert_close
 from ops_cases import plain
 
-from mpipar.ops import make, numpy_attention
-from mpipar.ops.cuda import attention, kernels
+from mpipar.ops import make, numpy_ops
+from mpipar.ops.cuda import attention
+from mpipar.ops.cuda.kernels import Loader
 
 NAMES = ("y", "lse", "dq", "dk", "dv")
 # B, Tq, Tk, H, Hkv, d.
@@ -23,8 +25,8 @@ SIZES = [(2, 5, 7, 6, 3, 3), (1, 9, 4, 5, 1, 2), (2, 67, 131, 4, 4, 5), (1, 70, 
                         pytest.param("numba", marks=pytest.mark.numba)])
 def ops(request, monkeypatch):
     if request.param == "tiny tiles":
-        monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
-        monkeypatch.setattr(numpy_attention, "PART_SCORES", 40)  # fewer heads than a row has
+        monkeypatch.setattr(numpy_ops, "QUERY_TILE", 2)
+        monkeypatch.setattr(numpy_ops, "PART_SCORES", 40)  # fewer heads than a row has
     if request.param == "plain":
         return plain()
     return make("cpu", "float64", kernels="numba" if request.param == "numba" else "numpy")
@@ -58,10 +60,10 @@ def check(found, expected, tol=1e-12):
 
 def block_form(ops, case):
     """(y, lse, dq, dk, dv) of one call over all keys."""
-    y, lse = ops.attention_block_forward(*case.qkv, case.q_pos, case.k_pos)
+    y, stats = ops.attention_block_forward(*case.qkv, case.q_pos, case.k_pos)
     delta = ops.attention_delta(case.dy, y)
-    return y, lse, *ops.attention_block_backward(
-        case.dy, *case.qkv, lse, delta, q_pos=case.q_pos, k_pos=case.k_pos)
+    return y, lse_of(stats), *ops.attention_block_backward(
+        case.dy, *case.qkv, stats, delta, q_pos=case.q_pos, k_pos=case.k_pos)
 
 
 @pytest.mark.filterwarnings("error")
@@ -83,8 +85,8 @@ def test_one_new_token_of_each_row(ops, rng, q_pos, kv_heads):
                ((3, 1, 4, 5), *2 * [(3, 20, kv_heads, 5)]))
     k, v, q_pos, k_pos = k[:, :8], v[:, :8], np.array([q_pos]), np.arange(8)
     expected = formula(q, k, v, np.zeros_like(q), q_pos, k_pos)
-    for name, got, wanted in zip(
-            NAMES, ops.attention_block_forward(q, k, v, q_pos, k_pos), expected, strict=False):
+    y, stats = ops.attention_block_forward(q, k, v, q_pos, k_pos)
+    for name, got, wanted in zip(NAMES, (y, lse_of(stats)), expected, strict=False):
         assert_close(got, wanted, 1e-12, name)
 
 
@@ -107,8 +109,8 @@ def test_gradients_are_differences(ops, rng, form):
         assert (above - below) / (2 * step) == pytest.approx(float((grad * along).sum()), rel=1e-6)
 
 
-def merge(ops, y, lse, y2, lse2):
-    ops.attention_merge(y, lse, y2, lse2)
+def merge(ops, y, stats, y2, stats2):
+    ops.attention_merge(y, stats, y2, stats2)
 
 
 def block_backward(ops, *arrays, **positions):
@@ -125,17 +127,18 @@ def by_parts(ops, case, shown=lambda case, part: (*(x[:, part] for x in case.qkv
     for part in parts:
         k, v, k_pos = shown(case, part)
         results.append(ops.attention_block_forward(q, k, v, case.q_pos, k_pos))
-    y, lse = results[0]
+    y, stats = results[0]
     for more in results[1:]:
-        merge(ops, y, lse, *more)
+        merge(ops, y, stats, *more)
     delta, dq, dkv = ops.attention_delta(case.dy, y), 0, []
     for part in parts:
         k, v, k_pos = shown(case, part)
-        own_dq, *own = backward(ops, case.dy, q, k, v, lse, delta,
+        own_dq, *own = backward(ops, case.dy, q, k, v, stats, delta,
                                 q_pos=case.q_pos, k_pos=k_pos)
         dq = dq + own_dq
         dkv.append(own)
-    return y, lse, dq, *(np.concatenate(grads, axis=1) for grads in zip(*dkv, strict=True))
+    dk, dv = (np.concatenate(grads, axis=1) for grads in zip(*dkv, strict=True))
+    return y, lse_of(stats), dq, dk, dv
 
 
 PARTED = (2, 9, 11, 6, 3, 5)
@@ -149,9 +152,10 @@ def test_merged_parts_are_the_whole(ops, rng, kind):
     check(by_parts(ops, case), case.expected)
 
 
-def added_without_rescaling(ops, y, lse, y2, lse2):
-    y += y2
-    lse[...] = np.logaddexp(lse, lse2)
+def added_without_rescaling(ops, y, stats, y2, stats2):
+    both = y + y2
+    ops.attention_merge(y, stats, y2, stats2)
+    y[...] = both
 
 
 def shifted_heads(case, part):
@@ -163,13 +167,13 @@ def local_positions(case, part):
     return *(x[:, part] for x in case.qkv[1:]), case.k_pos[part] - case.k_pos[part].min()
 
 
-def first_of_group(ops, dy, q, k, v, lse, delta, **positions):
+def first_of_group(ops, dy, q, k, v, stats, delta, **positions):
     """dk and dv of one query head of each group."""
-    dq, _, _ = ops.attention_block_backward(dy, q, k, v, lse, delta, **positions)
+    dq, _, _ = ops.attention_block_backward(dy, q, k, v, stats, delta, **positions)
     group = q.shape[2] // k.shape[2]
     one = [x[:, :, ::group] for x in (dy, q)]
     _, dk, dv = ops.attention_block_backward(
-        *one, k, v, lse[:, ::group], delta[:, ::group], **positions)
+        *one, k, v, stats[:, ::group], delta[:, ::group], **positions)
     return dq, dk, dv
 
 
@@ -232,9 +236,9 @@ def check_parts_of_16_bits(ops, rng, exact):
     q, (k, v) = case.qkv[0], case.qkv[1:]
     results = [ops.attention_block_forward(q, k[:, part], v[:, part], case.q_pos, case.k_pos[part])
                for part in (slice(0, 6), slice(6, 11))]
-    (y, lse), more = results
-    assert y.dtype == lse.dtype == np.float32
-    ops.attention_merge(y, lse, *more)
+    (y, stats), more = results
+    assert y.dtype == stats.dtype == np.float32
+    ops.attention_merge(y, stats, *more)
     rounded = ops.empty(y.shape)
     ops.copy(rounded, y)
     unit = HALF_UNIT[str(ops.dtype)]
@@ -242,7 +246,7 @@ def check_parts_of_16_bits(ops, rng, exact):
     assert_close(ops.to_host(rounded).astype(np.float64), expected[0], exact + unit, "rounded y")
     delta = ops.attention_delta(case.dy, y)
     grads = ops.attention_block_backward(
-        case.dy, *case.qkv, lse, delta, q_pos=case.q_pos, k_pos=case.k_pos)
+        case.dy, *case.qkv, stats, delta, q_pos=case.q_pos, k_pos=case.k_pos)
     for name, grad, wanted in zip(NAMES[2:], grads, expected[2:], strict=True):
         assert grad.dtype == np.float32
         assert_close(ops.to_host(grad), wanted, 2 * exact + 2e-5, name)
@@ -253,12 +257,10 @@ def check_parts_of_16_bits(ops, rng, exact):
 @pytest.mark.parametrize("width", [attention.MOST_WIDTH, attention.MOST_WIDTH + 8])
 def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
     """Shapes that no kernel takes go to the plain formula, with the same results."""
-    import fake_cupy
-
     ops, case = make("cuda", "float32"), Case(rng, (1, 5, 7, 4, 2, width), "gaps")
-    started, call = [], fake_cupy.RawKernel.__call__
-    monkeypatch.setattr(fake_cupy.RawKernel, "__call__", lambda self, *rest, **named: (
-        started.append(self.file), call(self, *rest, **named)))
+    started, launch = [], Loader.launch
+    monkeypatch.setattr(Loader, "launch", lambda self, file, *rest, **named: (
+        started.append(file), launch(self, file, *rest, **named)))
     qkv, (dy, *positions) = tuple(map(ops.asarray, case.qkv)), map(
         ops.asarray, (case.dy, case.q_pos, case.k_pos))
     qkv, dy = tuple(x.astype(np.float32) for x in qkv), dy.astype(np.float32)
@@ -272,17 +274,18 @@ def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
 
     y, saved = run("attention_forward", *qkv, *positions)
     run("attention_backward_input", dy, *qkv, saved, *positions)
-    y, lse = run("attention_block_forward", *qkv, *positions)
+    y, stats = run("attention_block_forward", *qkv, *positions)
     delta = run("attention_delta", dy, y)
-    run("attention_block_backward", dy, *qkv, lse, delta,
+    run("attention_block_backward", dy, *qkv, stats, delta,
         q_pos=positions[0], k_pos=positions[1])
-    run("attention_merge", y.copy(), lse.copy(), y, lse)
+    run("attention_merge", y.copy(), stats.copy(), y, stats)
     for name, ran in files.items():
-        file, widest, instead = kernels.ATTENTION[name]
+        file, widest, instead = cuda_kernels.ATTENTION[name]
         taken = file is not None and width <= widest
         assert ran == ({file} if taken else {instead} - {None}), name
     close = partial(check, expected=case.expected, tol=2e-5)
-    on_host = [ops.to_host(x) for x in (y, lse, *results["attention_block_backward"])]
-    close(on_host)
-    trained = [results["attention_forward"][0], lse, *results["attention_backward_input"]]
-    close([ops.to_host(x) for x in trained])
+    lse = lse_of(ops.to_host(stats))
+    for made in ((y, *results["attention_block_backward"]),
+                 (results["attention_forward"][0], *results["attention_backward_input"])):
+        y, *grads = map(ops.to_host, made)
+        close([y, lse, *grads])

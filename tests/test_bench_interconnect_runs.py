@@ -68,7 +68,7 @@ def test_quick_runs_every_case_both_ways_and_checks_it(quick):
     assert {row["via"] for row in run.rows if row["case"] == "reduce-scatter"} == {
         COMM, BARE, "mpi4py Reduce_scatter"}
     assert {row["via"] for row in run.rows if row["case"] == "all-to-allv"} == {
-        COMM, BARE, "mpi4py Alltoallv"}
+        COMM, BARE, "mpi4py messages"}
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from bench.matmul import __main__ as matmul
 from bench.matmul.cut_product import cases, shown
 from bench.step import __main__ as step
 from mpipar.errors import UsageError
+from mpipar.partition import MESH_CUTS
 
 SIZES = "--tokens 21 --inner 10 --outer 13 --repeats 2 --dtype float64".split()
 WRONG = """
@@ -50,7 +51,7 @@ def test_every_cut_is_measured_and_rows_of_other_ranks_stay(tmp_path):
 
 
 def test_every_number_of_ranks_has_its_square_grids():
-    grids = {number: [shown(*case) for case in cases(number) if case[0] in ("2d", "2.5d")]
+    grids = {number: [shown(*case) for case in cases(number) if case[0] in MESH_CUTS]
              for number in (1, 5, 8, 9, 12)}
     assert grids == {1: ["1 x 1"], 5: ["1 x 1 x 5"], 8: ["2 x 2 x 2", "1 x 1 x 8"],
                      9: ["3 x 3", "1 x 1 x 9"], 12: ["2 x 2 x 3", "1 x 1 x 12"]}

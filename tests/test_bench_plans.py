@@ -12,18 +12,6 @@ from mpipar import ops
 from mpipar.errors import UsageError
 
 
-def test_nccl_leaves_whole_schedules_out():
-    args, job = interconnect.parse(["stage-chain"]), plans.Job(transport="nccl")
-    everything = plans.world_sections(["stage-chain"], 2, (8,))
-    kept = interconnect.chosen_to_run(args, everything, job)
-    assert {one.title for one in everything} - {one.title for one in kept} == {
-        "stage-chain 1f1b", "stage-chain interleaved"}
-    (line,) = plans.left_out(["stage-chain"], None, everything, job)
-    assert line.startswith("left out: stage-chain 1f1b, stage-chain interleaved: NCCL")
-    with pytest.raises(UsageError, match="NCCL's messages have no tags"):
-        interconnect.chosen_to_run(args, [one for one in everything if one not in kept], job)
-
-
 def test_pairs_take_an_even_number_of_ranks():
     (one,) = plans.world_sections(["multi-bandwidth"], 5, (8,), 5)
     assert one.groups == ((0, 1, 2, 3),)

@@ -12,8 +12,9 @@ from helpers import run_command, run_ranks
 
 from bench.docs import tables
 from bench.step import __main__ as step
-from bench.step import blas, freed, products
+from bench.step import against, blas, freed, products
 from bench.step.sides import losses, measure_steps, torch_side
+from mpipar.comm.one_rank import OneRank
 from mpipar.errors import UsageError
 from mpipar.ops.numpy_ops import NumpyOps
 
@@ -30,21 +31,7 @@ guard(step.main)
 """
 
 
-class Alone:
-    """A world of one rank, where MPI has not been started."""
-
-    size, rank = 1, 0
-
-    def Ibarrier(self):
-        return types.SimpleNamespace(Test=lambda: True)
-
-    def Barrier(self):
-        """Return at once: no other rank exists."""
-
-    def Allreduce(self, send, receive):
-        receive[...] = send
-
-
+ONE = OneRank("none is needed")
 THEIRS = ["torch", "torch fused attention", "torch fused attention, AdamW"]
 ALONE = ["products, numpy", "products, torch"]
 
@@ -97,10 +84,10 @@ def test_two_ranks_are_timed_beside_pytorch_on_two_threads(tmp_path):
 def test_llama_is_the_same_model_on_all_sides():
     args = step.parse([*SIZES.split(), "--arch", "llama", "--kv-heads", "1", "--threads", "1"])
     batch = step.rows_of(args)
-    names, sides = step.their_sides(args, batch, Alone())
-    sides |= step.our_sides(args, batch, Alone())[1]
+    names, sides = step.their_sides(args, batch, ONE)
+    sides |= step.our_sides(args, batch, ONE)[1]
     assert names == THEIRS
-    found = step.losses(sides, list(sides), Alone())
+    found = step.losses(sides, list(sides), ONE)
     assert step.disagreement(found, found["torch"], args.dtype) is None
 
 
@@ -118,7 +105,7 @@ def test_a_recipe_with_freed_libraries(tmp_path):
 
 def test_products_of_a_step_are_all_of_its_products():
     args = step.parse(SIZES.split())
-    names, sides = step.our_sides(args, step.rows_of(args), Alone())
+    names, sides = step.our_sides(args, step.rows_of(args), ONE)
     taken = products.products_of(sides[names[0]], 1)
     attention = 12 * 2 * 2 * 20**2 * 24  # one tile: the full square
     dense = step.step_flops(args) - attention
@@ -152,9 +139,9 @@ def test_sides_of_16_bits_agree_and_a_wrong_gradient_is_seen(monkeypatch, dtype)
 
     def problem():
         batch = step.rows_of(args)
-        _, sides = step.our_sides(args, batch, Alone())
+        _, sides = step.our_sides(args, batch, ONE)
         theirs = sides["torch"] = torch_side(torch, args, batch)
-        found = step.losses(sides, list(sides), Alone())
+        found = step.losses(sides, list(sides), ONE)
         table = theirs.leaves["embedding.tokens"]
         assert (table.dtype, table.grad.dtype) == (torch.float32, torch.float32)
         assert theirs._weight("embedding.tokens").dtype == getattr(torch, dtype)
@@ -177,10 +164,11 @@ def test_ranks_apart_make_a_step_each():
     assert apart["tokens_per_s"] == pytest.approx(1.6 * one["tokens_per_s"])
 
 
-class Noted(Alone):
+class Noted(OneRank):
     """A world, and a side of it, that note what happens."""
 
     def __init__(self):
+        super().__init__("none is needed")
         self.events = []
 
     def Ibarrier(self):
@@ -237,12 +225,12 @@ def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak)
     """A stand-in for CuPy is used, so the times say nothing about a GPU."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     monkeypatch.setitem(sys.modules, "torch", None)
-    session = types.SimpleNamespace(start=Alone, host_rank=0, world=Alone(),
+    session = types.SimpleNamespace(start=lambda: ONE, host_rank=0, world=ONE,
                                     agree=lambda function: function())
     path = tmp_path / "step.json"
     argv = [*SIZES.split(), "--device", "cuda", *words, "--json", str(path)]
     assert step.main(argv, session) == 0
-    assert "2 steps, PyTorch is not installed" in capsys.readouterr().out
+    assert "2 steps, without PyTorch" in capsys.readouterr().out
     result = json.loads(path.read_text())
     assert [row["side"] for row in result["rows"]] == ["mpipar cupy fused", "mpipar cupy plain"]
     for row in result["rows"]:
@@ -253,6 +241,29 @@ def test_on_a_device_without_pytorch(monkeypatch, tmp_path, capsys, words, peak)
     assert step.device_facts(typed)["peak_tflops"] == 40
 
 
+def test_our_best_form_runs_alone(tmp_path, capsys):
+    session = types.SimpleNamespace(start=lambda: ONE, host_rank=0, world=ONE,
+                                    agree=lambda function: function())
+    path = tmp_path / "step.json"
+    assert step.main([*SIZES.split(), "--sides", "own", "--json", str(path)], session) == 0
+    assert "2 steps, without PyTorch" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["side"] == "mpipar numpy"
+
+
+@pytest.mark.peers
+def test_the_best_form_of_each_is_compared(tmp_path, capsys):
+    session = types.SimpleNamespace(start=lambda: ONE, host_rank=0, world=ONE,
+                                    agree=lambda function: function())
+    path = tmp_path / "step.json"
+    assert step.main([*SIZES.split(), "--sides", "best", "--json", str(path)], session) == 0
+    assert "losses equal to 1e-05" in capsys.readouterr().out
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["mpipar numpy", THEIRS[-1]]
+    assert min(row["over_best"] for row in rows.values()) <= 1 == rows[THEIRS[-1]]["over_best"]
+    assert "over_torch" not in rows["mpipar numpy"]
+
+
 @pytest.mark.slow
 @pytest.mark.shim
 def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
@@ -261,7 +272,7 @@ def test_our_side_on_a_device_computes_what_the_cpu_does(monkeypatch):
     found = {}
     for device in ("cpu", "cuda"):
         args = step.parse([*SIZES.split(), "--device", device])
-        _, sides = step.our_sides(args, step.rows_of(args), Alone())
+        _, sides = step.our_sides(args, step.rows_of(args), ONE)
         for name, side in sides.items():
             found[name] = []
             for number in range(1, 4):
@@ -288,3 +299,25 @@ def test_the_readme_says_what_the_lead_rests_on():
             row("products, torch", "mkl AVX2", 50.0)]
     assert tables.lead(rows) == ("A step takes 0.90 (numpy) and 0.80 (numba) of the time of"
                                  " PyTorch's best form, with Zen and AVX2 products.")
+
+
+def test_a_step_that_takes_longer_than_before_is_told_from_noise():
+    noise = [0.9, 0.95, 0.98, 0.99, 1.0, 1.0, 1.01, 1.02, 1.05, 1.1]
+    pairs = [({"a": 100.0, "b": 50.0}, {"a": 100 * one, "b": 57 * one}) for one in noise]
+    same, slower = against.rows_of_pairs(pairs)
+    assert (same["side"], same["ratio"], same["slower"]) == ("a", 1.0, "no")
+    assert (slower["side"], slower["ratio"], slower["slower"]) == ("b", 1.14, "yes")
+    assert (same["low"], same["high"]) == pytest.approx((0.95, 1.05))
+
+
+@pytest.mark.parametrize(("count", "cut"), [(6, 0), (8, 0), (9, 1), (10, 1), (12, 2), (20, 5)])
+def test_the_median_lies_between_these_two_in_95_of_100_cases(count, cut):
+    """The places of tables of the sign test."""
+    assert against.interval(range(count)) == (cut, count - 1 - cut)
+
+
+def test_only_a_checkout_is_compared_with(tmp_path):
+    """Else Python finds the packages of the environment, and compares them with themselves."""
+    (tmp_path / "mpipar").mkdir()
+    with pytest.raises(UsageError, match="is no checkout"):
+        against.check_checkout(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 
 from bench import tiles
 from mpipar.errors import EnvironmentProblem, UsageError
-from mpipar.ops import numpy_attention, numpy_ops, numpy_tiles
+from mpipar.ops import numpy_ops
 
 SIZES = "--rows 40 --width 60 --seq-len 70 --heads 2 --repeats 1".split()
 
@@ -19,10 +19,10 @@ def small_peaks(monkeypatch):
 
 
 def test_every_tile_is_timed_and_the_constants_stay(tmp_path):
-    before = numpy_tiles.TILE, numpy_attention.QUERY_TILE
+    before = numpy_ops.TILE, numpy_ops.QUERY_TILE
     path = tmp_path / "tiles.json"
     assert tiles.main([*SIZES, "--json", str(path)], None) == 0
-    assert before == (numpy_tiles.TILE, numpy_attention.QUERY_TILE)
+    assert before == (numpy_ops.TILE, numpy_ops.QUERY_TILE)
     rows = [row for row in json.loads(path.read_text())["rows"] if row["tile"] != "numba"]
     found = [(row["chain"], row["tile"]) for row in rows]
     assert found == [
@@ -46,14 +46,14 @@ def test_a_tile_that_changes_the_result_is_not_timed(monkeypatch, capsys):
 
     def wrong_in_small_tiles(self, x):
         y = right(self, x)
-        return y * np.float32(1.001) if numpy_tiles.TILE == 1024 else y
+        return y * np.float32(1.001) if numpy_ops.TILE == 1024 else y
 
     monkeypatch.setattr(numpy_ops.NumpyOps, "gelu_forward", wrong_in_small_tiles)
     assert tiles.main(SIZES, None) == 1
     out, err = capsys.readouterr()
     assert "gelu_forward, tile 1024: off by 1.0e-03" in err
     assert not out
-    assert numpy_tiles.TILE > 1024
+    assert numpy_ops.TILE > 1024
 
 
 @pytest.mark.numba

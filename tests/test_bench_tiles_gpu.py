@@ -9,7 +9,7 @@ import stand_in
 
 from bench import tiles
 from bench.kernels import gpu, gpu_attention, gpu_memory, gpu_products
-from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
+from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem, UsageError
 from mpipar.ops.cuda import ladder
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
 from mpipar.ops.cuda.fused import Fused
@@ -23,7 +23,6 @@ GPU_SIZES = ["--device", "cuda", *SIZES]
 def card(monkeypatch):
     """A device called H200 on which everything takes a millisecond."""
     stand_in.put_in(monkeypatch)
-    monkeypatch.setattr(gpu, "FLUSH_BYTES", 1 << 12)
     monkeypatch.setattr(gpu_memory, "VOCABULARY", 300)
     return gpu.Gpu(repeats=2)
 
@@ -88,7 +87,7 @@ def test_attention(card, monkeypatch):
     scores = 2 * 2 * 12 * 12  # of batch and heads
     assert rows["whole scores", "forward", "float32"]["kept_MB"] == pytest.approx(4e-6 * scores)
     assert rows["tiles", "forward", "float32"]["kept_MB"] == pytest.approx(
-        4e-6 * (24 * 20 + 2 * 2 * 12))
+        4e-6 * (24 * 20 + 2 * 2 * 12 * 2))
     for (name, part, _), row in rows.items():
         flops = (2 if part == "forward" else 4) * scores * 10
         assert row["tflop_per_s"] == pytest.approx(flops / 1e-3 * 1e-12), name
@@ -101,9 +100,9 @@ def test_attention(card, monkeypatch):
 @pytest.mark.shim
 def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
     monkeypatch.setattr(gpu_products, "product_rows",
-                        lambda gpu: gpu_products.sweep_rows(gpu, SIZE))
+                        lambda gpu, sizes: gpu_products.sweep_rows(gpu, SIZE))
     monkeypatch.setattr(ladder, "grid", lambda kernel, rows, columns: (1, 1))
-    assert tiles.main(GPU_SIZES, None) == EXIT_CHECK_FAILED
+    assert tiles.main([*GPU_SIZES, "--tables", "products"], None) == EXIT_CHECK_FAILED
     assert ("not timed: warp (32, 16, 8, 32, 16) of (40, 16) x (16, 24), float32: off by nan"
             in capsys.readouterr().err)
 
@@ -143,7 +142,7 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     for name in ("product_rows", "sweep_rows"):
-        monkeypatch.setattr(gpu_products, name, lambda gpu: [{"kernel": "none"}])
+        monkeypatch.setattr(gpu_products, name, lambda gpu, **size: [{"kernel": "none"}])
     for module in (gpu_attention, gpu_memory):
         monkeypatch.setattr(module, "rows", lambda gpu, args: [{"kernel": "none"}])
     assert tiles.main([*GPU_SIZES, "--json", str(tmp_path / "out")], None) == 0
@@ -160,6 +159,22 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
     assert card.facts()["clocks"] == "unknown: no nvidia-smi"
 
 
+def test_one_table_of_smaller_products(card, tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(gpu_products, "product_rows", lambda gpu, sizes: asked.update(
+        products=sizes) or [{"kernel": "none"}])
+    monkeypatch.setattr(gpu_products, "sweep_rows", lambda gpu, size: asked.update(
+        tiles=size) or [{"kernel": "none"}])
+    words = ["--tables", "products", "tiles", "--largest", "1024", "--json", str(tmp_path)]
+    assert tiles.main([*GPU_SIZES, *words], None) == 0
+    assert asked == {"tiles": (1024, 1024, 1024), "products": (
+        (1024, 1024, 1024), (1024, 768, 768), (1024, 1024, 768), (1024, 768, 1024),
+        (1024, 1024, 1023))}
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu_products.json", "gpu_tiles.json"}
+    with pytest.raises(UsageError, match="--tables and --largest are for a GPU"):
+        tiles.parse(["--largest", "64"])
+
+
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(EnvironmentProblem, match="CuPy"):
@@ -167,6 +182,7 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 def test_on_a_gpu(tmp_path):
     assert tiles.main([*GPU_SIZES, "--json", str(tmp_path)], None) == 0
     assert {path.name for path in tmp_path.iterdir()} == {

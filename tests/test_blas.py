@@ -1,5 +1,6 @@
-"""Which loops of BLAS a job runs: found before NumPy is loaded, the same on all ranks, and kept."""
+"""Which kernels of BLAS a job runs: chosen before NumPy is loaded, alike on all ranks, and kept."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -9,14 +10,16 @@ import pytest
 from helpers import REPOSITORY
 from program import TEXT, mpipar, one_block
 
+from bench import blas_kernels
 from mpipar.commands import loops
 from mpipar.errors import EnvironmentProblem
-from mpipar.job import blas, trial
+from mpipar.job import blas
 
-NEW, OLD = (*blas.AVX2, *blas.AVX512), blas.AVX2
+NEW, OLD = blas.AVX512, blas.AVX2
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
     --sample-tokens 0 --eval-tokens 20 --steps 2""".split()
-RATES = {"Zen": 108.0, "SkylakeX": 205.0}
+LACKS = "BLAS: NumPy's library has no kernels for SkylakeX:"
+RESULTS = REPOSITORY / "bench" / "results"
 
 
 def fact(host="a", units=NEW, **more):
@@ -31,54 +34,66 @@ def test_units_are_those_of_the_first_processor(monkeypatch, tmp_path):
     assert blas.processor() == ("A CPU", ("avx2", "fma"))
 
 
-@pytest.mark.parametrize(("rates", "units", "chosen"), [
-    (RATES, NEW, "SkylakeX"), (RATES, OLD, "Zen"), (RATES, (), None), ({}, NEW, None),
-    ({"Zen": 100.0, "SkylakeX": 105.0}, NEW, "Zen"),  # noise does not change OpenBLAS's own choice
-    ({"SkylakeX": 205.0, "Haswell": 110.0}, OLD, "Haswell"), ({"armv8": 90.0}, (), None),
+@pytest.mark.parametrize(("units", "chosen"), [
+    (NEW, "SkylakeX"), (OLD, "Haswell"), ((*NEW, "avx512_bf16"), "SkylakeX"), ((), None),
+    (("avx2",), None),
 ])  # fmt: skip
-def test_the_fastest_loops_that_every_host_can_run(rates, units, chosen):
-    assert blas.fastest(rates, units) == chosen
+def test_the_vector_units_say_the_kernels(units, chosen):
+    assert blas.choice(units) == chosen
 
 
 def test_every_architecture_names_units_that_are_read():
     assert {unit for units in blas.ARCHITECTURES.values() for unit in units} == set(blas.UNITS)
-    assert all(name in blas.ARCHITECTURES for name in blas.TRIED)
-    assert blas.untried("Zen", NEW) == "SkylakeX"
-    assert blas.untried("Zen", OLD) is blas.untried("SkylakeX", NEW) is None
-    assert blas.untried("Prescott", OLD) == "Haswell"
+    assert all(name in blas.ARCHITECTURES for name in blas.CHOICES)
+    assert blas.wider("Zen", NEW) == "SkylakeX"
+    assert blas.wider("Prescott", OLD) == "Haswell"
+    for architecture, units in (("Zen", OLD), ("SkylakeX", NEW), ("Cooperlake", NEW), ("Zen", ())):
+        assert blas.wider(architecture, units) is None
+
+
+def test_the_choice_is_the_fastest_on_every_processor_that_was_measured():
+    """Rates of the same kernels differ by a few percent from one process to the next."""
+    rows = json.loads((RESULTS / "blas_kernels.json").read_text())["rows"]
+    places = {(row["processor"], row["vector_units"]) for row in rows}
+    for place in places:
+        own = [row for row in rows if (row["processor"], row["vector_units"]) == place]
+        name = blas.choice(place[1].split())
+        (chosen,) = (row for row in own if row["asked"] == name)
+        for dtype in blas_kernels.DTYPES:
+            best = max(row[f"{dtype}_gflops"] for row in own)
+            assert chosen[f"{dtype}_gflops"] > 0.9 * best, (place, dtype)
 
 
 # --- the choice of a job
 
 
 @pytest.mark.parametrize(("hosts", "asked", "named", "found"), [
-    ([NEW, NEW], None, None, ("SkylakeX", "from a trial: Zen 108 GFLOP/s, SkylakeX 205 GFLOP/s")),
-    ([NEW, OLD], None, None, ("Zen", "not every host has the vector units of the fastest")),
+    ([NEW, NEW], None, None, ("SkylakeX", "by the vector units that all hosts have")),
+    ([NEW, OLD], None, None, ("Haswell", "by the vector units that all hosts have")),
     ([NEW, NEW], None, "Haswell", ("Haswell", "as OPENBLAS_CORETYPE=Haswell says")),
     ([NEW, NEW], None, "HASWELL", ("Haswell", "as OPENBLAS_CORETYPE=HASWELL says")),
     ([NEW, NEW], "Zen", "Haswell", ("Zen", "as --blas-arch says")),
     ([(), ()], None, "NeoverseN1", ("NeoverseN1", "as OPENBLAS_CORETYPE=NeoverseN1 says")),
 ])  # fmt: skip
 def test_one_choice_for_the_job(hosts, asked, named, found):
-    facts = [fact(f"host{number}", units, saved=None, rates=RATES)
-             for number, units in enumerate(hosts)]
+    facts = [fact(f"host{number}", units, saved=None) for number, units in enumerate(hosts)]
     name, words = loops.decide(facts, asked, named)
     assert name == found[0]
     assert found[1] in words
 
 
 def test_a_run_keeps_its_loops_where_they_can_run():
-    facts = [fact(saved="Zen", rates=RATES), fact(saved="SkylakeX", rates=RATES)]
+    facts = [fact(saved="Zen"), fact(saved="SkylakeX")]
     assert loops.decide(facts, None, None) == ("Zen", "as before")
     assert loops.decide(facts, None, "Haswell")[1].endswith("says; before: Zen")
-    facts = [fact(saved="SkylakeX", rates=RATES), fact("b", OLD)]
+    facts = [fact(saved="SkylakeX"), fact("b", OLD)]
     name, words = loops.decide(facts, None, None)
-    assert name == "Zen"
+    assert name == "Haswell"
     assert words.endswith("; before: SkylakeX")
 
 
 def test_loops_that_a_host_cannot_run_are_refused():
-    facts = [fact(saved=None, rates={}), fact("b", OLD)]
+    facts = [fact(saved=None), fact("b", OLD)]
     with pytest.raises(EnvironmentProblem, match="OPENBLAS_CORETYPE=SkylakeX: the processor of b"):
         loops.decide(facts, None, "SkylakeX")
     with pytest.raises(EnvironmentProblem, match="OPENBLAS_CORETYPE=SKYLAKEX: the processor of b"):
@@ -105,79 +120,33 @@ def test_the_run_that_goes_on_says_its_loops(tmp_path):
     assert loops.saved_loops(missing) is None
 
 
-# --- rates: measured once per machine
+# --- what runs, once NumPy is loaded
 
 
-@pytest.fixture
-def trials(monkeypatch, tmp_path):
-    """Architectures that were tried, in place of child processes; the cache is a new folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(blas, "processor", lambda: ("a processor", NEW))
-    tried = []
-
-    def trial(architecture=None):
-        tried.append(architecture)
-        name = architecture or "Zen"
-        return {"library": "openblas", "architecture": name, "gflops": RATES[name]}
-
-    monkeypatch.setattr(blas, "_trial", trial)
-    return tried
+@pytest.mark.parametrize(("architecture", "said"), [
+    ("SkylakeX", []), ("SKYLAKEX", []),
+    ("Zen", [f"{LACKS} openblas 0.3.31, kernels for Zen"]), (None, [f"{LACKS} openblas 0.3.31"])])
+def test_other_kernels_than_the_chosen_are_said(monkeypatch, architecture, said):
+    pool = {"internal_api": "openblas", "version": "0.3.31.188.0", "architecture": architecture}
+    monkeypatch.setattr(blas, "pools", lambda: [pool])
+    session = SimpleNamespace(notes=[])
+    assert loops.loaded_facts(session, "SkylakeX") == {"BLAS": blas.shown(pool)}
+    assert session.notes == said
+    assert loops.loaded_facts(session, None) == {}
 
 
-def test_rates_are_measured_once(trials, tmp_path):
-    assert blas.measured_rates() == blas.measured_rates() == RATES
-    assert trials == [None, "SkylakeX"]
-    (path,) = (tmp_path / "mpipar" / "blas").iterdir()
-    path.write_text("damaged")
-    assert blas.measured_rates() == RATES
-    assert len(trials) == 4
+def test_the_measurement_keeps_other_processors(tmp_path):
+    path, own = tmp_path / "rows.json", {"processor": "a", "vector_units": "avx2"}
+    assert blas_kernels.with_others(str(path), [own]) == [own]
+    other = own | {"vector_units": "avx2 fma"}
+    path.write_text(json.dumps({"rows": [own | {"old": 1}, other]}))
+    assert blas_kernels.with_others(str(path), [own]) == [other, own]
 
 
-def test_the_first_of_two_jobs_keeps_its_rates(trials, tmp_path, monkeypatch):
-    first = {"Zen": 1.0}
-    measure = blas._measure
-
-    def late(units):
-        blas._measure = measure
-        monkeypatch.setattr(blas, "_measure", lambda units: (first, True))
-        blas.measured_rates()
-        return RATES, True
-
-    monkeypatch.setattr(blas, "_measure", late)
-    assert blas.measured_rates() == first
-    assert len(list((tmp_path / "mpipar" / "blas").iterdir())) == 1
-
-
-@pytest.mark.parametrize("answer", [
-    None, {"library": "mkl", "architecture": None, "gflops": 1.0}])
-def test_another_blas_is_left_alone(trials, monkeypatch, answer):
-    monkeypatch.setattr(blas, "_trial", lambda architecture=None: answer)
-    assert blas.measured_rates() == {}
-
-
-@pytest.mark.parametrize(("failing", "found"), [(None, {}), ("SkylakeX", {"Zen": RATES["Zen"]})])
-def test_a_trial_that_was_interrupted_comes_again(trials, tmp_path, monkeypatch, failing, found):
-    whole = blas._trial
-    monkeypatch.setattr(blas, "_trial", lambda name=None: None if name == failing else whole(name))
-    assert blas.measured_rates() == found
-    assert not list((tmp_path / "mpipar" / "blas").iterdir())
-    monkeypatch.setattr(blas, "_trial", whole)
-    assert blas.measured_rates() == RATES
-
-
-def test_a_trial_that_fails_costs_nothing_but_its_rate(trials, monkeypatch):
-    def broken(*words, **options):
-        raise subprocess.TimeoutExpired("python", 1)
-
-    monkeypatch.undo()
-    monkeypatch.setattr(subprocess, "run", broken)
-    assert blas._trial("SkylakeX") is None
-
-
-def test_a_child_process_says_its_loops():
-    found = blas._trial()
-    assert found["gflops"] > 0
-    assert found["library"]
+def test_a_process_says_its_kernels():
+    found = blas_kernels.process(blas_kernels.OWN)
+    assert found["runs"]
+    assert found["float32"] > 0 < found["float64"]
 
 
 # --- train
@@ -192,16 +161,13 @@ def test_the_choice_is_made_before_numpy_is_loaded():
 @pytest.mark.slow
 def test_a_run_chooses_its_loops_and_keeps_them(tmp_path, monkeypatch):
     monkeypatch.delenv(blas.VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ["train", *TINY, *TEXT, "--out", tmp_path / "run"]
     first = mpipar(*words, ranks=2)
-    assert "\nBLAS: loops for " in first.stdout, first.tail()
-    assert " GFLOP/s" in first.stdout
-    (kept,) = (tmp_path / "mpipar" / "blas").iterdir()
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert config["blas-arch"] in kept.read_text()
+    assert config["blas-arch"] == blas.choice(blas.processor()[1])
+    assert f"\nBLAS: kernels for {config['blas-arch']}, by the vector units" in first.stdout
     again = mpipar(*words, "--steps", 3, "--resume", "auto", ranks=2)
-    assert f"\nBLAS: loops for {config['blas-arch']}, as before\n" in again.stdout, again.tail()
+    assert f"\nBLAS: kernels for {config['blas-arch']}, as before\n" in again.stdout, again.tail()
 
 
 @pytest.mark.slow
@@ -209,7 +175,7 @@ def test_loops_that_the_flag_does_not_take_are_not_written_into_the_configuratio
         tmp_path, monkeypatch):
     monkeypatch.setenv(blas.VARIABLE, "Nehalem")
     first = mpipar("train", *TINY, *TEXT, "--steps", 1, "--out", tmp_path / "run")
-    assert "\nBLAS: loops for Nehalem, as OPENBLAS_CORETYPE=Nehalem says" in first.stdout
+    assert "\nBLAS: kernels for Nehalem, as OPENBLAS_CORETYPE=Nehalem says" in first.stdout
     again = mpipar("train", "--config", tmp_path / "run" / "config.toml", "--steps", 1,
                    "--out", tmp_path / "again")
     assert again.returncode == 0, again.tail()
@@ -220,7 +186,7 @@ def test_a_flag_that_names_no_loops_is_refused_with_the_other_problems():
     code, block = one_block(result)
     assert code == 2
     assert "--blas-arch Pentium: must be one of Haswell, " in block
-    assert "--batch-size 7: must be a multiple" in block
+    assert "--batch-size 7 with" in block
 
 
 # --- threads
@@ -229,9 +195,9 @@ def test_a_flag_that_names_no_loops_is_refused_with_the_other_problems():
 @pytest.mark.parametrize(("slowdown", "limited"), [(0.6, False), (7.8, True)])
 def test_one_thread_where_several_would_wait_for_a_core(monkeypatch, slowdown, limited):
     called = []
-    monkeypatch.setattr(trial, "slowdown", lambda threads: slowdown)
+    monkeypatch.setattr(blas, "slowdown", lambda threads: slowdown)
     monkeypatch.setattr(blas, "one_thread", lambda: called.append(1))
-    monkeypatch.setattr(loops.mpi, "gather_facts", lambda world, fact: [0.5, fact])
+    monkeypatch.setattr(loops, "all_gather_facts", lambda world, fact: [0.5, fact])
     session = SimpleNamespace(presets={"OPENBLAS_NUM_THREADS": "2"}, world=None, notes=[])
     loops.settle_threads(session, "cpu")
     assert bool(called) == limited
@@ -242,5 +208,5 @@ def test_one_thread_where_several_would_wait_for_a_core(monkeypatch, slowdown, l
 
 
 def test_the_trial_of_threads_takes_turns(monkeypatch):
-    monkeypatch.setattr(trial, "ROWS", 8)
-    assert trial.slowdown(2) > 0
+    monkeypatch.setattr(blas, "ROWS", 8)
+    assert blas.slowdown(2) > 0

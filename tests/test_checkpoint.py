@@ -211,7 +211,7 @@ def test_small_row_blocks_change_no_byte(block_bytes, tmp_path, monkeypatch):
     )
     assert whole == blocks
     again = loaded(tmp_path / "blocks")
-    np.testing.assert_array_equal(again.stages[0].flat.data, fresh().stages[0].flat.data)
+    np.testing.assert_array_equal(again.flats[0].data, fresh().flats[0].data)
 
 
 def test_a_crash_while_writing_leaves_the_former_file(tmp_path, monkeypatch):
@@ -236,16 +236,16 @@ def test_a_kill_before_either_rename_leaves_files_that_load(name, tmp_path, monk
     checkpoint.save(fresh(), tmp_path)
     plain = os.replace
 
-    def replace(source, target):
-        if target.name == name:
+    def replace(source, target, **folders):
+        if target == name:
             raise KeyboardInterrupt
-        plain(source, target)
+        plain(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(fresh(seed=1), tmp_path)
     again = loaded(tmp_path)
-    np.testing.assert_array_equal(again.stages[0].flat.data, fresh().stages[0].flat.data)
+    np.testing.assert_array_equal(again.flats[0].data, fresh().flats[0].data)
 
 
 def test_folder_that_cannot_be_written(tmp_path):

@@ -13,21 +13,22 @@ pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: ins
 
 
 def test_console_shows_layout_and_who_holds_what(run_of):
-    _, text = run_of((1, 2, 2))
+    """The ranks are in the order tp,cp,dp,pp, so those of a pipeline are neighbours."""
+    _, text = run_of((2, 2, 2))
     lines = text.splitlines()
-    assert lines[0].startswith("4 ranks on 1 host: dp 1 x pp 2 x tp 2, schedule 1f1b, 2 stages")
+    assert lines[0].startswith("8 ranks on 1 host: dp 2 x pp 2 x tp 2, schedule 1f1b, 2 stages")
     assert "D 18, 6 heads, F 31, T 7, V 256, tied head; sgd, 8 rows per step" in lines[1]
     rows = [cells(line) for line in section(text, "rank host")]
-    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
-    assert [row[2] for row in rows] == [f"pp{pp} tp{tp}" for pp in (0, 1) for tp in (0, 1)]
-    assert rows[0][3].startswith("0: embedding, block")
-    assert rows[3][3].startswith("1: ")
-    assert rows[3][3].endswith("head, loss")
-    assert [row[4][:3] for row in rows] == ["1/2", "2/2"] * 2
+    assert [row[0] for row in rows] == [*"01234567"]
+    assert [row[2] for row in rows] == [
+        f"pp{pp} dp{dp} tp{tp}" for tp in (0, 1) for dp in (0, 1) for pp in (0, 1)]
+    assert all(row[3].startswith("0: embedding, block") for row in rows[::2])
+    assert all(row[3].startswith("1: ") and row[3].endswith("head, loss") for row in rows[1::2])
+    assert [row[4][:3] for row in rows] == ["1/2"] * 4 + ["2/2"] * 4
 
 
 def test_console_shows_one_step_of_the_schedule(run_of):
-    _, text = run_of((1, 2, 2))
+    _, text = run_of((2, 2, 2))
     grid = section(text, "one step of 1f1b")
     rows = [line for line in grid if line.startswith("worker ")]
     assert len(rows) == 2
@@ -71,7 +72,7 @@ def test_barrier_table_adds_up_to_the_metrics(layout, run_of):
     assert ("grads.bucket" in names) == (layout[0] > 1)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", CASES, ids=str)
 def test_console_says_how_much_of_the_gradient_sum_was_hidden(layout, run_of):
     _, text = run_of(layout)
     line = [line for line in text.splitlines() if line.startswith("gradient all-reduce: ")]
@@ -97,9 +98,9 @@ def test_measured_memory_stands_beside_the_predicted(layout, run_of):
 
 
 def test_memory_flag_shows_what_for(run_of):
-    _, text = run_of((1, 2, 2))
+    _, text = run_of((2, 2, 2))
     rows = [cells(line) for line in section(text, "rank weights")]
-    assert len(rows) == 4
+    assert len(rows) == 8
     assert "gradients  optimizer" not in run_of((1, 1, 1))[1]
     for row in rows:
         assert row[3] == "0 B", "plain SGD has no state"
@@ -130,7 +131,7 @@ def test_held_out_loss_and_text_are_those_of_one_rank(layout, run_of):
     title = "text generated from 'The ':\n"
     shown = text.split(title)[1].rsplit("\n\nreport.html ", 1)[0]
     assert shown == expected.split(title)[1].rsplit("\n\nreport.html ", 1)[0]
-    assert shown.startswith("The ")
+    assert shown.startswith("| The ")
     assert len(shown) > len("The ")
 
 
@@ -147,4 +148,4 @@ def test_log_file_is_the_console(run_of):
     assert text.splitlines()[-1] == last
     names = {path.name for path in folder.iterdir()}
     assert names == {"log.txt", "metrics.jsonl", "evaluations.jsonl", "metrics.csv", "report.html",
-                     "config.toml", "weights", "checkpoints", "result.json"}
+                     "config.toml", "sources.json", "weights", "checkpoints", "result.json"}

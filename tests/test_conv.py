@@ -117,7 +117,7 @@ def net(rng, **values):
     """One rank of the convnet with random weights, its parameters, and microbatches."""
     config, _ = resolve(changed(Config(), **(NET | values)), 1)
     worker = Worker(config, Grid(0), make("cpu", "float64"), Recorder())
-    params = [param for stage in worker.stages.values() for param in stage.flat.params]
+    params = [param for stage in worker.stages.values() for param in stage.params]
     for param in params:
         center = 1.0 if param.name.endswith("norm.w") else 0.0
         param.data[...] = rng.normal(center, 0.3, param.data.shape)

@@ -90,9 +90,9 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch, tmp_path):
 WRONG_FLAGS = {
     "of a decoder": (("--heads", 4, "--d-model", 31),
                      ("--heads: belongs to --model decoder", "type --channels 31")),
-    "preset": (("--preset", "gpt2"), ("is a decoder, but --model is convnet",)),
-    "image of two numbers": (("--image-shape", "8,8"), ("must be height,width,channels",)),
-    "image too small": (("--stem-stride", 9), ("must be at least 10",)),
+    "preset": (("--preset", "gpt2"), ("--preset gpt2 with --model convnet",)),
+    "image of two numbers": (("--image-shape", "8,8"), ("--image-shape 8,8: ",)),
+    "image too small": (("--stem-stride", 9), ("use --image-shape 10,10,1, or --stem-stride 7",)),
 }
 
 

@@ -25,7 +25,7 @@ from helpers import (
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
 
 from mpipar.checkpoint.manifest import committed_steps
-from mpipar.job.signals import Interruptible
+from mpipar.job.signals import Interruptible, obeyed
 
 QUICK = 30.0  # seconds from Ctrl-C to the end of all processes: a second, and much for the load
 TINY = """train --data text.txt --layers 2 --d-model 9 --heads 3 --ffn 12 --seq-len 5
@@ -63,6 +63,14 @@ class Job:
         return code
 
 
+@pytest.fixture(autouse=True)
+def terminal():
+    """Tests that run under nohup start their jobs as a terminal does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @contextlib.contextmanager
 def started(here, ranks, *words, program=PROGRAM):
     """A job; at the end it is killed with all its processes if it still runs."""
@@ -83,7 +91,7 @@ def started(here, ranks, *words, program=PROGRAM):
 
 @needs_mpiexec
 @pytest.mark.parametrize(("ranks", "sign"), [
-    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
+    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGHUP), (2, signal.SIGUSR1)])
 def test_in_training_the_run_ends_with_its_weights(ranks, sign, tmp_path):
     (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
     path = tmp_path / "run" / "metrics.jsonl"
@@ -177,6 +185,12 @@ def test_sigusr1_waits_for_steps_that_are_still_to_come(will_loop):
         assert process.ends == []
     process.interrupt(signal.SIGUSR1)
     assert process.ends == ["interrupted (SIGUSR1)"]
+
+
+def test_nohup_is_honoured():
+    assert signal.SIGHUP in obeyed()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert obeyed() == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 AT_THE_END = """

@@ -1,7 +1,9 @@
 """NVIDIA's compiler takes every kernel, within a budget of registers and without spills."""
 
 import json
+import re
 
+import cuda_kernels
 import pytest
 
 from bench.kernels import __main__ as bench_kernels
@@ -11,18 +13,58 @@ from mpipar.ops.cuda import kernels
 pytestmark = pytest.mark.nvrtc
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_SHARED = 48 << 10  # static shared memory that any GPU gives a block
+# File -> what its kernels are called that memory decides about.
+WIDE = {
+    "gelu.cu": "gelu", "residual.cu": "bias_residual", "swiglu.cu": "swiglu", "rope.cu": "rotate",
+    "norm.cu": "norm", "columns.cu": "column_sums", "adamw.cu": "adamw",
+    "cross_entropy.cu": "cross_entropy_(stats|backward)",
+}
+SUMS = "column_sums|slabs|stats"  # write a few numbers for what they read
+WIDE_MOVE = r"{}\.global(\.nc)?\.v4\.[bfsu]32"
+SLOW = r"\b(div|rem)\.[su]64"  # about 70 instructions
+
+
+def narrow_moves(name, ptx):
+    """What of a kernel's code moves memory slowly: names of what is missing, or too much."""
+    missing = [way for way in ("ld", "st") if not re.search(WIDE_MOVE.format(way), ptx)
+               and (way == "ld" or not re.search(SUMS, name))]
+    return missing + [found[0] for found in re.finditer(SLOW, ptx)]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("file", kernels.KERNELS)
+@pytest.mark.parametrize("file", cuda_kernels.KERNELS)
 def test_kernels_compile_within_their_budget(file, arch):
-    names = kernels.KERNELS[file]
+    names = cuda_kernels.KERNELS[file]
     assert names
     _, usage = nvrtc.Nvrtc().compile(kernels.source(file), names, arch)
     for name, used in usage.items():
         assert used.spill_bytes == used.stack_bytes == 0, (name, used)
-        assert used.registers <= kernels.REGISTERS.get(file, 128), (name, used)
+        assert used.registers <= cuda_kernels.REGISTERS.get(file, 128), (name, used)
         assert used.shared_bytes <= MOST_SHARED, (name, used)
+
+
+@pytest.mark.parametrize("file", WIDE)
+def test_what_memory_decides_about_is_moved_in_16_bytes(file):
+    names = [name for name in cuda_kernels.KERNELS[file] if re.search(WIDE[file], name)]
+    assert names
+    text = kernels.source(file)
+    ptx, _ = nvrtc.Nvrtc().compile(text, names, "sm_90")
+    assert {name: found for name in names if (found := narrow_moves(name, ptx[name]))} == {}
+    # A twin that takes single elements.
+    assert text.count("constexpr int WIDE = 16 / sizeof(T)") == 1
+    narrow = text.replace("constexpr int WIDE = 16 / sizeof(T)", "constexpr int WIDE = 1")
+    ptx, _ = nvrtc.Nvrtc().compile(narrow, names, "sm_90")
+    assert all(narrow_moves(name, ptx[name])[:1] == ["ld"] for name in names)
+
+
+def test_a_division_of_64_bits_is_seen():
+    source = """
+    __global__ void of_columns(const float4 *x, float4 *y, long long columns) {
+        y[threadIdx.x % columns] = x[threadIdx.x];
+    }
+    """
+    ptx, _ = nvrtc.Nvrtc().compile(source, ["of_columns"], "sm_90")
+    assert {*narrow_moves("of_columns", ptx["of_columns"])} == {"rem.s64"}
 
 
 def test_what_spills_is_seen():

@@ -6,16 +6,25 @@ from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relat
 from ops_cases import ADAMW, plain, runs_of
 
 from mpipar.ops.cuda.fused import Fused
-from mpipar.ops.loss_ops import EMPTY_MAX
 
-SIZES = [(1, 1), (3, 130), (75, 33)]  # rows, columns: not multiples of a warp or of a slab
+# Rows, columns: not multiples of a warp or of a slab; in the last, packs of 16 bytes that are more
+# than a warp has threads, and rows that are more than a block of columns.cuh has above each other.
+SIZES = [(1, 1), (3, 130), (75, 33), (69, 264)]
+SHAPES = [(1, 1), (2, 3, 171), (3, 3, 264)]
+# Types, and how far arrays begin behind an address of 16 bytes.
+CASES = [*((dtype, 0) for dtype in DTYPES), ("bfloat16", 1)]
 
 
 class Case:
-    """Random arrays of one type on one device, the same in float64, and the kernels."""
+    """Random arrays of one type on one device, the same in float64, and the kernels.
 
-    def __init__(self, where, dtype, rng):
-        xp, loader, self.to_device, self.to_host = place(where)
+    off: elements between a 16-byte address and where each array begins.
+    """
+
+    def __init__(self, where, dtype, rng, off=0):
+        xp, loader, put, self.to_host = place(where)
+        self.to_device = lambda host: put(np.pad(host.reshape(-1), (off, 0)))[off:].reshape(
+            host.shape)
         self.fused, self.dtype, self.rng = Fused(xp, loader), DTYPES[dtype], rng
         self.bound = BOUNDS[dtype]
         self.ops = plain("float64")
@@ -37,12 +46,13 @@ def where(request):
     return request.param
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=CASES, ids=str)
 def case(where, request, rng):
-    return Case(where, request.param, rng)
+    dtype, off = request.param
+    return Case(where, dtype, rng, off)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 171)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_gelu(case, shape):
     (x, x64), (b, b64), (dy, dy64) = case.array(*shape), case.array(shape[-1]), case.array(*shape)
     case.check(case.fused.gelu_forward(x), case.ops.gelu_forward(x64))
@@ -63,8 +73,9 @@ def test_gelu_where_tanh_is_one(case):
 def test_elements_beyond_one_per_thread(where, rng, monkeypatch):
     monkeypatch.setattr("mpipar.ops.cuda.fused.MOST_BLOCKS", 2)
     case = Case(where, "float32", rng)
-    x, x64 = case.array(5, 301)
-    case.check(case.fused.gelu_forward(x), case.ops.gelu_forward(x64))
+    for columns in (1701, 1704):
+        x, x64 = case.array(5, columns)
+        case.check(case.fused.gelu_forward(x), case.ops.gelu_forward(x64))
 
 
 @pytest.mark.parametrize("shape", SIZES)
@@ -86,6 +97,53 @@ def test_sums_in_many_slabs_are_the_same_bits(where, rng):
         results.append(case.to_host(out).copy())
     assert np.array_equal(*results)
     assert relative(results[0], x64.sum(axis=0)) <= 2e-6
+
+
+def test_a_wider_sum_after_a_narrow_one_starts_from_zero(where, rng):
+    """The counters of columns.cuh are left at 0, and there are enough of them."""
+    case = Case(where, "float32", rng)
+    for columns in (3, 3, 200, 70):
+        x, x64 = case.array(300, columns)
+        out, out64 = case.array(columns)
+        case.fused.column_sums(x, out)
+        case.check(out, out64 + x64.sum(axis=0), bound=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_end_of_a_residual_branch(case, shape):
+    (y, y64), (b, b64), (x, x64) = case.array(*shape), case.array(shape[-1]), case.array(*shape)
+    assert case.fused.bias_residual_forward(y, b, x) is y
+    case.check(y, y64 + b64 + x64)
+
+
+@pytest.mark.parametrize("width", [171, 264])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_what_flows_around_a_norm(case, kind, width):
+    shape = (2, 3, width)
+    (x, x64), (w, w64), (dy, dy64) = case.array(*shape), case.array(width), case.array(*shape)
+    around, around64 = case.array(*shape)
+    bias = [case.array(width)] if kind == "layernorm" else []
+    found = []
+    for ops, arrays, more, last in ((case.fused, (x, w), [b for b, _ in bias], (dy, around)),
+                                    (case.ops, (x64, w64), [b for _, b in bias],
+                                     (dy64, around64))):
+        _, *statistics = getattr(ops, f"{kind}_forward")(*arrays, *more, 1e-5)
+        found.append(getattr(ops, f"{kind}_residual_backward_input")(
+            last[0], *arrays, *statistics, last[1]))
+    case.check(*found)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_losses_of_all_shards(where, rng, shards):
+    case = Case(where, "float32", rng)
+    stats = rng.uniform(1.0, 5.0, (shards, 300, 3)).astype(np.float32)
+    found = case.fused.cross_entropy_combine(case.to_device(stats))
+    expected = case.ops.cross_entropy_combine(stats.astype(np.float64))
+    for one, other in zip(found, expected, strict=True):
+        case.check(one, other)
+    stats[-1, 7, 0] = np.nan
+    loss, _ = case.fused.cross_entropy_combine(case.to_device(stats))
+    assert np.flatnonzero(np.isnan(case.to_host(loss))).tolist() == [7]
 
 
 @pytest.mark.parametrize("shape", SIZES)
@@ -130,18 +188,20 @@ def test_rmsnorm(case, shape):
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("copy", [None, "bfloat16", "float16"])
-def test_adamw(where, rng, step, copy, monkeypatch):
-    monkeypatch.setattr("mpipar.ops.cuda.fused.MOST_BLOCKS_OF_RUN", 1)  # of 502 elements
+@pytest.mark.parametrize("size", [1003, 5100])
+def test_adamw(where, rng, step, copy, size, monkeypatch):
+    """Of 5100 elements the first run is longer than a block takes, and the last can be packed."""
+    monkeypatch.setattr("mpipar.ops.cuda.fused.MOST_BLOCKS_OF_RUN", 1)
     case = Case(where, "float32", rng)
-    buffers = [case.array(1003) for _ in range(4)]
+    buffers = [case.array(size) for _ in range(4)]
     buffers[3] = tuple(abs(one) for one in buffers[3])
     got, expected = zip(*buffers, strict=True)
     numbers = ADAMW | {"step": step}
     rounded = None
     if copy is not None:
-        rounded = case.to_device(np.full(1003, np.nan, DTYPES[copy]))
-    case.fused.adamw_runs(*got, runs_of(1003), **numbers, copy=rounded)
-    case.ops.adamw_runs(*expected, runs_of(1003), **numbers)
+        rounded = case.to_device(np.full(size, np.nan, DTYPES[copy]))
+    case.fused.adamw_runs(*got, runs_of(size), **numbers, copy=rounded)
+    case.ops.adamw_runs(*expected, runs_of(size), **numbers)
     for one, other in zip(got, expected, strict=True):
         case.check(one, other)
     if copy is not None:
@@ -149,7 +209,8 @@ def test_adamw(where, rng, step, copy, monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "columns", "start", "padding"), [
-    (1, 1, 0, 0), (7, 261, 0, 5), (9, 130, 130, 0), (5, 20, 20, 20)])
+    (1, 1, 0, 0), (7, 261, 0, 5), (9, 130, 130, 0), (5, 20, 20, 20), (3, 1104, 0, 5),
+    (2, 24, 24, 24)])
 def test_cross_entropy(case, rows, columns, start, padding):
     """One shard's view of a vocabulary in two shards; the last is all padding."""
     logits, wide = case.array(rows, columns, scale=4.0)
@@ -159,14 +220,14 @@ def test_cross_entropy(case, rows, columns, start, padding):
     stats = case.fused.cross_entropy_stats(logits, valid, device_targets, start)
     expected = case.ops.cross_entropy_forward(wide, targets, start, num_valid)
     if padding == columns:
-        expected[:, 0] = np.float32(EMPTY_MAX)
+        expected[:, 0] = np.finfo(np.float32).min
     case.check(stats, expected, np.float32, 1e-6)
-    lse64 = case.rng.standard_normal(rows) + 9.0
-    lse = case.to_device(lse64.astype(np.float32))
-    lse64 = case.to_host(lse).astype(np.float64)
-    case.fused.cross_entropy_backward(logits, valid, device_targets, lse, start, 0.2)
-    case.check(logits, case.ops.cross_entropy_backward_input(wide, targets, lse64, start, num_valid,
-                                                             0.2), bound=2 * case.bound)
+    sums64 = case.rng.uniform(9.0, 10.0, (rows, 2))
+    sums = case.to_device(sums64.astype(np.float32))
+    sums64 = case.to_host(sums).astype(np.float64)
+    case.fused.cross_entropy_backward(logits, valid, device_targets, sums, start, 0.2)
+    case.check(logits, case.ops.cross_entropy_backward_input(
+        wide, targets, sums64, start, num_valid, 0.2), bound=2 * case.bound)
 
 
 def test_cross_entropy_of_what_is_no_number(where, rng):
@@ -208,38 +269,43 @@ def test_another_type_is_refused(where, rng):
         case.fused.gelu_forward(x)
 
 
-# The barriers of block_fold: before the warps' values are read, before the next ones are written.
+# The barrier of block_fold before the warps' values are read; test_cuda_shim.py tries the other.
 BEFORE_READS = ("    __syncthreads();\n    float whole", "    float whole")
-BEFORE_WRITES = ("    __syncthreads();\n    if (threadIdx", "    if (threadIdx")
 TWINS = [
-    ("norm.cu", "layernorm_forward", BEFORE_READS),
+    ("cross_entropy.cu", "cross_entropy_stats", BEFORE_READS),
     ("softmax.cu", "causal_softmax_forward", BEFORE_READS),
     ("columns.cu", "column_sums", ("    __syncthreads();  // all sums are there\n", "")),
-    ("norm.cu", "layernorm_forward", BEFORE_WRITES),
 ]
-TOO_FAR = [
-    ("gelu.cu", "gelu_forward", ("i < end; i", "i <= end; i")),
-    ("norm.cu", "layernorm_forward",
-     ("    for (int j = threadIdx.x; j < columns; j += Threads)\n        y[j] = from_float<T>((",
-      "    for (int j = threadIdx.x; j <= columns; j += Threads)\n        y[j] = from_float<T>((")),
-    ("cross_entropy.cu", "cross_entropy_backward", ("j < columns", "j <= columns")),
-]
+# Not the last block of some columns adds their slabs up, or every block does, or the next launch
+# finds the counter as it was left.
+NOT_LAST = [("int(gridDim.y) - 1", "0"),
+            ("if (is_last_slab(done))", "if (is_last_slab(done) || true)"),
+            ("if (last) done[blockIdx.x] = 0;", "")]
+# One element too far, or one pack too far: with 33 columns a kernel takes single elements.
+ELEMENT = ("i < end; i += threads)", "i <= end; i += threads)")
+PACK = ("i < end; i += threads * Wide)", "i <= end; i += threads * Wide)")
+TOO_FAR = [("gelu.cu", "gelu_forward", ELEMENT), ("norm.cu", "layernorm_forward", ELEMENT),
+           ("cross_entropy.cu", "cross_entropy_backward", ELEMENT),
+           ("norm.cu", "layernorm_forward", PACK)]
 
 
-def call(kernel, loader):
+def call(kernel, loader, columns=33):
     """Run one function with tiny arrays of one or two rows."""
     fused = Fused(Poisoned, loader)
-    x = np.linspace(-1.0, 1.0, 66, dtype=np.float32).reshape(2, 33)
+    x = np.linspace(-1.0, 1.0, 2 * columns, dtype=np.float32).reshape(2, columns)
     if kernel == "gelu_forward":
         return fused.gelu_forward(x)
     if kernel == "layernorm_forward":
         return fused.layernorm_forward(x, x[0], x[1], 1e-5)[0]
     if kernel == "column_sums":
-        out = np.zeros(33, np.float32)
+        out = np.zeros(columns, np.float32)
         fused.column_sums(x, out)
         return out
+    if kernel == "cross_entropy_stats":
+        return fused.cross_entropy_stats(x, columns, np.array([3, 5]), 0)
     if kernel == "cross_entropy_backward":
-        fused.cross_entropy_backward(x, 33, np.array([3, 5]), np.ones(2, np.float32), 0, 1.0)
+        sums = np.ones((2, 2), np.float32)
+        fused.cross_entropy_backward(x, columns, np.array([3, 5]), sums, 0, 1.0)
         return x
     scores = x[:1, :25].reshape(5, 5).copy()
     fused.causal_softmax_forward(scores, np.arange(5), np.arange(5), 1.0)
@@ -257,6 +323,17 @@ def test_missing_barrier_gives_wrong_results(file, kernel, edit):
     assert any(not np.array_equal(twin, right) for twin in twins)
 
 
+@pytest.mark.shim
+@pytest.mark.parametrize("edit", NOT_LAST)
+def test_slabs_are_added_up_by_the_last_block_alone(rng, edit):
+    x = rng.standard_normal((100, 33)).astype(np.float32)
+    fused = Fused(Poisoned, HostLoader(edited="columns.cu", edit=edit))
+    found = [np.zeros(33, np.float32) for _ in range(2)]
+    for out in found:
+        fused.column_sums(x, out)
+    assert any(relative(out, x.sum(axis=0)) > 1e-3 for out in found)
+
+
 @pytest.mark.slow
 @pytest.mark.shim
 @pytest.mark.parametrize(("sanitizer", "message", "file", "kernel", "edit"), [
@@ -264,13 +341,13 @@ def test_missing_barrier_gives_wrong_results(file, kernel, edit):
     ("address", "heap-buffer-overflow", *TOO_FAR[1]),
     *(pytest.param("thread", "data race", *twin, marks=pytest.mark.slow) for twin in TWINS[1:3]),
     *(pytest.param("address", "heap-buffer-overflow", *twin, marks=pytest.mark.slow)
-      for twin in (TOO_FAR[0], TOO_FAR[2]))])
+      for twin in (TOO_FAR[0], *TOO_FAR[2:]))])
 def test_sanitizer_sees_the_broken_twin(sanitizer, message, file, kernel, edit):
-    whole = HostLoader(sanitizer=sanitizer)
-    call(kernel, whole)
+    whole, columns = HostLoader(sanitizer=sanitizer), 32 if edit is PACK else 33
+    call(kernel, whole, columns)
     assert all(code == 0 and text == "" for _, code, text in whole.reports), whole.reports
     broken = HostLoader(sanitizer=sanitizer, edited=file, edit=edit)
-    call(kernel, broken)
+    call(kernel, broken, columns)
     name, code, text = broken.reports[0]
     assert kernel in name
     assert code

@@ -8,13 +8,13 @@ import pytest
 from config_helpers import changed
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts
 from helpers import assert_all_close
-from test_cuda_fused import Case
+from test_cuda_fused import CASES, SHAPES, Case
 
 from mpipar.comm.grid import Grid
 from mpipar.config.arch import ARCHS
 from mpipar.config.resolve import resolve
+from mpipar.ops.array_ops import rope_table
 from mpipar.ops.cuda.fused import Fused
-from mpipar.ops.llama_ops import rope_table
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.train.verify import step_tensors
 
@@ -28,12 +28,13 @@ def where(request):
     return request.param
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=CASES, ids=str)
 def case(where, request, rng):
-    return Case(where, request.param, rng)
+    dtype, off = request.param
+    return Case(where, dtype, rng, off)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 171)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_swiglu(case, shape):
     (h, h64), (dy, dy64) = case.array(*shape[:-1], 2, shape[-1]), case.array(*shape)
     case.check(case.fused.swiglu_forward(h), case.ops.swiglu_forward(h64))
@@ -50,14 +51,15 @@ def test_swiglu_far_out(case):
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["positions alike", "positions by row"])
-def test_rope_turns_the_first_heads_of_an_array(case, by_row):
-    x, x64 = case.array(2, 5, 4, 6)
+@pytest.mark.parametrize("width", [6, 48])
+def test_rope_turns_the_first_heads_of_an_array(case, by_row, width):
+    x, x64 = case.array(2, 5, 14, width)
     places = case.rng.integers(0, 9, (2, 5) if by_row else 5)
-    table64 = rope_table(9, 6, 10.0, ()).astype(np.float32)
+    table64 = rope_table(9, width, 10.0, ()).astype(np.float32)
     table, positions = case.to_device(table64), case.to_device(places)
     for function in ("rope_forward", "rope_backward_input"):
-        getattr(case.fused, function)(x[:, :, :3], positions, table)
-        getattr(case.ops, function)(x64[:, :, :3], places, table64.astype(np.float64))
+        getattr(case.fused, function)(x[:, :, :13], positions, table)
+        getattr(case.ops, function)(x64[:, :, :13], places, table64.astype(np.float64))
         case.check(x, x64, bound=2 * case.bound)  # the second turns a rounded result
         x64 = case.to_host(x).astype(np.float64)
 
@@ -80,7 +82,7 @@ def step(**run):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.slow
 def test_a_step_runs_in_kernels_and_is_that_of_numpy(monkeypatch, dtype):
-    """In 16 bits both round between two functions. Only the embedding's gradient is widened."""
+    """In 16 bits both round between two functions. Nothing is widened."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     started, widened = [], []
     call, wide = fake_cupy.RawKernel.__call__, MixedOps._wide
@@ -93,7 +95,7 @@ def test_a_step_runs_in_kernels_and_is_that_of_numpy(monkeypatch, dtype):
     for kernel, count in (("swiglu_forward", blocks), ("swiglu_backward", blocks),
                           ("rotate", 2 * blocks), ("column_sums", 0), ("gelu_forward", 0)):
         assert started.count(kernel) == microbatches * count, kernel
-    assert len(widened) == (0 if dtype == "float32" else microbatches)
+    assert widened == []
     expected = step(dtype="float64" if dtype == "float32" else dtype, optimizer="sgd")
     tol = 1e-4 if dtype == "float32" else 4 * BOUNDS[dtype]
     assert found[:2] == pytest.approx(expected[:2], rel=tol)
@@ -102,11 +104,11 @@ def test_a_step_runs_in_kernels_and_is_that_of_numpy(monkeypatch, dtype):
 
 
 TWINS = [
-    ("swiglu.cu", "h[at + columns]), d", "h[at]), d"),
-    ("swiglu.cu", "s + silu * (1.0f - s)", "s"),
+    ("swiglu.cu", "load(h + columns, at), d", "load(h, at), d"),
+    ("swiglu.cu", "s[i] + silu[i] * (1.0f - s[i])", "s[i]"),
     ("rope.cu", "% period", "% 1"),
-    ("rope.cu", "first * cosine - second * sine", "first * cosine + second * sine"),
-    ("rope.cu", "token * row", "token * (row - 1)"),
+    ("rope.cu", "first[i] * cosine[i] - second[i]", "first[i] * cosine[i] + second[i]"),
+    ("rope.cu", "token * stride", "token * (stride - 1)"),
 ]
 
 
@@ -116,7 +118,7 @@ def test_a_broken_kernel_is_seen(monkeypatch, rng, file, right, wrong):
     twin = HostLoader(edited=file, edit=(right, wrong))
     case = Case("forwards", "float32", rng)
     case.fused = Fused(Poisoned, twin)
-    test, argument = {"rope.cu": (test_rope_turns_the_first_heads_of_an_array, True),
-                      "swiglu.cu": (test_swiglu, (2, 3, 171))}[file]
+    test, arguments = {"rope.cu": (test_rope_turns_the_first_heads_of_an_array, (True, 48)),
+                       "swiglu.cu": (test_swiglu, (SHAPES[-1],))}[file]
     with pytest.raises(AssertionError):
-        test(case, argument)
+        test(case, *arguments)

@@ -73,6 +73,22 @@ def test_a_barrier_for_half_of_the_threads_is_refused():
         run("half_waits<64>", (1,), (64,), [np.zeros(64, np.float32)])
 
 
+# The barrier of block_fold before the next warps' values are written.
+BEFORE_WRITES = ("    __syncthreads();\n    if (threadIdx.x % 32", "    if (threadIdx.x % 32")
+
+
+def test_a_second_sum_waits_for_the_readers_of_the_first(rng):
+    x = rng.standard_normal((1, 3, 32)).astype(np.float32)
+    found = []
+    for order in (1, -1):
+        for edit in (None, BEFORE_WRITES):
+            block, warp, top = np.zeros((3, *x.shape), np.float32)
+            run("sums<96>", (1,), (96,), [x, block, warp, top], order=order, edit=edit)
+            found.append(np.allclose(block, x.sum(), rtol=1e-5, atol=1e-5))
+    assert found[::2] == [True, True]
+    assert not all(found[1::2])
+
+
 def test_sums_over_warps_and_blocks(rng):
     x = rng.standard_normal((2, 3, 32)).astype(np.float32)
     block, warp, top = np.zeros((3, *x.shape), np.float32)

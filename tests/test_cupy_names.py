@@ -25,7 +25,7 @@ SOURCES = {str(path.relative_to(REPOSITORY)): path.read_text()
 # Files whose arrays may lie on a device: there a method of an array is one of CuPy's.
 ARRAYS = [name for name in SOURCES if name.startswith("mpipar/ops/")
           and not any(word in name for word in ("numba", "numpy", "shape"))]
-ARRAYS += ["mpipar/comm/device.py", "bench/kernels/gpu.py", "bench/interconnect/nccl.py"]
+ARRAYS += ["mpipar/comm/device.py", "bench/kernels/gpu.py", "mpipar/comm/nccl.py"]
 # These modules need a library of CUDA: they are read as files where it is missing.
 LIBRARIES = {("cuda", "cublas"), ("cuda", "nccl")}
 # Only an object of a device has these: keys of dictionaries are not attributes.

@@ -24,7 +24,7 @@ BATCH_SIZE, SEQ_LEN = 24, 3
 def rows_of(tokens, dp=1, num_microbatches=1, dp_rank=0, seed=3):
     config = changed(dp=dp, pp=1, tp=1, num_microbatches=num_microbatches, seed=seed,
                      batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
-    return Rows(OPS, tokens, resolve(config, dp)[0], Grid(dp_rank, dp_size=dp))
+    return Rows(OPS, tokens, resolve(config, dp)[0], Grid(dp_rank, {"dp": dp}))
 
 
 def whole_batch(tokens, dp, num_microbatches, batch_of):

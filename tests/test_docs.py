@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 
+from bench import places
 from bench.docs import __main__ as program
-from bench.docs import code_map, commands, measured, pages, pictures
+from bench.docs import code_map, commands, floors, measured, pages, pictures, reading_path
 from bench.docs.blocks import PageError, blocks_of, update
 from mpipar.errors import DataError
+from mpipar.plan.predict import predict
 
 PAGES = {str(path): pages.read_page(path) for path in pages.pages()}
 PAGE = Path("docs/page.md")
@@ -30,6 +32,50 @@ def test_generated_parts_are_up_to_date(name):
     """All but the outputs of commands: test_commands_of_a_page_do_what_it_shows runs these."""
     for path, text in pages.write_page(Path(name), PAGES[name], None).items():
         assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m bench.docs"
+
+
+def test_results_name_functions_that_exist():
+    """A result that names a line is wrong after the next change above it."""
+    files = sorted((REPOSITORY / "bench" / "results").rglob("*.json"))
+    assert len(files) > 30
+    for file in files:
+        text = file.read_text()
+        assert not places.LINE.findall(text), file
+        assert places.unknown_places(text) == [], file
+
+
+def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
+    (tmp_path / "mpipar").mkdir()
+    (tmp_path / "mpipar" / "a.py").write_text("class A:\n    def send(self):\n        1\n\n"
+                                              "    def wait(self):\n        2\n")
+    table = "place          calls\nmpipar/a.py:3      2\nmpipar/a.py:6     10\n\nother    1"
+    assert places.by_function(table, tmp_path) == (
+        "place             calls\nmpipar/a.py:send      2\nmpipar/a.py:wait     10\n\nother    1")
+    with pytest.raises(LookupError):
+        places.by_function("mpipar/a.py:1", tmp_path)
+    assert places.unknown_places("mpipar/a.py:send mpipar/a.py:gone mpipar/b.py", tmp_path) == [
+        "mpipar/a.py:gone", "mpipar/b.py"]
+
+
+def test_the_path_of_a_step_is_as_long_as_the_pages_say():
+    """Run bench.docs.reading_path again when the files that a step opens have changed much."""
+    result = json.loads((REPOSITORY / "bench/results/reading_path.json").read_text())
+    counted, before = result["rows"][-2:]
+    assert (counted["stop"], before["stop"]) == (reading_path.STEP, reading_path.CONSTRUCTION)
+    assert counted["files"] == len(result["files"])
+    assert counted["lines that run"] == sum(result["files"].values()) <= reading_path.LIMIT
+    assert before["files"] > 0
+    now = sum(map(reading_path.lines_of, result["files"]))
+    assert abs(now - counted["lines to open"]) < 0.05 * now
+    for page in ("README.md", "docs/index.md", "docs/map.md"):
+        assert all(f"{row['lines to open']:,} lines" in PAGES[page] for row in (counted, before))
+
+
+def test_construction_counts_what_the_step_does_not():
+    row = reading_path.construction(
+        {"mpipar/errors.py": {1, 2, 3}, "mpipar/cli.py": {7}}, {"mpipar/errors.py": {3, 4}})
+    assert (row["files"], row["lines that run"]) == (1, 3)
+    assert row["lines to open"] == reading_path.lines_of("mpipar/cli.py")
 
 
 def test_outputs_of_other_pages_are_up_to_date():
@@ -125,7 +171,8 @@ def test_typed_commands_come_in_order():
 
 def test_functions_are_listed_by_name():
     page = written("<!-- code: mpipar/partition/row.py shard_axis forward :: no docstring -->")
-    assert "shard_axis = 0\n\n\ndef forward(ops, x, w, comm, name, sizes=None):\n    return" in page
+    assert "shard_axis = 0\n\n\ndef forward(\n    product: Product, ops: Ops, x: Array" in page
+    assert ") -> Array:\n    return" in page
     assert "From [mpipar/partition/row.py](../mpipar/partition/row.py)." in page
     method = written("<!-- code: bench/docs/blocks.py Block.problem -->")
     assert "\n```python\ndef problem(self" in method
@@ -138,6 +185,23 @@ def test_columns_and_rows_of_a_result_are_chosen():
     (peak,) = (row["peak_MiB"] for row in rows if row["layout"] == "tp 2")
     assert [line for line in page.splitlines() if line.startswith("|")] == [
         "| layout | peak_MiB |", "| --- | --- |", f"| tp 2 | {peak:.3g} |"]
+
+
+def test_what_a_step_moves_and_computes_follows_from_its_shapes():
+    words = ("--preset gpt2 --layers 2 --d-model 24 --heads 3 --seq-len 8 --vocab-size 640"
+             " --batch-size 4 --num-microbatches 2 --dtype bfloat16 --device cuda").split()
+    config, found = floors.counted(words)
+    rows, width, item = 4 * 8, 24, 2
+    norms, microbatches = 2 * 2 + 1, 2
+    assert found["layernorm_backward_weight"] == {
+        "calls": norms * microbatches, "flops": 0, "largest": norms * rows * width * item,
+        "bytes": norms * (2 * rows * (width * item + 4) + microbatches * 2 * 2 * 4 * width)}
+    assert found["cross_entropy_backward_input"]["bytes"] == rows * (2 * 640 * item + 8 + 2 * 4)
+    assert found["embedding_forward"]["bytes"] == rows * (8 + 2 * width * item)
+    steps = predict(config, 0)
+    assert found["adamw_runs"]["bytes"] == 30 * sum(length for _, length in steps.segments)
+    assert sum(one["flops"] for one in found.values()) == sum(steps.flops.values())
+    assert floors.floors("h100", words).count("| memory |") == len(found)  # so small is this model
 
 
 @pytest.mark.parametrize(("comment", "message"), [

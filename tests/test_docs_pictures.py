@@ -86,7 +86,7 @@ def test_memory_over_a_step_reaches_its_peak():
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("timeline", "name a schedule"), ("timeline 1f1b --pp 0", "--pp 0"),
+    ("timeline", "which schedule?"), ("timeline 1f1b --pp 0", "--pp 0"),
     ("blocks pair --ranks none", "none"),
     ("buckets --layout pp=2", "choose a layout with dp"),
     ("chain --layout pp=2", "choose a layout with tp"),

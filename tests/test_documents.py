@@ -1,11 +1,12 @@
 """Documents in pieces: separators across pieces, windows that overlap, and what is held out."""
 
 import json
+from itertools import product
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers_made import save_like_llama, save_tokenizer
+from tokenizers_made import save_like_llama, save_of_words, save_tokenizer
 
 from mpipar.data.documents import (
     HELD_OUT,
@@ -165,6 +166,18 @@ def test_one_word_longer_than_all_windows(tokenizer):
     for size, overlap in ((1000, 100), (997, 3), (1000, 1)):
         ids, = ids_of(tokenizer, whole(in_pieces(text, [640])), size, overlap)
         assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("kind", ["WordPiece", "WordLevel"])
+def test_an_unknown_word_longer_than_all_windows_has_one_id(kind, tmp_path):
+    tokenizer = save_of_words(tmp_path, kind)
+    for before, letters, behind in product(
+            ("", "the ", "the a " * 900), (150, 270, 999, 1200, 5000), ("", " a", " b" * 500)):
+        text = before + "a" * letters + behind
+        for size, overlap in ((500, 200), (1000, 201)):
+            assert ids_of(tokenizer, whole(in_pieces(text, [640])), size, overlap) == [
+                tokenizer.encode(text)], (len(before), letters, len(behind), size)
 
 
 @pytest.mark.text

@@ -179,7 +179,7 @@ def test_gpus_that_are_shared_or_hidden_are_remarked():
 def test_doctor_remarks_on_the_gpus_that_cupy_shows(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     facts = [rank_facts(rank, rank) for rank in (0, 1)]
-    assert facts[1]["device"] == "0 of 1: NVIDIA H200, PCI 0000:3B:00.0"
+    assert facts[1]["device"] == "0 of 1: NVIDIA H200, PCI 0000:3B:00.0, no cuBLASLt"
     assert any("ranks 0, 1 share GPU 0000:3B:00.0" in line for line in remarks(facts))
 
 
@@ -211,3 +211,8 @@ def test_a_freed_array_s_memory_serves_the_next_one():
         assert result.returncode == 0, result.tail()
         counts[word] = int(result.stdout)
     assert counts["keep"] < 1000 < 10000 < counts["leave"]
+
+
+def test_mpi_leaves_sighup_to_the_run():
+    assert presets({}, 2)["UCX_DEBUG_SIGNO"] == "0"
+    assert "UCX_DEBUG_SIGNO" not in presets({"UCX_DEBUG_SIGNO": "SIGHUP"}, 2)

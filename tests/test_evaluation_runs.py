@@ -1,7 +1,6 @@
 """Evaluation and texts during a run: the run is the same without them; its data; refusals."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
@@ -48,24 +47,11 @@ def test_a_killed_run_goes_on_with_the_same_evaluations(ranks, here):
     words = [*TINY, *OFTEN, *(["--pp", "2"] if ranks else [])]
     train(here, *words, "--out", "whole", ranks=ranks)
     result = ended(here, "kill", 10, *words, "--out", "killed", "--save-interval", "5", ranks=ranks)
-    assert result.returncode in (-signal.SIGKILL, 137, 9, 70), result.tail()
+    assert result.returncode == 69, result.tail()
     assert [line["step"] for line in evaluations(here / "killed")] == [3, 6, 9]
     train(here, *words, "--resume", "auto", "--out", "killed", ranks=ranks)
     assert_same_run(here / "whole", here / "killed")
     assert evaluations(here / "killed") == evaluations(here / "whole")
-
-
-@pytest.mark.slow
-@needs_mpiexec
-def test_a_layout_has_the_evaluations_of_one_rank(here):
-    """Not to 12 digits: AdamW makes roundings of gradients large."""
-    words = [*TINY, *OFTEN, "--dtype", "float64"]
-    train(here, *words, "--out", "one")
-    train(here, *words, "--out", "two", "--pp", "2", ranks=2)
-    one, two = (evaluations(here / name) for name in ("one", "two"))
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    np.testing.assert_allclose(*([line["held_out_loss"] for line in lines] for lines in (one, two)),
-                               rtol=1e-9)
 
 
 # --- held-out data of its own
@@ -104,7 +90,7 @@ def test_images_of_both_files_are_scaled_alike(tmp_path):
     ("--data text.txt --val-data ids.bin", 65, ["--val-data: one of it and --data is text"]),
     ("--eval-tokens 0", 2, ["--eval-tokens 0: must be at least 1"]),
     ("--eval-interval -1", 2, ["--eval-interval -1: must be at least 0"]),
-    ("--sample-interval 5 --sample-tokens 0", 2, ["--sample-interval 5: --sample-tokens 0"]),
+    ("--sample-interval 5 --sample-tokens 0", 2, ["--sample-interval 5 with --sample-tokens 0"]),
     ("--model convnet --eval-tokens 5", 2, ["--eval-tokens: belongs to --model decoder"]),
     ("--model convnet --val-data a.npz b.npz", 65, ["--val-data: a convnet reads one .npz file"]),
     ("--eval-iters 5", 2, ["type --eval-tokens"]),

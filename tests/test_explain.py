@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from helpers import run_command
 from in_process import assert_refused, printed
@@ -15,7 +14,6 @@ from program import environment
 
 from mpipar import models
 from mpipar.comm.grid import Grid
-from mpipar.commands.memory_limit import num_ranks
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig, model_config
@@ -25,7 +23,7 @@ from mpipar.config.train import TrainConfig
 from mpipar.plan import formulas, memory_formulas
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
-from mpipar.train.worker import configured_schedule
+from mpipar.train.build import configured_schedule
 
 CASES = [
     ((1, 1, 2), "1f1b", "pair"), ((1, 1, 4), "1f1b", "gather"), ((1, 4, 1), "gpipe", "pair"),
@@ -56,9 +54,7 @@ def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
     for world_rank in range(math.prod(layout)):
         prediction = predict(config, world_rank)
         for record in prediction.recorder.records:
-            formula = formulas.payload(
-                record.name, record.operation, config, 4,
-                len(prediction.groups[record.axis]))
+            formula = formulas.payload(record, config, len(prediction.groups[record.axis]))
             if formula is not None:
                 assert formula[1] == record.payload_bytes, (formula[0], record)
                 explained.add((record.axis, record.operation))
@@ -73,7 +69,7 @@ def assert_closed_forms(config):
     """Calls and bytes of every rank's step, and of one block and microbatch of it."""
     grid_sizes, schedule = config.grid, configured_schedule(config.grid)
     split = models.layer_split(config, schedule)
-    for world_rank in range(num_ranks(grid_sizes)):
+    for world_rank in range(grid_sizes.num_ranks):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
         records = prediction.recorder.records
         expected = formulas.expected(config, schedule, split, grid, prediction)
@@ -89,9 +85,8 @@ def assert_closed_forms(config):
         assert {axis for axis, one in expected.items() if one.sent is not None} >= axes & {
             "tp", "pp", "dp", "cp", "data"}
         if block := formulas.one_block(records):
-            count, _, size = formulas.layer(
-                config, np.dtype(config.run.dtype).itemsize, grid_sizes.tp)
-            assert (len(block), sum(one.wire_bytes for one in block)) == (count, size)
+            one = formulas.layer(config, grid_sizes.tp)
+            assert (len(block), sum(each.wire_bytes for each in block)) == (one.calls, one.sent)
 
 
 RING = {"sequence_parallel": True, "tp_matmul": "ring"}
@@ -119,11 +114,10 @@ def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method
     config = replace(config, grid=grid, run=replace(config.run, dtype=dtype), model=replace(
         config.model, seq_len=24, sequence_parallel=tp > 1))
     assert_closed_forms(config)
-    prediction = predict(config, num_ranks(config.grid) - 1)
+    prediction = predict(config, config.grid.num_ranks - 1)
     for record in prediction.recorder.records:
         if record.axis == "cp" and record.operation != "all_to_all":
-            text, size = formulas.payload(
-                record.name, record.operation, config, record.dtype.itemsize, cp)
+            text, size = formulas.payload(record, config, cp)
             assert size == record.payload_bytes, text
 
 
@@ -276,9 +270,7 @@ def test_formulas_give_what_the_step_on_shapes_counts(case):
     for world_rank in range(dp * pp * tp):
         prediction = predict(config, world_rank)
         for record in prediction.recorder.records:
-            formula = formulas.payload(
-                record.name, record.operation, config, np.dtype(config.run.dtype).itemsize,
-                len(prediction.groups[record.axis]))
+            formula = formulas.payload(record, config, len(prediction.groups[record.axis]))
             if formula is not None:
                 assert formula[1] == record.payload_bytes, (record.name, record.operation)
                 explained += 1

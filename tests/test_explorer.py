@@ -78,7 +78,7 @@ def test_other_counts_and_files_are_put_beside_the_orders(monkeypatch, tmp_path)
     printed("schedule", "--from-csv", table, "--html", path)
     data, _ = parts_of(path.read_text())
     assert data["own"]["title"] == "own.csv"
-    assert data["own"]["schedule"]["placement"] == "mirror"
+    assert data["own"]["schedule"]["homes"] == [[0, 1], [1, 0]]
 
 
 def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
@@ -103,7 +103,7 @@ def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--compare", "--json"], "--html writes one page and nothing else: leave --compare and"),
-    (["dualpipe", "--pp", "3"], "--pp 3 is odd"),
+    (["dualpipe", "--pp", "3"], "dualpipe pairs the pipeline ranks up"),
     (["1f1b", "--pp", "64", "--num-microbatches", "128"], "--html draws at most 4,096 forward"),
     (["--from-run", "run", "1f1b", "--costs", "1,1,1"], "leave NAME and --costs out"),
     (["--from-csv", "a.csv", "--chunks", "2"], "--from-csv brings its own schedule: leave"),

@@ -258,7 +258,7 @@ def test_choices_and_costs_change_the_figures(opened):
     assert page.run("return document.getElementById('mistake').textContent") == (
         "F must be a number above 0")
     choose(page, **{"#f": "1", "#p": "4", "#m": "4", "#second_.choice": "dualpipe"})
-    assert told(page, ".verdict", "second").startswith("--schedule dualpipe needs an even number")
+    assert told(page, ".verdict", "second").endswith("use --num-microbatches 8 or 10")
     choose(page, **{"#second_.choice": ""})
     assert len(figures(page)["step"]) == 1
 

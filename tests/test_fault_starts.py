@@ -85,9 +85,9 @@ def steal_piece(manifest):
 
 
 STARTS = (
-    Start(1, "the layout needs another number of ranks", "--pp 4", 2, "2 were started"),
+    Start(1, "the layout needs another number of ranks", "--pp 4", 2, "on 2 ranks"),
     Start(2, "heads, widths and layers that cannot be cut", "--pp 1 --tp 2 --heads 1 --ffn 7", 2,
-          "--heads 1: must be a multiple of tp 2"),
+          "--heads 1 with --tp 2"),
     Start(3, "a misspelt flag", "--stepps 4", 2, "did you mean --steps?"),
     Start(3, "a learning rate that is NaN", "--lr nan", 2, "finite"),
     Start(4, "a batch that cannot be cut", "--batch-size 3", 2, "--batch-size 3"),

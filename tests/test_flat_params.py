@@ -36,36 +36,38 @@ def places(flat):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_buffers_are_ordered_by_groups_then_units_then_decay(layout):
+def test_a_stage_has_a_buffer_for_each_set_of_groups(layout):
     for stage in worker_of(**LAYOUTS[layout]).stages.values():
-        flat = stage.flat
-        keys = [(param.grad_groups, -param.unit, not param.decay) for param in flat.params]
-        assert keys == sorted(keys)
+        groups = [flat.groups for flat in stage.flats]
+        assert len(groups) == len(set(groups))
+        assert list(map(len, groups)) == sorted(map(len, groups))
+        for flat in stage.flats:
+            assert {param.grad_groups for param in flat.params} == {flat.groups}
         unit_of = {param.name: unit for unit, layers in reversed([*enumerate(stage.units)])
                    for layer in layers for param in layer.params}
-        assert {param.name: param.unit for param in flat.params}.items() <= unit_of.items()
-        # The last unit whose gradients need no further group comes first.
-        assert flat.params[0].unit == max(
-            param.unit for param in flat.params if param.grad_groups == keys[0][0])
+        assert {param.name: param.unit for param in stage.params}.items() <= unit_of.items()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_are_ordered_by_units_then_decay(layout):
+    for flat in worker_of(**LAYOUTS[layout]).flats:
+        keys = [(-param.unit, not param.decay) for param in flat.params]
+        assert keys == sorted(keys)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_and_units_cover_each_parameter_once(layout):
-    for stage in worker_of(**LAYOUTS[layout]).stages.values():
-        flat = stage.flat
-        groups = {run.start: value for value, run in flat.by_groups}
-        for runs in ([run for _, run in flat.by_groups], [run for _, run in flat.by_decay],
-                     sorted((run for unit in flat.units.values() for run in unit.values()),
-                            key=lambda run: run.start)):
+    for flat in worker_of(**LAYOUTS[layout]).flats:
+        for runs in (list(flat.units.values()), [run for _, run in flat.updates[0]],
+                     [run for *_, run in flat.counted]):
             assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
             assert runs[-1].stop == flat.size == sum(param.size for param in flat.params)
         for param, place in places(flat):
-            assert any(run.start <= place.start and place.stop <= run.stop
-                       for run in flat.units[param.unit].values())
-            assert groups[max(start for start in groups if start <= place.start)] == (
-                param.grad_groups)
-            assert param.owner == any(
-                run.start <= place.start and place.stop <= run.stop for _, run in flat.owned)
+            run = flat.units[param.unit]
+            assert run.start <= place.start
+            assert place.stop <= run.stop
+            assert [param.owner] == [counts for counts, _, run in flat.counted
+                                     if run.start <= place.start and place.stop <= run.stop]
 
 
 SHARED = {"data": {"dp": 4}, "both": {"dp": 2, "cp": 2, "seq_len": 8}, "tied": {"dp": 2, "pp": 2},
@@ -80,11 +82,22 @@ def test_every_data_rank_owns_an_equal_share(layout, level):
     count = values["dp"] * values.get("cp", 1)
     axes = {"pp": values.get("pp", 1), "tp": values.get("tp", 1)}
     config, _ = resolve(changed(**SHAPE | values | axes), count * axes["pp"] * axes["tp"])
-    flats = []
+    ranks = []
     for rank in Grid.of(config.grid, 0).group("dp", "cp"):
         worker = Worker(config, Grid.of(config.grid, rank), make("shapes", "float32", Recorder()),
                         Recorder())
-        flats.append(worker.stages[0].flat)
+        ranks.append(worker.flats)
+    for flats in zip(*ranks, strict=True):
+        assert_shared_out(flats, count)
+        longest = max(run.stop - run.start for _, run in flats[0].segments)
+        assert level == 3 or longest <= 25  # 100 bytes
+        assert level == 1 or len(flats[0].segments) == len(flats[0].units)
+    lengths = [flat.length(number) for flat in ranks[0] for number in range(len(flat.segments))]
+    assert level == 1 or max(lengths) > 25
+
+
+def assert_shared_out(flats, count):
+    """The same buffers on all ranks of a data group: each number has one owner."""
     covered = np.zeros(flats[0].total, int)
     for flat in flats:
         for own in flat.own:
@@ -94,17 +107,14 @@ def test_every_data_rank_owns_an_equal_share(layout, level):
     assert (covered == 1).all()
     assert sum(part.size for flat in flats for param in flat.params
                for _, part in flat.parts(param, flat.summed)) == flats[0].size
-    longest = max(run.stop - run.start for *_, run in flats[0].segments)
-    assert longest > 25 if level == 3 else longest <= 25  # 100 bytes
-    assert (len(flats[0].segments) == sum(map(len, flats[0].units.values()))) == (level == 3)
 
 
 def test_an_update_is_two_runs_for_each_unit():
-    flat = worker_of().stages[0].flat
+    flat = worker_of().flats[0]
     assert len(flat.units) == SHAPE["layers"] + 2
     # The embedding has no parameters without decay: it has one run, and norm and head have
     # the norm alone, because the table is the embedding's.
-    assert len(flat.by_decay) == 2 * SHAPE["layers"] + 2
+    assert len(flat.updates[0]) == 2 * SHAPE["layers"] + 2
 
 
 @pytest.mark.parametrize(("optimizer", "kinds"), [("sgd", ["master"]),
@@ -120,18 +130,17 @@ def test_state_names_all_that_an_update_changes(optimizer, kinds):
         return worker
 
     first, second = fresh(), fresh()
-    gradients = rng.standard_normal((2, first.stages[0].flat.grad.size))
+    gradients = rng.standard_normal((2, first.flats[0].grad.size))
     for step, gradient in enumerate(gradients, 1):
-        first.stages[0].flat.grad[...] = gradient
+        first.flats[0].grad[...] = gradient
         first.optimizer.step(0.1, step)
         if step == 1:
-            state = first.optimizer.state()
-            assert list(state) == kinds
-            for kind, flats in second.optimizer.state().items():
-                assert flats.keys() == {0}
-                flats[0][...] = state[kind][0]
-    second.stages[0].flat.publish()
-    second.stages[0].flat.grad[...] = gradients[1]
+            state, other = first.flats[0].state, second.flats[0].state
+            assert list(state) == list(other) == kinds
+            for kind, buffer in other.items():
+                buffer[...] = state[kind]
+    second.flats[0].publish()
+    second.flats[0].grad[...] = gradients[1]
     second.optimizer.step(0.1, 2)
     np.testing.assert_array_equal(
-        first.stages[0].flat.master, second.stages[0].flat.master)
+        first.flats[0].master, second.flats[0].master)

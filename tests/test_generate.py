@@ -6,21 +6,25 @@ tests/mpi/test_weights_and_text.py shows that every layout draws the same tokens
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import gpt2_reference as gpt2
 import numpy as np
 import pytest
+from config_helpers import reading_of
 from helpers import find_launcher
 from hypothesis import example, given
 from hypothesis import strategies as st
 from in_process import assert_refused
-from one_rank import worker_for
-from program import layout_flags, mpipar
+from one_rank import fresh, worker_for
+from program import mpipar
 from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.data.tokenizer import default_tokenizer
-from mpipar.errors import DataError
+from mpipar.commands import generation as generate_command
+from mpipar.commands import inputs
+from mpipar.data.tokenizer import default_tokenizer, tokenizer_of
+from mpipar.errors import DataError, UsageError
 from mpipar.files.text import harmless
 from mpipar.inference.prompts import show
 from mpipar.ops.mixed_ops import DTYPES
@@ -65,8 +69,8 @@ def models(tmp_path_factory):
     return folder, tensors
 
 
-def generated(models, name, *words, ranks=None):
-    result = mpipar("generate", models[0] / name, "--dtype", "float64", *words, ranks=ranks)
+def generated(models, name, *words):
+    result = mpipar("generate", models[0] / name, "--dtype", "float64", *words)
     assert result.returncode == 0, result.tail()
     assert result.stderr in ("", FULL)
     return result.stdout
@@ -88,19 +92,6 @@ def test_greedy_text_is_that_of_an_independent_gpt2(name, prompt, models):
     assert generated(models, name, *words) == expected_text(models, name, prompt, 20)
 
 
-@needs_mpiexec
-@pytest.mark.parametrize(("layout", "name"), [
-    ((1, 2, 2), "ids"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ((1, 1, 3), "bytes"), ((1, 4, 1), "ids"), ((2, 1, 2), "bytes"))),
-], ids=str)  # fmt: skip
-def test_text_is_that_of_one_rank(layout, name, models):
-    ranks = int(np.prod(layout))
-    for drawn in (["--temperature", "0"], ["--temperature", "0.8", "--seed", "4"]):
-        words = ["--prompt", "12 3", "--sample-tokens", "15", *drawn]
-        text = generated(models, name, *words, *layout_flags(layout), ranks=ranks)
-        assert text == generated(models, name, *words)
-
-
 def test_any_number_of_tokens(models):
     for count in (0, 1, 5):
         words = ["--prompt", "1 2 3", "--sample-tokens", str(count)]
@@ -116,18 +107,18 @@ def test_float32_is_the_default(models):
 @pytest.mark.parametrize(("words", "code", "parts"), [
     ("nowhere", 65, ["nowhere: there is no such folder"]),
     ("bytes --prompt=", 2, ["--prompt ''"]),
-    ("ids", 2, ["--prompt 'The '", "without the files of a tokenizer takes ids"]),
+    ("ids --prompt Once", 2, ["--prompt 'Once'", "without the files of a tokenizer takes ids"]),
     ("bytes --temperature -1", 2, ["--temperature -1", "at least 0"]),
     ("bytes --layers 2", 2, ["--layers: mpipar generate does not use it"]),
-    ("bytes --tp 4", 2, ["tp 4", "1 was started"]),
+    ("bytes --tp 4", 2, ["--tp 4", "on 1 rank"]),
     ("bytes --prompt=12345678", 2, ["--prompt: has 8 tokens", "reads at most 7", "shorten it"]),
     ("bytes --prompt a --prompts p.txt", 2, ["--prompt and --prompts p.txt: give one of them"]),
     ("bytes --answers a.jsonl", 2, ["--answers a.jsonl: is for --prompts FILE"]),
     ("bytes --prompts nowhere.txt", 65, ["nowhere.txt: No such file"]),
     ("bytes --top-p 0", 2, ["--top-p 0.0: must be greater than 0"]),
     ("bytes --top-k 0 --stop-token x", 2, ["--top-k 0", "--stop-token"]),
-    ("bytes --prompt a --stop-token 3,999", 2, ["--stop-token 999: the vocabulary ends with 255"]),
-    ("bytes --batch-size 3 --num-microbatches 2", 2, ["--batch-size 3", "multiple of"]),
+    ("bytes --prompt a --stop-token 3,999", 2, ["--stop-token 3,999 with --vocab-size 256"]),
+    ("bytes --batch-size 3 --num-microbatches 2", 2, ["--batch-size 3 with"]),
 ])  # fmt: skip
 def test_bad_input_is_refused(words, code, parts, models):
     run, *rest = words.split()
@@ -223,10 +214,42 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     assert result.returncode == 0, result.tail()
     assert "bigram" not in result.stdout, "that model is one of bytes"
     text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
-    assert len(text.split()) == 4
-    assert text.startswith("600 ")
+    assert len(text.removeprefix("| ").split()) == 4
+    assert text.startswith("| 600 ")
     assert_refused(2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once",
                    "--out", tmp_path / "typed")
+
+
+@pytest.mark.parametrize("vocab_size", [97, 300])
+def test_a_small_model_without_a_tokenizer_takes_ids(vocab_size, tmp_path):
+    """It is trained further on its own ids, whatever the default prompt is, and then takes ids."""
+    weights = tmp_path / "weights"
+    checkpoint.save(fresh(vocab_size=vocab_size, layers=1, seq_len=8, dtype="float32"), weights)
+    (np.arange(900, dtype="<u2") % 97).tofile(tmp_path / "tokens.bin")
+    words = ["--init-from", str(weights), "--data", str(tmp_path / "tokens.bin")]
+    found = inputs.prepare(reading_of(*words), 1, 0)
+    assert (found.prompt, found.tokenizer.what, found.tokenizer.files) == ([], "ids", {})
+    with pytest.raises(UsageError, match="takes ids, as in --prompt '464 318'"):
+        inputs.prepare(reading_of(*words, "--prompt", "Once"), 1, 0)
+    args = SimpleNamespace(run_folder=str(weights), prompts=None, answers=None)
+    request = generate_command.prepare(reading_of("--prompt", "5 9"), args, 1, 0)
+    assert (request.prompts[0].ids, request.notes) == ([5, 9], [])
+    request = generate_command.prepare(reading_of(), args, 1, 0)
+    assert request.prompts[0].ids == [0]
+    assert "default prompt 'The '" in request.notes[0]
+    assert "takes ids, as in --prompt '464 318'" in request.notes[0]
+    with pytest.raises(UsageError, match="takes ids"):  # typed, so it is refused
+        generate_command.prepare(reading_of("--prompt", "The "), args, 1, 0)
+
+
+def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text("a text of ASCII letters. " * 100)
+    for size in (128, 300):
+        found = inputs.prepare(reading_of("--data", str(tmp_path / "a.txt"), "--vocab-size",
+                                          str(size)), 1, 0)
+        assert found.prompt == list(b"The ")
+        found.tokenizer.copy(tmp_path)
+        assert tokenizer_of(tmp_path, size).encode("b") == [98]
 
 
 def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):

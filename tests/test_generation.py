@@ -27,6 +27,8 @@ from mpipar.inference import generate as generation
 from mpipar.inference.generate import FULL, LENGTH, STOP, Text, continue_one, generate
 from mpipar.inference.prompts import read_prompts
 from mpipar.inference.sampling import Sampling, draw
+from mpipar.layers.recompute import Recomputed
+from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.partition.context_cached import Cache
 from mpipar.train.worker import Worker
@@ -60,6 +62,11 @@ def assert_as_without_cache(worker, prompts, monkeypatch, sampling=GREEDY):
 def test_texts_and_logits_are_those_without_a_cache(family, monkeypatch):
     """Five prompts of other lengths in two groups, the last of which has a row that fills up."""
     assert_as_without_cache(model(family), PROMPTS, monkeypatch)
+
+
+@pytest.mark.parametrize("recompute", ["block", "attention"])
+def test_blocks_that_run_forward_again_keep_the_cache(recompute, monkeypatch):
+    assert_as_without_cache(model("llama", recompute=recompute), PROMPTS, monkeypatch)
 
 
 def test_prompts_of_one_length_need_no_padding(gpt2, monkeypatch):
@@ -111,6 +118,27 @@ def test_a_broken_cache_is_caught(twin, monkeypatch):
     monkeypatch.setattr(Cache, "forward", TWINS[twin])
     with pytest.raises(AssertionError, match="logits of text"):
         assert_as_without_cache(model("llama"), PROMPTS, monkeypatch)
+
+
+def test_a_block_without_the_cache_is_caught(monkeypatch):
+    def forward(self, x, stash):
+        inner = Stash(stash.batch)
+        for layer in self.layers:
+            x = layer.forward(x, inner)
+        return x
+
+    monkeypatch.setattr(Recomputed, "forward", forward)
+    with pytest.raises(AssertionError, match="logits of text"):
+        assert_as_without_cache(model("llama", recompute="block"), [[1, 2], [3, 4]], monkeypatch)
+
+
+def test_an_inner_stash_has_what_a_stash_has_but_the_arrays():
+    """Fields that nobody has thought of yet included."""
+    stash = Stash("batch", "cache")
+    stash["layer", "x"], stash.later = 1, "later"
+    inner = stash.inner().inner()
+    assert vars(inner) == {"batch": "batch", "cache": "cache", "later": "later"}
+    assert not inner
 
 
 def test_positions_off_by_one_after_the_prompt_are_caught(gpt2, monkeypatch):
@@ -179,7 +207,7 @@ def test_no_token_is_asked_for(gpt2):
 
 def test_a_logit_that_is_no_number_ends_generation():
     worker = model()
-    worker.stages[0].flat.data[...] = np.nan
+    worker.flats[0].data[...] = np.nan
     with pytest.raises(NonFiniteError, match="a logit is not a number"):
         list(continue_one(worker, [1, 2], GREEDY))
 
@@ -247,7 +275,7 @@ def test_bytes_of_the_cache_are_predicted(family, pp, tp):
     config = replace(config, grid=replace(config.grid, pp=pp, tp=tp, num_microbatches=1),
                      run=replace(config.run, dtype="float32"))
     ops = make("shapes", "float32")
-    worker = Worker(config, Grid(0, pp, 1, 1, tp), ops, Recorder())
+    worker = Worker(config, Grid(0, {"pp": pp, "tp": tp}), ops, Recorder())
     texts = [Text(number, [0] * 5) for number in range(3)]
     shape, slots = config.model, 5 + GREEDY.num_tokens - 1
     wanted = 2 * shape.layers // pp * 3 * slots * shape.kv_heads // tp * shape.head_dim * 4

@@ -8,13 +8,13 @@ from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.group import Comms
 from mpipar.ops import make
 
-SIZES = {"pp_size": 4, "dp_size": 2, "cp_size": 3, "tp_size": 2}
+SIZES = {"pp": 4, "dp": 2, "cp": 3, "tp": 2}
 ORDERS = [AXES, ("tp", "cp", "dp", "pp")]
 WORLD_SIZE = 48
 
 
 def grids(order):
-    return [Grid(rank, **SIZES, order=order) for rank in range(WORLD_SIZE)]
+    return [Grid(rank, SIZES, order) for rank in range(WORLD_SIZE)]
 
 
 def assert_partition(groups):
@@ -29,10 +29,10 @@ def test_a_group_over_several_axes_has_every_place_that_differs_in_them(order):
             rest = [axis for axis in AXES if axis not in axes]
             for grid in everywhere:
                 same = {other.world_rank for other in everywhere
-                        if all(other.axis_rank(axis) == grid.axis_rank(axis) for axis in rest)}
+                        if all(other.place(axis) == grid.place(axis) for axis in rest)}
                 group = grid.group(*axes)
                 assert set(group) == same
-                places = [tuple(everywhere[rank].axis_rank(axis) for axis in axes)
+                places = [tuple(everywhere[rank].place(axis) for axis in axes)
                           for rank in group]
                 assert places == sorted(places)
             assert_partition({grid.group(*axes) for grid in everywhere})
@@ -44,22 +44,53 @@ def test_groups_along_one_axis_are_repeated_at_every_place_of_the_others(order):
     groups = everywhere[0].partition("pp", [(3, 0), (1, 2)])
     assert_partition(groups)
     assert groups == everywhere[17].partition("pp", [(3, 0), (1, 2)])
-    assert {tuple(everywhere[rank].pp_rank for rank in group) for group in groups} == {
+    assert {tuple(everywhere[rank].place("pp") for rank in group) for group in groups} == {
         (0, 3), (1, 2)}
     for group in groups:
-        rest = {tuple(everywhere[rank].axis_rank(axis) for axis in AXES[1:]) for rank in group}
+        rest = {tuple(everywhere[rank].place(axis) for axis in AXES[1:]) for rank in group}
         assert len(rest) == 1
 
 
 def test_comms_take_any_partition_of_the_world_and_who_is_in_none_is_alone():
     ops = make("shapes", "float32")
     for rank in range(WORLD_SIZE):
-        grid = Grid(rank, **SIZES)
-        data = sorted({other.group("dp", "cp") for other in grids(AXES)})
-        comms = Comms(grid, ops, None, partitions={"data": data, "ends": [(0, 47)]})
-        assert comms.by_axis["data"].ranks == grid.group("dp", "cp")
-        assert comms.by_axis["data"].index == grid.dp_rank * 3 + grid.cp_rank
+        grid = Grid(rank, SIZES)
+        comms = Comms(grid, ops, None, partitions={"ends": [(0, 47)]})
+        assert comms["data"].ranks == grid.group("dp", "cp")
+        assert comms["data"].index == grid.place("dp") * 3 + grid.place("cp")
         assert comms.groups["ends"].ranks == ((0, 47) if rank in (0, 47) else (rank,))
         assert comms.groups["world"].size == WORLD_SIZE
-    assert Comms.solo(ops).tp.ranks == (0,)
-    assert Comms.solo(ops, Grid(5, **SIZES)).tp.ranks == (4, 5)
+    assert Comms.solo(ops)["tp"].ranks == (0,)
+    assert Comms.solo(ops, Grid(5, SIZES))["tp"].ranks == (4, 5)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_group_that_is_divided_has_runs_of_neighbours(order):
+    sizes = {"pp": 2, "dp": 2, "tp": 6, "kv": 2}
+    everywhere = [Grid(rank, sizes, order) for rank in range(24)]
+    for grid in everywhere:
+        tp, kv, heads = map(grid.group, ("tp", "kv", "kv_heads"))
+        assert grid.world_rank in {*kv} & {*heads}
+        first = 2 * (grid.place("tp") // 2)
+        assert kv == tp[first:first + 2]
+        assert heads == tp[grid.place("tp") % 2::2]
+        assert (grid.place("kv_heads"), grid.place("kv")) == divmod(grid.place("tp"), 2)
+        assert grid.at(tp=0, kv_heads=2) == tp[4]
+        assert grid.uncut("tp", {"kv_heads": 0}) == ("kv",)
+
+
+def test_what_is_left_of_a_group():
+    whole, divided = Grid(0, {"tp": 4}), Grid(0, {"tp": 4, "kv": 2})
+    for grid in (whole, divided):
+        assert grid.uncut("tp", {}) == ("tp",)
+        assert grid.uncut("tp", {"tp": 1}) == ()
+        assert grid.uncut("data", {"tp": 1}) == ("data",)
+    assert whole.uncut("tp", {"kv_heads": 0}) == ()
+    assert whole.group("kv_heads") == whole.group("tp")
+
+
+def test_data_is_dp_where_rows_are_not_cut():
+    ops = make("shapes", "float32")
+    assert Comms.solo(ops, Grid(0, {"dp": 2}))["data"].axis == "dp"
+    assert Comms.solo(ops, Grid(0, {"dp": 2, "cp": 2}))["data"].axis == "data"
+    assert "data" not in Comms.solo(ops, Grid(0, {"dp": 2})).groups

@@ -9,6 +9,7 @@ from in_process import assert_refused, refusal
 from one_rank import fresh
 from program import LIMIT, environment, metrics, one_block
 
+from mpipar.checkpoint import weights as checkpoint
 from mpipar.trace import trace_file
 from mpipar.trace import tracer as tracer_module
 from mpipar.trace.tracer import Tracer
@@ -30,19 +31,34 @@ def faulty(name, *flags, folder):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("layout", [
-    pytest.param("dp=2", marks=fault(33, "one weight changes on one data-parallel copy", 76)),
-    pytest.param("tp=2", marks=fault(33, "one weight changes on one tensor-parallel copy", 76)),
+@pytest.mark.parametrize(("layout", "every", "step"), [
+    pytest.param("dp=2", 4, 4, marks=fault(33, "one weight changes on one data-parallel copy", 76)),
+    pytest.param("tp=2", 100, 6,
+                 marks=fault(33, "one weight changes on one tensor-parallel copy", 76)),
 ])  # fmt: skip
-def test_a_weight_that_changes_on_one_copy_is_found_within_k_steps(layout, tmp_path):
+def test_a_weight_that_changes_on_one_copy_is_found_before_the_last_save(
+        layout, every, step, tmp_path):
     """The last of the buffer: a bias of the embedding with dp, of a norm with tp."""
     folder = tmp_path / "run"
-    code, block = faulty("drift", "--layout", layout, "--check-replicas", "4", folder=folder)
+    code, block = faulty(
+        "drift", "--layout", layout, "--check-replicas", str(every), folder=folder)
     assert code == 76
-    assert "step 4: copies of tensors differ that must be equal bit by bit" in block
+    assert f"step {step}: copies of tensors differ that must be equal bit by bit" in block
     assert re.search(r"(weights|first moment) of \S+: rank 0 unlike rank 1", block), block
-    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics(folder)] == list(range(1, step + 1))
     assert not (folder / "weights" / "model.safetensors").exists()
+
+
+@needs_mpiexec
+@pytest.mark.slow
+def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first_step(tmp_path):
+    checkpoint.save(fresh(layers=2, d_model=16, heads=2, seq_len=8, vocab_size=256), tmp_path / "m")
+    folder = tmp_path / "run"
+    code, block = faulty("loaded", "--layout", "dp=2", "--init-from", str(tmp_path / "m"),
+                         folder=folder)
+    assert code == 76
+    assert "step 0: copies of tensors differ" in block
+    assert not (folder / "metrics.jsonl").read_text()
 
 
 @needs_mpiexec
@@ -164,7 +180,7 @@ def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
 
 def test_a_cut_file_of_a_rank_is_refused(tmp_path, one_clock):
     assert traced_run(tmp_path, "2").written
-    path = trace_file.rank_path(tmp_path, 0)
+    path = tmp_path / trace_file.rank_name(0)
     head = path.read_text().splitlines()[0].replace('"lines": 0', '"lines": 7')
     path.write_text(head + "\n")
     assert "1 lines of 8" in str(refusal("trace", tmp_path))

@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 from program import TEXT, mpipar
 
 from mpipar.comm.record import Recorder
-from mpipar.job import hang
+from mpipar.job import watchdog
 from mpipar.job.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
@@ -87,15 +86,13 @@ def test_a_process_that_stops_in_another_command_is_missing(command, tmp_path):
 SUSPENDED = """
 import sys, time
 from pathlib import Path
-from types import SimpleNamespace
-from mpipar.job.watchdog import Watchdog
-still = SimpleNamespace(folder=Path(sys.argv[1]), limits=lambda: (0, 0.5), progress=lambda: 0,
-                        describe=dict)
-watchdog = Watchdog(still, 0, on_warn=print, on_stop=lambda states: print("stuck"))
-watchdog.start()
-print("up", flush=True)
-time.sleep(1.0)
-watchdog.end()
+from mpipar.job.watchdog import Watchdog, state_of
+watchdog = Watchdog(Path(sys.argv[1]), (0,), str, fail=lambda error: print("stuck"))
+with watchdog.following(lambda: 0, state_of, stop=0.5):
+    watchdog.start(0)
+    print("up", flush=True)
+    time.sleep(1.0)
+    watchdog.end()
 """
 
 
@@ -116,7 +113,7 @@ def test_a_suspended_job_was_not_stuck(tmp_path):
 def test_a_rank_that_wrote_nothing_is_named_also_where_nobody_waits_in_a_barrier():
     """An example is the collection of all ranks' metrics, which no record has."""
     waits = {"at": "step 2, phase opt", "counted": False, "inside": None, "stack": ["a.py:1"]}
-    lines = hang.explain({0: waits}, range(2))
+    lines = watchdog.explain({0: waits}, range(2))
     assert len(lines) == 2
     assert lines[1].startswith("rank 1 has written nothing")
 
@@ -126,21 +123,20 @@ def test_a_full_ring_of_spans_shows_progress_all_the_same():
     markers = []
     for _ in range(4):
         recorder.span("F", 0, 0, 0)
-        markers.append(hang.marker(recorder))
+        markers.append(watchdog.marker(recorder))
     assert len(set(markers)) == 4
 
 
 def test_a_state_that_is_no_longer_true_is_gone_at_the_end(tmp_path):
-    reported = []
-    still = SimpleNamespace(folder=tmp_path / "hang", limits=lambda: (0.05, 0.0),
-                            progress=lambda: 0, describe=dict)
-    watchdog = Watchdog(still, 0, on_warn=reported.append, on_stop=reported.append)
-    watchdog.start()
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "hang" / "rank-00000.json").exists():
-        assert time.monotonic() < deadline, "no state was written"
-        time.sleep(0.01)
-    watchdog.end()
+    made = Watchdog(tmp_path / "hang", (0,), str, fail=pytest.fail)
+    with made.following(lambda: 0, watchdog.state_of):
+        made.warn, made.stop = 0.05, 0.0
+        made.start(0)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "hang" / "rank-00000.json").exists():
+            assert time.monotonic() < deadline, "no state was written"
+            time.sleep(0.01)
+        made.end()
     assert not (tmp_path / "hang").exists()
 
 
@@ -161,6 +157,13 @@ def test_a_mismatched_collective_is_the_same_error_everywhere(tmp_path):
     assert re.search(r"rank 1 calls all_gather block1\.attn\.proj .*<- differs|"
                      r"rank 0 calls all_reduce block1\.attn\.proj .*<- differs", result.stderr)
     assert result.stderr.count("mpipar: stopped") == 1
+
+
+@pytest.mark.slow
+def test_a_report_that_is_drawn_for_long_is_no_hang(tmp_path):
+    result = faulty("slow-report", *SHORT, *TEXT, "--layout", "tp=2", tmp_path=tmp_path)
+    assert result.returncode == 0, result.tail()
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import format_of
 from mpipar.checkpoint.weight_files import INDEX, WeightFiles
 from mpipar.data.rows import Batch
-from mpipar.train.learning_rate import learning_rate
+from mpipar.train.optim import learning_rate
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="peers: transformers is not installed")
@@ -180,7 +180,7 @@ def in_files(worker, kind):
     """{name in a file: weights or gradients in the file's shape} of one rank."""
     form = format_of(worker.config.model)
     return {form.file_name(param.name): getattr(param, kind).reshape(form.disk_shape(param)).copy()
-            for param in worker.stages[0].flat.params}
+            for param in worker.stages[0].params}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

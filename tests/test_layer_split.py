@@ -6,14 +6,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine_models import config_of, machine
 from schedule_cases import LOOPED, counts
 
 from mpipar import models
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.config.sections import Config
-from mpipar.models.stage import UnitFlops, balanced_layers, stage_parts
+from mpipar.models import split as splits
+from mpipar.models.split import UnitFlops, balanced_layers, stage_flops
+from mpipar.models.stage import stage_parts
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule
+from mpipar.plan.step import costs_of
 
 PLACEMENTS = {"linear": "1f1b", "looped": "interleaved", "v": "zb-v", "mirror": "dualpipe"}
 assert PLACEMENTS.keys() == {family.placement for family in FAMILIES.values()}
@@ -21,7 +25,8 @@ assert PLACEMENTS.keys() == {family.placement for family in FAMILIES.values()}
 
 def loads(schedule, split, units):
     """FLOPs of each pipeline rank."""
-    stages = [count * units.block for count in split]
+    bounds = [0, *itertools.accumulate(split)]
+    stages = [sum(units.blocks[a:b]) for a, b in itertools.pairwise(bounds)]
     stages[0] += units.entry
     stages[-1] += units.head
     return [sum(stages[stage] for stage in schedule.stages_of(pp_rank))
@@ -34,13 +39,34 @@ def every_split(layers, num_stages):
         yield tuple(b - a for a, b in itertools.pairwise(bounds))
 
 
-def assert_no_split_is_better(schedule, layers, units):
-    split = balanced_layers(layers, units, schedule.stages_by_rank)
+def balanced_and_best(schedule, units):
+    """The split, and FLOPs of its busiest rank and of the least busy one that any split has."""
+    split = balanced_layers(units, schedule.stages_by_rank)
     assert len(split) == schedule.num_stages
-    assert sum(split) == layers
+    assert sum(split) == len(units.blocks)
     best = min(max(loads(schedule, other, units))
-               for other in every_split(layers, schedule.num_stages))
-    assert max(loads(schedule, split, units)) == best, split
+               for other in every_split(len(units.blocks), schedule.num_stages))
+    return split, max(loads(schedule, split, units)), best
+
+
+def assert_no_split_is_better(schedule, units):
+    split, busiest, best = balanced_and_best(schedule, units)
+    assert busiest == best, split
+
+
+def counted_split(units, stages_by_rank):
+    """The split of equal blocks by the rule of old runs, whose checkpoints resume by it."""
+    ranks = list(dict.fromkeys(map(tuple, stages_by_rank)))
+    flops = [0] * (1 + max(map(max, ranks)))
+    split = flops.copy()
+    flops[0] += units.entry
+    flops[-1] += units.head
+    for block in units.blocks:
+        least_busy = min(reversed(ranks), key=lambda held: sum(flops[stage] for stage in held))
+        stage = min(least_busy, key=flops.__getitem__)
+        split[stage] += 1
+        flops[stage] += block
+    return tuple(split)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS.values())
@@ -51,7 +77,10 @@ def test_no_split_has_a_less_busy_busiest_rank(name, layers, head, pp_size):
     if name != "dualpipe" or pp_size % 2 == 0:
         schedule = make_schedule(name, pp_size, 2 * pp_size)
         for entry in (0, 3, 15):
-            assert_no_split_is_better(schedule, layers, UnitFlops(entry, 10, head))
+            units = UnitFlops(entry, (10,) * layers, head)
+            assert_no_split_is_better(schedule, units)
+            assert balanced_layers(units, schedule.stages_by_rank) == counted_split(
+                units, schedule.stages_by_rank)
 
 
 @given(counts(max_p=3, max_m=6), st.integers(1, 7), st.integers(0, 9), st.integers(1, 9),
@@ -61,7 +90,53 @@ def test_no_split_of_any_schedule_is_better(case, layers, entry, block, head):
     name, p, m, chunks = case
     chunks = min(chunks, 2) if name in LOOPED else None
     schedule = make_schedule(name, p, m, chunks)
-    assert_no_split_is_better(schedule, layers, UnitFlops(entry, block, head))
+    assert_no_split_is_better(schedule, UnitFlops(entry, (block,) * layers, head))
+
+
+BLOCKS = st.lists(st.integers(1, 30), min_size=1, max_size=7) | st.builds(
+    lambda one, other, layers: ([one, other] * layers)[:layers],
+    st.integers(1, 30), st.integers(1, 30), st.integers(1, 7))
+UNITS = st.builds(UnitFlops, st.integers(0, 9), BLOCKS.map(tuple), st.integers(0, 40))
+
+
+@given(st.integers(1, 4), UNITS)
+@settings(max_examples=200, deadline=None)
+def test_no_split_of_unequal_blocks_is_better_where_a_rank_holds_one_stage(pp_size, units):
+    assert_no_split_is_better(make_schedule("1f1b", pp_size, 2 * pp_size), units)
+
+
+@given(counts(max_p=3, max_m=6), UNITS)
+@settings(max_examples=200, deadline=None)
+def test_no_split_of_unequal_blocks_is_better_by_a_block(case, units):
+    name, p, m, chunks = case
+    schedule = make_schedule(name, p, m, min(chunks, 2) if name in LOOPED else None)
+    split, busiest, best = balanced_and_best(schedule, units)
+    assert busiest < best + max(units.blocks), split
+    assert busiest <= max(loads(schedule, splits.even_split(
+        units, list(dict.fromkeys(map(tuple, schedule.stages_by_rank)))), units))
+
+
+@pytest.mark.parametrize(("name", "blocks", "expected"), [
+    ("1f1b", (1, 9) * 3, (3, 3)),
+    ("1f1b", (9, 9, 1, 1, 1, 1), (1, 5)),
+    ("1f1b", (1, 1, 1, 1, 9, 9), (5, 1)),
+    ("interleaved", (1, 1, 9, 9, 1, 1, 1, 1), (1, 2, 3, 2)),
+])
+def test_a_split_goes_by_the_costs_of_its_blocks(name, blocks, expected):
+    schedule = make_schedule(name, 2, 4, 2 if name in LOOPED else None)
+    assert balanced_layers(UnitFlops(0, blocks, 0), schedule.stages_by_rank) == expected
+
+
+def test_a_split_that_ignores_costs_is_caught(monkeypatch):
+    plain = balanced_layers
+
+    def ignoring(units, stages_by_rank):
+        blocks = (sum(units.blocks) / len(units.blocks),) * len(units.blocks)
+        return plain(units._replace(blocks=blocks), stages_by_rank)
+
+    monkeypatch.setitem(globals(), "balanced_layers", ignoring)
+    with pytest.raises(AssertionError, match=r"\(3, 3\)"):
+        assert_no_split_is_better(make_schedule("1f1b", 2, 4), UnitFlops(0, (9, 9, 1, 1, 1, 1), 0))
 
 
 @pytest.mark.parametrize(("name", "pp_size", "layers", "expected"), [
@@ -97,12 +172,15 @@ def test_a_split_that_is_given_is_taken():
 ], ids=["decoder", "convnet"])
 def test_flops_of_units(one, wider):
     """A head costs in proportion to its classes; a decoder's block costs its products."""
-    model = models.model_of(one)
-    more = model.unit_flops(replace(one, **wider))
-    assert more.head == 3 * model.unit_flops(one).head == 2 * 8 * 30
-    assert more[:2] == model.unit_flops(one)[:2]
+    more = models.unit_flops(replace(one, **wider))
+    assert more.head == 3 * models.unit_flops(one).head == 2 * 8 * 30
+    assert more[:2] == models.unit_flops(one)[:2]
     if one.model == "decoder":
-        assert model.unit_flops(one) == (0, 2 * (4 * 8 * 8 + 2 * 8 * 24) + 4 * 6 * 8, 160)
+        assert models.unit_flops(one) == (0, (2 * (4 * 8 * 8 + 2 * 8 * 24) + 4 * 6 * 8,), 160)
+
+
+def test_flops_of_stages():
+    assert stage_flops(UnitFlops(3, (1, 2, 4), 5), (2, 0, 1)) == [(6, 0), (0, 0), (4, 5)]
 
 
 def test_every_block_is_in_exactly_one_stage():
@@ -111,3 +189,16 @@ def test_every_block_is_in_exactly_one_stage():
     assert [block for blocks, _, _ in stages for block in blocks] == [0, 1, 2, 3, 4]
     assert [(first, last) for _, first, last in stages] == [
         (True, False), (False, False), (False, True)]
+
+
+def test_blocks_cost_in_proportion_to_their_flops(monkeypatch):
+    """The machine's file has the mean of all blocks."""
+    usual = costs_of(machine(), config_of(), 0)
+    flops = models.unit_flops(config_of().model)
+    monkeypatch.setattr(models, "unit_flops", lambda config: flops._replace(blocks=(1, 3, 1, 3)))
+    found = costs_of(machine(), config_of(), 0)
+    for kind in "fiw":
+        first, *blocks, last = getattr(found, kind)
+        mean = getattr(usual, kind)[1]
+        assert blocks == pytest.approx([mean / 2, mean * 1.5] * 2)
+        assert (first, last) == (getattr(usual, kind)[0], getattr(usual, kind)[-1])

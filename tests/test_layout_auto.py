@@ -130,7 +130,7 @@ def test_only_train_chooses(tmp_path):
 
 
 def test_a_cost_model_without_a_choice_is_refused():
-    assert_refused(2, ["--layout auto and --schedule auto choose by it"], "train", "--machine",
+    assert_refused(2, ["--machine machine.json with", "--layout auto"], "train", "--machine",
                    "machine.json", ranks=2)
 
 

@@ -244,6 +244,9 @@ def test_code_of_a_reader_runs_on_ranks(tmp_path):
     assert "6b: right" in on_two_ranks(tmp_path, *words)
     path.write_text(wrong[0][0])
     assert "the sum is missing" in on_two_ranks(tmp_path, *words, code=EXIT_CHECK_FAILED)
-    path.write_text("def forward(*_):\n    return 1 / 0\n" + right[right.index("def backward"):])
+    head = right[:right.index("def forward")]
+    path.write_text(
+        head + "def forward(*_, **__):\n    return 1 / 0\n" + right[right.index("def backward"):])
     said = on_two_ranks(tmp_path, *words, code=EXIT_USAGE)
-    assert "my_row.py:2: return 1 / 0: ZeroDivisionError" in said
+    line = head.count("\n") + 2
+    assert f"my_row.py:{line}: return 1 / 0: ZeroDivisionError" in said

@@ -12,7 +12,7 @@ from in_process import assert_refused
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.resumed import resumed
 from mpipar.config.train import TrainConfig
-from mpipar.train.learning_rate import fall_start, learning_rate, of_new_length
+from mpipar.train.optim import fall_start, learning_rate, of_new_length
 
 FALLING = ("cosine", "linear", "wsd")
 configs = st.builds(

@@ -6,15 +6,15 @@ from helpers import assert_close
 from ops_cases import plain
 from test_ops import COMPILED, DIFFERENCES, implementation_of, numeric_gradient
 
-from mpipar.ops import numpy_tiles
-from mpipar.ops.llama_ops import rope_frequencies, rope_table
+from mpipar.ops import numpy_ops
+from mpipar.ops.array_ops import rope_frequencies, rope_table
 
 
 @pytest.fixture(params=["plain", "tuned", "tuned in tiny tiles", COMPILED])
 def ops(request, monkeypatch):
     """An implementation in float64; tiny tiles make small arrays cross every tile border."""
     if request.param == "tuned in tiny tiles":
-        monkeypatch.setattr(numpy_tiles, "TILE", 16)
+        monkeypatch.setattr(numpy_ops, "TILE", 16)
     return implementation_of(request.param)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 
 import pytest
+from fault_table import fault
 from program import LIMIT, PROGRAM, environment, mpipar, one_block
 
 from mpipar.errors import UsageError
@@ -113,6 +114,53 @@ def test_a_lock_that_cannot_be_read_needs_take_over(text, tmp_path, monkeypatch)
     with pytest.raises(UsageError, match="--take-over"):
         lock.acquire(tmp_path, "new")
     assert lock.acquire(tmp_path, "new", take_over=True).note
+
+
+def killed(*_, **__):
+    raise KeyboardInterrupt
+
+
+@fault(57, "a start killed while it took over a lock: the next one takes it over", 0)
+@pytest.mark.parametrize("kills", [1, 2, 5])
+def test_a_start_that_was_killed_while_it_took_over_is_passed_by(kills, tmp_path, monkeypatch):
+    """Each start has written its own lock beside the old one, and could not rename it."""
+    first = left_by(tmp_path, started=1)
+    plain = lock.owner
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(lock, "owner", lambda *given: plain(*given) | {"started": 1})
+        for number in range(kills):
+            with pytest.raises(KeyboardInterrupt):
+                lock.acquire(tmp_path, f"killed {number}")
+    assert (tmp_path / lock.NAME).read_text() == first
+    assert len(list(tmp_path.iterdir())) == 1 + kills
+    held = lock.acquire(tmp_path, "next")
+    assert "its process is gone" in held.note
+    assert (tmp_path / lock.NAME).read_text() == held.text
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
+def test_a_start_that_is_taking_over_keeps_others_away(tmp_path, monkeypatch):
+    left_by(tmp_path, started=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire(tmp_path, "slow")  # its process is this one, which lives
+    with pytest.raises(UsageError, match=f"process {os.getpid()} "):
+        lock.acquire(tmp_path, "next")
+    assert "--take-over" not in lock.acquire(tmp_path, "next", take_over=True).note
+
+
+def test_one_of_many_passes_a_killed_start_by(tmp_path, monkeypatch):
+    left_by(tmp_path, started=1)
+    plain = lock.owner
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(lock, "owner", lambda *given: plain(*given) | {"started": 1})
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire(tmp_path, "killed")
+    first = winners(tmp_path)
+    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == first
 
 
 def test_a_lock_that_was_taken_over_is_not_released_by_its_former_owner(tmp_path):

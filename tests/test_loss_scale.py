@@ -10,8 +10,7 @@ from one_rank import fresh
 from mpipar.data.rows import Rows
 from mpipar.errors import NonFiniteError
 from mpipar.layers.loss import CrossEntropy
-from mpipar.train.gradsync import GradSync
-from mpipar.train.loss_scale import FIRST, LossScale, loss_scale_problems
+from mpipar.train.gradsync import GradSync, LossScale
 from mpipar.train.optim import Sgd
 
 TOKENS = np.random.default_rng(2).integers(0, 17, 500).astype(np.uint8)
@@ -36,19 +35,7 @@ def test_types_with_the_range_of_float32_have_none():
         scale = scale_of(dtype=dtype)
         scale.update(True)
         assert (scale.value, scale.dynamic, scale.can_skip()) == (1.0, False, False)
-    assert scale_of(dtype="float16").value == FIRST
-
-
-@pytest.mark.parametrize(("values", "words"), [
-    ({"loss_scale": 1024.0}, "--loss-scale 1024: is for --dtype float16"),
-    ({"loss_scale_interval": 5, "dtype": "bfloat16"}, "bfloat16 needs none"),
-    ({"loss_scale": 1000.0, "dtype": "float16"}, "use 1024"),
-    ({"loss_scale": 3e-5, "dtype": "float16"}, "use 3.0517578125e-05"),
-])  # fmt: skip
-def test_flags_that_would_do_nothing_or_round_are_refused(values, words):
-    found = loss_scale_problems(changed(**values))
-    assert len(found) == 1
-    assert words in found[0]
+    assert scale_of(dtype="float16").value == LossScale.FIRST
 
 
 def steps(worker, count, first=1):
@@ -58,7 +45,7 @@ def steps(worker, count, first=1):
 
 
 def masters(worker):
-    return np.concatenate([stage.flat.master for stage in worker.stages.values()])
+    return np.concatenate([flat.master for flat in worker.flats])
 
 
 def test_gradients_do_not_depend_on_the_scale():
@@ -103,7 +90,7 @@ def test_what_a_smaller_scale_can_not_mend_stops_the_run(monkeypatch):
 
     def finish(self):
         plain(self)
-        next(iter(self.stages.values())).flat.grad[0] = math.nan
+        self.flats[0].grad[0] = math.nan
 
     monkeypatch.setattr(GradSync, "finish", finish)
     worker = fresh(dtype="float16", loss_scale=4.0)
@@ -135,10 +122,10 @@ def test_weights_that_the_last_update_ruined_do_not_pass_for_trained(dtype):
 def test_masters_start_as_in_float32_and_layers_read_them_rounded():
     wide, narrow = fresh(dtype="float32"), fresh(dtype="bfloat16")
     assert (masters(wide) == masters(narrow)).all()
-    flat = narrow.stages[0].flat
+    flat = narrow.flats[0]
     assert flat.data.dtype == narrow.ops.dtype
     assert (flat.data == flat.master.astype(narrow.ops.dtype)).all()
-    assert wide.stages[0].flat.master is wide.stages[0].flat.data
+    assert wide.flats[0].master is wide.flats[0].data
 
 
 def way(dtype):
@@ -161,8 +148,8 @@ def test_small_updates_are_kept_in_the_masters(dtype, monkeypatch):
     assert astray() < 2 * rounding
     plain = Sgd.update
 
-    def update_rounded_weights(self, number, flat, *rest):  # without master weights
-        plain(self, number, flat, *rest)
+    def update_rounded_weights(self, flat, *rest):  # without master weights
+        plain(self, flat, *rest)
         self.ops.copy(flat.master, flat.data)
 
     monkeypatch.setattr(Sgd, "update", update_rounded_weights)

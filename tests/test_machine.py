@@ -18,7 +18,7 @@ from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.sharing import crowding
 from mpipar.plan.step import costs_of, step_estimate, step_parts
-from mpipar.train.worker import configured_schedule
+from mpipar.train.build import configured_schedule
 
 FLAGS = "--batch-size 16 --num-microbatches 4"  # with dp 2: microbatches of 2 rows
 
@@ -384,7 +384,7 @@ def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path)
                   "--out", tmp_path / "run", ranks=2)
     assert done.returncode == 0, done.tail()
     assert f'schedule = "{known}"' in (tmp_path / "run" / "config.toml").read_text()
-    assert_refused(2, ["take --schedule auto, or leave --machine out"],
+    assert_refused(2, ["use --schedule auto"],
                    "train", *CHOOSE[:-3], "--machine", path, ranks=2)
     assert_refused(2, ["d_model 128 (not 64)"], "train", *CHOOSE, path, "--d-model", 64, ranks=2)
 

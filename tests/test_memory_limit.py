@@ -50,7 +50,7 @@ def test_a_context_too_long_for_its_ranks_names_what_makes_it_fit_on_them(tmp_pa
     text = tmp_path / "text"
     text.write_text("A long context: its rows are cut, and so is what the ranks keep.\n" * 800)
     words = """--layers 6 --d-model 192 --heads 4 --seq-len 1024 --batch-size 4 --steps 2
-        --num-microbatches 1 --sample-tokens 0 --memory-limit 57M""".split()
+        --num-microbatches 1 --sample-tokens 0 --memory-limit 58M""".split()
     limited = ("train", *words, "--data", text)
     code, block = one_block(mpipar(*limited, "--layout", "dp=4", ranks=4, cwd=tmp_path))
     assert code == 69

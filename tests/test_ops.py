@@ -5,8 +5,7 @@ import pytest
 from helpers import assert_close
 from ops_cases import ADAMW, LARGE, SMALL, call_every_op, parts, plain, positions_of, runs_of
 
-from mpipar.ops import make, numpy_attention, numpy_ops, numpy_tiles
-from mpipar.ops.loss_ops import EMPTY_MAX
+from mpipar.ops import make, numpy_ops
 
 DIFFERENCES = 1e-6
 
@@ -24,9 +23,9 @@ def implementation_of(name, dtype="float64"):
 def ops(request, monkeypatch):
     """An implementation in float64; tiny tiles make small arrays cross every tile border."""
     if request.param == "tuned in tiny tiles":
-        monkeypatch.setattr(numpy_tiles, "TILE", 16)
-        monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
-        monkeypatch.setattr(numpy_attention, "PART_SCORES", 8)
+        monkeypatch.setattr(numpy_ops, "TILE", 16)
+        monkeypatch.setattr(numpy_ops, "QUERY_TILE", 2)
+        monkeypatch.setattr(numpy_ops, "PART_SCORES", 8)
     return implementation_of(request.param)
 
 
@@ -163,9 +162,9 @@ def padded_loss(ops, logits, targets, num_valid, shards, scale):
             for part, start in zip(parts, starts, strict=True)
         ]
     )
-    loss, lse = ops.cross_entropy_combine(stats)
+    loss, sums = ops.cross_entropy_combine(stats)
     for part, start in zip(parts, starts, strict=True):
-        out = ops.cross_entropy_backward_input(part, targets, lse, start, num_valid, scale)
+        out = ops.cross_entropy_backward_input(part, targets, sums, start, num_valid, scale)
         assert out is part, "the gradient is written over the logits"
     return loss, np.concatenate(parts, axis=1)
 
@@ -201,7 +200,7 @@ def test_cross_entropy_of_large_logits_does_not_overflow(ops):
 
 def test_shard_of_padding_only(ops):
     stats = ops.cross_entropy_forward(np.full((2, 3), np.nan), np.array([0, 1]), 6, 5)
-    assert np.array_equal(stats, [[EMPTY_MAX, 0.0, 0.0]] * 2)
+    assert np.array_equal(stats, [[np.finfo(np.float64).min, 0.0, 0.0]] * 2)
     best = ops.top_forward(np.full((2, 3), np.nan), 6, 5, 2)
     assert np.array_equal(best, [[[-np.inf, 6.0]] * 2] * 2)
 
@@ -224,7 +223,7 @@ def test_the_lowest_of_equals_comes_first(ops):
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("implementation", ["tuned", COMPILED])
 def test_tuned_equals_plain(monkeypatch, implementation, sizes, kind):
-    monkeypatch.setattr(numpy_tiles, "TILE", 4096)
+    monkeypatch.setattr(numpy_ops, "TILE", 4096)
     monkeypatch.setattr(numpy_ops, "PRODUCT_TILE", 1)  # 64 rows of a weight gradient at a time
     expected = call_every_op(plain(), sizes, kind)
     for name, value in call_every_op(implementation_of(implementation), sizes, kind).items():

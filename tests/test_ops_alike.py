@@ -1,4 +1,4 @@
-"""Every implementation has the functions of the table and no others."""
+"""Every implementation has the functions of `Ops`, with its signatures, and no others."""
 
 import sys
 from inspect import signature
@@ -11,7 +11,13 @@ from mpipar.comm.record import Recorder
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.fused import Fused
-from mpipar.ops.functions import FUNCTIONS, MEMORY, ROWS
+from mpipar.ops.cupy_fused import FusedOps
+from mpipar.ops.cupy_ops import CupyOps
+from mpipar.ops.functions import FUNCTIONS, MEMORY, Ops
+from mpipar.ops.mixed_ops import MixedOps
+from mpipar.ops.numba_ops import NumbaOps
+from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.ops.shape_ops import ShapeOps
 from mpipar.ops.timed_ops import TimedOps
 
 IMPLEMENTATIONS = {
@@ -47,20 +53,44 @@ def test_every_implementation_has_the_same_functions(monkeypatch, name):
     assert not more, "no line of the table"
 
 
-def test_a_line_names_the_arguments_of_its_formula():
-    """`out` is between the formulas and the driver of tiles, except for attention."""
+def signature_of(function, *, without_out=False):
+    """(parameters, type of the result); `out` is between formulas and the driver of tiles."""
+    found = signature(function, eval_str=True)
+    parameters = dict(found.parameters)
+    if without_out:
+        parameters.pop("out", None)
+    return parameters, found.return_annotation
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MEMORY])
+def test_every_implementation_has_the_signature_of_ops(name):
+    """Types, order, defaults and the result; a kernel of the same name is not a function of ops."""
+    wanted = signature_of(getattr(Ops, name))
+    inner = "out" not in wanted[0]  # attention is given three arrays to write to; formulas one
+    for implementation in (ArrayOps, NumpyOps, NumbaOps, CupyOps, FusedOps, ShapeOps, MixedOps):
+        found = signature_of(getattr(implementation, name), without_out=inner)
+        assert found == wanted, implementation.__name__
+
+
+def test_a_line_names_the_arguments_of_its_signature():
     for name, function in FUNCTIONS.items():
-        found = [one for one in signature(getattr(ArrayOps, name)).parameters
-                 if one not in ("self", "out")]
-        assert found == [part.name for part in function.takes if part.name != "out"], name
+        found = [one for one in signature(getattr(Ops, name)).parameters if one != "self"]
+        assert found == [part.name for part in function.takes], name
 
 
 def test_a_line_says_what_it_reads_and_writes():
     """The driver relies on this: a function of rows has rows, and makes all results or none."""
-    for name in ROWS:
+    in_tiles = [name for name, one in vars(NumpyOps).items() if hasattr(one, "__wrapped__")]
+    assert {"gelu_forward", "layernorm_forward", "top_forward", "adamw_step"} < {*in_tiles}
+    for name in in_tiles:
         function = FUNCTIONS[name]
         assert any(part.by_row for part in function.takes), name
         assert len(function.makes) in (0, len(function.gives)), name
+
+
+def test_a_function_without_a_formula_is_named():
+    with pytest.raises(TypeError, match="Ops has no gelu_forward"):
+        Ops().gelu_forward(1)
 
 
 def test_arguments_that_do_not_fit_a_line_are_refused():

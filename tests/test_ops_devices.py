@@ -12,7 +12,7 @@ from ops_cases import LARGE, call_every_op, plain
 from bench.interconnect import session
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
 from mpipar.ops import make
-from mpipar.ops.cuda.loader import Loader
+from mpipar.ops.cuda.kernels import Loader
 
 
 def test_cuda_without_cupy_says_what_to_type(monkeypatch):

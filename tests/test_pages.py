@@ -19,6 +19,8 @@ from bench.docs import measured
 from bench.docs import pages as docs_pages
 from bench.docs.blocks import blocks_of
 from mpipar import cli
+from mpipar.config import flags
+from mpipar.config.reading import read_arguments
 from mpipar.errors import EXIT_CODES, UsageError
 from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
@@ -184,18 +186,21 @@ def command_problem(command):
     program = words[0].removeprefix(".venv/bin/")
     if program == "mpipar" and words[1:] not in [[name] for name in cli.COMMANDS]:
         try:
-            cli.command_parser(words[1]).parse_args(words[2:])
-        except (UsageError, KeyError) as error:
-            return str(error)
-    elif program == "python" and words[1] != "-m":
+            command, parser = cli.command_of(words[1]), cli.command_parser(words[1])
+            typed, problems = flags.parsed(parser, words[2:], command.is_free)
+            read_arguments(command.arguments, typed, problems)
+        except UsageError as error:
+            problems = error.problems
+        return "; ".join(problems) or None
+    if program == "python" and words[1] != "-m":
         here = (REPOSITORY / words[1]).exists() or words[1] in FILES
         return None if here else f"no {words[1]}"
-    elif program == "python" and words[2] != "pytest":
+    if program == "python" and words[2] != "pytest":
         sources = sources_of(words[2])
-        flags = {word.partition("=")[0] for word in words[3:] if word.startswith("--")}
+        given = {word.partition("=")[0] for word in words[3:] if word.startswith("--")}
         known = {flag for file in sources for flag in re.findall(r"--[\w-]+", file.read_text())}
-        return f"no {words[2]}" if not sources else f"no {flags}" if flags - known else None
-    elif program not in ("pip", "python", "python3", ".", "source", "sbatch", "bash", "mpipar",
+        return f"no {words[2]}" if not sources else f"no {given}" if given - known else None
+    if program not in ("pip", "python", "python3", ".", "source", "sbatch", "bash", "mpipar",
                          "find", "head"):
         return f"no program {program}"
     return None

@@ -57,9 +57,9 @@ def test_sends_and_receives_are_patient_on_request(patient):
 
 
 @pytest.mark.parametrize(("layout", "uneven"), [
-    ({"pp_size": 2, "dp_size": 2}, {"world", "pp", "tie"}), ({"dp_size": 4}, set()),
-    ({"dp_size": 2, "tp_size": 2}, set()), ({"pp_size": 4, "order": ("tp", "cp", "dp", "pp")},
-                                            {"world", "pp", "tie"})])
+    ([{"pp": 2, "dp": 2}], {"world", "pp", "tie"}), ([{"dp": 4}], set()),
+    ([{"dp": 2, "tp": 2}], set()), ([{"pp": 4}, ("tp", "cp", "dp", "pp")],
+                                    {"world", "pp", "tie"})])
 def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
     made = []
 
@@ -68,9 +68,9 @@ def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
         return transport.NoTransport(ops)
 
     monkeypatch.setattr(group, "connect", connect)
-    grid, recorder = Grid(0, **layout), Recorder()
+    grid, recorder = Grid(0, *layout), Recorder()
     comms = group.Comms(grid, ops.shapes_for(RunConfig(), recorder), recorder,
-                        partitions={"tie": grid.partition("pp", [(0, grid.pp_size - 1)])})
+                        partitions={"tie": grid.partition("pp", [(0, grid.size("pp") - 1)])})
     expected = {comm.ranks: name in uneven for name, comm in comms.groups.items() if comm.size > 1}
     assert dict(made) == expected
 

@@ -36,7 +36,7 @@ def both_sides(rng, num_microbatches=2, **values):
     config, _ = resolve(changed(**values), 1)
     model = config.model
     worker = Worker(config, Grid(0), make("cpu", "float64"), Recorder())
-    params = [param for stage in worker.stages.values() for param in stage.flat.params]
+    params = [param for stage in worker.stages.values() for param in stage.params]
     for param in params:  # no bias is zero and no scale one, unlike at the start of training
         center = 1.0 if param.name.endswith(("norm1.w", "norm2.w", "final_norm.w")) else 0.0
         param.data[...] = rng.normal(center, 0.3, param.data.shape)

@@ -195,7 +195,7 @@ def test_the_batch_is_chosen_by_its_rate():
     (("plan", "llama-8b", "--machine", "none.toml", "--ranks", "8"), ["none.toml"]),
     (("plan", "none.toml", "--machine", "h100", "--ranks", "8"), ["none.toml", "No such file"]),
     (("plan", "typos.toml", "--machine", "h100", "--ranks", "8"),
-     ["d-modl: unknown key; did you mean --d-model?", "--ffn = 'relu2' in ", "--heads 3: must"]),
+     ["d-modl: unknown key; did you mean --d-model?", "--ffn = 'relu2' in ", "--heads 3 with"]),
 ])
 def test_refusals_name_everything(words, problems, tmp_path):
     (tmp_path / "typos.toml").write_text('d-modl = 64\nheads = 3\nffn = "relu2"\n')

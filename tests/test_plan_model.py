@@ -21,13 +21,13 @@ from mpipar.plan.block_time import BlockTimes, Times
 from mpipar.plan.cluster import STACKS, load_cluster, machine_names
 from mpipar.plan.collectives import all_gather, all_reduce, exchange
 from mpipar.plan.confirm import confirm, train_config
-from mpipar.plan.footprint import GIB, footprint, rank_footprint
+from mpipar.plan.footprint import GIB, footprint, rank_footprints
 from mpipar.plan.formats import FORMATS, in_format, least_seconds, search_formats
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.published import published_runs, read_runs
 from mpipar.plan.search import SCHEDULES, Candidate, Question, layouts, search, with_best_order
 from mpipar.plan.shape import Shape
-from mpipar.plan.step_time import hop_seconds, step_time
+from mpipar.plan.step_time import closed, hop_seconds, step_time
 
 RESULTS = REPOSITORY / "bench" / "results"
 CASES = [("1f1b", 4, 8, 1), ("1f1b", 3, 5, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 8, 2),
@@ -94,6 +94,16 @@ def test_long_steps_grow_by_rounds(schedule, chunks):
     expected = simulate(make_schedule(schedule, 4, 48, free), costs).makespan
     found = pipeline_time.Pipelines().simulated(layout, block, counts)
     assert math.isclose(found, expected, rel_tol=2e-3)
+
+
+@pytest.mark.parametrize("case", [*CASES, ("interleaved-zb", 4, 8, 2)], ids=str)
+def test_a_schedule_s_row_gives_the_bubble_of_its_stages(case):
+    """Of equal blocks without a head, where the row's formula holds."""
+    layout = layout_of(*case)
+    block = BlockTimes(Times(1.0), Times(1.1), Times(0.8), Times(), 0.0)
+    counts = blocks_of_stages(2 * layout.stages, layout.stages)
+    simulated = pipeline_time.Pipelines().simulated(layout, block, counts)
+    assert math.isclose(closed(layout, block, counts), simulated, rel_tol=0.02)
 
 
 def test_stages_lie_where_the_schedule_says():
@@ -217,7 +227,7 @@ def test_what_sends_less_goes_from_node_to_node():
     alone = slow._replace(layout=layout._replace(dp=1))
     assert with_best_order(question._replace(ranks=8), alone, pipelines) == alone
     config = train_config(question, build({"preset": "llama-8b"}), quick.layout, 64)
-    grid = Grid(0, pp_size=8, dp_size=8, order=tuple(config.grid.rank_order.split(",")))
+    grid = Grid(0, {"pp": 8, "dp": 8}, tuple(config.grid.rank_order.split(",")))
     for axis, stride in (("pp", quick.layout.stage_stride), ("dp", quick.layout.data_stride)):
         assert grid.group(axis) == tuple(range(0, 8 * stride, stride))
 
@@ -246,7 +256,7 @@ def test_states_are_those_of_the_code(layout):
     assert not why_not
     for one in found:
         rank = one.rank // (layout.ranks // layout.pp)
-        said = rank_footprint(question.shape, layout, question.stack, rank, counts)
+        said, = rank_footprints(question.shape, layout, question.stack, counts, [rank])
         states = said.weights + said.gradients + said.optimizer
         assert abs(states / one.states - 1) < 0.03, (one, said)  # biases and norms are not said
         assert one.sent > 0

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from program import PROGRAM, environment
 from tokenizers_made import save_like_gpt2, save_tokenizer
 
 from mpipar import cli
-from mpipar.console import bar
+from mpipar.console import bar, progress
 from mpipar.data import prepare as prepare_module
 from mpipar.data.dataset import read_dataset
 from mpipar.data.source import load_source
@@ -261,18 +262,20 @@ def test_a_signal_leaves_nothing(tmp_path):
 
 def test_the_bar_shows_how_far_it_is(monkeypatch):
     seen, now = [], iter(range(1, 100))
-    terminal = type("Terminal", (), {"isatty": lambda _: True, "flush": lambda _: None,
-                                     "write": lambda _, text: seen.append(text)})()
-    monkeypatch.setattr(bar, "sys", type("Sys", (), {"stderr": terminal}))
-    monkeypatch.setattr(bar, "monotonic", lambda: next(now))
+    terminal = type("Terminal", (io.StringIO,), {"isatty": lambda _: True,
+                                                 "write": lambda _, text: seen.append(text)})()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    for module in (bar, progress):
+        monkeypatch.setattr(module, "monotonic", lambda: next(now))
     shown = bar.Bar()
     for done in (0, 5_000_000, 10_000_000):
         shown("reading", done, 10_000_000)
     shown.clear()
     assert f"[{'.' * 30}]   0%" in seen[0]
-    assert f"[{'#' * 15}{'.' * 15}]  50%  5.0 MB/s" in seen[1]
+    assert f"[{'#' * 15}{'.' * 15}]  50%  1.7 MB/s" in seen[1]
     assert f"[{'#' * 30}] 100%" in seen[2]
-    assert seen[-1] == "\r\033[K"
+    assert seen[-1] == progress.ERASE
 
 
 # --- reading it back

@@ -15,7 +15,7 @@ from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
-from mpipar.partition import CUTS
+from mpipar.partition import CUTS, Sizes
 from mpipar.plan.predict import predict
 
 LAYERS = {"attn.qkv": "self.qkv.", "attn.proj": "self.proj.", "ffn.up": "self.up.",
@@ -56,15 +56,15 @@ def test_who_calls_the_group_itself_has_no_cut():
 
 def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
     ops, recorder = make("shapes", "float64"), Recorder()
-    comm = Comms.solo(ops, Grid(0, tp_size=2), recorder).tp
+    comm = Comms.solo(ops, Grid(0, {"tp": 2}), recorder)["tp"]
     x, w = ops.empty((1, 3, 4)), ops.empty((4, 5))
 
     def cross():
-        return CUTS["row"].forward(ops, x, w, comm, "y")
+        return CUTS["row"].forward(ops, ops, x, w, comm, "y", sizes=Sizes(0, 4, 5))
 
     for _ in range(2):
         cross()
-        CUTS["row"].forward(ops, x, w, comm, "y")
+        CUTS["row"].forward(ops, ops, x, w, comm, "y", sizes=Sizes(0, 4, 5))
     first, second, *rest = [record.site for record in recorder.records]
     assert first != second
     assert rest == [first, second]
@@ -74,7 +74,7 @@ def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
 
 def test_a_send_that_blocks_is_known_before_it_has_a_tally():
     """Its tally comes while the message travels. Until then the record knows its caller."""
-    comm, seen = Comms.solo(make("cpu", "float32"), Grid(0, pp_size=2)).pp, []
+    comm, seen = Comms.solo(make("cpu", "float32"), Grid(0, {"pp": 2}))["pp"], []
 
     def blocked(x, peer, tag):
         seen.append(comm.recorder.records[-1])
@@ -90,6 +90,7 @@ def test_a_send_that_blocks_is_known_before_it_has_a_tally():
         assert (after.name, after.payload_bytes, after.wire_bytes, after.tag) == (
             "bench", 12, 12, 7)
         assert "comm.send(np.zeros(3" in line_of(after.site)
+    assert comm.recorder.open_send is None  # it holds the caller's frame, and so its arrays
     (counter,) = comm.recorder.counters.values()
     assert counter.calls == 2
     comm.recorder.reset_counters()
@@ -100,8 +101,8 @@ def test_a_send_that_blocks_is_known_before_it_has_a_tally():
 def recorded(records, spans):
     """A recorder that holds records (posted, waited, done) of one axis, and spans (kind, ends)."""
     recorder = Recorder()
-    tally = recorder.tally("dp", 2, "", "all_reduce", "grads.bucket", 8, sys._getframe())
-    recorder.entries.extend([*times, 1, -1, -1, 1, 0, 0, tally] for times in records)
+    tally = recorder.tally("dp", 2, "", "all_reduce", "grads.bucket", sys._getframe())
+    recorder.entries.extend([*times, 1, -1, -1, 8, 8, 1, 0, 0, tally] for times in records)
     recorder._spans.extend((*one, 1, 0, 0) for one in spans)
     return recorder
 
@@ -140,3 +141,71 @@ def test_who_reads_the_newest_record_keeps_no_arrays():
         assert a_pass()() is None
     finally:
         gc.enable()
+
+
+def test_a_place_lasts_as_long_as_its_block():
+    recorder, told = Recorder(), []
+    recorder.board = lambda step, phase: told.append((step, phase))
+    recorder.step = 3
+
+    def place():
+        return recorder.phase, recorder.stage, recorder.mb
+
+    with recorder.at("I", 2, 5):
+        assert place() == ("I", 2, 5)
+        with recorder.at("W"):
+            assert place() == ("W", 2, 5)
+        assert place() == ("I", 2, 5)
+    assert place() == ("setup", -1, -1)
+    assert told == [(3, "I"), (3, "W")]
+    with pytest.raises(ValueError, match="an error"), recorder.at("F", 1, 0), recorder.at("sync"):
+        raise ValueError("an error")
+    assert place() == ("sync", 1, 0), "the report of the error says where it happened"
+
+
+def test_a_line_has_one_tally_whatever_the_sizes():
+    """2,000 sizes, phases and types that are equal but not the same objects, and one other line."""
+    ops, recorder = make("shapes", "float32"), Recorder()
+    comm, sizes = Comms.solo(ops, Grid(0, {"tp": 3}), recorder)["tp"], range(1, 2001)
+    recorder.resize(None)
+    for size in sizes:
+        with recorder.at("".join("FW"[0])):
+            comm.all_reduce(ops.zeros(size, np.dtype("float32", copy=True)), "y" * (size > 0))
+    with recorder.at("F"):
+        comm.all_reduce(ops.zeros(7), "y")
+    first, second = recorder.tallies.values()
+    assert (first.calls, second.calls) == (2000, 1)
+    payloads = [record.payload_bytes for record in recorder.records]
+    assert payloads == [*(4 * size for size in sizes), 28]
+    assert [record.wire_bytes for record in recorder.records] == [
+        4 * payload // 3 for payload in payloads]
+    ((key, sums),) = recorder.counters.items()
+    assert (key.name, key.operation, key.phase, key.dtype) == ("y", "all_reduce", "F", "float32")
+    assert sums[:3] == (2001, sum(payloads), sum(4 * payload // 3 for payload in payloads))
+    recorder.clear()
+    comm.all_reduce(ops.zeros(5), "y")
+    assert [sums[:3] for sums in recorder.counters.values()] == [(1, 20, 26)]
+
+
+def test_other_phases_and_types_of_one_line_are_counted_apart():
+    ops, recorder = make("shapes", "float32"), Recorder()
+    comm = Comms.solo(ops, Grid(0, {"tp": 2}), recorder)["tp"]
+    for phase in ("F", "I", "F"):
+        for dtype in ("float32", "float64"):
+            with recorder.at(phase):
+                comm.all_gather(ops.zeros(4, np.dtype(dtype)), "y")
+    assert {(key.phase, key.dtype): sums[:3] for key, sums in recorder.counters.items()} == {
+        ("F", "float32"): (2, 64, 32), ("F", "float64"): (2, 128, 64),
+        ("I", "float32"): (1, 32, 16), ("I", "float64"): (1, 64, 32)}
+
+
+def test_messages_and_collectives_are_numbered_apart():
+    """Ranks of a pipeline send unlike many messages; their collectives have the same numbers."""
+    ops, recorder = make("shapes", "float32"), Recorder()
+    comm, x = Comms.solo(ops, Grid(0, {"pp": 2}), recorder)["pp"], ops.zeros(3)
+    comm.barrier("first")
+    comm.isend(x, 1, 7, "message")
+    comm.recv(x, 1, 7, "message")
+    comm.barrier("second")
+    assert [(record.operation, record.seq) for record in recorder.records] == [
+        ("barrier", 1), ("send", 1), ("recv", 2), ("barrier", 2)]

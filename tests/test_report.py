@@ -110,7 +110,8 @@ def test_a_failure_is_said_and_ends_nothing(name, tmp_path):
     assert said == ["no report.html: Is a directory"]
     (folder / "metrics.jsonl").write_text("no json\n")
     report.write(folder, config_of(), told(), said.append)
-    assert said[1].startswith("no report.html: Expecting value")
+    assert said[1].startswith("report.html and metrics.csv are without 1 damaged line")
+    assert said[2] == "no report.html: Is a directory"
     assert not list(folder.glob("*.partial"))
 
 

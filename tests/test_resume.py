@@ -6,18 +6,16 @@ Runs that are killed and go on are in test_resume_runs.py, files of a checkpoint
 import json
 import shutil
 
-import numpy as np
 import pytest
 from config_helpers import reading_of
 from in_process import assert_refused, printed
 from program import metrics, mpipar
 
+from mpipar.commands.elsewhere import changes, legal
 from mpipar.commands.resolve import resolve
 from mpipar.commands.run_folder import cut_behind, finished_step, set_aside
 from mpipar.config.reading import to_toml, values_of
-from mpipar.config.resumed import resumed
-from mpipar.data.fingerprint import EDGE, fingerprint
-from mpipar.data.source import load_source
+from mpipar.errors import UsageError
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 0 --steps 6 --save-interval 2 --keep-checkpoints 0
@@ -46,15 +44,15 @@ def here(made, tmp_path):
 
 @pytest.mark.parametrize(("words", "code", "parts"), [
     ("--out run", 2, ["run exists and is not empty", "--resume auto --out run"]),
-    ("--resume auto", 2, ["--resume auto", "add --out or --run-name"]),
-    ("--resume run --init-from w", 2, ["--init-from w: --resume run brings the weights"]),
+    ("--resume auto", 2, ["--resume auto", "--run-name", "--out"]),
+    ("--resume run --init-from w", 2, ["--init-from w with --resume run"]),
     ("--resume auto --out run --steps 5", 2, ["--steps 5", "step 6"]),
     ("--resume nowhere", 65, ["--resume nowhere: there is no checkpoint here"]),
     ("--resume run/checkpoints/step-00000009", 65, ["step-00000009"]),
     ("--resume run --out text.txt", 2, ["text.txt is a file"]),
     ("--resume run/checkpoints/step-00000002 --steps 9 --data other.txt", 65,
      ["--data: has changed", "length 930, dtype uint8, sha256", "length 1200, dtype uint8"]),
-    ("--resume run --steps 9 --dp 3", 2, ["dp 3: needs a multiple of 3 ranks"]),
+    ("--resume run --steps 9 --dp 3", 2, ["--dp 3", "mpiexec -n 3"]),
 ])
 def test_refusals(words, code, parts, here):
     (here / "other.txt").write_text("another text" * 100)
@@ -101,7 +99,7 @@ def saved_settings(*words, ranks=4):
 
 def settled(saved, *words, ranks=4):
     """The complete settings of a run that goes on."""
-    config, _ = resolve(resumed(reading_of(*words), saved, ranks), ranks)
+    config, _ = resolve(legal(reading_of(*words), saved, ranks), ranks)
     return config
 
 
@@ -125,6 +123,41 @@ def test_a_layout_that_is_given_or_does_not_fit_is_chosen_anew(words, ranks, lay
     grid = settled(saved, *words, "--schedule", "1f1b", ranks=ranks).grid
     assert (grid.dp, grid.pp, grid.tp) == layout
     assert (grid.stage_layers, grid.chunks) == (None, None)
+
+
+@pytest.mark.parametrize(("words", "ranks", "none"), [
+    ("--zero 3 --dp 4", 4, {5, 7}), ("--zero 1 --dp 2 --cp 2", 4, {5, 7}),
+    ("--batch-size 8 --dp 2", 2, {5, 7}), ("--batch-size 6 --num-microbatches 3", 1, {5, 7}),
+    ("--batch-size 8 --schedule dualpipe-v --pp 2 --num-microbatches 4", 2, {5, 7}),
+    ("--schedule dualpipe --pp 2 --num-microbatches 4", 2, {5, 7}),
+    ("--heads 3 --d-model 12 --batch-size 7 --num-microbatches 7 --tp 3", 3, {5, 8}),
+    ("--model convnet --batch-size 8 --dp 2", 2, set()),
+    ("--layers 1 --heads 1 --batch-size 2 --num-microbatches 2", 1, {3, 4, 5, 6, 7, 8}),
+])
+def test_a_run_goes_on_on_any_ranks_that_have_a_layout(words, ranks, none):
+    """none: numbers of ranks for which no dp x pp x tp divides rows, layers and heads."""
+    saved = saved_settings(*words.split(), ranks=ranks)
+    for number in range(1, 9):
+        if number in none:
+            with pytest.raises(UsageError, match="no layout of so many takes the run's batch size"):
+                settled(saved, ranks=number)
+            continue
+        config = settled(saved, ranks=number)
+        assert config.train.batch_size == saved["batch_size"]
+        assert (config.memory.zero > 0) == (saved["zero"] > 0 and config.grid.dp > 1)
+
+
+def test_what_gives_way_is_said_in_one_line():
+    saved = saved_settings("--zero", "3", "--dp", "4")
+    assert changes(settled(saved), saved) == []
+    assert changes(settled(saved, ranks=1), saved) == [
+        "with this layout: --zero 0 (3 before)"]
+    with pytest.raises(UsageError, match="--zero 3 with --dp 1"):  # the user wants it
+        settled(saved, "--zero", "3", ranks=1)
+    saved = saved_settings("--batch-size", "2", "--num-microbatches", "2", "--layers", "1",
+                           "--heads", "1", ranks=1)
+    with pytest.raises(UsageError, match=r"^5 ranks: .* start it again on 2$"):
+        settled(saved, ranks=5)
 
 
 def test_print_config_shows_the_settings_of_the_run(here):
@@ -167,31 +200,6 @@ def test_nothing_is_overwritten_when_it_is_set_aside(tmp_path):
 def test_a_result_that_cannot_be_read_is_none(text, tmp_path):
     (tmp_path / "result.json").write_text(text)
     assert finished_step(tmp_path) == 0
-
-
-def test_the_fingerprint_sees_every_byte():
-    data = np.arange(100, dtype=np.uint16)
-    first = fingerprint([data[:60], data[60:]])
-    assert first == fingerprint([data]) | {"sha256": first["sha256"]}
-    assert (first["length"], first["dtype"]) == (100, "uint16")
-    for place in (0, 59, 60, 99):
-        other = data.copy()
-        other[place] += 1
-        assert fingerprint([other[:60], other[60:]]) != first
-
-
-def test_the_fingerprint_of_a_large_token_file_is_that_of_its_ends(tmp_path):
-    path = tmp_path / "large.bin"
-    tokens = np.zeros(2 * EDGE, np.uint16)
-    tokens.tofile(path)
-    mapped = np.memmap(path, np.uint16, mode="r+")
-    found = [fingerprint([load_source((str(path),), 256).tokens])]
-    assert found[0]["length"] == 2 * EDGE
-    for place in (EDGE, 0, -1):  # the first of them would take long to find in a larger file
-        mapped[place] = 1
-        found.append(fingerprint([load_source((str(path),), 256).tokens]))
-    assert found[0] == found[1]
-    assert len({one["sha256"] for one in found}) == 3
 
 
 # --- mpipar ckpt

@@ -10,7 +10,7 @@ import pytest
 from config_helpers import reading_of
 from helpers import find_launcher
 from one_rank import fresh, fresh_convnet, loaded
-from program import TEXT, layout_flags, mpipar
+from program import layout_flags, mpipar
 from safetensors.numpy import load_file
 
 from mpipar.checkpoint import weights as checkpoint
@@ -41,7 +41,7 @@ def edit(folder, **values):
 
 def test_weights_there_and_back(saved):
     worker, folder = saved
-    params = {param.name: param for param in worker.stages[0].flat.params}
+    params = {param.name: param for param in worker.stages[0].params}
     tensors = load_file(folder / "model.safetensors")
     assert tensors.keys() == params.keys()
     assert {"block1.norm2.w", "final_norm.w", "head.table"} < params.keys()
@@ -50,7 +50,7 @@ def test_weights_there_and_back(saved):
         np.testing.assert_array_equal(x, params[name].data, err_msg=name)
     again = loaded(folder)
     assert again.config.model == worker.config.model
-    np.testing.assert_array_equal(again.stages[0].flat.data, worker.stages[0].flat.data)
+    np.testing.assert_array_equal(again.flats[0].data, worker.flats[0].data)
 
 
 @pytest.mark.parametrize(("values", "part"), [
@@ -88,25 +88,6 @@ def test_the_other_norm_than_that_of_the_weights_is_refused(saved, tmp_path, rng
         (problem,) = caught.value.problems
         assert problem == (f"--norm {typed}: contradicts --init-from {folder}, where it is {true};"
                            " leave --norm out")
-
-
-@needs_launcher
-@pytest.mark.slow
-def test_trains_on_any_layout_and_goes_on_on_another(tmp_path):
-    run = tmp_path / "run"
-    result = mpipar("train", *SMALL, *TEXT, "--steps", 3, "--sample-tokens", 3,
-                    "--sequence-parallel", "--memory", "--out", run, *layout_flags((1, 1, 2)),
-                    ranks=2)
-    assert result.returncode == 0, result.tail()
-    assert "tied head, RMSNorm" in result.stdout
-    assert json.loads((run / "weights" / "config.json").read_text())["norm"] == "rms"
-    result = mpipar("generate", run, "--prompt", "a", "--sample-tokens", 2)
-    assert result.returncode == 0, result.tail()
-    result = mpipar("train", "--init-from", run / "weights", "--steps", 1, "--schedule", "auto",
-                    *TEXT, "--sample-tokens", 0, "--out", tmp_path / "more",
-                    *layout_flags((1, 2, 1)), ranks=2)
-    assert result.returncode == 0, result.tail()
-    assert "tied head, RMSNorm" in result.stdout
 
 
 @needs_launcher

@@ -8,18 +8,17 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import find_launcher, run_command, run_ranks
 from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, one_block
 
 from mpipar.console import output
-from mpipar.errors import OutputError
 from mpipar.job import failure
-from mpipar.job.environment import started
 
 needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
@@ -154,7 +153,7 @@ def test_a_growing_file_has_in_the_end_all_that_the_disk_refused_for_a_while(tmp
         def close(self):
             pass
 
-    file = output.GrowingFile(tmp_path / "log.txt")
+    file = output.GrowingFile(tmp_path, "log.txt")
     file.file.close()
     file.file = disk = Disk()
     file.write("one line\n")
@@ -181,7 +180,8 @@ try:
     output.write_text(folder / "report.html", "<html>" * 10)
 except errors.OutputError as error:
     said.append(str(error))
-said.append(failure.claim([folder / "errors"], 0, failure.error_report(ValueError("no"), "")))
+report = failure.error_report(ValueError("no"), "")
+said.append(failure.write_record(folder / "errors", 0, report))
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 print(said)
 """
@@ -192,23 +192,38 @@ def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path):
     done = run_command([sys.executable, "-c", PART_OF_A_FILE, str(tmp_path)], LIMIT, environment())
     assert done.returncode == 0, done.tail()
     assert "report.html: File too large" in done.stdout
-    assert "(70, True, None)" in done.stdout
+    assert done.stdout.endswith(", None]\n")
     assert [path.name for path in tmp_path.rglob("*")] == ["errors"]
 
 
-def test_a_rank_that_fails_when_the_files_of_the_first_are_gone_is_silent(tmp_path):
-    first, second = failure.Claim(), failure.Claim()
-    second.share(os.getpid(), started(os.getpid()), first.open())
-    report = failure.error_report(ValueError("a defect"), "")
-    assert not second.is_taken([tmp_path / "errors"])
-    assert first.take([tmp_path / "errors"], 0, report)[:2] == (70, True)
-    shutil.rmtree(tmp_path / "errors")
-    assert second.is_taken([tmp_path / "errors"])
-    late = failure.error_report(OutputError("disk full"), "")
-    assert second.take([tmp_path / "errors"], 1, late) == (70, False, None)
-    assert list(tmp_path.glob("err*")) == []
-    code, speaks, record = second.take([tmp_path / "run", tmp_path / "errors"], 1, late)
-    assert (code, speaks, record.parent.name) == (70, False, "run"), "all ranks leave a record"
+def test_the_first_rank_to_fail_ends_the_job_and_later_ones_take_over_its_code():
+    words = memoryview(bytearray(24)).cast("q")
+    assert failure.is_first(words, 2, 74) == (True, 74)
+    assert failure.is_first(words, 0, 70) == (False, 74)
+    assert failure.is_first(words, 2, 70) == (True, 74), "its second thread"
+
+
+def test_ranks_that_fail_at_the_same_moment_agree_who_was_first():
+    """Each has seen no failure before its own. Threads stand for ranks."""
+    for _ in range(20):
+        words, gate = memoryview(bytearray(32)).cast("q"), threading.Barrier(4)
+
+        def fail(rank, words=words, gate=gate):
+            gate.wait()
+            return failure.is_first(words, rank, 70 + rank)
+
+        with ThreadPoolExecutor(4) as ranks:
+            found = list(ranks.map(fail, range(4)))
+        [first] = [rank for rank, (speaks, _) in enumerate(found) if speaks]
+        assert {code for _, code in found} == {70 + first}
+
+
+def test_a_record_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "errors").symlink_to("target")
+    report = failure.error_report(ValueError("no"), "")
+    assert failure.write_record(tmp_path / "errors", 0, report) is None
+    assert list((tmp_path / "target").iterdir()) == []
 
 
 # --- standard output that nobody gets

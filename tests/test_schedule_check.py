@@ -9,8 +9,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from schedule_cases import counts
 
-from mpipar.pipeline.check import check
+from mpipar.pipeline.check import check, check_lanes
 from mpipar.pipeline.csv_format import parse_instruction
+from mpipar.pipeline.engine import forward_only
 from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError, lower
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
 
@@ -225,3 +226,24 @@ def test_a_step_of_64_ranks_is_checked_in_a_few_seconds():
     start = time.process_time()
     check(schedule)
     assert time.process_time() - start < 30
+
+
+@given(counts(max_p=5, max_m=10))
+@settings(deadline=None)
+def test_messages_of_one_direction_have_one_order(case):
+    schedule = make_schedule(*case)
+    check_lanes(schedule)
+    check_lanes(forward_only(schedule, range(schedule.num_microbatches)))
+
+
+@pytest.mark.parametrize("kind", ["SEND_F", "RECV_F"])
+def test_another_order_is_refused_where_nccl_carries_messages(kind):
+    schedule = wired(make_schedule("gpipe", 2, 3))
+    pp_rank, stage = (0, 0) if kind == "SEND_F" else (1, 1)
+    program = [str(instr) for instr in schedule.programs[pp_rank]]
+    two = [program.index(f"{stage}{kind}{mb}") for mb in (0, 2)]
+    changed = edited(schedule, pp_rank, swap(*two))
+    first, second = (2, 0) if kind == "SEND_F" else (0, 2)
+    with pytest.raises(ScheduleError, match=(
+            f"rank 0 runs 0SEND_F{first} where rank 1 runs 1RECV_F{second}.*MPIPAR_NCCL=no")):
+        check_lanes(changed)

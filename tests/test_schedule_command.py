@@ -1,6 +1,5 @@
 """`mpipar schedule`: grid, symbols, figures beside closed forms, files, mistakes."""
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -9,6 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from mpipar import cli
 from mpipar.commands import schedule as command
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline import draw
@@ -18,9 +18,7 @@ from mpipar.pipeline.simulate import simulate
 
 
 def run(words, capsys):
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    assert command.run(parser.parse_args(["schedule", *words.split()])) == 0
+    assert command.run(cli.context_of(None, "schedule", words.split())) == 0
     return capsys.readouterr().out
 
 
@@ -66,9 +64,9 @@ def test_a_grid_fits_in_100_columns(name, p, m):
     assert max(map(len, text.splitlines())) <= 100
     assert len(text.splitlines()) <= 6 * (p + 2)
     if p == 2:
-        for spans in draw.compute_spans(timeline):
-            for span in spans:
-                assert f" {draw.label(timeline, span.instr)}" in text
+        for row in draw.layout(timeline):
+            for cell in row:
+                assert f" {cell.text}" in text
 
 
 def test_costs_that_are_no_integers():
@@ -131,7 +129,7 @@ def test_compare(capsys):
     assert rows["interleaved"][1:3] == ["8", "28.5"]
     assert rows["zb-v"][1:4] == ["8", "25.5", "5.9"]
     text = run("--compare --pp 3 --num-microbatches 5 --chunks 3", capsys)
-    assert "--schedule dualpipe pairs the ranks up, --pp 3 is odd: use 2 or 4" in text
+    assert "--pp 3 with --schedule dualpipe" in text
     assert "looped-bfs 9" in " ".join(text.split())
 
 
@@ -165,8 +163,8 @@ def test_svg_has_every_pass_with_its_times(tmp_path, capsys):
     assert title == "zb-v: 3 workers, 6 stages, 5 microbatches"
     timeline = simulate(make_schedule("zb-v", 3, 5), Costs())
     assert sorted(tips) == sorted(
-        f"{draw.label(timeline, span.instr)}: {span.start} to {span.end}"
-        for spans in draw.compute_spans(timeline) for span in spans
+        f"{cell.text}: {cell.start} to {cell.end}"
+        for row in draw.layout(timeline) for cell in row
     )
 
 
@@ -215,10 +213,10 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
     ("words", "expected"),
     [
         ("", ["which schedule?", "zb-h1"]),
-        ("1f1", ["did you mean 1f1b?"]),
+        ("1f1", ["use --schedule 1f1b"]),
         ("1f1b --json --csv -", ["--json and --csv - both print"]),
         ("dualpipe --pp 3 --costs 1,x --latency -1",
-         ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 is odd"]),
+         ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 with"]),
         ("1f1b --costs 1,1", ["--costs 1,1: use three numbers"]),
         ("1f1b --costs 0,1,1", ["--costs: 0 must be more than 0"]),
         ("1f1b --costs 1,1/0,1", ["'1/0' is not a number"]),
@@ -227,9 +225,9 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
         ("--from-csv no.csv --compare --chunks 2", ["leave --compare and --chunks out"]),
         ("gpipe --compare --group-size 0", ["leave NAME and --group-size out"]),
         ("--compare --symbols --json --csv a.csv", ["leave --symbols and --json and --csv out"]),
-        ("looped-bfs --group-size 4", ["--schedule looped-bfs has no groups"]),
+        ("looped-bfs --group-size 4", ["--group-size 4 with --schedule looped-bfs"]),
         ("--from-csv no.csv", ["cannot read no.csv"]),
-        ("--compare --pp 0", ["--pp 0 must be at least 1"]),
+        ("--compare --pp 0", ["--pp 0: must be at least 1"]),
     ],
 )
 def test_mistakes(words, expected, capsys):
@@ -243,7 +241,7 @@ def test_mistakes(words, expected, capsys):
 def test_what_is_wrong_for_every_schedule_is_said_once(capsys):
     with pytest.raises(UsageError) as caught:
         run("--compare --pp 0 --chunks 0", capsys)
-    assert str(caught.value).count("--pp 0 must be at least 1") == 1
+    assert str(caught.value).count("--pp 0: must be at least 1") == 1
 
 
 def test_a_file_that_cannot_be_written(tmp_path, capsys):

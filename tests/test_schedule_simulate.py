@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
-from mpipar.models.stage import UnitFlops, balanced_layers
+from mpipar.models.split import UnitFlops, balanced_layers
 from mpipar.pipeline.choose import FITS, choose_schedule
-from mpipar.pipeline.closed_form import closed_form
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import (
     ScheduleError,
@@ -23,7 +22,7 @@ from mpipar.pipeline.instructions import (
     on_wire,
     parts,
 )
-from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from mpipar.pipeline.schedules.catalog import SCHEDULES, closed_form, make_schedule
 from mpipar.pipeline.simulate import simulate
 
 
@@ -267,8 +266,8 @@ def test_costs_of_stages_from_costs_of_layers():
 def model(layers, **fields):
     """costs_of a model of equal layers."""
     def costs_of(schedule):
-        units = UnitFlops(0, 1, 0)
-        return Costs(**fields).merged(balanced_layers(layers, units, schedule.stages_by_rank))
+        units = UnitFlops(0, (1,) * layers, 0)
+        return Costs(**fields).merged(balanced_layers(units, schedule.stages_by_rank))
     return costs_of
 
 
@@ -298,7 +297,7 @@ def test_choice_among_those_that_accept_the_counts():
     assert verdicts["zb-v"] == FITS  # with 4 of 8 stages empty
     assert "--num-microbatches 8 or 10" in verdicts["dualpipe"]
     assert table[0].name == "zb-h1"
-    with pytest.raises(UsageError, match="--pp 0 must be at least 1"):
+    with pytest.raises(UsageError, match="--pp 0: must be at least 1"):
         choose_schedule(0, 5, few, 10**9)
 
 

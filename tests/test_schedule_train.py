@@ -12,7 +12,7 @@ from program import PROGRAM, TEXT, environment, mpipar
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
 from mpipar.plan.choose_layout import with_schedule_name
-from mpipar.train.worker import configured_schedule
+from mpipar.train.build import configured_schedule
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = [*TEXT, *"""--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8
@@ -40,9 +40,9 @@ def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path, name):
 def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
     path = tmp_path / "order.csv"
     printed("schedule", "zb-v", "--pp", 2, "--num-microbatches", 4, "--csv", path)
-    own = [f"{flag}: --schedule-csv {path} brings its own order"
+    own = [f"{flag} with --schedule-csv {path}"
            for flag in ("--schedule auto", "--chunks 3", "--group-size 4")]
-    assert_refused(2, [*own, f"names 2 stages, but --schedule-csv {path} has 4"], "explain",
+    assert_refused(2, [*own, "--stage-layers 2,2 with", "use --stage-layers 1,1,1,1"], "explain",
                    "--pp", 2, "--schedule-csv", path, "--schedule", "auto", "--chunks", 3,
                    "--group-size", 4, "--stage-layers", "2,2")
 
@@ -92,7 +92,7 @@ def test_chunks_reach_the_chosen_schedule_only_where_they_are_free(chosen, stage
 
 
 def test_groups_are_for_auto_to_choose():
-    assert_refused(2, ["--group-size fixes the groups, which --schedule auto chooses"],
+    assert_refused(2, ["--group-size 2 with --schedule auto"],
                    "explain", "--pp", 2, "--schedule", "auto", "--group-size", 2)
 
 

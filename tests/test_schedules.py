@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from schedule_cases import compute, counts
 
 from mpipar.pipeline.check import check
-from mpipar.pipeline.closed_form import closed_form
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import Instr, is_compute, lower, parts, receives, sends
 from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
     SCHEDULES,
+    closed_form,
     make_schedule,
     num_stages,
     schedule_problems,

@@ -58,7 +58,7 @@ def test_in_place_functions_return_their_argument(ops):
     assert ops.accumulate(x, y) is x
     assert ops.scale(x, 0.5) is x
     assert ops.bias_forward(x, b) is x
-    assert ops.cross_entropy_backward_input(x, targets, ops.zeros(3), 0, 5, 1.0) is x
+    assert ops.cross_entropy_backward_input(x, targets, ops.zeros((3, 2)), 0, 5, 1.0) is x
 
 
 @pytest.mark.parametrize("index", range(len(VIEWS)))
@@ -203,14 +203,14 @@ CASES = {
     "attention_block_forward": lambda ops, a: ops.attention_block_forward(
         a["dy"], *shared(a), a["positions"], a["few"]),
     "attention_block_backward": lambda ops, a: ops.attention_block_backward(
-        a["dy"], a["dy"], *shared(a), *2 * [a["row_values"]],
+        a["dy"], a["dy"], *shared(a), a["stats"], a["row_values"],
         q_pos=a["positions"], k_pos=a["few"]),
     "attention_delta": lambda ops, a: ops.attention_delta(a["dy"], a["dy"]),
     "cross_entropy_forward": lambda ops, a: ops.cross_entropy_forward(
         a["logits"], a["targets"], 0, 900
     ),
     "cross_entropy_backward_input": lambda ops, a: ops.cross_entropy_backward_input(
-        a["logits"], a["targets"], a["lse"], 0, 900, 1.0
+        a["logits"], a["targets"], a["sums"], 0, 900, 1.0
     ),
 }
 
@@ -232,7 +232,8 @@ def test_memory_is_that_of_the_tuned_functions(name):
         "row_values": np.ones((batch, 4, tokens), np.float32),
         "logits": np.ones((batch * tokens, inner), np.float32),
         "targets": np.zeros(batch * tokens, np.int64),
-        "lse": np.ones(batch * tokens, np.float32),
+        "sums": np.ones((batch * tokens, 2), np.float32),
+        "stats": np.ones((batch, 4, tokens, 2), np.float32),
     }
     real, shapes = make("cpu", "float32"), make("shapes", "float32", kernels="numpy")
     live, peak = real_allocations(lambda: CASES[name](real, host))

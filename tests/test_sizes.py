@@ -28,8 +28,8 @@ def read(folder, text):
     parser = flags.Parser()
     flags.add_flags(parser)
     (folder / "sizes.toml").write_text(f'memory-limit = "{text}"\n')
-    return reading.read(parser.parse_args(
-        ["--config", str(folder / "sizes.toml"), "--bucket-bytes", text]))
+    words = ["--config", str(folder / "sizes.toml"), "--bucket-bytes", text]
+    return reading.read(*flags.parsed(parser, words))
 
 
 def test_flags_and_keys_take_sizes(tmp_path):

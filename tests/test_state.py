@@ -15,6 +15,7 @@ from state_cases import (
     config_for,
     fill,
     full_tensor,
+    known_shard,
     loaded,
     saved,
     savers_of,
@@ -298,17 +299,25 @@ def test_the_copy_for_the_background_is_predicted(values, tmp_path):
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_state_on_a_gpu(dtype, background, cupy, tmp_path):
-    """Saved from a device, loaded on the CPU, saved there and loaded on a device: the same bits."""
+    """Saved on the CPU, loaded on a device, saved there and loaded on the CPU: the same bits.
+
+    The device cuts the vocabulary elsewhere, because it pads each rank's rows to a multiple.
+    """
     on_device, on_host = (
         config_for(tp=2, dtype=dtype, device=device) for device in ("cuda", "cpu"))
     written = saved(on_host, 2, tmp_path / "host")
     workers = loaded(on_device, 2, written)
+    for worker in workers:
+        for param in (param for flat in worker.flats for param in flat.params):
+            shard = known_shard("master", param, worker.ops.statistics, 0)
+            expected = shard.astype(worker.ops.dtype).tobytes()
+            assert worker.ops.to_host(param.data).tobytes() == expected, param.name
     savers = savers_of(workers, tmp_path / "device", background=background)
     on_all(lambda saver: save_and_finish(saver, 3), savers)
-    (_, again), = committed_steps(tmp_path / "device")
+    (_, between), = committed_steps(tmp_path / "device")
+    workers = loaded(on_host, 2, between)
+    for worker in workers:
+        assert_filled(worker)
+    on_all(lambda saver: saver.save(3), savers_of(workers, tmp_path / "again"))
+    (_, again), = committed_steps(tmp_path / "again")
     assert contents(again) == contents(written)
-    for worker, expected in zip(workers, loaded(on_host, 2, again), strict=True):
-        assert_filled(expected)
-        for number, stage in worker.stages.items():
-            assert worker.ops.to_host(stage.flat.data).tobytes() == (
-                expected.stages[number].flat.data.tobytes())

@@ -251,7 +251,7 @@ def test_links_and_pipes_are_not_followed(name, kind, folder):
     else:
         path.unlink()
         os.mkfifo(path)
-    assert_damaged(folder, f"{name}.*(is a link|pipe|not a regular file)")
+    assert_damaged(folder, f"{name}.*(is a symbolic link|pipe|not a regular file)")
 
 
 def test_pieces_that_do_not_hold_what_the_manifest_says(folder):

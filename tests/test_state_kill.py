@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from simulated_ranks import workers_of
@@ -122,12 +123,12 @@ def test_everything_is_on_the_disk_before_the_commit(tmp_path, monkeypatch):
 
     def note_open(path, *args, **named):
         file = plain_open(path, *args, **named)
-        paths[file] = path
+        paths[file] = Path(path)
         return file
 
-    def note_rename(source, target):
-        order.append(("rename", source.name.partition("-0")[0]))
-        plain_rename(source, target)
+    def note_rename(source, target, **folders):
+        order.append(("rename", source.partition("-0")[0]))
+        plain_rename(source, target, **folders)
 
     saver, = savers_of(workers_of(config_for(**SMALL), 1), tmp_path / "run" / "checkpoints")
     monkeypatch.setattr(os, "open", note_open)

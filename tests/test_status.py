@@ -65,8 +65,8 @@ def open_status(folder, ranks):
 def test_the_first_end_that_was_seen_is_the_one_that_is_told(tmp_path):
     first, second, third = open_status(tmp_path, 3)
     second.enter(17, "sync")
-    first.lost(1)
-    third.lost(0)
+    status.lost(first.path, 1)
+    status.lost(third.path, 0)
     assert [sign.lost for sign in status.signs(tmp_path)] == [1, -1, 0]
     [line] = status.killed(tmp_path)
     assert re.search(r"first rank 1 on n1 \(pid \d+\), in step 17, phase sync", line)

@@ -24,6 +24,7 @@ from structure_rules import (
     mpi_problems,
     name_problems,
     outside_problems,
+    stash_problems,
     state_problems,
     target,
 )
@@ -147,6 +148,8 @@ BROKEN = {
     "a cache": (
         state_problems, "x",
         "import functools\n@functools.lru_cache(9)\ndef f():\n    pass\n", "keeps its results"),
+    "a stash of a layer's own": (
+        stash_problems, "layers.x", LAYER.format(line="inner = Stash(stash.batch)"), "inner()"),
 }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from config_helpers import changed
 from hypothesis import given
 from hypothesis import strategies as st
 from program import TEXT, mpipar, one_block, section
@@ -15,7 +14,6 @@ from mpipar.comm.grid import piece, share
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Record, Recorder, wire_bytes
 from mpipar.comm.transport import NoTransport
-from mpipar.config.resolve import config_problems
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.partition import CUTS
 from mpipar.trace import pop, waits
@@ -32,7 +30,7 @@ def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
     assert (share(length, parts) - 1) * parts < length <= share(length, parts) * parts or not length
 
 
-@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut not in ("2d", "2.5d")])
+@pytest.mark.parametrize("cut", CUTS)
 def test_every_operation_of_a_cut_is_its_layer_s(cut):
     """--trace-ops records them, helpers of a cut included. The last of two ranks is padded."""
     recorder, sizes = Recorder(), Sizes(1, 3, 5, 7)
@@ -52,20 +50,6 @@ def test_every_operation_of_a_cut_is_its_layer_s(cut):
 def test_a_chain_is_booked_with_its_mean(operation):
     """All but one of the ranks send the payload."""
     assert [wire_bytes(operation, 120, q) * q for q in (1, 2, 3, 4)] == [0, 120, 240, 360]
-
-
-@pytest.mark.parametrize(
-    ("values", "flags"),
-    [
-        ({"tp_matmul": "ring"}, ["--tp-matmul ring", "add --sequence-parallel"]),
-        ({"sequence_parallel": True, "ffn_cut": "gather"}, ["--ffn-cut", "--sequence-parallel"]),
-    ],
-)
-def test_flags_that_exclude_each_other(values, flags):
-    found = config_problems(changed(**values))
-    assert len(found) == 1
-    assert all(flag in found[0] for flag in flags)
-    assert config_problems(changed(sequence_parallel=True, tp_matmul="ring")) == []
 
 
 def test_ring_without_cut_tokens_is_refused_with_exit_code_2():

@@ -31,19 +31,22 @@ def test_bytes_round_trip(text):
 
 
 def test_bytes_have_a_file_that_is_known_again(tmp_path):
-    for end, size in ((False, 256), (True, 257)):
-        folder = tmp_path / str(size)
+    for end, size in ((False, 256), (True, 257), (False, 128), (False, 1)):
+        folder, made = tmp_path / str(size), byte_tokenizer(end, min(size, 256))
         folder.mkdir()
-        byte_tokenizer(end).copy(folder)
+        made.copy(folder)
         found = load_tokenizer(folder)
         assert (found.size, found.end, found.what) == (size, 256 if end else None, "bytes")
-        assert found.digest == byte_tokenizer(end).digest
+        assert found.digest == made.digest
     assert byte_tokenizer(True).decode([104, 256, 105, 300]) == f"h{END}i"
     assert byte_tokenizer().decode([104, 0xe4, 256]) == "h\ufffd"
 
 
 def test_a_model_without_files_takes_bytes_or_ids():
-    assert default_tokenizer(512).encode("a\n") == [97, 10]
+    assert default_tokenizer(256).encode("a\n") == [97, 10]
+    for size in (97, 257, 512):
+        assert default_tokenizer(size).encode("5 9") == [5, 9]
+    assert tokenizer_of(None, 300, is_text=True).encode("5") == [53]
     ids = default_tokenizer(50257)
     assert ids.encode("464 318") == [464, 318]
     assert ids.decode([464, 318]) == "464 318"
@@ -54,7 +57,7 @@ def test_a_model_without_files_takes_bytes_or_ids():
             prompt_ids(ids, prompt, 50257)
     for prompt in ("", "\xff"):
         with pytest.raises(UsageError, match="of 128; a model of bytes takes text"):
-            prompt_ids(default_tokenizer(128), prompt, 128)
+            prompt_ids(tokenizer_of(None, 128, is_text=True), prompt, 128)
 
 
 def test_without_the_library(tmp_path, monkeypatch):

@@ -110,9 +110,9 @@ def test_attention_with_shared_key_heads(ops, rng, form):
         y, saved = ops.attention_forward(q, k, v, q_pos, k_pos)
         grads = ops.attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)
     else:
-        y, lse = ops.attention_block_forward(q, k, v, q_pos, k_pos)
+        y, stats = ops.attention_block_forward(q, k, v, q_pos, k_pos)
         grads = ops.attention_block_backward(
-            dy, q, k, v, lse, ops.attention_delta(dy, y), q_pos=q_pos, k_pos=k_pos)
+            dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=q_pos, k_pos=k_pos)
     assert_close(y, ty.detach().numpy(), TOL, "y")
     for name, grad, expected in zip("qkv", grads, gradients(ty, dy, *leaves), strict=True):
         assert_close(grad, expected, TOL, f"d{name}")
@@ -134,9 +134,9 @@ def test_cross_entropy(ops, rng):
     tloss = functional.cross_entropy(tlogits, torch.from_numpy(targets), reduction="none")
     dlogits = gradients(tloss, np.full(70, 1 / 70), tlogits)[0]
     stats = ops.cross_entropy_forward(logits, targets, 0, 37)
-    loss, lse = ops.cross_entropy_combine(stats[None])
+    loss, sums = ops.cross_entropy_combine(stats[None])
     assert_close(loss, tloss.detach().numpy(), TOL, "loss")
-    got = ops.cross_entropy_backward_input(logits, targets, lse, 0, 37, 1 / 70)
+    got = ops.cross_entropy_backward_input(logits, targets, sums, 0, 37, 1 / 70)
     assert_close(got, dlogits, TOL, "dlogits")
 
 

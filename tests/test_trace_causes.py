@@ -58,7 +58,7 @@ def check(layout, fault):
     """The planted fault is the one finding and the first cause, with its share."""
     run, plain = case(layout, fault)
     (late_run, late), (base_run, base) = analysed(run), analysed(plain)
-    stage = late_run.grids[run.rank].pp_rank
+    stage = late_run.grids[run.rank].place("pp")
     kind, words = FAULTS[fault]
     text = f"rank {run.rank}: {words.format(stage=stage)}"
     assert next(iter(late.costs)).text() == text
@@ -137,7 +137,7 @@ def test_a_stage_with_more_work_is_named(layout, kind, values, place):
     assert finding.lost_ms / late_run.step_ms == pytest.approx(lost, abs=POINTS)
     cause = next(iter(late.costs))
     assert cause.kind == "compute"
-    assert late_run.grids[cause.ranks[0]].pp_rank == place
+    assert late_run.grids[cause.ranks[0]].place("pp") == place
 
 
 @pytest.mark.parametrize("layout", [PP, DP + PP, PP + TP, PP4], ids=str)

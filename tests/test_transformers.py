@@ -121,7 +121,7 @@ def compare(name):
     weights, rows, loss, gradients = theirs(name)
     worker = Worker(config_of(name), Grid(0), make("cpu", "float64"), Recorder())
     (stage,) = worker.stages.values()
-    params = {their_name(param.name): param for param in stage.flat.params}
+    params = {their_name(param.name): param for param in stage.params}
     assert params.keys() == weights.keys()
     for key, param in params.items():
         param.data[...] = weights[key].reshape(param.shape)

@@ -13,8 +13,8 @@ from program import LIMIT, cells, environment, layout_flags, mpipar, section
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
+from mpipar.train.build import configured_schedule
 from mpipar.train.verify import serial_config
-from mpipar.train.worker import configured_schedule
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 31 --seq-len 5 --batch-size 8
@@ -83,7 +83,7 @@ def test_takes_the_weights_that_it_is_given(tmp_path):
     """In a trained model no bias is zero, and each of them counts."""
     worker = fresh(vocab_size=256, ffn=21)
     rng = np.random.default_rng(7)
-    for param in worker.stages[0].flat.params:
+    for param in worker.stages[0].params:
         param.data += 0.1 * rng.standard_normal(param.data.shape)
     checkpoint.save(worker, tmp_path)
     words = ["verify", "--init-from", tmp_path, "--batch-size", "4", "--num-microbatches", "1"]

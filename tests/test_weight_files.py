@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.weight_files import INDEX, WEIGHTS, WeightFiles, split
-from mpipar.commands.source import find_source, source_facts
+from mpipar.commands.compared import digest_of_weights
+from mpipar.commands.source import find_source
 from mpipar.errors import DataError
 
 F32 = np.dtype(np.float32)
@@ -48,7 +49,7 @@ def test_what_is_larger_than_a_file_may_be_goes_to_several(sharded):
             assert index["weight_map"][key] == name
             np.testing.assert_array_equal(x, tensors[key], err_msg=key)
     again = loaded(folder, "float32")
-    np.testing.assert_array_equal(again.stages[0].flat.data, fresh(dtype="float32").stages[0].flat
+    np.testing.assert_array_equal(again.flats[0].data, fresh(dtype="float32").flats[0]
                                   .data)
 
 
@@ -72,8 +73,8 @@ def test_one_set_of_files_replaces_the_other(sharded):
         others = {INDEX} if INDEX in found else set()
         assert found == weights | others | {"config.json", "generation_config.json"}
         np.testing.assert_array_equal(
-            loaded(folder, "float32").stages[0].flat.data,
-            fresh(dtype="float32", seed=size).stages[0].flat.data)
+            loaded(folder, "float32").flats[0].data,
+            fresh(dtype="float32", seed=size).flats[0].data)
 
 
 # --- hostile and broken sets of files
@@ -166,7 +167,7 @@ def made(tmp_path_factory):
 
 
 def flat(source, dtype="float64"):
-    return loaded(source, dtype).stages[0].flat.master
+    return loaded(source, dtype).flats[0].master
 
 
 def test_a_run_stands_for_its_weights_or_its_newest_checkpoint(made, tmp_path):
@@ -188,12 +189,12 @@ def test_a_run_stands_for_its_weights_or_its_newest_checkpoint(made, tmp_path):
 def test_checkpoints_to_start_from_are_checked(made, tmp_path):
     step = tmp_path / "step"
     shutil.copytree(made / "run" / "checkpoints" / "step-00000003", step)
-    facts = source_facts(str(step))
+    facts = digest_of_weights(str(step))
     words = ["train", "--init-from", step, "--data", made / "text.txt", "--out", tmp_path / "x"]
     assert_refused(2, ["--layers 3: contradicts --init-from"], *words, "--layers", "3")
     manifest = json.loads((step / "manifest.json").read_text())
     (step / "manifest.json").write_text(json.dumps(manifest | {"step": 7}))
-    assert source_facts(str(step)) != facts
+    assert digest_of_weights(str(step)) != facts
     assert_refused(65, ["manifest.json"], *words)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bench.places import by_function
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands.memory_limit import MemoryLimit, fullest, num_ranks
+from mpipar.commands.memory_limit import MemoryLimit, fullest
 from mpipar.config.grid import GridConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
@@ -34,7 +35,7 @@ def configure(axes: dict):
     return resolve(replace(
         config, model=replace(config.model, **MODEL), grid=grid,
         train=replace(config.train, batch_size=4),
-        run=replace(config.run, memory_limit=LIMIT_MIB << 20)), num_ranks(replace(grid, cp=1)))[0]
+        run=replace(config.run, memory_limit=LIMIT_MIB << 20)), replace(grid, cp=1).num_ranks)[0]
 
 
 def attempt(config, world) -> str:
@@ -56,7 +57,7 @@ def attempt(config, world) -> str:
                 worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
             worker.close()
     except OutOfMemory as error:
-        return error.problems[0].partition(", but")[0]
+        return by_function(error.problems[0].partition(", but")[0])
     return "trains"
 
 
@@ -65,7 +66,7 @@ def too_large(world) -> list[dict] | None:
     rows = []
     for axes in LAYOUTS:
         config = configure(axes)
-        count = num_ranks(config.grid)
+        count = config.grid.num_ranks
         part = world.Split(0 if world.rank < count else 1, world.rank)
         outcome = attempt(config, part) if world.rank < count else ""
         part.Free()

@@ -42,10 +42,22 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.parent, path.name))
 
 
+def counted() -> dict:
+    """The result of bench.docs.reading_path."""
+    return json.loads((ROOT / "bench" / "results" / "reading_path.json").read_text())
+
+
 def lines_of_a_step() -> dict[str, int]:
-    """{path in the repository: lines that a default step runs}, by bench.docs.reading_path."""
-    path = ROOT / "bench" / "results" / "reading_path.json"
-    return json.loads(path.read_text())["files"]
+    """{path in the repository: lines that a default step runs}."""
+    return counted()["files"]
+
+
+def path_of_a_step() -> str:
+    """How much a reader of one step opens, how much of that runs, and what construction adds."""
+    step, before = counted()["rows"][-2:]
+    return (f"To open for one step: {step['files']} files with {step['lines to open']:,} lines,"
+            f" of which {step['lines that run']:,} run; to construct the worker: {before['files']}"
+            f" more with {before['lines to open']:,} lines.")
 
 
 def folders() -> list[Path]:
@@ -54,9 +66,9 @@ def folders() -> list[Path]:
 
 
 def folder_table() -> str:
-    """A line for each folder of the package."""
+    """What a reader of one step opens, and a line for each folder with what of it runs."""
     lines = lines_of_a_step()
-    rows = ["| folder | what is in it | lines |", "| --- | --- | --- |"]
+    rows = [path_of_a_step(), "", "| folder | what is in it | lines |", "| --- | --- | --- |"]
     for folder in folders():
         count = sum(lines.get(str(path.relative_to(ROOT)), 0) for path in files_below(folder))
         rows.append(f"| `{folder.name}/` | {first_sentence(folder / '__init__.py')} "

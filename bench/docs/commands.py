@@ -81,7 +81,8 @@ def execute(command: str, folder: Path) -> tuple[int, str]:
     output, code = [], 0
     for one in command.split(" && "):
         words = shlex.split(one)
-        inside = words[0] == "mpipar" and words[1] in cli.WITHOUT_MPI and not SHELL.search(one)
+        inside = words[0] == "mpipar" and not SHELL.search(one) and words[1] in cli.COMMANDS and (
+            not cli.command_of(words[1]).needs_mpi)
         found = run_inside(words[1:], folder) if inside else None
         code, text = found or run_outside(one, folder)
         output.append(text)

@@ -19,6 +19,7 @@ from bench import results
 from bench.docs import traced
 from bench.docs.blocks import Block
 from bench.docs.commands import Workplace, console
+from bench.places import by_function
 from mpipar.errors import DataError
 
 BENCH = "bench.docs measure"
@@ -36,7 +37,7 @@ def measure(path: Path, commands: list[str]) -> None:
             if code:
                 raise DataError(f"{command}: exit code {code}\n{output}")
             rows.append({"command": command, "seconds": round(time.perf_counter() - start, 1),
-                         "output": without_host(output)})
+                         "output": by_function(without_host(output))})
         beside = traced.last_trace(workplace.folder())
     finally:
         workplace.close()

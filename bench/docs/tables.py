@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 from bench import results
-from bench.docs import code_map
+from bench.docs import code_map, combinations, floors
 from bench.docs.blocks import Block
 from mpipar import cli, errors
 
@@ -41,15 +41,23 @@ def file_map(block: Block, root: Path) -> str:
 
 
 def table(block: Block, root: Path) -> str:
-    """A table of the program's own facts: `exit codes`, `commands`, `flags`, `tour`.
+    """A table of the program's own facts: `exit codes`, `commands`, `flags`, `tour`,
+    `combinations`, `choices`.
 
-    `lead FILE` is a sentence: what a result of bench.step says beside PyTorch.
+    `lead FILE` is a sentence: what a result of bench.step says beside PyTorch. `path` is
+    another: how much a reader of one step opens. `floors MACHINE [flags of explain]`: the least
+    time of a step.
     """
+    if block.words.startswith("floors "):
+        _, machine, *words = block.words.split()
+        return floors.floors(machine, words)
     if block.words.startswith("lead "):
         path = root / block.words.removeprefix("lead ")
         if not path.is_file():
             raise block.problem(f"no file {path.name}")
         return lead(json.loads(path.read_text())["rows"])
+    if block.words == "path":
+        return code_map.path_of_a_step()
     if block.words == "tour":
         return chapters(root / "docs" / "tour")
     if block.words == "exit codes":
@@ -57,9 +65,15 @@ def table(block: Block, root: Path) -> str:
     if block.words == "commands":
         return rows_of(["command", "what it does"],
                        ((f"`mpipar {name}`", text) for name, text in cli.COMMANDS.items()))
+    if block.words == "combinations":
+        return rows_of(["illegal", "why", "type instead"], combinations.rows())
+    if block.words == "choices":
+        return rows_of(["only with", "flags"], combinations.choices())
     if block.words == "flags":
         return "\n\n".join(map(flags_of, cli.COMMANDS))
-    raise block.problem("use exit codes, commands, flags, tour, or lead FILE")
+    raise block.problem(
+        "use exit codes, commands, flags, combinations, choices, tour, lead FILE, floors MACHINE, "
+        "or path")
 
 
 def lead(rows: list[dict]) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 
 from bench import results
 from bench.interconnect import records
+from bench.interconnect.statistics import scipy_stats
 from mpipar.config import flags
 from mpipar.errors import EXIT_OK, DataError
 from mpipar.job.session import guard
@@ -34,27 +35,9 @@ KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", 
        "size_bytes", "sync")
 
 
-def inside(t: float, degrees: int) -> float:
-    """The probability that Student's t with so many degrees of freedom is between -t and t.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    angle, odd = math.atan(t / math.sqrt(degrees)), degrees % 2
-    term, total = math.cos(angle) if odd else 1.0, 0.0
-    for k in range(degrees // 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (2 * k + 1 + odd) / (2 * k + 2 + odd)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
-
-
 def quantile(degrees: int) -> float:
     """The t within which Student's t lies with the probability SHARE, on both sides together."""
-    low, high = 0.0, 1e6
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle, degrees) < SHARE else (low, middle)
-    return high
+    return float(scipy_stats().t.ppf((1 + SHARE) / 2, degrees))
 
 
 def next_launch(medians) -> tuple[float, float]:

@@ -24,9 +24,10 @@ from mpipar.comm.group import Comm
 from mpipar.comm.record import wire_bytes
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
+BARE_PARTS = "mpi4py messages"
 PERSISTENT, PREPARED, IN_C = "mpi4py persistent", "mpi4py prepared", "C"
-METHODS = {COMM: "through_comm", BARE: "bare", BARE_UNEVEN: "uneven", PREPARED: "prepared",
-           IN_C: "c"}
+METHODS = {COMM: "through_comm", BARE: "bare", BARE_UNEVEN: "uneven", BARE_PARTS: "messages",
+           PREPARED: "prepared", IN_C: "c"}
 MOST_BITS = 24  # of the numbers in a payload: float32 holds every integer up to there
 APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patterns coincide
 NAME = "bench"  # of the barrier in the records

@@ -7,11 +7,24 @@ unequal parts, as tokens that choose an expert make it.
 
 from __future__ import annotations
 
-from bench.interconnect.cases import BARE, COMM, NAME, AllReduce, Setup
-from bench.interconnect.messages import TAG, Messages
+from functools import partial
+
+import numpy as np
+
+from bench.interconnect.cases import (
+    BARE,
+    BARE_PARTS,
+    COMM,
+    NAME,
+    AllReduce,
+    Collective,
+    Setup,
+    pattern,
+)
+from bench.interconnect.messages import TAG
+from mpipar.comm.grid import runs
 from mpipar.comm.group import Comm
 
-BARE_ANY = "mpi4py Alltoallv"
 HOT = 2  # times as much goes to the first rank as to any other
 
 
@@ -21,12 +34,6 @@ def blocks(ranks, count: int) -> list[tuple[int, ...]]:
     for place in ranks:
         found.setdefault(place // count, []).append(place)
     return [tuple(block) for block in found.values()]
-
-
-def cut(x, counts) -> list:
-    """Views of consecutive stretches of x, with these numbers of elements."""
-    ends = [sum(counts[:number + 1]) for number in range(len(counts))]
-    return [x[end - count:end] for end, count in zip(ends, counts, strict=True)]
 
 
 class ReduceScatterAllGather(AllReduce):
@@ -67,15 +74,16 @@ class TwoLevel(ReduceScatterAllGather):
     def __init__(self, setup: Setup, via: str, count: int = 1):
         own, apart = setup.comm.ranks[setup.comm.index], blocks(setup.comm.ranks, count)
         near = next(block for block in apart if own in block)
+        self.levels = []  # their bare communicators
         self.near = self.level(setup, near)
         self.far = self.level(setup, tuple(block[near.index(own)] for block in apart))
         super().__init__(setup, via)
 
-    @staticmethod
-    def level(setup: Setup, members) -> Comm:
+    def level(self, setup: Setup, members) -> Comm:
         """These members of the group on a communicator of their own, on the same transport."""
         group = setup.comm
         mpi = setup.mpi.Split(min(members), group.index)
+        self.levels.append(mpi)
         return Comm(group.axis, members, mpi.rank, setup.connect(mpi), group.recorder)
 
     def shape_in(self):
@@ -89,7 +97,7 @@ class TwoLevel(ReduceScatterAllGather):
         return levels
 
     def bare(self, x, y):
-        near, far, part = self.near.wire.mpi, self.far.wire.mpi, y[self.near.index]
+        (near, far), part = self.levels, y[self.near.index]
 
         def levels():
             near.Reduce_scatter_block(x, part)
@@ -99,52 +107,71 @@ class TwoLevel(ReduceScatterAllGather):
         return levels
 
     def close(self):
-        self.near.wire.close()
-        self.far.wire.close()
+        self.near.close()
+        self.far.close()
 
 
-class UnevenAllToAll(Messages):
+class UnevenAllToAll(Collective):
     """Part j goes to rank j; the parts for rank 0, a hot expert, are twice as long as the others.
 
-    Parts go as messages, through mpipar.comm and by bare calls, or by MPI_Alltoallv. The size is
-    what rank 0 receives.
+    By MPI_Alltoallv, through mpipar.comm and by a bare call, or as one bare message for each part.
+    The size is what rank 0 receives.
     """
 
     name = "all-to-allv"
-    vias = (COMM, BARE, BARE_ANY)
+    vias = (COMM, BARE, BARE_PARTS)
 
     def elements(self, parts: int = 1) -> int:
         return super().elements(parts * HOT * self.ranks)
-
-    def counts(self):
-        return 1, 1  # stretches of memory, which `prepare` cuts into parts
 
     def part(self, rank: int) -> int:
         """Elements that each rank sends to `rank`."""
         return self.elements() // (HOT * self.ranks) * (HOT if rank == 0 else 1)
 
-    def prepare(self):
-        super().prepare()
-        self.sent = [self.part(rank) for rank in range(self.ranks)]
-        self.received = [self.part(self.index)] * self.ranks
-        self.x, self.y = self.xs[0][:sum(self.sent)], self.ys[0][:sum(self.received)]
-        self.xs, self.ys = cut(self.x, self.sent), cut(self.y, self.received)
+    def sent(self) -> list[int]:
+        return [self.part(rank) for rank in range(self.ranks)]
 
-    def sources(self):
-        return [(rank, self.index) for rank in range(self.ranks)]
+    def received(self) -> list[int]:
+        return [self.part(self.index)] * self.ranks
 
-    def run(self):
-        if self.via == BARE_ANY:
-            self.mpi.Alltoallv((self.known(self.x), self.sent), (self.known(self.y), self.received))
-            return
+    def shape_in(self):
+        return (sum(self.sent()),)
+
+    def shape_out(self):
+        return (sum(self.received()),)
+
+    def through_comm(self, x, y):
+        sent, received = self.sent(), self.received()
+        return lambda: self.comm.all_to_allv(x, sent, NAME, received)[0]
+
+    def bare(self, x, y):
+        return partial(self.mpi.Alltoallv, (x, self.sent()), (y, self.received()))
+
+    def messages(self, x, y):
         others = [rank for rank in range(self.ranks) if rank != self.index]
-        pending = [self.irecv(self.ys[rank], rank, TAG, *self.label) for rank in others]
-        pending += [self.isend(self.xs[rank], rank, TAG, *self.label) for rank in others]
-        self.ops.copy(self.ys[self.index], self.xs[self.index])
-        self.wait_all(pending)
+        xs = [x[run] for run in runs(self.sent())]
+        ys = [y[run] for run in runs(self.received())]
+
+        def exchange():
+            pending = [self.mpi.Irecv(ys[rank], rank, TAG) for rank in others]
+            pending += [self.mpi.Isend(xs[rank], rank, TAG) for rank in others]
+            self.ops.copy(ys[self.index], xs[self.index])
+            self.wait_all(pending)
+
+        return exchange
+
+    def parts_of(self, index: int) -> list:
+        """What the rank at a place sends, by receiver."""
+        whole = pattern(index, sum(self.sent()), self.ops.dtype)
+        return [whole[run] for run in runs(self.sent())]
+
+    def given(self):
+        return np.concatenate(self.parts_of(self.index))
+
+    def expected(self):
+        return np.concatenate([self.parts_of(index)[self.index] for index in range(self.ranks)])
 
     def volume(self):
-        sent = sum(map(self.part, range(self.ranks))) * self.item
-        own = self.part(self.index) * self.item
+        sent, own = sum(self.sent()) * self.item, self.part(self.index) * self.item
         return {"size_bytes": self.elements() * self.item, "bytes_in": sent,
                 "bytes_out": own * self.ranks, "wire_bytes": sent - own}

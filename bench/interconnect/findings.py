@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.interconnect.cases import BARE, BARE_UNEVEN, COMM
-from bench.interconnect.compositions import BARE_ANY, ReduceScatterAllGather, TwoLevel
+from bench.interconnect.cases import BARE, BARE_PARTS, BARE_UNEVEN, COMM
+from bench.interconnect.compositions import ReduceScatterAllGather, TwoLevel
 
 LEAST_FACTOR = 1.1  # smaller gains are not worth a change of the program
 SLOW_PAIR = 2.0  # times the median pair
@@ -30,7 +30,7 @@ GUIDELINES = (
     (("all-gather", BARE), (("gather", BARE), ("broadcast", BARE))),
     (("scatter", BARE), (("broadcast", BARE),)),
     (("broadcast", BARE), (("scatter", BARE), ("all-gather", BARE))),
-    (("all-to-allv", BARE_ANY), (("all-to-allv", BARE),)),
+    (("all-to-allv", BARE), (("all-to-allv", BARE_PARTS),)),
 )
 
 

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.interconnect.nccl import NcclTransport
-from mpipar.comm.connect import Options, narrow
+from mpipar.comm.connect import has_nccl, narrow
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.group import Comm
-from mpipar.comm.transport import DirectTransport
+from mpipar.comm.nccl import NcclTransport
+from mpipar.comm.transport import DirectTransport, Options
+from mpipar.errors import EnvironmentProblem
 
 POLL_SECONDS = 0.5e-3
 WIRES = {"mpi-host": DirectTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport,
@@ -42,13 +43,19 @@ class Group(NamedTuple):
     def close(self) -> None:
         """Free the communicators. Comm: every member."""
         if self.comm is not None:
-            self.comm.wire.close()
+            self.comm.close()
             self.team.Free()
 
 
 def make_wire(transport: str, ops, mpi):
-    """A transport on this communicator. Comm: NCCL's, every member."""
-    return narrow(WIRES[transport](ops, mpi, Options()), ops, mpi.size)
+    """A transport on this communicator. Comm: NCCL's, every member.
+
+    Raises EnvironmentProblem where CuPy finds no NCCL.
+    """
+    if transport == "nccl" and not has_nccl():
+        raise EnvironmentProblem("--transport nccl needs NCCL, which CuPy cannot load here: install"
+                                 " it with pip install '.[cuda]', or take --transport staged")
+    return narrow(WIRES[transport](ops, mpi, Options(reach=mpi.size)), ops, mpi.size)
 
 
 def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:

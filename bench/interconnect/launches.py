@@ -15,6 +15,7 @@ from pathlib import Path
 from bench import results, table
 from bench.interconnect import conclusions, records, two_hosts
 from bench.interconnect.compiled import program_of_mpi
+from bench.interconnect.statistics import scipy_stats
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -100,7 +101,7 @@ def run_job(session, command, env=None, **options) -> int:
 def run(session, args, argv) -> int:
     """Start the jobs one after the other, and print the table of all; each appends to --json.
 
-    Raises UsageError: see `alone`.
+    Raises UsageError: see `alone`; EnvironmentProblem: see `scipy_stats`.
     """
     count = LAUNCHES if args.launches is None else args.launches
     if count < 1:
@@ -109,6 +110,8 @@ def run(session, args, argv) -> int:
         raise UsageError(f"--quick --seconds {args.seconds:g}: {counted(count, 'launch')}"
                          f" take {least:g} s; give that, or fewer --launches")
     alone(session, args.start or START)
+    if count > 1:
+        scipy_stats()  # before hours of measuring
     if args.json:
         results.check_writable(args.json)  # the first launch empties it, once its flags are right
     with tempfile.TemporaryDirectory() as folder, session.stop_on_request():

@@ -95,16 +95,14 @@ class Job(NamedTuple):
     def _has(self, section: Section, via: str) -> bool:
         """Whether a way is wanted and possible.
 
-        NCCL's messages have no tags and go in groups that both sides post alike. So the messages of
-        a whole schedule would wait for each other. Bare calls need memory that this MPI can read.
-        Pages that nobody has touched ("cold") cannot be known before the call. MPI cannot add
-        numbers of 16 bits. A matrix of all pairs has the plain ways alone.
+        Bare calls need memory that this MPI can read. Pages that nobody has touched ("cold") cannot
+        be known before the call. MPI cannot add numbers of 16 bits. A matrix of all pairs has the
+        plain ways alone.
         """
         case, kind = section.case, KINDS.get(via, BARE)
         plain_only = self.buffers == "cold" or section.title.startswith("pairs ")
         return kind in self.kinds and not (
-            (self.transport == "nccl" and case is Program)
-            or (self.transport in ("staged", "nccl") and via != COMM)
+            (self.transport in ("staged", "nccl") and via != COMM)
             or (plain_only and kind not in PLAIN_WAYS)
             or (self.dtype in MIXED and case.sums and (via != COMM or case.wide)))
 
@@ -253,8 +251,6 @@ def left_out(cases, layout: str | None, wanted, job: Job) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for one in (one for one in wanted if not job.ways(one)):
         reason = "nothing of it runs with these --ways, --transport and --dtype"
-        if job.transport == "nccl" and one.case is Program:
-            reason = "NCCL's messages have no tags, which those of whole schedules need"
         reasons.setdefault(reason, []).append(one.title)
     return lines + [f"left out: {', '.join(sorted(set(titles)))}: {reason}"
                     for reason, titles in reasons.items()]
@@ -266,7 +262,7 @@ def layout_sections(cases, layout: dict[str, int], sizes, host_ranks: int = 1) -
     host_ranks: consecutive world ranks of a host. Raises UsageError where there is nothing to run.
     """
     world_size = math.prod(layout.values())
-    grids = [Grid(place, **{f"{axis}_size": size for axis, size in layout.items()})
+    grids = [Grid(place, layout)
              for place in range(world_size)]
     found = []
     for axis in [axis for axis in AXES if layout[axis] > 1]:

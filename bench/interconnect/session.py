@@ -39,7 +39,7 @@ from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, share
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem
-from mpipar.job import hang
+from mpipar.job import watchdog
 
 COPY_BYTES = 64 << 20
 VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_NUM_THREADS)")
@@ -96,8 +96,7 @@ class Bench:
         self.job, self.plan, self.window, self.loops = job, plan, window, loops
         (most,) = largest(self.world, [footprint or cache_bytes()])
         self.arena = Arena(self.ops, job.buffers, most)
-        self.recorder, self.progress = Recorder(), Progress()
-        self.recorder.phase = "F"
+        self.recorder, self.progress = Recorder(phase="F"), Progress()
         self.places = gather_facts(self.world, place_fact(self.world.rank, self.ops))
         self.owners = shared_clocks(self.world, clock_identity())
         self.ahead_ns, self.clock_before = 0, {}
@@ -147,7 +146,7 @@ class Bench:
         """Ends the job with a message after so many seconds without progress (0: never)."""
         return self.session.watch.following(
             lambda: (self.progress.count, self.progress.doing),
-            lambda: hang.state_of(where=self.progress.doing), seconds)
+            lambda: watchdog.state_of(where=self.progress.doing), seconds)
 
     def run(self, section, sizes=None) -> list[dict]:
         """Measure a section; its rows on world rank 0. Comm: the whole world must call it."""

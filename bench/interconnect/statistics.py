@@ -9,14 +9,14 @@ statistics, which assume no distribution.
 from __future__ import annotations
 
 import math
-from itertools import combinations
 
 import numpy as np
+
+from mpipar.errors import EnvironmentProblem
 
 FIRST_ALONE = ("latency", "bandwidth", "bidirectional")  # only the first rank's clock counts, as
 # in OSU's point-to-point tests
 EACH_ALONE = "noise"  # nothing is sent: the slowest rank's own time counts
-EXACT_SPLITS = 20_000  # of two sets of launches: up to here every split is counted
 
 # Bus bandwidth over algorithm bandwidth for P ranks: what the busiest link carries per byte of the
 # result. Source: PERFORMANCE.md of nccl-tests.
@@ -117,22 +117,10 @@ def bandwidths(case: str, ranks: int, nbytes: float, median_us: float) -> dict:
 def rank_sum(a, b) -> float:
     """Two-sided p-value of the Wilcoxon-Mann-Whitney rank-sum test; ties get mean ranks.
 
-    It is exact while there are few ways to split the values, else a normal approximation.
+    It is exact for up to eight values on a side without ties, else a normal approximation.
     """
-    values = np.concatenate([a, b]).astype(float)
-    order = np.argsort(values, kind="stable")
-    ranks = np.empty(len(values))
-    ranks[order] = np.arange(1, len(values) + 1)
-    for value in np.unique(values):
-        ranks[values == value] = ranks[values == value].mean()
-    count, total = len(a), len(values)
-    expected = count * (total + 1) / 2
-    off = abs(ranks[:count].sum() - expected)
-    if math.comb(total, count) <= EXACT_SPLITS:
-        splits = [abs(sum(split) - expected) for split in combinations(ranks, count)]
-        return float(np.mean(np.array(splits) >= off - 1e-9))
-    spread = math.sqrt(ranks.var() * total / (total - 1) * count * (total - count) / total)
-    return math.erfc(max(0.0, off - 0.5) / spread / math.sqrt(2)) if spread else 1.0
+    p_value = scipy_stats().mannwhitneyu(a, b).pvalue
+    return 1.0 if np.isnan(p_value) else float(p_value)  # nan: all values are equal
 
 
 def discoveries(p_values, rate: float = 0.05) -> list[bool]:
@@ -140,11 +128,16 @@ def discoveries(p_values, rate: float = 0.05) -> list[bool]:
 
     Source: Benjamini and Hochberg 1995, the step-up rule.
     """
-    p_values = np.asarray(p_values, float)
-    order = np.argsort(p_values)
-    limits = rate * np.arange(1, len(p_values) + 1) / max(1, len(p_values))
-    passing = np.nonzero(p_values[order] <= limits)[0]
-    accepted = np.zeros(len(p_values), bool)
-    if len(passing):
-        accepted[order[: passing[-1] + 1]] = True
-    return accepted.tolist()
+    if not len(p_values):
+        return []
+    return (scipy_stats().false_discovery_control(p_values) <= rate).tolist()
+
+
+def scipy_stats():
+    """The package scipy.stats. Raises EnvironmentProblem where it is not installed."""
+    try:
+        from scipy import stats  # here, because it takes half a second, and ranks need none
+    except ImportError:
+        raise EnvironmentProblem("intervals and tests between launches need the package scipy:"
+                                 " pip install '.[bench]'") from None
+    return stats

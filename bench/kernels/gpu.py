@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from mpipar.ops import make
-from mpipar.ops.cuda.loader import Loader
+from mpipar.ops.cuda.kernels import Loader
 
 # Dense peaks in TFLOP/s and memory in GB/s, from NVIDIA's data sheets of the A100 (80 GB, SXM), the
 # H100 (SXM) and the H200 (SXM), by the driver's name for them. Where a sheet says "with
@@ -29,8 +29,7 @@ ROOFS = {
 # to 11 bits; bfloat16: one or two roundings to 8 bits.
 TOLERANCE = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-7}
 WARM_UP = 3
-# Filled before each timed call: twenty times the cache of an H200, and 0.25 ms of its time.
-FLUSH_BYTES = 1 << 30
+FLUSHES = 20  # times the device's cache is filled before each timed call: 0.3 ms of an H100
 STATE = {"driver": "driver_version", "sm_mhz": "clocks.sm", "sm_max_mhz": "clocks.max.sm",
          "memory_mhz": "clocks.mem", "power_limit_w": "power.limit"}
 
@@ -59,19 +58,21 @@ class Gpu:
     def check(self, what: str, got, expected, dtype: str) -> None:
         """Raise ValueError where got differs from expected by more than the type's tolerance."""
         wide = expected.astype(np.float64)
-        error = self.ops.square_sum(got.astype(np.float64) - wide) ** 0.5
-        error /= max(self.ops.square_sum(wide) ** 0.5, 1e-30)
+        error, size = (square ** 0.5 for square in self.ops.numbers(
+            [self.ops.square_sum(x) for x in (got.astype(np.float64) - wide, wide)]))
+        error /= max(size, 1e-30)
         if not error <= TOLERANCE[dtype]:
             raise ValueError(f"{what}, {dtype}: off by {error:.1e}")
 
     def timed(self, call) -> tuple[float, float]:
         """Return the median seconds of a call on the device, by events, and on the host.
 
-        Before every call the device fills FLUSH_BYTES. That evicts the operands from its cache. It
+        Before every call the device fills FLUSHES times its cache, which evicts the operands. It
         also gives Python time to queue the call, so that the device does not wait for it.
         """
         events, hosts, cuda = [], [], self.xp.cuda
-        flush = self.xp.empty(FLUSH_BYTES // 4, np.float32)
+        cache_bytes = self.xp.cuda.Device().attributes["L2CacheSize"]
+        flush = self.xp.empty(FLUSHES * cache_bytes // 4, np.float32)
         for _ in range(WARM_UP + self.repeats):
             flush.fill(0)
             start, stop = cuda.Event(), cuda.Event()

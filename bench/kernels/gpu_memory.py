@@ -13,9 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from bench.kernels.gpu import Gpu
-from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.array_ops import ArrayOps, rope_table
 from mpipar.ops.cuda.fused import Fused
-from mpipar.ops.llama_ops import rope_table
 
 EPS = 1e-5
 VOCABULARY = 50304
@@ -52,7 +51,7 @@ class Kernel:
 
 def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> list[Kernel]:
     """GELU, LayerNorm, RMSNorm and sums over rows: kernels over (rows, width)."""
-    x, dy = (gpu.random(rows, width, dtype=dtype) for _ in range(2))
+    x, dy, around = (gpu.random(rows, width, dtype=dtype) for _ in range(3))
     w, b = (gpu.random(width, dtype=dtype) for _ in range(2))
     dw, db = gpu.random(width), gpu.random(width)
     _, mean, rstd = fused.layernorm_forward(x, w, b, EPS)
@@ -61,13 +60,16 @@ def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> list[Kernel]:
         Kernel("gelu_forward", (x,), 2 * one),
         Kernel("bias_gelu_forward", (x.copy(), b), 3 * one,  # it changes x
                plain=lambda x, b: plain.gelu_forward(x + b)),
+        Kernel("bias_residual_forward", (x.copy(), b, around), 3 * one),  # and that too
         Kernel("gelu_backward_input", (dy, x), 3 * one),
         Kernel("column_sums", (dy, db), one, changes=(1,), plain=plain.bias_backward_weight),
         Kernel("layernorm_forward", (x, w, b), 2 * one, (EPS,)),
         Kernel("layernorm_backward_input", (dy, x, w, mean, rstd), 3 * one),
+        Kernel("layernorm_residual_backward_input", (dy, x, w, mean, rstd, around), 4 * one),
         Kernel("layernorm_backward_weight", (dy, x, mean, rstd, dw, db), 2 * one, changes=(4, 5)),
         Kernel("rmsnorm_forward", (x, w), 2 * one, (EPS,)),
         Kernel("rmsnorm_backward_input", (dy, x, w, root), 3 * one),
+        Kernel("rmsnorm_residual_backward_input", (dy, x, w, root, around), 4 * one),
         Kernel("rmsnorm_backward_weight", (dy, x, root, dw), 2 * one, changes=(3,)),
     ]
 
@@ -93,7 +95,8 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
     count = max(1, args.rows // 4)
     logits = gpu.random(count, VOCABULARY, dtype=dtype)
     targets = gpu.xp.asarray(gpu.rng.integers(0, VOCABULARY, count))
-    lse = gpu.xp.asarray(gpu.rng.uniform(11.0, 12.0, count).astype(np.float32))
+    sums = gpu.xp.asarray(gpu.rng.uniform(11.0, 12.0, (count, 2)).astype(np.float32))
+    stats = fused.cross_entropy_stats(logits, VOCABULARY, targets, 0)[None]
     shape = (max(1, args.rows // args.seq_len), args.heads, args.seq_len, args.seq_len)
     scores, dprobs = (gpu.random(*shape, dtype=dtype) for _ in range(2))
     positions, factor = gpu.xp.arange(args.seq_len), 0.125
@@ -113,11 +116,12 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
                call=lambda logits, targets: fused.cross_entropy_stats(
                    logits, VOCABULARY, targets, 0),
                plain=lambda *arrays: plain.cross_entropy_forward(*arrays, 0, VOCABULARY)),
-        Kernel("cross_entropy_backward", (logits, targets, lse), 2 * logits.nbytes, changes=(0,),
-               call=lambda logits, targets, lse: fused.cross_entropy_backward(
-                   logits, VOCABULARY, targets, lse, 0, 1.0),
+        Kernel("cross_entropy_backward", (logits, targets, sums), 2 * logits.nbytes, changes=(0,),
+               call=lambda logits, targets, sums: fused.cross_entropy_backward(
+                   logits, VOCABULARY, targets, sums, 0, 1.0),
                plain=lambda *arrays: plain.cross_entropy_backward_input(
                    *arrays, 0, VOCABULARY, 1.0)),
+        Kernel("cross_entropy_combine", (stats,), 2 * stats.nbytes),
         Kernel("causal_softmax_forward", (scores, positions, positions), 1.5 * scores.nbytes,
                (factor,), (0,), plain=causal_forward),
         Kernel("causal_softmax_backward", (probs, dprobs), 2 * scores.nbytes, (factor,), (1,),

@@ -23,6 +23,7 @@ SWEEPS = {  # from starved to full: few multiplications per value read, few thre
             (128, 128, 32, 64, 32, 3), (128, 128, 32, 64, 32, 4)),
 }
 SWEEP_SIZE = (4096, 4096, 4096)
+TABLES = ("attention", "memory", "products", "tiles")  # of bench.tiles --device cuda
 
 
 class Products:
@@ -102,8 +103,13 @@ def sweep_rows(gpu: Gpu, size=SWEEP_SIZE) -> list[dict]:
     return rows
 
 
+def cut_to(largest: int, sizes) -> tuple:
+    """The sizes of products with no side above `largest`, each once."""
+    return tuple(dict.fromkeys(tuple(min(side, largest) for side in one) for one in sizes))
+
+
 def run(args) -> None:
-    """Measure and print the tables, write them to the folder args.json.
+    """Measure and print the tables of args.tables, write each at once to the folder args.json.
 
     Raises ValueError if a result is wrong, EnvironmentProblem without a usable GPU, OutputError.
     """
@@ -111,9 +117,13 @@ def run(args) -> None:
     if args.json:
         results.check_writable(str(Path(args.json) / "gpu_products.json"))
     sizes = {"tokens": args.rows, "width": args.width, "seq_len": args.seq_len, "heads": args.heads}
-    for name, measure, facts in (("products", product_rows, {}), ("tiles", sweep_rows, {}),
-                                 ("attention", partial(gpu_attention.rows, args=args), {}),
-                                 ("memory", partial(gpu_memory.rows, args=args), sizes)):
+    products, (sweep,) = (cut_to(args.largest, of) for of in (SIZES, (SWEEP_SIZE,)))
+    tables = {"attention": (partial(gpu_attention.rows, args=args), {}),
+              "memory": (partial(gpu_memory.rows, args=args), sizes),
+              "products": (partial(product_rows, sizes=products), {}),
+              "tiles": (partial(sweep_rows, size=sweep), {})}
+    for name in args.tables:
+        measure, facts = tables[name]
         rows = measure(gpu)
         print(f"\n{name} on {gpu.name}\n\n{results.markdown_table(rows)}", flush=True)
         if args.json:

@@ -6,6 +6,8 @@ import re
 from collections import namedtuple
 from pathlib import Path
 
+from mpipar.ops.cuda.kernels import OPTIONS
+
 # registers: per thread. spill_bytes: stored and loaded per thread, because registers ran out.
 # stack_bytes: per thread; arrays whose index the compiler does not know count too.
 # shared_bytes: static shared memory per block.
@@ -54,27 +56,31 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def compile(self, source, names, arch):
-        """Return (machine code, name expression -> Usage) for an architecture, as "sm_90"."""
+        """Return two mappings from name expressions, for an architecture as "sm_90": to PTX, the
+        code before registers are assigned, and to Usage.
+        """
         program = ctypes.c_void_p()
         self._call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0,
                    None, None)
         for name in names:
             self._call("AddNameExpression", program, name.encode())
-        options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v",
+        options = [f"--gpu-architecture={arch}", *OPTIONS, "--ptxas-options=-v",
                    f"--include-path={folder('cuda_runtime', 'include')}"]
         code = self._call("CompileProgram", program, len(options),
                           (ctypes.c_char_p * len(options))(*map(str.encode, options)))
         log = self._text("ProgramLog", program).rstrip(b"\0").decode()
         if code:
             raise RuntimeError(log)
-        usage = {}
+        ptx, usage = {}, {}
+        code = self._text("PTX", program).decode()
         for name in names:
             lowered = ctypes.c_char_p()
             self._call("GetLoweredName", program, name.encode(), ctypes.byref(lowered))
-            usage[name] = _usage(log, lowered.value.decode())
-        cubin = self._text("CUBIN", program)
+            lowered = lowered.value.decode()
+            ptx[name] = code.split(f".entry {lowered}(")[1].split(".entry")[0]
+            usage[name] = _usage(log, lowered)
         self._call("DestroyProgram", ctypes.byref(program))
-        return cubin, usage
+        return ptx, usage
 
 
 def _usage(log, lowered):

@@ -142,16 +142,16 @@ def measure_sends(world, ops, heads, end_bytes: int) -> tuple[tuple[Eager, ...],
     heads: of `measure_rows`, on world rank 0. Comm: one broadcast, messages of each pair.
     """
     places = json.loads(broadcast_text(world, json.dumps([head["places"] for head in heads])))[0]
-    comms = Comms(Grid(world.rank, pp_size=world.size), ops, Recorder(), world)
+    comms = Comms(Grid(world.rank, {"pp": world.size}), ops, Recorder(), world)
     eager, curves = [], []
     for pair in pairs_by_link(places, world.size):
         link, alone, seconds = link_of(places, pair), {}, {}
         for nbytes in plans.geometric(min(EAGER_BYTES, end_bytes), end_bytes, EAGER_FACTOR):
             x, y = (ops.zeros((nbytes // ops.dtype.itemsize,), label="buffers") for _ in range(2))
             if world.rank in pair:
-                hop = measure_hop(comms.pp, pair[1], x, repeats=1)
-                alone[nbytes] = goes_alone(comms.pp, pair[1], x, y, hop)
-                seconds[nbytes] = measure_sending(comms.pp, pair[1], x, y, hop)
+                hop = measure_hop(comms["pp"], pair[1], x, repeats=1)
+                alone[nbytes] = goes_alone(comms["pp"], pair[1], x, y, hop)
+                seconds[nbytes] = measure_sending(comms["pp"], pair[1], x, y, hop)
         early = list(takewhile(alone.get, alone))
         eager.append(Eager(link, None if len(early) == len(alone) else
                            early[-1] if early else 0))

@@ -13,8 +13,8 @@ import numpy as np
 
 from mpipar.comm.grid import Grid, piece, share
 from mpipar.comm.group import Comms
-from mpipar.partition import CUTS
-from mpipar.partition.summa import Mesh
+from mpipar.partition import CUTS, MESH_CUTS
+from mpipar.partition.contracts import Mesh
 
 PHASES = ("F", "I", "W")  # forward, input gradient, weight gradient
 NAME = "product"  # of the barriers
@@ -57,7 +57,7 @@ def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
 
 def cases(num_ranks: int) -> list[tuple[str, int, int]]:
     """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid."""
-    found = [(cut, num_ranks, 1) for cut in CUTS if cut not in ("2d", "2.5d")]
+    found = [(cut, num_ranks, 1) for cut in CUTS]
     for q in range(math.isqrt(num_ranks), 0, -1):
         d, rest = divmod(num_ranks, q * q)
         if not rest:
@@ -72,12 +72,12 @@ def shown(cut: str, q: int, d: int) -> str:
 
 def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=None):
     """(groups to close, what the cut takes as `comm`). Comm: that of Comms; all ranks call it."""
-    if cut not in ("2d", "2.5d"):
-        comms = Comms(Grid(world_rank, tp_size=q), ops, recorder, mpi_world, options)
-        return comms, comms.tp
-    grid = Grid(world_rank, tp_size=q, cp_size=q, dp_size=d)
+    if cut not in MESH_CUTS:
+        comms = Comms(Grid(world_rank, {"tp": q}), ops, recorder, mpi_world, options)
+        return comms, comms["tp"]
+    grid = Grid(world_rank, {"tp": q, "cp": q, "dp": d})
     comms = Comms(grid, ops, recorder, mpi_world, options)
-    return comms, Mesh(row=comms.tp, column=comms.cp, depth=comms.dp)
+    return comms, Mesh(row=comms["tp"], column=comms["cp"], depth=comms["dp"])
 
 
 def block(array: np.ndarray, places) -> np.ndarray:
@@ -93,12 +93,12 @@ def block(array: np.ndarray, places) -> np.ndarray:
 class CutProduct:
     """This rank's part of a product in a cut; `run` executes one of its three functions.
 
-    comm: a Comm, or a Mesh for 2d and 2.5d, where all rows of x lie in one sequence.
+    comm: a Comm, or a Mesh for MESH_CUTS, where all rows of x lie in one sequence.
     """
 
     def __init__(self, ops, recorder, cut: str, comm, sizes: Sizes):
         self.ops, self.recorder, self.name, self.comm = ops, recorder, cut, comm
-        self.cut = CUTS[cut]
+        self.cut = (MESH_CUTS if isinstance(comm, Mesh) else CUTS)[cut]
         whole_ = (1, 0)
         if isinstance(comm, Mesh):
             sizes = Sizes(1, sizes.batch * sizes.tokens, sizes.inner, sizes.outer)
@@ -128,15 +128,18 @@ class CutProduct:
 
     def run(self, phase: str):
         """Run forward, input gradient or weight gradient, and keep the result. Comm: the cut's."""
-        self.recorder.phase, start = phase, perf_counter_ns()
-        rest = (self.comm, NAME, self.sizes)
-        if phase == "F":
-            self.y = self.cut.forward(self.ops, self.x, self.w, *rest)
-        elif phase == "I":
-            self.dx, self.kept = self.cut.backward_input(self.ops, self.dy, self.w, *rest)
-        else:
-            self.cut.backward_weight(self.ops, self.x, self.kept, self.dw, *rest)
-            self.kept = None
+        start, rest = perf_counter_ns(), (self.comm, NAME)
+        multiply, sizes = (self.ops, self.ops), self.sizes
+        with self.recorder.at(phase):
+            if phase == "F":
+                self.y = self.cut.forward(*multiply, self.x, self.w, *rest, sizes=sizes)
+            elif phase == "I":
+                self.dx, self.kept = self.cut.backward_input(
+                    *multiply, self.dy, self.w, *rest, sizes=sizes)
+            else:
+                self.cut.backward_weight(
+                    *multiply, self.x, self.kept, self.dw, *rest, sizes=sizes)
+                self.kept = None
         self.recorder.span(phase, start)
 
     def errors(self, full: Whole) -> dict[str, float]:

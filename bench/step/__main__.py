@@ -7,7 +7,9 @@
     python -m bench.step --recipe nanogpt         # nanoGPT's recipe for a CPU, on the default text
     python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
+    python -m bench.step --sides best             # the fastest form of each, or with `own` of ours
     python -m bench.step --cable 200,1000         # on two hosts: see bench/step/cable.py
+    python -m bench.step.against ../before        # the step of another checkout
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
 are data and tensor parallelism, and pipelines (1f1b, zb-h1, zb-v). One rank alone is there at once,
@@ -16,7 +18,7 @@ step of its own, all at the same time. Its times are those of a step, divided by
 ranks. So its speedup is what the cores give to any layout. If PyTorch is installed, its side
 `torch` runs eagerly. It computes attention explicitly (product, mask, softmax, product), as mpipar
 does. Its other sides have its own attention, its own AdamW in one pass, and are compiled as a
-whole, where a C++ compiler is found. All sides start from the same weights, and must give PyTorch's
+whole, where a compiler is found. All sides start from the same weights, and must give PyTorch's
 losses over three updates before anything is timed. Their repetitions alternate, so that a slow
 spell of the machine hits all.
 
@@ -32,7 +34,7 @@ Columns are medians over the repetitions. Of several ranks the slowest counts, f
 last update. over_torch: step_ms over that of `torch`. best_over_torch: the same of the best
 repetitions. over_best: step_ms over that of PyTorch's fastest side. over_products: over that of one
 rank's products, in the same repetition. speedup: one rank's time over this one, likewise. blas: the
-library that multiplies, and the processor that it chose its loops for. in_communication: share of
+library that multiplies, and the processor that it chose its kernels for. in_communication: share of
 the step inside barriers or waiting for messages. tflops: operations of the products, 6 B T P + 12 L
 B T^2 D (P: elements of the matrices of blocks and head), per second. mfu: tflops over the peak of
 the devices of all ranks that computed. The peak of a device is --peak-tflops, else that of the
@@ -78,6 +80,8 @@ from mpipar.files.text import counted
 from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
 
+SIDES = ("all", "best", "own")
+COMPILERS = {"cpu": ("g++",), "cuda": ("gcc", "clang")}  # that torch.compile needs
 ALONE, APART = ", one rank", ", apart"
 SCHEDULES, MICROBATCHES = ("1f1b", "zb-h1", "zb-v"), 8  # of the pipelines
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of losses
@@ -88,8 +92,11 @@ def parse(argv):
     parser = flags.Parser(prog="python -m bench.step", description=__doc__)
     add_sizes(parser)
     parser.add_argument("--compiled", action=BooleanOptionalAction, default=None,
-                        help="compile PyTorch's sides as well (where a C++ compiler is found; "
+                        help="compile PyTorch's sides as well (where a compiler is found; "
                         "--no-compiled leaves them out)")
+    parser.add_argument("--sides", choices=SIDES, default="all", help="best: mpipar with its"
+                        " default kernels beside PyTorch with its own attention and AdamW, compiled"
+                        " where it can be; own: the first of the two alone (all)")
     parser.add_argument(freed.FLAG, action="store_true", help="free both BLAS libraries from what"
                         " they know of the processor's maker (see bench/step/freed.py)")
     parser.add_argument("--recipe", choices=("nanogpt",), help="its sizes and its learning rate, on"
@@ -114,7 +121,7 @@ def parse(argv):
         parser.error("--cable compares ways to send, with gpt2 in float32 on the CPU, one thread "
                      f"for each rank; leave out {', '.join(others)}")
     if args.compiled is None:
-        args.compiled = args.device == "cuda" or shutil.which("g++") is not None
+        args.compiled = any(map(shutil.which, COMPILERS[args.device]))
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         parser.error("--peak-tflops must be above 0")
     return args
@@ -147,7 +154,7 @@ def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
     names, sides = [], {}
     together, alone = layouts_of(args, world.size)
     for behind, layout in (together | alone).items():
-        for name in KERNELS[args.device]:
+        for name in KERNELS[args.device][:None if args.sides == "all" else 1]:
             if name == "numba" and importlib.util.find_spec("numba") is None:
                 continue
             shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{behind}"
@@ -164,7 +171,7 @@ def product_sides(args, names, sides, world) -> dict:
 
     sides: ours and PyTorch's.
     """
-    if (args.device, args.dtype) != ("cpu", "float32"):
+    if (args.device, args.dtype, args.sides) != ("cpu", "float32", "all"):
         return {}
     found = {"products, numpy": None} | ({"products, torch": None} if "torch" in names else {})
     if world.rank == 0:
@@ -243,8 +250,8 @@ def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
             "step_ms": step_s * 1e3,
             **({} if theirs is None else {
                 "over_torch": step_s / statistics.median(theirs),
-                "best_over_torch": min(steps[name]) / min(theirs),
-                "over_best": step_s / fastest}),
+                "best_over_torch": min(steps[name]) / min(theirs)}),
+            **({} if fastest is None else {"over_best": step_s / fastest}),
             **compared(name, steps),
             "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
             "tokens_per_s": args.batch_size * args.seq_len / step_s,
@@ -271,7 +278,7 @@ def compared(name, steps) -> dict:
 
 def their_sides(args, rows, world) -> tuple[list[str], dict]:
     """(names of PyTorch's sides, sides that this rank runs: all on world rank 0), if installed."""
-    if importlib.util.find_spec("torch") is None:
+    if args.sides == "own" or importlib.util.find_spec("torch") is None:
         return [], {}
     if args.freed and not freed.free_mkl() and world.rank == 0:
         print("no C compiler: MKL keeps its own choice", file=sys.stderr)
@@ -285,8 +292,9 @@ def their_sides(args, rows, world) -> tuple[list[str], dict]:
         compiled = update | {"compiled": True}
         kinds |= {"torch compiled": compiled,
                   "torch fused attention, compiled": attention | compiled}
-    return list(kinds), {name: torch_side(torch, args, rows, **how)
-                         for name, how in kinds.items() if world.rank == 0}
+    names = [*kinds] if args.sides == "all" else [*kinds][-1:]
+    return names, {name: torch_side(torch, args, rows, **kinds[name])
+                   for name in names if world.rank == 0}
 
 
 def compare_sides(args, world, host_rank) -> int:
@@ -297,7 +305,7 @@ def compare_sides(args, world, host_rank) -> int:
     sides |= more
     names = ours + theirs
     found = losses(sides, names, world)
-    problem = disagreement({name: found[name] for name in sides}, found["torch"], args.dtype) \
+    problem = disagreement({name: found[name] for name in sides}, found[theirs[0]], args.dtype) \
         if theirs and world.rank == 0 else None
     wrong = np.array([problem is not None], np.int64)
     world.Allreduce(wrong.copy(), wrong)
@@ -323,8 +331,8 @@ def print_sides(args, found, num_ranks, facts):
           f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, {args.dtype},"
           f" {counted(num_ranks, 'rank')}, {counted(args.threads, 'thread')},"
           f" {counted(args.repeats, 'step')}, "
-          + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_torch" in found[0]
-             else "PyTorch is not installed"))
+          + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_best" in found[0]
+             else "without PyTorch"))
     print(results.markdown_table(found))
     sizes = {key: value for key, value in vars(args).items() if key not in ("json", "peak_tflops")}
     results.write(args.json, "bench.step", found, ranks=num_ranks,

@@ -1,6 +1,6 @@
 """Which library multiplies matrices on each side of a comparison, and for which processor.
 
-A library chooses its loops by the processor it finds. If the libraries of two sides choose
+A library chooses its kernels by the processor it finds. If the libraries of two sides choose
 differently, the comparison measures those libraries too. So a table of speeds names both.
 """
 
@@ -25,7 +25,7 @@ def numpy_blas() -> str:
     """NumPy's library with its version and the processor it is tuned for."""
     own = (blas.shown(pool) for pool in blas.pools()
            if not any(part in pool["filepath"] for part in OTHERS))
-    return next(own, "unknown").replace(", loops for", "")
+    return next(own, "unknown").replace(", kernels for", "")
 
 
 def torch_blas(freed: bool = False) -> str:

@@ -1,9 +1,9 @@
 """Frees the BLAS of both sides of a comparison from what they know of the processor's maker.
 
-OpenBLAS runs the loops that a short trial finds fastest, as in `mpipar train`. MKL asks whether
-the maker is its own, and has slow loops for the others. Answered with yes, it chooses by the vector
-units alone. So a library of one function is compiled, and loaded before PyTorch. Where there is no
-compiler, MKL keeps its own choice.
+OpenBLAS runs the kernels for the processor's vector units, as in `mpipar train`. MKL asks whether
+the maker is its own, and has slow kernels for the others. Answered with yes, it too chooses by the
+vector units alone. So a library of one function is compiled, and loaded before PyTorch. Where there
+is no compiler, MKL keeps its own choice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ COMPILERS = ("cc", "gcc", "clang")
 
 
 def free_openblas() -> str | None:
-    """Choose its loops; return their architecture. Call it before NumPy is loaded."""
-    chosen = os.environ.get(blas.VARIABLE) or blas.fastest(
-        blas.measured_rates(), blas.processor()[1])
+    """Choose its kernels; return their architecture. Call it before NumPy is loaded."""
+    chosen = os.environ.get(blas.VARIABLE) or blas.choice(blas.processor()[1])
     if chosen:
         os.environ[blas.VARIABLE] = chosen
     return chosen

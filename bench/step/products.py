@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from mpipar.ops import numpy_attention, numpy_ops
+from mpipar.ops import numpy_ops
 
 
 class Noting:
@@ -40,7 +40,7 @@ def products_of(side, step: int) -> list[tuple]:
         return y
 
     with patch.object(numpy_ops, "np", Noting(noted)), patch.object(
-            numpy_attention, "np", Noting(noted)), patch.object(numpy_ops, "_product", product):
+            numpy_ops, "_product", product):
         side.forward_backward(step)
     return noted
 

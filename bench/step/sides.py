@@ -7,6 +7,7 @@ A side has `forward_backward(step)`, which returns the loss and finishes all gra
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from mpipar.data.rows import Batch, Rows
 from mpipar.data.source import load_source
 from mpipar.ops import make
 from mpipar.plan.predict import predict
-from mpipar.train.learning_rate import learning_rate
+from mpipar.train.optim import learning_rate
 from mpipar.train.worker import Worker
 
 PARTS = ("forward_backward", "update")
@@ -101,7 +102,7 @@ class OurSide:
         grid = Grid.of(config.grid, world.rank)
         self.worker = Worker(config, grid, ops, self.recorder, world if world.size > 1 else None)
         self.worker.initialize()
-        self.rows, self.dp_rank = rows, grid.dp_rank
+        self.rows, self.dp_rank = rows, grid.place("dp")
 
     def batches(self, step) -> list[Batch]:
         """This rank's microbatches of a step."""
@@ -147,8 +148,7 @@ def torch_side(torch, args, rows, **how) -> TorchSide:
     config = configure(args, {}, 1)
     alone = Worker(config, Grid(0), make("cpu", "float32"), Recorder())
     alone.initialize()
-    weights = {param.name: param.data for stage in alone.stages.values()
-               for param in stage.flat.params}
+    weights = {param.name: param.data for stage in alone.stages.values() for param in stage.params}
     return TorchSide(torch, config, rows, weights, device=args.device,
                      dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value, **how)
 
@@ -158,9 +158,11 @@ def step_flops(args) -> int:
 
     With P elements in the matrices of blocks and head, that is 6 B T P + 12 L B T^2 D. The first
     term has 2 operations forward and 4 backward per element and token. The second has attention's
-    two products; the hidden half counts.
+    two products; the hidden half counts. The shapes are those of a CPU, where a table has no rows
+    of padding.
     """
-    return sum(predict(configure(args, {}, 1), 0).flops.values())
+    config = configure(args, {}, 1)
+    return sum(predict(replace(config, run=replace(config.run, device="cpu")), 0).flops.values())
 
 
 def losses(sides, names, world) -> dict[str, list[float]]:

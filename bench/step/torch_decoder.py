@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.ops.llama_ops import rope_table
-from mpipar.train.learning_rate import learning_rate
+from mpipar.ops.array_ops import rope_table
+from mpipar.train.optim import learning_rate
 
 
 class TorchDecoder:

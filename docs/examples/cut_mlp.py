@@ -28,7 +28,7 @@ def mlp(comms, x, dy):
 
 
 recorder = mpipar.Recorder()
-comms = mpipar.Comms(mpipar.Grid(WORLD.rank, tp_size=WORLD.size), OPS, recorder, WORLD)
+comms = mpipar.Comms(mpipar.Grid(WORLD.rank, {"tp": WORLD.size}), OPS, recorder, WORLD)
 x, dy = np.random.default_rng(0).standard_normal((2, 4, 5, 6))
 cut, whole = mlp(comms, x, dy), mlp(mpipar.Comms.solo(OPS), x, dy)
 difference = max(np.abs(a - b).max() for a, b in zip(cut, whole, strict=True))

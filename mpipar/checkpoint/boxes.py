@@ -13,24 +13,9 @@ from itertools import pairwise
 import numpy as np
 
 from mpipar.comm.grid import piece
+from mpipar.layers.param import Box
 
-Box = tuple[tuple[int, int], ...]
 MOST_CELLS = 1000  # per box of a tiling; what mpipar writes has about as many cells as boxes
-
-
-def shard_box(param) -> Box:
-    """What this rank holds of a Param: its bounds on the cut axis, and all of the other axes."""
-    cut = 0 if param.cut_axis is None else param.cut_axis
-    return tuple(param.bounds() if axis == cut else (0, length)
-                 for axis, length in enumerate(param.shape))
-
-
-def cut_box(param, index: int, count: int) -> Box:
-    """What shard `index` of `count` holds of a whole Param, perhaps nothing."""
-    cut, shape = param.cut_axis or 0, param.shape
-    width = -(-shape[cut] // count)
-    bounds = min(index * width, shape[cut]), min((index + 1) * width, shape[cut])
-    return tuple(bounds if axis == cut else (0, length) for axis, length in enumerate(shape))
 
 
 def whole_box(shape) -> Box:
@@ -62,18 +47,16 @@ def _in_row(shape, row: int, first: int, stop: int) -> list[Box]:
 
 
 def boxes_of_part(param, first: int, values):
-    """Yield (box, array) of a part of a flattened shard, without the padding of the cut axis.
+    """Yield (box, array) of a part of a flattened shard, without the padding of cut dimensions.
 
     first: place of the values in the shard.
     """
-    held, done = shard_box(param), 0
-    cut = 0 if param.cut_axis is None else param.cut_axis
+    held, done = param.box, 0
     for local in boxes_of_run(param.local_shape, first, first + values.size):
         x = values[done:done + volume(local)].reshape(shape_of(local))
         done += x.size
-        start = held[cut][0]
-        place = tuple((low + start, high + start) if axis == cut else (low, high)
-                      for axis, (low, high) in enumerate(local))
+        place = tuple((low + start, high + start)
+                      for (low, high), (start, _) in zip(local, held, strict=True))
         box = overlap(place, held)
         if box is not None:
             yield box, x[within(box, place)]

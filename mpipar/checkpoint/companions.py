@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mpipar.data import tokenizer
 from mpipar.errors import DataError
+from mpipar.files import own
 from mpipar.files.bounded import problems_as, read_bytes, read_json
 from mpipar.files.replace import replace_file
 
@@ -49,11 +50,11 @@ def _read(source: Path) -> dict[str, bytes]:
 
 
 def write_companions(found: dict[str, bytes], folder: Path) -> None:
-    """Write files into a folder, which is made if need be. Raises OSError."""
+    """Write files into a folder, which is made if need be; it is no link. Raises OSError."""
     if found:
-        folder.mkdir(parents=True, exist_ok=True)
+        own.make_root(folder.parent)
     for name, content in found.items():
-        replace_file(folder / name, [content])
+        replace_file(f"{folder.name}/{name}", [content], root=folder.parent)
 
 
 def token_ids(path: Path, vocab_size: int | None = None) -> dict:

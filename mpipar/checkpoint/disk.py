@@ -10,6 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.files import own
+from mpipar.files.bounded import open_regular
+
 BLOCK_BYTES = 16 * 2**20  # a block of rows: the most that one message or one write carries
 # safetensors' names of the types that are written
 DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}
@@ -34,6 +37,7 @@ def safetensors_head(tensors) -> bytes:
 def write_new(path: Path, chunks) -> tuple[int, str]:
     """Write a file that must not exist yet; return (bytes, SHA-256) of what was meant to be in it.
 
+    path: of a file in a checkpoint in the checkpoints of a run; none of the three may be a link.
     chunks: bytes and arrays. Each is hashed in memory before it is written, so a disk that writes
     something else is found out. The file has reached the disk when this returns. Raises OSError.
 
@@ -41,7 +45,8 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
     it is told that nobody will need the pages soon.
     """
     digest, size, told = hashlib.sha256(), 0, 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    run_folder = path.parents[2]
+    file = own.opened(run_folder, str(path.relative_to(run_folder)), own.NEW)
     try:
         for chunk in chunks:
             data = memoryview(np.ascontiguousarray(chunk)  # a transposed view has other bytes
@@ -61,14 +66,11 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
 
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk; its files have their own fsync."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with own.folder(folder) as descriptor:
+        os.fsync(descriptor)
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, read block by block. Raises OSError."""
-    with open(path, "rb") as file:
+    """SHA-256 of a file that is no link, read block by block. Raises OSError."""
+    with open_regular(path.name, path.parent) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

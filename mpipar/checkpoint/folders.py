@@ -1,18 +1,29 @@
-"""The folders of a run's checkpoints: how one begins, is committed, and goes. Rank 0 alone."""
+"""The folders of a run's checkpoints: how one begins, is committed, and goes. Rank 0 alone.
+
+They are reached through no link, see `mpipar.files.own`. Only folders that hold nothing but files
+of checkpoints are ever deleted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-import shutil
+import stat
 from pathlib import Path
 
 from mpipar.checkpoint.disk import sync_folder
-from mpipar.checkpoint.manifest import committed_steps, read_manifest, step_folder_name
+from mpipar.checkpoint.manifest import (
+    NAME,
+    PIECES_FILE,
+    committed_steps,
+    read_manifest,
+    step_folder_name,
+)
 from mpipar.errors import DataError
+from mpipar.files import own
 
-PARTIAL, TRASH = ".partial-", ".trash-"
+PARTIAL, TRASH, ASIDE = ".partial-", ".trash-", ".aside-"
 
 
 def make_partial(folder: Path, step: int) -> Path:
@@ -20,12 +31,13 @@ def make_partial(folder: Path, step: int) -> Path:
 
     Raises OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    sync_folder(folder.parent)
-    partial = folder / f"{step_folder_name(step)}{PARTIAL}{secrets.token_hex(4)}"
-    os.mkdir(partial)
-    sync_folder(folder)
-    return partial
+    partial = f"{step_folder_name(step)}{PARTIAL}{secrets.token_hex(4)}"
+    own.make_root(folder.parent)
+    with own.folder(folder.parent, folder.name, make=True) as inside:
+        sync_folder(folder.parent)
+        os.mkdir(partial, dir_fd=inside)
+        os.fsync(inside)
+    return folder / partial
 
 
 def put_in_place(partial: Path, step: int) -> None:
@@ -33,17 +45,18 @@ def put_in_place(partial: Path, step: int) -> None:
 
     A step can be there already: damaged, or of a run that went on from an earlier step again.
     There is always another checkpoint then, the one that this run has started from. If it is this
-    very state, nothing needs to change.
+    very state, nothing needs to change. What is no checkpoint is kept under another name.
     """
-    folder, place = partial.parent, partial.parent / step_folder_name(step)
-    if place.exists():
-        with contextlib.suppress(DataError):
-            if read_manifest(place) == read_manifest(partial):
-                shutil.rmtree(partial)
-                return
-        _to_trash(place)
-    os.rename(partial, place)
-    sync_folder(folder)
+    folder, name = partial.parent, step_folder_name(step)
+    with own.folder(folder.parent, folder.name) as inside:
+        if os.path.lexists(folder / name):
+            with contextlib.suppress(DataError):
+                if read_manifest(folder / name) == read_manifest(partial):
+                    delete([partial])
+                    return
+            _rename_away(inside, name, "" if _is_checkpoint(inside, name) else ASIDE)
+        os.rename(partial.name, name, src_dir_fd=inside, dst_dir_fd=inside)
+        os.fsync(inside)
 
 
 def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
@@ -53,24 +66,46 @@ def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
     to a run that this one has replaced. Folders that killed runs have left go too. A failure is
     left for the next time.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, DataError), own.folder(folder.parent, folder.name) as inside:
         committed = committed_steps(folder)
-        earlier = [path for number, path in committed if number < step]
-        later = [path for number, path in committed if number > step]
-        left = [path for path in folder.iterdir() if PARTIAL in path.name
-                and not path.name.startswith(TRASH)]
-        for path in left + later + (earlier[:max(0, len(earlier) - keep + 1)] if keep else []):
-            _to_trash(path)
-        return [path for path in folder.iterdir() if path.name.startswith(TRASH)]
+        earlier = [path.name for number, path in committed if number < step]
+        later = [path.name for number, path in committed if number > step]
+        left = [name for name in os.listdir(inside)
+                if PARTIAL in name and not name.startswith(TRASH)]
+        for name in left + later + (earlier[:max(0, len(earlier) - keep + 1)] if keep else []):
+            if _is_checkpoint(inside, name):
+                _rename_away(inside, name)
+        return [folder / name for name in os.listdir(inside)
+                if name.startswith(TRASH) and _is_checkpoint(inside, name)]
     return []
 
 
 def delete(paths: list[Path]) -> None:
     """Delete folders that have been set aside. It takes long, so a thread does it."""
     for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            own.remove_tree(path.parents[1], f"{path.parent.name}/{path.name}")
 
 
-def _to_trash(path: Path) -> None:
-    """Rename a folder before it is deleted: half of it never has the name of a checkpoint."""
-    os.rename(path, path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}"))
+def _is_checkpoint(inside: int, name: str) -> bool:
+    """Whether this is a real folder with nothing in it but what a save writes."""
+    try:
+        descriptor = os.open(name, own.FOLDER | os.O_NOFOLLOW, dir_fd=inside)
+    except OSError:
+        return False
+    try:
+        return all((one == NAME or PIECES_FILE.fullmatch(one))
+                   and stat.S_ISREG(os.lstat(one, dir_fd=descriptor).st_mode)
+                   for one in os.listdir(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _rename_away(inside: int, name: str, ending: str = "") -> None:
+    """Rename a folder before it is deleted: half of it never has the name of a checkpoint.
+
+    ending: of the new name of a folder that is kept.
+    """
+    token = secrets.token_hex(4)
+    other = f"{name}{ending}{token}" if ending else f"{TRASH}{name}-{token}"
+    os.rename(name, other, src_dir_fd=inside, dst_dir_fd=inside)

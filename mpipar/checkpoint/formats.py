@@ -15,8 +15,8 @@ from pathlib import Path
 from mpipar.checkpoint import hf_gpt2, own
 from mpipar.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
 from mpipar.checkpoint.manifest import NAME, read_manifest
+from mpipar.config.model import CUTS
 from mpipar.config.reading import values_of
-from mpipar.config.resumed import CUTS
 from mpipar.config.sections import FIELDS, build
 from mpipar.config.setting import value_problem
 from mpipar.errors import DataError

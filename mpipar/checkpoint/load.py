@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from mpipar.checkpoint import boxes
 from mpipar.checkpoint.disk import BLOCK_BYTES
 from mpipar.checkpoint.manifest import Manifest, Tensor, digest_problem, tensor_problems
-from mpipar.checkpoint.params import all_params
 from mpipar.errors import DataError
 
 MOST_LINES = 20  # of a table of tensors
@@ -69,14 +68,14 @@ class Pieces:
 def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
     """Tensors and moments in which a checkpoint and a worker's model differ, as a table."""
     ours = {param.name: Tensor(param.shape, worker.ops.statistics.name)
-            for _, param in all_params(worker.config.model, worker.stage_layers)}
+            for _, param in worker.all_params}
     names = sorted(name for name in ours.keys() | manifest.tensors.keys()
                    if ours.get(name) != manifest.tensors.get(name))
     lines = [f"{name}: {_shown(manifest.tensors.get(name))} in the checkpoint,"
              f" {_shown(ours.get(name))} in the model" for name in islice(names, MOST_LINES)]
     if len(names) > MOST_LINES:
         lines.append(f"and {len(names) - MOST_LINES} other tensors")
-    kinds = tuple(sorted(worker.optimizer.state()))
+    kinds = tuple(sorted(("master", *worker.optimizer.kinds)))
     if manifest.kinds != kinds:
         lines.append(f"of each tensor it has {', '.join(manifest.kinds)}; the optimizer"
                      f" {worker.config.train.optimizer} needs {', '.join(kinds)}")
@@ -100,14 +99,12 @@ def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
         raise DataError(wrong)
     ops = worker.ops
     with Pieces(step_folder, manifest) as pieces:
-        for kind, buffers in worker.optimizer.state().items():
-            for number, buffer in buffers.items():
-                flat = worker.stages[number].flat
-                for target in flat.weights if kind == "master" else [buffer]:
+        for flat in worker.flats:
+            for kind in flat.state:
+                for target in flat.weights if kind == "master" else [kind]:
                     _fill(ops, pieces, kind, flat.held(target))
+            flat.publish()
     worker.loss_scale.restore(manifest.loss_scale)
-    for stage in worker.stages.values():
-        stage.flat.publish()
 
 
 def _fill(ops, pieces: Pieces, kind: str, parts) -> None:

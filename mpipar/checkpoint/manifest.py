@@ -119,14 +119,19 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every committed checkpoint in `folder`, ascending; none if it is missing.
 
     They were whole when they were written. `read_manifest` and `damage` say whether they still are.
-    Raises DataError if the folder cannot be read.
+    Raises DataError if the folder cannot be read, or if it or one of them is a link.
     """
     try:
         found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
+        links = [path for path in (folder, *(path for match, path in found if match))
+                 if path.is_symlink()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from None
+    if links:
+        raise DataError(f"{links[0]}: is a symbolic link, and a run's checkpoints lie in its own"
+                        " folder; put what it leads to in its place")
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
@@ -136,9 +141,7 @@ def read_manifest(step_folder: Path) -> Manifest:
     Digests are checked by who reads a file. Raises DataError that names what is wrong.
     """
     path = Path(step_folder) / NAME
-    if path.is_symlink():
-        raise DataError(f"{path}: is a link, and not a file of this folder")
-    content = read_json(path, most_bytes=MOST_BYTES)
+    content = read_json(NAME, most_bytes=MOST_BYTES, root=path.parent)
     try:
         _check_format(path, content)
         manifest = _manifest(content)
@@ -171,15 +174,20 @@ def _manifest(content: dict) -> Manifest:
     tensors, files = content["tensors"], content["files"]
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors are more than {MOST_TENSORS}")
+    layout = content["layout"]
+    if unknown := sorted(layout.keys() - {*AXES}):
+        raise ValueError(f"its layout has the axis {shown(unknown[0])}, which this version of"
+                         f" mpipar does not know; it knows {', '.join(AXES)}")
     manifest = Manifest(**content | {
+        "layout": {axis: layout.get(axis, 1) for axis in AXES},
         "tensors": {name: _tensor(name, **one) for name, one in tensors.items()},
         "files": {name: _file(name, **one) for name, one in files.items()},
         "pieces": tuple(_piece(**one) for one in content["pieces"])})
     if len(manifest.kinds) > MOST_KINDS:
         raise ValueError(f"{len(manifest.kinds)} kinds of state are more than {MOST_KINDS}")
     _text(manifest.config, manifest.schedule)
-    if type(manifest.data) is not dict or manifest.layout.keys() != {*AXES}:
-        raise ValueError(f"data and layout are {shown(manifest.data)}, {shown(manifest.layout)}")
+    if type(manifest.data) is not dict:
+        raise ValueError(f"data is {shown(manifest.data)}")
     for number in (manifest.step, *manifest.layout.values()):
         _whole(number)
     scale = manifest.loss_scale

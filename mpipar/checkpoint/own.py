@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from mpipar.config.model import FAMILIES
-from mpipar.config.resumed import CUTS
+from mpipar.config.model import CUTS, FAMILIES
 from mpipar.config.setting import kind
 from mpipar.files.text import shown
 

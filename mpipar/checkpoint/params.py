@@ -6,17 +6,20 @@ from mpipar import models
 from mpipar import ops as ops_module
 from mpipar.comm.group import Comms
 from mpipar.layers.context import Context
+from mpipar.layers.param import Param
 
 
-def all_params(config, stage_layers) -> list[tuple[int, object]]:
+def all_params(config, stage_layers, table_multiple: int = 1) -> list[tuple[int, Param]]:
     """(stage, Param) of every whole tensor, from the real layers on shapes, without memory.
 
-    They are in the order of their names, in which every rank goes through them.
+    They are in the order of their names, in which every rank goes through them. table_multiple: of
+    the ranks whose shards are asked for, see `Ops`.
     """
     ops = ops_module.make("shapes", "float32")
+    ops.table_multiple = table_multiple
     solo = Context(ops, Comms.solo(ops))
     tables, found = {}, []
     for number in range(len(stage_layers)):
         stage = models.model_of(config).Stage(solo, config, number, stage_layers, tables)
-        found += [(number, param) for param in stage.flat.params]
+        found += [(number, param) for param in stage.params]
     return sorted(found, key=lambda item: item[1].name)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
@@ -37,7 +37,6 @@ from mpipar.checkpoint.manifest import (
     pieces_file,
     step_folder_name,
 )
-from mpipar.checkpoint.params import all_params
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
 from mpipar.errors import OutputError
@@ -57,8 +56,8 @@ def place_among_copies(comms, param, shared=False) -> tuple[int, int]:
     these numbers out.
     """
     index, count = 0, 1
-    groups = (*param.copy_groups, *(() if shared else ("dp", "cp")))
-    for comm in (comms.by_axis[name] for name in groups):
+    groups = (*param.copy_groups, *(() if shared else param.grad_groups[-1:]))
+    for comm in (comms[name] for name in groups):
         index, count = index * comm.size + comm.index, count * comm.size
     return index, count
 
@@ -69,11 +68,10 @@ def own_pieces(worker) -> list[Own]:
     The rows of a box are shared out among its copies. So all ranks write, and no row twice.
     """
     file, found = pieces_file(worker.grid.world_rank), {}
-    for kind, buffers in worker.optimizer.state().items():
-        for number, buffer in buffers.items():
-            flat = worker.stages[number].flat
-            for param, first, values in flat.held(buffer):
-                place = place_among_copies(worker.comms, param, not flat.is_whole(buffer))
+    for flat in worker.flats:
+        for kind in flat.state:
+            for param, first, values in flat.held(kind):
+                place = place_among_copies(worker.comms, param, flat.shares(kind))
                 for held, x in boxes.boxes_of_part(param, first, values):
                     box = boxes.share_of_rows(held, *place)
                     if boxes.volume(box):
@@ -142,7 +140,8 @@ class Saver:
 
     keep: how many checkpoints stay, the newest ones (0: all). background: whether a thread writes a
     copy of the state while training goes on; it never calls MPI. facts: `config`, the configuration
-    as TOML, and `data`, the fingerprint of the data.
+    as TOML, and `data`, the fingerprint of the data. ready(): called on rank 0 before each save,
+    it raises OSError or OutputError if the run folder cannot take one.
 
     saved: the step of the last commit, or None. blocked_seconds: how long the last `save` kept the
     run from training. write_seconds: how long this rank wrote for the last commit. waits: how often
@@ -150,8 +149,10 @@ class Saver:
     Comm: one gather over the world.
     """
 
-    def __init__(self, worker, folder: Path, *, keep: int, background: bool, facts: dict):
+    def __init__(self, worker, folder: Path, *, keep: int, background: bool, facts: dict,
+                 ready: Callable[[], None] = lambda: None):
         self.worker, self.folder, self.keep, self.facts = worker, Path(folder), keep, facts
+        self.ready = ready
         self.comm, self.mpi_world = worker.comms.world, worker.comms.mpi_world
         self.own = own_pieces(worker)
         self.file = pieces_file(worker.grid.world_rank)
@@ -161,7 +162,7 @@ class Saver:
             for pieces in gathered or [] for *names, box in pieces)
         self.tensors = {
             param.name: Tensor(param.shape, worker.ops.statistics.name)
-            for _, param in all_params(worker.config.model, worker.stage_layers)}
+            for _, param in worker.all_params}
         if gathered:  # a piece that two ranks write, or none, is a defect: it never reaches a disk
             problems = piece_problems(self.tensors, {one.file for one in self.pieces}, self.pieces)
             assert not problems, problems
@@ -258,9 +259,11 @@ class Saver:
         answer = ""
         if self.comm.index == 0:
             try:
+                self.ready()
                 answer = make_partial(self.folder, step).name
-            except OSError as error:
-                answer = f"/{error.strerror or error}"  # no name begins like that
+            except (OSError, OutputError) as error:
+                why = error.strerror if isinstance(error, OSError) else None
+                answer = f"/{why or error}"  # no name begins like that
         self.comm.barrier("save.folder")
         answer = broadcast_text(self.mpi_world, answer)
         if answer.startswith("/"):
@@ -289,7 +292,7 @@ class Saver:
         except OSError as error:
             failed = [error.strerror or str(error)]
         if failed:
-            shutil.rmtree(partial, ignore_errors=True)
+            delete([partial])
             return self._failure(flight.step, "; ".join(failed))
         aside = set_aside(self.folder, flight.step, self.keep)
         self.deletion = self.thread.submit(delete, aside)
@@ -299,6 +302,6 @@ class Saver:
         worker = self.worker
         return Manifest(
             step=flight.step, config=self.facts["config"],
-            layout={axis: worker.grid.axis_size(axis) for axis in AXES},
+            layout={axis: worker.grid.size(axis) for axis in AXES},
             schedule=worker.schedule.name, loss_scale=flight.loss_scale, data=self.facts["data"],
             tensors=self.tensors, files=files, pieces=self.pieces)

@@ -18,6 +18,7 @@ import numpy as np
 from mpipar.checkpoint.disk import safetensors_head
 from mpipar.checkpoint.tensor_file import Entry, TensorFile
 from mpipar.errors import DataError
+from mpipar.files import own
 from mpipar.files.bounded import problems_as, read_json
 from mpipar.files.replace import replaced_files
 from mpipar.files.text import shown
@@ -142,13 +143,14 @@ def _bytes(tensor) -> int:
 def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
     """Yield a function put(tensor, row, array), which writes an array of rows from this row on.
 
-    All files get their names when the block ends; the old ones stay until then. texts: {name: text}
-    of files to write beside the weights. tensors, most_bytes: see `split`. Raises OSError.
+    All files get their names when the block ends; the old ones stay until then. The folder is made
+    if need be, and is no link. texts: {name: text} of files to write beside the weights. tensors,
+    most_bytes: see `split`. Raises OSError.
     """
     parts, places = split(tensors, most_bytes), {}
     index = {INDEX: _index_text(parts)} if len(parts) > 1 else {}
     # Half of a new set of files must not stand beside half of an old one under one index.
-    with replaced_files(folder, gone=index) as create:
+    with replaced_files(folder.parent, folder.name, gone=index) as create:
         files = {name: create(name) for name in [*texts, *parts, *index]}
         for name, text in (texts | index).items():
             files[name].write(text.encode())
@@ -170,10 +172,11 @@ def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
                 done += os.pwrite(number, view[done:], offset + done)
 
         yield put
-    for path in folder.iterdir():
-        stale = SHARD.fullmatch(path.name) or path.name in (WEIGHTS, INDEX)
-        if stale and path.name not in files:
-            path.unlink(missing_ok=True)
+    with own.folder(folder.parent, folder.name) as inside:
+        stale = [name for name in os.listdir(inside) if name not in files
+                 and (SHARD.fullmatch(name) or name in (WEIGHTS, INDEX))]
+    for name in stale:
+        own.remove(folder.parent, f"{folder.name}/{name}")
 
 
 def _index_text(parts: dict[str, list]) -> str:

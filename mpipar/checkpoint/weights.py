@@ -22,6 +22,7 @@ from mpipar.checkpoint.tensor_file import NUMBERS
 from mpipar.checkpoint.weight_files import WeightFiles, new_weights
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
+from mpipar.files import own
 from mpipar.files.text import brief
 
 
@@ -35,15 +36,15 @@ def shard_of(worker, flat, param, kind: str):
 
     Comm: where the data group shares it out, one reduce over that group. None on other ranks then.
     """
-    whole = flat.sharding.count == 1 if kind == "grad" else flat.is_whole(flat.master)
-    if whole:
+    shared = flat.sharding.level > 0 if kind == "grad" else flat.shares(kind)
+    if not shared:
         return getattr(param, kind)
     ops = worker.ops
     shard = ops.zeros((param.size,), ops.statistics, label="buffers")
-    pieces = flat.summed if kind == "grad" else flat.pieces(flat.master)
+    pieces = flat.summed if kind == "grad" else flat.pieces(kind)
     for first, values in flat.parts(param, pieces):  # each rank has other numbers: the sum is exact
         ops.copy(shard[first:first + values.size], values)
-    return worker.comms.data.reduce(
+    return flat.sharding.comm.reduce(
         shard.reshape(param.local_shape), 0, f"save.{param.name}")
 
 
@@ -56,21 +57,19 @@ def stream(worker, kind: str):
     order of `all_params`.
     """
     ops, grid = worker.ops, worker.grid
-    mine = {param.name: (stage.flat, param)
-            for stage in worker.stages.values() for param in stage.flat.params}
-    for stage, param in all_params(worker.config.model, worker.stage_layers):
-        pp_rank = worker.schedule.rank_of(stage, 0)
-        shards = param.cut_over(grid.tp_size)
-        if grid.pp_rank == pp_rank and grid.tp_rank % (grid.tp_size // shards) == 0:
+    mine = {param.name: (flat, param) for flat in worker.flats for param in flat.params}
+    for stage, param in worker.all_params:
+        pp_rank, own = worker.schedule.rank_of(stage, 0), None
+        if param.name in mine and mine[param.name][1].owner:
             own = shard_of(worker, *mine[param.name], kind)
         for box in _blocks(boxes.whole_box(param.shape), ops.statistics.itemsize):
             block = np.empty(boxes.shape_of(box), ops.statistics)
-            for index in range(shards):
-                shard = boxes.cut_box(param, index, shards)
+            for places in param.shards(grid):
+                shard = param.box_at(grid, places)
                 part = boxes.overlap(shard, box)
                 if part is None:
                     continue
-                owner = grid.at(pp=pp_rank, dp=0, cp=0, tp=index * (grid.tp_size // shards))
+                owner = grid.at(**{"pp": pp_rank, "data": 0, "tp": 0, **places})
                 piece = None
                 if grid.world_rank == owner:
                     piece = own[boxes.within(part, shard)]
@@ -117,7 +116,7 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
     params = [param for _, param in all_params(config.model, (config.model.layers,))]
     tensors = [(form.file_name(param.name), dtype, form.disk_shape(param)) for param in params]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        own.make_root(folder.parent)
         texts = companions.config_texts(folder, form.to_json(config.model, dtype.name))
         with new_weights(folder, texts, tensors, most_bytes or config.run.max_shard_size) as put:
             for name, first, block in blocks:
@@ -184,9 +183,9 @@ def _fill(worker, blocks_of) -> list[str]:
     blocks_of(param, its box): (box, array) of parts that cover the box. Padding stays zero.
     """
     ops, bad = worker.ops, []
-    for stage in worker.stages.values():
-        for param in stage.flat.params:
-            held, finite, shard = boxes.shard_box(param), True, param.master
+    for flat in worker.flats:
+        for param in flat.params:
+            held, finite, shard = param.box, True, param.master
             if shard is None:  # the data group shares it out: a rank keeps its pieces
                 shard = ops.zeros(param.local_shape, ops.statistics, label="buffers")
             for box, block in blocks_of(param, held):
@@ -196,10 +195,10 @@ def _fill(worker, blocks_of) -> list[str]:
                 finite = finite and bool(np.isfinite(values).all())
                 ops.copy(shard[boxes.within(box, held)], ops.asarray(values))
             if param.master is None:
-                stage.flat.keep(param, shard)
+                flat.keep(param, shard)
             if not finite:
                 bad.append(param.name)
-        stage.flat.publish()
+        flat.publish()
     return bad
 
 

@@ -8,45 +8,92 @@ sends its messages on a communicator of its own and keeps them out of the record
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from mpipar.comm.record import Record
+from mpipar.comm.transport import Counts
 from mpipar.errors import HangError
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 TEXT_BYTES = 400  # of one rank's description, when they differ
+UNEVEN = ("all_to_allv",)  # operations in which each rank sends another number of bytes
+UNKNOWN = -1  # a count that the transport asks for
 
 
 class CallCheck:
     """Compares a call over the group `ranks`. mpi_comm: their communicator, for this alone.
 
-    Raises HangError on every rank of the group when they differ. Its text is the same everywhere
-    and says who calls what.
+    What must be equal: the operation and its number in the group, name, type, root, and the bytes
+    unless it is uneven. Raises HangError on every rank of the group when they differ. Its text is
+    the same everywhere and says who calls what.
     Comm: one all-reduce of 16 bytes for each collective, and one all-gather when they differ.
     """
 
-    def __init__(self, mpi_comm, ranks):
+    def __init__(self, mpi_comm: MPI.Intracomm, ranks: tuple[int, ...]):
         self.mpi, self.ranks = mpi_comm, ranks
+        self.number = 0  # of the check: the same on every rank
 
     def __call__(self, record: Record) -> None:
-        what = f"{record.operation} {record.name} {record.dtype} {record.payload_bytes} bytes"
-        own = zlib.crc32(what.encode())
+        self.number += 1
+        what = f"{record.operation} {record.name} {record.dtype}"
+        if record.operation not in UNEVEN:
+            what += f" {record.payload_bytes} bytes"
+        if record.peer >= 0:
+            what += f" root {self.ranks[record.peer]}"
+        own = zlib.crc32(f"{record.seq} {what}".encode())
         ends = np.array([own, -own], np.int64)
         from mpi4py import MPI
 
         self.mpi.Allreduce(MPI.IN_PLACE, ends, op=MPI.MAX)
         if ends[0] == -ends[1]:
             return
-        text = f"{what} at {record.source}".encode()[:TEXT_BYTES]
+        calls = self._texts(f"{what} at {record.source}, collective {record.seq}")
+        common = max(calls, key=calls.count)
+        self._disagree([
+            f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
+            for world_rank, call in zip(self.ranks, calls, strict=True)])
+
+    def rows(self, record: Record, row_bytes: int, counts: Counts, received: Counts | None) -> None:
+        """Return if each rank expects the rows that the others send it in an uneven exchange.
+
+        received: None where this rank expects nothing in particular. Raises HangError as above.
+        Comm: one all-gather of counts, and one of texts when they differ.
+        """
+        size = len(self.ranks)
+        own = np.array([[row_bytes] * size, counts,
+                        [UNKNOWN] * size if received is None else received], np.int64)
+        everybody = np.empty((size, *own.shape), np.int64)
+        self.mpi.Allgather(own, everybody)
+        widths, sent, expected = everybody[:, 0, 0], everybody[:, 1], everybody[:, 2].T
+        wrong = np.argwhere((expected != UNKNOWN) & (expected != sent))  # [from, to]
+        if len(wrong) or (widths != widths[0]).any():
+            callers = [f"rank {world_rank} in {record.operation} {record.name} at {place}"
+                       for world_rank, place in zip(
+                           self.ranks, self._texts(record.source), strict=True)]
+            self._disagree([
+                f"{callers[to]} expects {expected[source, to]} rows of rank {self.ranks[source]};"
+                f" {callers[source]} sends it {sent[source, to]}" for source, to in wrong] or [
+                f"{caller} has rows of {width} bytes"
+                for caller, width in zip(callers, widths, strict=True)])
+
+    def _disagree(self, lines: list[str]) -> NoReturn:
+        head = f"ranks disagree at collective {self.number} of the group {list(self.ranks)}"
+        raise HangError([head, *lines])
+
+    def _texts(self, own: str) -> list[str]:
+        """Everybody's text, by place. Comm: one all-gather."""
+        text = own.encode()[:TEXT_BYTES]
         texts = np.zeros((len(self.ranks), TEXT_BYTES), np.uint8)
         texts[self.mpi.rank, :len(text)] = np.frombuffer(text, np.uint8)
+        from mpi4py import MPI
+
         self.mpi.Allgather(MPI.IN_PLACE, texts)
-        calls = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts]
-        common = max(set(calls), key=calls.count)
-        lines = [f"ranks disagree at collective {record.seq} of the group {list(self.ranks)}"]
-        lines += [f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
-                  for world_rank, call in zip(self.ranks, calls, strict=True)]
-        raise HangError(lines)
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts]
 
     def close(self) -> None:
+        """Free the communicator. Comm: every member."""
         self.mpi.Free()

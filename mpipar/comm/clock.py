@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 ROUND_TRIPS = 100
 TAG = 11
@@ -36,7 +40,7 @@ def clock_identity() -> str:
     """A text that is the same on all ranks that read one monotonic clock: host, boot, time
     namespace.
     """
-    def read(function, path):
+    def read(function: Callable[[str], str], path: str) -> str:
         try:
             return function(path)
         except OSError:
@@ -47,7 +51,7 @@ def clock_identity() -> str:
     return f"{os.uname().nodename} {boot} {namespace}"
 
 
-def shared_clocks(mpi_world, identity: str) -> list[int]:
+def shared_clocks(mpi_world: MPI.Intracomm, identity: str) -> list[int]:
     """For each world rank the lowest rank that reads the same clock.
 
     Comm: one Allgather of 16 bytes over the world, outside the records.
@@ -59,13 +63,13 @@ def shared_clocks(mpi_world, identity: str) -> list[int]:
     return [keys.index(key) for key in keys]
 
 
-def best_sample(trips) -> Sample:
+def best_sample(trips: list[tuple[int, int, int]]) -> Sample:
     """The Sample of the shortest of [(sent, other clock, received)]; sent, received by rank 0."""
     sent, local, received = min(trips, key=lambda trip: trip[2] - trip[0])
     return Sample(local, local - (sent + received) / 2, (received - sent) / 2)
 
 
-def measure_clocks(mpi_world, owners,
+def measure_clocks(mpi_world: MPI.Intracomm, owners: Sequence[int],
                    clock: Callable[[], int] = perf_counter_ns) -> dict[int, Sample]:
     """{lowest rank of a clock: Sample} on world rank 0, {} elsewhere. owners: `shared_clocks`.
 
@@ -142,14 +146,14 @@ class CommonClock:
         return (f"{len(clocks)} clocks: offsets by ping-pong (shortest of {ROUND_TRIPS}), {drift};"
                 f" good to +-{self.largest_error_ns() * 1e-3:.1f} us")
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """As JSON-able values."""
         return {"owners": list(self.owners)} | {
             name: {str(owner): asdict(sample) for owner, sample in part.items()}
             for name, part in (("before", self.before), ("after", self.after))}
 
     @classmethod
-    def from_json(cls, value: dict) -> CommonClock:
+    def from_json(cls, value: dict[str, Any]) -> CommonClock:
         """The inverse of to_json."""
         before, after = ({int(owner): Sample(**sample) for owner, sample in value[name].items()}
                          for name in ("before", "after"))

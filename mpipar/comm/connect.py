@@ -4,52 +4,72 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import NamedTuple
+import platform
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.device import DeviceTransport, StagedTransport
+from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.narrow import NarrowTransport
-from mpipar.comm.transport import DirectTransport, NoTransport
+from mpipar.comm.nccl import NcclTransport
+from mpipar.comm.transport import (
+    DirectTransport,
+    HostTransport,
+    NoTransport,
+    Options,
+    Transport,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
-class Options(NamedTuple):
-    """How the wire behaves.
-
-    sync_sends: a send is done only when it is matched.
-    check: compare every collective over its group first.
-    patient: a rank that waits for a message gives its core away in between.
-    uneven: the members hold different stages, so they come to a sum at different times.
-    """
-
-    sync_sends: bool = False
-    check: bool = False
-    patient: bool = False
-    uneven: bool = False
-
-
-def split(mpi_world, ranks: tuple[int, ...]):
+def split(mpi_world: MPI.Intracomm, ranks: tuple[int, ...]) -> Any:
     """MPI's communicator of the group `ranks`. Comm: one Split, by every rank of the world."""
-    mpi_comm = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
+    mpi_comm: Any = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
     assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     return mpi_comm
 
 
-def connect(ops, mpi_world, ranks: tuple[int, ...], options: Options):
+def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
+            options: Options) -> Transport:
     """The transport for one group of world ranks.
 
     Comm: with an MPI world, one Split over the world. So every rank must connect its groups in the
-    same order, even a rank that is alone in its group.
+    same order, even a rank that is alone in its group. In the group, that of `kind_of` and of its
+    transport.
     """
     if mpi_world is None:
         return narrow(NoTransport(ops), ops, len(ranks))
     mpi_comm = split(mpi_world, ranks)
+    return narrow(kind_of(ops, mpi_comm)(ops, mpi_comm, options), ops, len(ranks))
+
+
+def kind_of(ops: Any, mpi_comm: MPI.Intracomm) -> type[HostTransport]:
+    """Who carries the arrays of a group: MPI, or NCCL where each rank has a GPU of its own.
+
+    MPIPAR_NCCL=no leaves NCCL out. Comm: for a GPU, one or two gathers of facts over the group.
+    """
     if ops.device == "cpu":
-        kind = DirectTransport
-    else:
-        kind = DeviceTransport if cuda_aware() == "yes" else StagedTransport
-    return narrow(kind(ops, mpi_comm, options), ops, len(ranks))
+        return DirectTransport
+    gpu = f"{platform.node()} {ops.xp.cuda.Device().pci_bus_id}"
+    alone = len(set(all_gather_facts(mpi_comm, gpu))) == mpi_comm.size > 1
+    if alone and all(all_gather_facts(mpi_comm, has_nccl())):
+        return NcclTransport
+    return DeviceTransport if cuda_aware() == "yes" else StagedTransport
 
 
-def narrow(wire, ops, group_size: int):
+def has_nccl() -> bool:
+    """Whether CuPy finds NCCL here, and may use it; afterwards it is `cupy.cuda.nccl`."""
+    if os.environ.get("MPIPAR_NCCL") == "no":
+        return False
+    with warnings.catch_warnings(action="ignore"):  # without NCCL there is MPI
+        import cupy.cuda.nccl as nccl
+    return bool(nccl.available)
+
+
+def narrow(wire: Transport, ops: Any, group_size: int) -> Transport:
     """The transport itself, or a wrapper for 16-bit numbers if the ops compute with them."""
     return NarrowTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
 
@@ -73,8 +93,8 @@ def gpu_awareness() -> tuple[str, str]:
     return stated_awareness(MPI.Get_library_version(), kinds, os.environ, support)
 
 
-def stated_awareness(library: str, kinds: str | None, environ, support: int | None,
-                     ) -> tuple[str, str]:
+def stated_awareness(library: str, kinds: str | None, environ: Mapping[str, str],
+                     support: int | None) -> tuple[str, str]:
     """Whether MPI takes device pointers, yes, no or unknown, and how that is known.
 
     It is never tried out, because a wrong yes is a segmentation fault. Only a clear statement of

@@ -10,7 +10,13 @@ a test sees that it is done. A wait or a blocking call first waits for all such 
 
 from __future__ import annotations
 
-from mpipar.comm.transport import Done, HostTransport
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpipar.comm.transport import Array, Counts, Done, Exchanged, HostTransport, Options, Request
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class Leaving:
@@ -19,19 +25,21 @@ class Leaving:
     host: see `Copies.out`.
     """
 
-    def __init__(self, copies, x, post, host=None):
-        self.copies, self.post, self.request = copies, post, None
+    def __init__(self, copies: Any, x: Array, post: Callable[[Array], Request], host: Array = None):
+        self.copies, self.post = copies, post
+        self.request: Request | None = None
         self.host = copies.out(x, self._post, host)
 
-    def _post(self, host):
+    def _post(self, host: Array) -> None:
         self.request = self.post(host)
 
-    def Test(self):
+    def Test(self) -> bool:
         self.copies.hand_over()
         return self.request is not None and self.request.Test()
 
-    def Wait(self):
+    def Wait(self) -> None:
         self.copies.hand_over(wait=True)
+        assert self.request is not None
         self.request.Wait()
 
 
@@ -42,17 +50,17 @@ class Arriving:
     afterwards waits for it on the device, and the next message travels meanwhile.
     """
 
-    def __init__(self, copies, request, host, x):
+    def __init__(self, copies: Any, request: Request, host: Array, x: Array):
         self.copies, self.request, self.host, self.x = copies, request, host, x
-        self.copied = None  # the event of the copy, once it is queued
+        self.copied: Any = None  # the event of the copy, once it is queued
 
-    def Test(self):
+    def Test(self) -> bool:
         self.copies.hand_over()
         if self.copied is None and self.request.Test():
             self.copied = self.copies.into(self.host, self.x)
-        return self.copied is not None and self.copied.done
+        return self.copied is not None and bool(self.copied.done)
 
-    def Wait(self):
+    def Wait(self) -> None:
         if self.copied is None:
             self.copies.hand_over(wait=True)
             self.request.Wait()
@@ -63,12 +71,14 @@ class Arriving:
 class DeviceTransport(HostTransport):
     """Hands CuPy arrays straight to a CUDA-aware MPI."""
 
-    def iall_reduce(self, x):
+    carrier = "MPI from device memory"
+
+    def iall_reduce(self, x: Array) -> Request:
         # The common MPI libraries do not support non-blocking reductions of device memory.
         self.all_reduce(x, "sum")
         return Done()
 
-    def ireduce_scatter(self, x):
+    def ireduce_scatter(self, x: Array) -> Request:
         self.mpi.Reduce_scatter_block(self.in_place, x)
         return Done()
 
@@ -80,19 +90,21 @@ class StagedTransport(HostTransport):
     copies.
     """
 
-    def __init__(self, ops, mpi_comm, options):
+    carrier = "MPI through host memory"
+
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
         super().__init__(ops, mpi_comm, options)
         self.copies = ops.copies
         self.checked = options.check
 
-    def _to_host(self, x):
+    def _to_host(self, x: Array) -> Array:
         """Return x in host memory, for a call that blocks in MPI: nothing else of this rank waits
         for its own copy then.
         """
         self.copies.hand_over(wait=True)
         return self.ops.to_pinned(x)
 
-    def _to_device(self, host, x):
+    def _to_device(self, host: Array, x: Array) -> None:
         """Copy host to x and wait.
 
         CuPy only queues the copy. Host memory given back before it runs would already hold the next
@@ -101,73 +113,77 @@ class StagedTransport(HostTransport):
         x.set(host)
         self.ops.synchronize()
 
-    def _new_on_device(self, host):
+    def _new_on_device(self, host: Array) -> Array:
         x = self.ops.empty(host.shape, host.dtype, label="buffers")
         self._to_device(host, x)
         return x
 
-    def _new(self, shape, dtype):
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.ops.pinned(shape, dtype)
 
-    def _in_place(self, call, x, argument):
+    def _in_place(self, call: Callable[[Array, Any], None], x: Array, argument: Any) -> None:
         """Make a call that changes x, on a copy of x in host memory."""
         host = self._to_host(x)
         call(host, argument)
         self._to_device(host, x)
 
-    def _leave(self, x, post, host=None):
+    def _leave(self, x: Array, post: Callable[[Array], Request], host: Array = None) -> Leaving:
         leaving = Leaving(self.copies, x, post, host)
         if self.checked:  # --check-comm blocks in MPI before each collective
             self.copies.hand_over(wait=True)
         return leaving
 
-    def all_reduce(self, x, op):
+    def all_reduce(self, x: Array, op: str) -> None:
         self._in_place(super().all_reduce, x, op)
 
-    def broadcast(self, x, root):
+    def broadcast(self, x: Array, root: int) -> None:
         self._in_place(super().broadcast, x, root)
 
-    def reduce(self, x, root):
+    def reduce(self, x: Array, root: int) -> None:
         self._in_place(super().reduce, x, root)
 
-    def iall_reduce(self, x):
+    def iall_reduce(self, x: Array) -> Request:
         leaving = self._leave(x, super().iall_reduce)
         return Arriving(self.copies, leaving, leaving.host, x)
 
-    def ireduce_scatter(self, x):
+    def ireduce_scatter(self, x: Array) -> Request:
         leaving = self._leave(x, super().ireduce_scatter)
         return Arriving(self.copies, leaving, leaving.host[0], x[0])
 
-    def iall_gather(self, x):
+    def iall_gather(self, x: Array) -> Request:
         host, post = self.copies.room(x.shape, x.dtype), super().iall_gather
         own = slice(self.mpi.rank, self.mpi.rank + 1)  # MPI reads no other part
         leaving = self._leave(x[own], lambda _: post(host), host[own])
         return Arriving(self.copies, leaving, host, x)
 
-    def all_gather(self, x, group_size):
+    def all_gather(self, x: Array, group_size: int) -> Array:
         return self._new_on_device(super().all_gather(self._to_host(x), group_size))
 
-    def reduce_scatter(self, x):
+    def reduce_scatter(self, x: Array) -> Array:
         return self._new_on_device(super().reduce_scatter(self._to_host(x)))
 
-    def all_to_all(self, x):
+    def all_to_all(self, x: Array) -> Array:
         return self._new_on_device(super().all_to_all(self._to_host(x)))
 
-    def barrier(self):
+    def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
+        host, received = super().all_to_allv(self._to_host(x), counts, received)
+        return self._new_on_device(host), received
+
+    def barrier(self) -> None:
         self.copies.hand_over(wait=True)
         super().barrier()
 
-    def send(self, x, peer, tag):
+    def send(self, x: Array, peer: int, tag: int) -> None:
         self.isend(x, peer, tag).Wait()
 
-    def recv(self, x, peer, tag):
+    def recv(self, x: Array, peer: int, tag: int) -> None:
         self.irecv(x, peer, tag).Wait()
         self.ops.synchronize()
 
-    def isend(self, x, peer, tag):
+    def isend(self, x: Array, peer: int, tag: int) -> Request:
         post = super().isend
         return self._leave(x, lambda host: post(host, peer, tag))
 
-    def irecv(self, x, peer, tag):
+    def irecv(self, x: Array, peer: int, tag: int) -> Request:
         host = self.copies.room(x.shape, x.dtype)
         return Arriving(self.copies, super().irecv(host, peer, tag), host, x)

@@ -1,55 +1,78 @@
-"""Small facts of all ranks to world rank 0, or back.
+"""Small facts of all ranks to world rank 0, to all ranks, or back.
 
-They stay out of the records, because a report is not a barrier of training.
+They stay out of the records, because a report is not a barrier of training. A session gathers facts
+before it is decided how many threads NumPy gets, so NumPy is not imported at the top.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+    from mpi4py import MPI
 
 
-def gather_facts(mpi_world, fact) -> list | None:
+def gather_facts(mpi_world: MPI.Intracomm | None, fact: Any) -> list[Any] | None:
     """Every rank's JSON-able fact, in rank order, on world rank 0; None elsewhere.
 
     Comm: one Gather of a length and one Gatherv of bytes over the world.
     """
     if mpi_world is None or mpi_world.size == 1:
         return [fact]
-    text = np.frombuffer(json.dumps(fact).encode(), np.uint8)
-    lengths = np.empty(mpi_world.size, np.int64) if mpi_world.rank == 0 else None
-    mpi_world.Gather(np.array([len(text)], np.int64), lengths, root=0)
-    everything = np.empty(lengths.sum(), np.uint8) if mpi_world.rank == 0 else None
-    receive = [everything, lengths] if mpi_world.rank == 0 else None
-    mpi_world.Gatherv(text, receive, root=0)
-    if mpi_world.rank > 0:
-        return None
-    ends = np.cumsum(lengths)
-    return [json.loads(bytes(everything[end - length:end]))
-            for end, length in zip(ends, lengths, strict=True)]
+    own, here = json.dumps(fact).encode(), mpi_world.rank == 0
+    lengths = array("q", [0] * mpi_world.size)
+    mpi_world.Gather(array("q", [len(own)]), lengths if here else None, root=0)
+    received = bytearray(sum(lengths))
+    mpi_world.Gatherv(own, [received, lengths] if here else None, root=0)
+    return _separate(received, lengths) if here else None
 
 
-def broadcast_text(mpi_world, text: str) -> str:
+def all_gather_facts(mpi_world: MPI.Intracomm, fact: Any) -> list[Any]:
+    """Every rank's JSON-able fact, in rank order, on every rank.
+
+    Comm: one Allgather of a length and one Allgatherv of bytes over the world.
+    """
+    if mpi_world.size == 1:
+        return [fact]
+    own, lengths = json.dumps(fact).encode(), array("q", [0] * mpi_world.size)
+    mpi_world.Allgather(array("q", [len(own)]), lengths)
+    received = bytearray(sum(lengths))
+    mpi_world.Allgatherv(own, [received, lengths])
+    return _separate(received, lengths)
+
+
+def _separate(received: bytearray, lengths: array[int]) -> list[Any]:
+    """The facts that stand one behind the other."""
+    return [json.loads(received[end - length:end])
+            for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+
+def broadcast_text(mpi_world: MPI.Intracomm | None, text: str) -> str:
     """World rank 0's text, on every rank.
 
     Comm: one Bcast of a length and one of bytes over the world.
     """
     if mpi_world is None or mpi_world.size == 1:
         return text
-    own = np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-    length = np.array([len(own)], np.int64)
+    own = bytearray(text.encode("utf-8", "surrogateescape"))
+    length = array("q", [len(own)])
     mpi_world.Bcast(length, root=0)
-    received = own.copy() if mpi_world.rank == 0 else np.empty(length[0], np.uint8)
+    received = own if mpi_world.rank == 0 else bytearray(length[0])
     mpi_world.Bcast(received, root=0)
-    return bytes(received).decode("utf-8", "surrogateescape")
+    return received.decode("utf-8", "surrogateescape")
 
 
-def gather_numbers(mpi_world, x: np.ndarray) -> np.ndarray | None:
+def gather_numbers(mpi_world: MPI.Intracomm | None, x: np.ndarray) -> np.ndarray | None:
     """Everybody's float64 array x, stacked (ranks, ...), on world rank 0; None elsewhere.
 
     Comm: one Gather over the world.
     """
+    import numpy as np
+
     if mpi_world is None or mpi_world.size == 1:
         return x[None]
     stacked = np.empty((mpi_world.size, *x.shape)) if mpi_world.rank == 0 else None

@@ -1,27 +1,33 @@
 """Rank arithmetic: where a rank stands in the grid pp x dp x cp x tp, and who is in its groups.
 
-By default `world_rank = ((pp_rank*dp_size + dp_rank)*cp_size + cp_rank)*tp_size + tp_rank`. The
-axis with the most traffic (tp) is innermost. So its groups are neighbours and cross the slowest
-links least. `order` names the axes from outermost to innermost. There is no MPI here, so every rank
-of every layout can be asked.
+By default `world_rank = ((pp*dp_size + dp)*cp_size + cp)*tp_size + tp`. The axis with the most
+traffic (tp) is innermost. So its groups are neighbours and cross the slowest links least. `order`
+names the axes from outermost to innermost. There is no MPI here, so every rank of every layout can
+be asked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
+from typing import Any, NamedTuple
 
 AXES = ("pp", "dp", "cp", "tp")
 
 
-def share(length: int, parts: int) -> int:
-    """Length of each of `parts` equal pieces of an axis; the last ones are padded."""
-    return -(-length // parts)
+def share(length: int, parts: int, multiple: int = 1) -> int:
+    """Length of each of `parts` equal pieces of an axis, a multiple of `multiple`.
+
+    The last ones are padded.
+    """
+    return -(-length // (parts * multiple)) * multiple
 
 
-def piece(length: int, parts: int, index: int) -> slice:
+def piece(length: int, parts: int, index: int, multiple: int = 1) -> slice:
     """Where piece `index` lies on an axis of `length`, without its padding (perhaps empty)."""
-    width = share(length, parts)
+    width = share(length, parts, multiple)
     return slice(min(index * width, length), min((index + 1) * width, length))
 
 
@@ -49,87 +55,144 @@ def held_and_whole(tokens: int, method: str, parts: int, index: int) -> list[tup
     return list(zip(runs([one.stop - one.start for one in pieces]), pieces, strict=True))
 
 
-def runs(lengths) -> list[slice]:
+def runs(lengths: Iterable[int]) -> list[slice]:
     """Slices of these lengths, one behind the other."""
     ends = list(accumulate(lengths, initial=0))
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
+class Part(NamedTuple):
+    """A group that lies on some axes: `size` of their ranks, every `stride`-th.
+
+    Ranks are counted in the order of the axes, the last one fastest.
+    """
+
+    axes: tuple[str, ...]
+    stride: int
+    size: int
+
+
+# Groups that are not axes. Products of axes: the ranks of data hold the same shards, and read other
+# rows or tokens.
+PRODUCTS = {"data": ("dp", "cp")}
+# Divided groups: {runs of neighbours: (what is divided, the ranks at the same place of all runs)}.
+# Where tp has more ranks than there are heads of keys and values, each run holds the same head.
+DIVIDED = {"kv": ("tp", "kv_heads")}
+
+
 @dataclass(frozen=True)
 class Grid:
-    """One rank's place in a grid of `pp_size * dp_size * cp_size * tp_size` ranks."""
+    """One rank's place in a grid of ranks.
+
+    sizes: ranks on each axis, and in each run of a divided group; 1 where it is not named. parts:
+    every group by its name, axes among them.
+    """
 
     world_rank: int
-    pp_size: int = 1
-    dp_size: int = 1
-    cp_size: int = 1
-    tp_size: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
     order: tuple[str, ...] = AXES
+    parts: Mapping[str, Part] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         assert sorted(self.order) == sorted(AXES), (self.order, AXES)
+        assert self.sizes.keys() <= {*AXES, *DIVIDED}, self.sizes
+        parts = {axis: Part((axis,), 1, self.sizes.get(axis, 1)) for axis in AXES}
+        for name, axes in PRODUCTS.items():
+            parts[name] = Part(axes, 1, math.prod(parts[axis].size for axis in axes))
+        for run, (whole, others) in DIVIDED.items():
+            divided, stride, size = parts[whole]
+            length = self.sizes.get(run, 1)
+            assert size % length == 0, (run, length, size)
+            parts[run] = Part(divided, stride, length)
+            parts[others] = Part(divided, stride * length, size // length)
+        object.__setattr__(self, "parts", parts)
         assert 0 <= self.world_rank < self.world_size, (self.world_rank, self.world_size)
 
     @classmethod
-    def of(cls, config, world_rank: int) -> Grid:
+    def of(cls, config: Any, world_rank: int) -> Grid:
         """The place of `world_rank` in the layout of a resolved GridConfig."""
-        order = tuple(config.rank_order.split(","))
-        return cls(world_rank, config.pp, config.dp, config.cp, config.tp, order)
+        sizes = {axis: getattr(config, axis) for axis in AXES}
+        return cls(world_rank, sizes, tuple(config.rank_order.split(",")))
 
     @property
     def world_size(self) -> int:
-        return self.pp_size * self.dp_size * self.cp_size * self.tp_size
+        return math.prod(self.size(axis) for axis in AXES)
 
-    def axis_size(self, axis: str) -> int:
-        return getattr(self, f"{axis}_size")
+    def size(self, group: str) -> int:
+        """How many ranks an axis or another group has."""
+        return self.parts[group].size
 
-    def axis_rank(self, axis: str) -> int:
-        """This rank's coordinate along `axis`."""
-        stride = 1
-        for name in reversed(self.order):
-            if name == axis:
-                return self.world_rank // stride % self.axis_size(axis)
-            stride *= self.axis_size(name)
-        raise AssertionError(axis)
+    def place(self, group: str) -> int:
+        """This rank's place in an axis or another group, counted from 0."""
+        return self.place_of(self.world_rank, group)
 
-    @property
-    def pp_rank(self) -> int:
-        return self.axis_rank("pp")
+    def place_of(self, world_rank: int, group: str) -> int:
+        """A rank's place in its own group of a name."""
+        axes, stride, size = self.parts[group]
+        return self.number(axes, self.coordinates(world_rank)) // stride % size
 
-    @property
-    def dp_rank(self) -> int:
-        return self.axis_rank("dp")
+    def coordinates(self, world_rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis: its number taken apart, the fastest axis first."""
+        found = {}
+        for axis in reversed(self.order):
+            world_rank, found[axis] = divmod(world_rank, self.size(axis))
+        return found
 
-    @property
-    def cp_rank(self) -> int:
-        return self.axis_rank("cp")
+    def number(self, axes: tuple[str, ...], coordinates: dict[str, int]) -> int:
+        """The number of coordinates on some axes, the last of which counts fastest."""
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + coordinates[axis]
+        return number
 
-    @property
-    def tp_rank(self) -> int:
-        return self.axis_rank("tp")
+    def at(self, **places: int) -> int:
+        """World rank of the place that differs from this one in the given groups, e.g. at(pp=0).
 
-    def at(self, **coordinates: int) -> int:
-        """World rank of the place that differs from this one in the given coordinates, e.g.
-        at(pp=0).
+        Where groups overlap, the later one counts: at(tp=0, kv_heads=2).
         """
-        world_rank = 0
-        for axis in self.order:
-            coordinate = coordinates.get(axis, self.axis_rank(axis))
-            world_rank = world_rank * self.axis_size(axis) + coordinate
-        return world_rank
+        coordinates = self.coordinates(self.world_rank)
+        for group, place in places.items():
+            axes, stride, size = self.parts[group]
+            number = self.number(axes, coordinates)
+            number += (place - number // stride % size) * stride
+            for axis in reversed(axes):
+                number, coordinates[axis] = divmod(number, self.size(axis))
+        return self.number(self.order, coordinates)
 
-    def places(self, axes) -> list[dict[str, int]]:
-        """Every {axis: coordinate} on the given axes, the first axis outermost."""
-        ranges = [range(self.axis_size(axis)) for axis in axes]
-        return [dict(zip(axes, place, strict=True)) for place in product(*ranges)]
+    def places(self, groups: Iterable[str]) -> list[dict[str, int]]:
+        """Every {group: place} on the given groups, the first group outermost."""
+        ranges = [range(self.size(group)) for group in groups]
+        return [dict(zip(groups, place, strict=True)) for place in product(*ranges)]
 
-    def group(self, *axes: str) -> tuple[int, ...]:
-        """World ranks of the places that differ from this one in `axes` alone, in the order of
+    def group(self, *groups: str) -> tuple[int, ...]:
+        """World ranks of the places that differ from this one in `groups` alone, in the order of
         `places`.
         """
-        return tuple(self.at(**place) for place in self.places(axes))
+        return tuple(self.at(**place) for place in self.places(groups))
 
-    def partition(self, axis: str, groups) -> list[tuple[int, ...]]:
+    def uncut(self, whole: str, cut: Iterable[str]) -> tuple[str, ...]:
+        """What is left of a group where a tensor is cut over the groups `cut`.
+
+        All of it where none of them lies in it. Where it is divided, the other of its two parts.
+        """
+        if whole in cut:
+            return ()
+        for run, (divided, others) in DIVIDED.items():
+            if divided == whole and {run, others} & {*cut}:
+                return tuple(part for part in (run, others)
+                             if part not in cut and self.size(part) > 1)
+        return (whole,)
+
+    def same_as(self, group: str) -> str:
+        """The axis that a product of axes is where its others have one rank; else its name."""
+        first, *others = PRODUCTS.get(group, (group,))
+        return first if all(self.size(axis) == 1 for axis in others) else group
+
+    def groups(self) -> list[str]:
+        """Names of all groups in which ranks send: axes, products of several, and runs."""
+        return [*AXES, *(name for name in PRODUCTS if self.same_as(name) == name), *DIVIDED]
+
+    def partition(self, axis: str, groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
         """World ranks of groups of coordinates along `axis`.
 
         Each group appears once for every place on the other axes.
@@ -140,5 +203,5 @@ class Grid:
 
     def describe(self) -> str:
         """The place on the axes that have several ranks, as in `pp1 tp0`."""
-        return " ".join(f"{axis}{self.axis_rank(axis)}" for axis in AXES
-                        if self.axis_size(axis) > 1) or "one rank"
+        return " ".join(f"{axis}{self.place(axis)}" for axis in AXES
+                        if self.size(axis) > 1) or "one rank"

@@ -12,39 +12,60 @@ hangs, or some ranks get a wrong sum without any error.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import replace
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from sys import _getframe
 from time import perf_counter_ns
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpipar.comm.checked import CallCheck
-from mpipar.comm.connect import Options, connect, split
-from mpipar.comm.grid import AXES, Grid
+from mpipar.comm.connect import connect, split
+from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import cores_of, finish_passes_first
 from mpipar.comm.record import (
     DONE,
+    NO_ENTRY,
     NO_TALLY,
-    POINT_TO_POINT,
     TALLY,
     WAITED,
+    Entry,
     Recorder,
+    Tally,
     as_record,
     close,
 )
+from mpipar.comm.transport import (
+    Alone,
+    Array,
+    Counts,
+    Exchanged,
+    Options,
+    Request,
+    Transport,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+Partitions: TypeAlias = Mapping[str, Sequence[tuple[int, ...]]]
+NOTHING = SimpleNamespace(dtype="")  # what a barrier sends
 
 
 class Pending:
     """A posted operation. Do not touch `array` before `wait`, or before `test` returns true.
 
-    request: None once it is done, and in a group of one.
+    request: None once it is done.
     """
 
     __slots__ = ("array", "entry", "request")
 
-    def __init__(self, request, entry, array):
-        self.request = request
+    def __init__(self, request: Request, entry: Entry, array: Array):
+        self.request: Request | None = request
         self.entry = entry
         self.array = array
+        entry[WAITED] = 0  # nobody waits for it yet
 
     def test(self) -> bool:
         """Let the operation progress; when it is done, record that and return true."""
@@ -52,17 +73,15 @@ class Pending:
             return True
         if not self.request.Test():
             return False
-        self.entry[WAITED] = perf_counter_ns()  # nobody had to wait for it
-        close(self.entry)
         self.request = None
-        return True
+        self.entry[WAITED] = perf_counter_ns()  # nobody had to wait for it
+        return close(self.entry, True)
 
-    def wait(self):
+    def wait(self) -> Array:
         """Block until done and return the array."""
         if self.request is not None:
             self.entry[WAITED] = perf_counter_ns()
-            self.request.Wait()
-            close(self.entry)
+            close(self.entry, self.request.Wait())
             self.request = None
         return self.array
 
@@ -74,20 +93,24 @@ class Comm:
     check: compares a collective over the group before it is made (--check-comm), or None.
     """
 
-    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire, recorder, check=None):
+    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire: Transport | None,
+                 recorder: Recorder, check: CallCheck | None = None):
         self.axis = axis
         self.ranks = ranks
         self.index = index
         self.size = len(ranks)
-        self.wire = wire
+        self._held = [held for held in (check, wire) if held is not None]
+        self.wire: Transport = Alone() if wire is None or self.size == 1 else wire
         self.recorder = recorder
-        self.check = check
-        self.seq = 0
-        self._newest: dict = defaultdict(dict)  # {operation: {name: tally of its newest call}}
-        on_device = wire is not None and wire.ops.device == "cuda"
-        self._drain = wire.ops.synchronize if on_device else None
+        self.check = check if self.size > 1 else None
+        self.collectives = self.messages = 0  # made so far; every member has made as many of these
+        self._newest: dict[tuple[str, str, str], Tally] = {}  # of phase, operation and name
+        self._drain: Callable[[], None] | None = None
+        if wire is not None and wire.ops.device == "cuda":
+            self._drain = wire.ops.synchronize
 
-    def _open(self, operation, name, payload, dtype, peer=-1, tag=-1, posted=0):
+    def _open(self, operation: str, name: str, x: Array, payload: int, peer: int = -1,
+              tag: int = -1, posted: int = 0) -> Entry:
         """What comes before an operation: append its entry to the record, and return it.
 
         It first drains the stream that made the array, because MPI does not wait for a device.
@@ -96,151 +119,147 @@ class Comm:
         To find a line number takes longer than all the rest. Most calls of a barrier come from the
         line of the call before, so that one's tally is tried first.
         """
+        if self.size == 1:
+            return NO_ENTRY
         if self._drain is not None and not posted:
             self._drain()
-        recorder, frame, newest = self.recorder, _getframe(2), self._newest[operation]
-        tally = newest.get(name, NO_TALLY)
+        recorder, frame = self.recorder, _getframe(2)
+        call = recorder.phase, operation, name
+        tally = self._newest.get(call, NO_TALLY)
         if (tally.instruction != frame.f_lasti or tally.code is not frame.f_code
-                or tally.payload_bytes != payload or tally.dtype is not dtype
-                or tally.phase is not recorder.phase
-                or (tally.depth and tally.is_elsewhere(frame))):
-            tally = newest[name] = recorder.tally(
-                self.axis, self.size, dtype, operation, name, payload, frame)
+                or tally.dtype != x.dtype or (tally.depth and tally.is_elsewhere(frame))):
+            tally = self._newest[call] = recorder.tally(
+                self.axis, self.size, x.dtype, operation, name, frame)
+        if tally.payload != payload:
+            tally.resize(payload)
         tally.calls += 1
-        self.seq = seq = self.seq + 1
+        if tag < 0:
+            self.collectives = seq = self.collectives + 1
+        else:
+            self.messages = seq = self.messages + 1
         now = posted or perf_counter_ns()
-        entry = [now, now, 0, seq, peer, tag, recorder.step, recorder.stage, recorder.mb, tally]
+        entry = [now, now, 0, seq, peer, tag, payload, tally.sent, recorder.step, recorder.stage,
+                 recorder.mb, tally]
         recorder.entries.append(entry)
-        if self.check is not None and operation not in POINT_TO_POINT:
+        if self.check is not None and tag < 0:
             self.check(as_record(entry))
         return entry
 
-    def all_reduce(self, x, name: str, op: str = "sum"):
+    def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array:
         """Reduce x over the group in place (op: sum or max) and return it."""
-        if self.size > 1:
-            entry = self._open("all_reduce", name, x.nbytes, x.dtype)
-            self.wire.all_reduce(x, op)
-            close(entry)
-        return x
+        entry = self._open("all_reduce", name, x, x.nbytes)
+        self.wire.all_reduce(x, op)
+        return close(entry, x)
 
-    def iall_reduce(self, x, name: str) -> Pending:
+    def iall_reduce(self, x: Array, name: str) -> Pending:
         """Post an in-place sum of x over the group; x is done after `wait`."""
-        if self.size == 1:
-            return Pending(None, None, x)
-        entry = self._open("all_reduce", name, x.nbytes, x.dtype)
-        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        entry = self._open("all_reduce", name, x, x.nbytes)
         return Pending(self.wire.iall_reduce(x), entry, x)
 
-    def all_gather(self, x, name: str):
+    def all_gather(self, x: Array, name: str) -> Array:
         """Everybody's x, stacked in group order: (...) -> (size, ...)."""
-        if self.size == 1:
-            return x.reshape(1, *x.shape)
-        entry = self._open("all_gather", name, x.nbytes * self.size, x.dtype)
-        y = self.wire.all_gather(x, self.size)
-        close(entry)
-        return y
+        entry = self._open("all_gather", name, x, x.nbytes * self.size)
+        return close(entry, self.wire.all_gather(x, self.size))
 
-    def reduce_scatter(self, x, name: str):
+    def reduce_scatter(self, x: Array, name: str) -> Array:
         """Sum x (size, ...) over the group and keep this rank's part: -> (...)."""
         assert x.shape[0] == self.size, (x.shape, self.size)
-        if self.size == 1:
-            return x.reshape(x.shape[1:])
-        entry = self._open("reduce_scatter", name, x.nbytes, x.dtype)
-        y = self.wire.reduce_scatter(x)
-        close(entry)
-        return y
+        entry = self._open("reduce_scatter", name, x, x.nbytes)
+        return close(entry, self.wire.reduce_scatter(x))
 
-    def ireduce_scatter(self, x, name: str) -> Pending:
+    def ireduce_scatter(self, x: Array, name: str) -> Pending:
         """Post the sum of x (size, ...) over the group, of which each rank gets its part.
 
         No other memory is needed: after `wait` this rank's part of the sum is in x[0], and the rest
         of x means nothing.
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
-        if self.size == 1:
-            return Pending(None, None, x)
-        entry = self._open("reduce_scatter", name, x.nbytes, x.dtype)
-        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        entry = self._open("reduce_scatter", name, x, x.nbytes)
         return Pending(self.wire.ireduce_scatter(x), entry, x)
 
-    def iall_gather(self, x, name: str) -> Pending:
+    def iall_gather(self, x: Array, name: str) -> Pending:
         """Post an all-gather into x (size, ...): x[index] is this rank's part, and after `wait`
         the other parts are those of the others.
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
-        if self.size == 1:
-            return Pending(None, None, x)
-        entry = self._open("all_gather", name, x.nbytes, x.dtype)
-        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        entry = self._open("all_gather", name, x, x.nbytes)
         return Pending(self.wire.iall_gather(x), entry, x)
 
-    def all_to_all(self, x, name: str):
+    def all_to_all(self, x: Array, name: str) -> Array:
         """Send part j of x (size, ...) to rank j; returns what the others sent here, in the same
         shape.
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
-        if self.size == 1:
-            return x
-        entry = self._open("all_to_all", name, x.nbytes, x.dtype)
-        y = self.wire.all_to_all(x)
-        close(entry)
-        return y
+        entry = self._open("all_to_all", name, x, x.nbytes)
+        return close(entry, self.wire.all_to_all(x))
 
-    def broadcast(self, x, root: int, name: str):
+    def all_to_allv(self, x: Array, counts: Counts, name: str, received: Counts | None = None,
+                    ) -> Exchanged:
+        """Send rows of x (rows, ...) to each rank; return (what arrived, rows from each rank).
+
+        The first counts[0] rows go to rank 0, the next counts[1] to rank 1, and so on; what arrived
+        is in the same order. received: the rows from each rank, where they are known already: the
+        way back of an exchange has its counts reversed.
+        Comm: an all-to-all of counts unless `received` is given, and one of the rows.
+        """
+        assert (len(counts), sum(counts)) == (self.size, x.shape[0]), (counts, self.size, x.shape)
+        row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+        payload = row_bytes * (x.shape[0] - counts[self.index])
+        entry = self._open("all_to_allv", name, x, payload)
+        if self.check is not None:
+            self.check.rows(as_record(entry), row_bytes, counts, received)
+        return close(entry, self.wire.all_to_allv(x, counts, received))
+
+    def broadcast(self, x: Array, root: int, name: str) -> Array:
         """Overwrite x with the root's x (root: place in the group) and return it."""
-        if self.size > 1:
-            entry = self._open("broadcast", name, x.nbytes, x.dtype, peer=root)
-            self.wire.broadcast(x, root)
-            close(entry)
-        return x
+        entry = self._open("broadcast", name, x, x.nbytes, root)
+        self.wire.broadcast(x, root)
+        return close(entry, x)
 
-    def reduce(self, x, root: int, name: str):
+    def reduce(self, x: Array, root: int, name: str) -> Array | None:
         """Sum x over the group on `root` (place in the group), in place; None elsewhere."""
-        if self.size > 1:
-            entry = self._open("reduce", name, x.nbytes, x.dtype, peer=root)
-            self.wire.reduce(x, root)
-            close(entry)
-        return x if self.index == root else None
+        entry = self._open("reduce", name, x, x.nbytes, root)
+        self.wire.reduce(x, root)
+        return close(entry, x if self.index == root else None)
 
     def barrier(self, name: str) -> None:
         """Return when every member has called."""
-        if self.size > 1:
-            entry = self._open("barrier", name, 0, "")
-            self.wire.barrier()
-            close(entry)
+        entry = self._open("barrier", name, NOTHING, 0)
+        self.wire.barrier()
+        close(entry, None)
 
-    def isend(self, x, peer: int, tag: int, name: str) -> Pending:
+    def isend(self, x: Array, peer: int, tag: int, name: str) -> Pending:
         """Post a send of x to `peer` (place in the group); x must not be written until done."""
-        entry = self._open("send", name, x.nbytes, x.dtype, peer, tag)
-        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        entry = self._open("send", name, x, x.nbytes, peer, tag)
         return Pending(self.wire.isend(x, peer, tag), entry, x)
 
-    def irecv(self, x, peer: int, tag: int, name: str) -> Pending:
+    def irecv(self, x: Array, peer: int, tag: int, name: str) -> Pending:
         """Post a receive into x from `peer`; x is valid after `wait`."""
-        entry = self._open("recv", name, x.nbytes, x.dtype, peer, tag)
-        entry[WAITED] = 0  # posted, and nobody waits for it yet
+        entry = self._open("recv", name, x, x.nbytes, peer, tag)
         return Pending(self.wire.irecv(x, peer, tag), entry, x)
 
-    def send(self, x, peer: int, tag: int, name: str) -> None:
+    def send(self, x: Array, peer: int, tag: int, name: str) -> None:
         """Send x and wait until it is on its way.
 
-        The receiver waits for this call, so its entry is written behind the message. Whoever reads
-        the record before finds the call by its frame: `open_sends`.
+        The receiver waits for this call, so its entry is written behind the message. Until then the
+        recorder has what the entry is made of.
         """
         if self._drain is not None:
             self._drain()
-        posted = perf_counter_ns()
+        recorder, posted = self.recorder, perf_counter_ns()
+        recorder.open_send = self, x, peer, tag, name, posted, _getframe(1)
         self.wire.send(x, peer, tag)
         done = perf_counter_ns()
-        entry = self._open("send", name, x.nbytes, x.dtype, peer, tag, posted)
+        entry = self._open("send", name, x, x.nbytes, peer, tag, posted)
+        recorder.open_send = None
         entry[DONE] = done
         entry[TALLY].nanoseconds += done - posted
 
-    def recv(self, x, peer: int, tag: int, name: str):
-        """Receive into x and return it. The end is that of `close`, without one more call."""
-        entry = self._open("recv", name, x.nbytes, x.dtype, peer, tag)
+    def recv(self, x: Array, peer: int, tag: int, name: str) -> Array:
+        """Receive into x and return it."""
+        entry = self._open("recv", name, x, x.nbytes, peer, tag)
         self.wire.recv(x, peer, tag)
-        entry[DONE] = done = perf_counter_ns()
+        entry[DONE] = done = perf_counter_ns()  # `close`, without one more call
         entry[TALLY].nanoseconds += done - entry[WAITED]
         return x
 
@@ -254,57 +273,68 @@ class Comm:
 
     def close(self) -> None:
         """Free what the transport and the check hold. Comm: every member, in the same order."""
-        for held in (self.check, self.wire):
-            if held is not None:
-                held.close()
+        for held in self._held:
+            held.close()
 
 
 class Comms:
-    """All groups of one rank: `world`, one per axis, and further ones by name.
+    """All groups of one rank: `world`, one per axis, derived groups, and further ones by name.
 
-    `alone` is the group of this rank and no other. `partitions` maps a name (e.g. "tie", "mirror")
-    to the world ranks of *every* such group. All ranks take part in making them. A rank that is in
-    none of them is alone.
+    comms["tp"] is this rank's group of that name. groups: {name: Comm} of those that exist: where
+    data is the same as dp, there is only dp. `alone` is the group of this rank and no other.
+    `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group. All
+    ranks take part in making them. A rank that is in none of them is alone. messages: names of the
+    groups in which neighbours exchange messages in each step.
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
-    def __init__(self, grid, ops, recorder, mpi_world=None, options=None, partitions=None):
+    def __init__(self, grid: Grid, ops: Any, recorder: Recorder,
+                 mpi_world: MPI.Intracomm | None = None, options: Options | None = None,
+                 partitions: Partitions | None = None, messages: Collection[str] = ()):
         self.grid, self.recorder, self.mpi_world = grid, recorder, mpi_world
-        options = options or Options()
         crowded = cores_of(mpi_world).crowded
-        options = options._replace(patient=crowded)
+        options = (options or Options())._replace(patient=crowded)
         if crowded:
             finish_passes_first()
 
-        def make(axis, ranks, alone=False):
+        def make(axis: str, ranks: tuple[int, ...], alone: bool = False) -> Comm:
             """My group's Comm. alone: no group on this axis has several ranks, so there is no
             split.
             """
             wire = check = None
             if not alone:
-                stages = {replace(grid, world_rank=member).pp_rank for member in ranks}
-                wire = connect(ops, mpi_world, ranks, options._replace(uneven=len(stages) > 1))
+                stages = {grid.place_of(member, "pp") for member in ranks}
+                own = options._replace(uneven=len(stages) > 1,
+                                       reach=max(options.reach, axis in messages))
+                wire = connect(ops, mpi_world, ranks, own)
                 if options.check and mpi_world is not None:
                     check = CallCheck(split(mpi_world, ranks), ranks)
             return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder, check)
 
-        self.world = make("world", tuple(range(grid.world_size)), grid.world_size == 1)
-        self.by_axis = {
-            axis: make(axis, grid.group(axis), grid.axis_size(axis) == 1) for axis in AXES}
-        self.pp, self.dp, self.cp, self.tp = (self.by_axis[axis] for axis in AXES)
-        # The ranks that hold the same shard and read other tokens: those of dp x cp.
-        self.data = self.dp
         self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
-        if grid.cp_size > 1:
-            self.data = self.by_axis["data"] = make("data", grid.group("dp", "cp"))
+        world = tuple(range(grid.world_size))
+        self.world = make("world", world, grid.world_size == 1)
+        self.groups = {}
+        for name in grid.groups():
+            self.groups[name] = make(name, grid.group(name), grid.size(name) == 1)
         for name, groups in (partitions or {}).items():
             mine = next((ranks for ranks in groups if grid.world_rank in ranks),
                         (grid.world_rank,))
-            self.by_axis[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
-        self.groups = {"world": self.world, **self.by_axis}
+            self.groups[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
+        self.groups["world"] = self.world
+
+    def __getitem__(self, name: str) -> Comm:
+        """This rank's group of a name."""
+        return self.groups[self.grid.same_as(name)]
+
+    @property
+    def carriers(self) -> list[str]:
+        """Who carries the bytes of this rank's groups between GPUs, in words."""
+        return sorted({comm.wire.carrier for comm in self.groups.values()
+                       if comm.size > 1 and comm.wire.ops.device == "cuda"})
 
     @classmethod
-    def solo(cls, ops, grid=None, recorder=None) -> Comms:
+    def solo(cls, ops: Any, grid: Grid | None = None, recorder: Recorder | None = None) -> Comms:
         """The groups of one rank of `grid` (default: of one rank) without MPI: nothing is sent."""
         return cls(grid or Grid(0), ops, recorder or Recorder())
 

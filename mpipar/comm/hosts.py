@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 NAP_SECONDS = 1e-3
 
@@ -21,14 +25,14 @@ class Cores(NamedTuple):
     crowded: bool
 
 
-def cores_of(mpi_world) -> Cores:
-    """What every rank knows of all hosts. One rank without MPI has this host's cores.
+def cores_of(mpi_world: MPI.Intracomm | None) -> Cores:
+    """What every rank knows of all hosts. One rank alone has this host's cores.
 
     Comm: one split over the world, one all_reduce inside each host, one over the world.
     """
     mine = np.zeros(os.sysconf("SC_NPROCESSORS_CONF"), np.int64)
     mine[[core for core in os.sched_getaffinity(0) if core < len(mine)]] = 1
-    if mpi_world is None:
+    if mpi_world is None or mpi_world.size == 1:
         return Cores(int(mine.sum()), False)
     from mpi4py import MPI
 
@@ -52,7 +56,7 @@ def finish_passes_first() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def quiet_barrier(mpi_world) -> None:
+def quiet_barrier(mpi_world: MPI.Intracomm) -> None:
     """Return when all ranks are here; meanwhile they sleep, and so leave their cores to others.
 
     Comm: two barriers over the world; the second, short one makes all leave together.
@@ -63,16 +67,17 @@ def quiet_barrier(mpi_world) -> None:
     mpi_world.Barrier()
 
 
-def in_turns(mpi_world, group: int, num_groups: int, cores_each: int, run):
+def in_turns(mpi_world: MPI.Intracomm | None, group: int, num_groups: int, cores_each: int,
+             run: Callable[[], Any]) -> Any:
     """What run() returns, called by as many groups of ranks at once as have a core for each rank.
 
     group: number of this rank's group. Ranks that wait for their turn sleep. Comm: `run`'s inside
     the group, and quiet barriers over the world if there are several turns.
     """
-    turns = 1
-    if mpi_world is not None:
-        at_once = max(1, cores_of(mpi_world).cores // cores_each)
-        turns = -(-num_groups // at_once)
+    if mpi_world is None:
+        return run()
+    at_once = max(1, cores_of(mpi_world).cores // cores_each)
+    turns = -(-num_groups // at_once)
     result = None
     for turn in range(turns):
         if turns > 1:

@@ -11,30 +11,32 @@ Arrays of other types pass unchanged. Weight gradients are float32, and MPI sums
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpipar.comm.grid import share
+from mpipar.comm.transport import Array, Counts, Exchanged, Request, Transport
 
 
 class NarrowTransport:
     """A transport for groups of `group_size` ranks whose ops have a 16-bit dtype."""
 
-    def __init__(self, wire, ops, group_size):
+    def __init__(self, wire: Transport, ops: Any, group_size: int):
         self.wire, self.ops, self.group_size = wire, ops, group_size
+        self.barrier, self.max_tag, self.close = wire.barrier, wire.max_tag, wire.close
+        self.carrier, self.in_order = wire.carrier, wire.in_order
 
-    def __getattr__(self, name):
-        return getattr(self.wire, name)  # calls that move no numbers: barrier, max_tag, close
+    def _is_narrow(self, x: Array) -> bool:
+        return bool(x.dtype == self.ops.dtype)
 
-    def _is_narrow(self, x):
-        return x.dtype == self.ops.dtype
-
-    def _moved(self, x):
+    def _moved(self, x: Array) -> Array:
         """The same memory, in a type that MPI knows."""
         return x.view("uint16") if self._is_narrow(x) else x
 
-    def _received(self, y, x):
+    def _received(self, y: Array, x: Array) -> Array:
         """The received memory, in the type of x."""
         return y.view(x.dtype) if self._is_narrow(x) else y
 
-    def all_reduce(self, x, op):
+    def all_reduce(self, x: Array, op: str) -> None:
         if not self._is_narrow(x):
             self.wire.all_reduce(x, op)
             return
@@ -47,43 +49,47 @@ class NarrowTransport:
         whole = self.all_gather(own, self.group_size)
         self.ops.copy(x.reshape(-1), whole.reshape(-1)[:x.size])
 
-    def iall_reduce(self, x):
+    def iall_reduce(self, x: Array) -> Request:
         assert not self._is_narrow(x), "gradients are summed in float32"
         return self.wire.iall_reduce(x)
 
-    def ireduce_scatter(self, x):
+    def ireduce_scatter(self, x: Array) -> Request:
         assert not self._is_narrow(x), "gradients are summed in float32"
         return self.wire.ireduce_scatter(x)
 
-    def iall_gather(self, x):
+    def iall_gather(self, x: Array) -> Request:
         return self.wire.iall_gather(self._moved(x))
 
-    def reduce_scatter(self, x):
+    def reduce_scatter(self, x: Array) -> Array:
         if not self._is_narrow(x):
             return self.wire.reduce_scatter(x)
         return self.ops.add_parts(self.all_to_all(x))
 
-    def reduce(self, x, root):
+    def reduce(self, x: Array, root: int) -> None:
         assert not self._is_narrow(x), "the cuts that reduce to one rank are float32 or float64"
         self.wire.reduce(x, root)
 
-    def all_gather(self, x, group_size):
+    def all_gather(self, x: Array, group_size: int) -> Array:
         return self._received(self.wire.all_gather(self._moved(x), group_size), x)
 
-    def all_to_all(self, x):
+    def all_to_all(self, x: Array) -> Array:
         return self._received(self.wire.all_to_all(self._moved(x)), x)
 
-    def broadcast(self, x, root):
+    def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
+        y, received = self.wire.all_to_allv(self._moved(x), counts, received)
+        return self._received(y, x), received
+
+    def broadcast(self, x: Array, root: int) -> None:
         self.wire.broadcast(self._moved(x), root)
 
-    def isend(self, x, peer, tag):
+    def isend(self, x: Array, peer: int, tag: int) -> Request:
         return self.wire.isend(self._moved(x), peer, tag)
 
-    def irecv(self, x, peer, tag):
+    def irecv(self, x: Array, peer: int, tag: int) -> Request:
         return self.wire.irecv(self._moved(x), peer, tag)
 
-    def send(self, x, peer, tag):
+    def send(self, x: Array, peer: int, tag: int) -> None:
         self.wire.send(self._moved(x), peer, tag)
 
-    def recv(self, x, peer, tag):
+    def recv(self, x: Array, peer: int, tag: int) -> None:
         self.wire.recv(self._moved(x), peer, tag)

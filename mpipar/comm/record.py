@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from sys import _current_frames
 from time import perf_counter_ns
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 CUTS = ("mpipar.partition", "mpipar.layers.linear")  # modules that cross barriers for a layer
@@ -111,45 +111,66 @@ class Sums(NamedTuple):
         return Sums(*map(sum, zip(self, other, strict=True)))
 
 
+NO_SUMS = Sums()
 # An entry is a list that belongs to one operation; `Record` says what its parts mean. It must cost
 # next to nothing, so whatever the calls of one line have in common lies in its last part, the
 # tally. Only this file and group.py know these positions. A reader gets a Record.
-(POSTED, WAITED, DONE, SEQ, PEER, TAG, STEP, STAGE, MB, TALLY) = range(10)
+(POSTED, WAITED, DONE, SEQ, PEER, TAG, PAYLOAD, WIRE, STEP, STAGE, MB, TALLY) = range(12)
+Entry: TypeAlias = list[Any]
+Result = TypeVar("Result")
+Intervals: TypeAlias = list[tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What the calls of one line have in common, their number, and the time of those that are done.
+    """What the calls of one line have in common, and their sums, whatever the size of each is.
 
     code, instruction: the caller's place in its function.
     depth: the number of frames from there to the site, whose code and instruction follow.
+    payload, sent: bytes of each call since `before`. nanoseconds: of the calls that are done.
     """
 
     operation: str = ""
     name: str = ""
     axis: str = ""
-    payload_bytes: int = 0
+    group_size: int = 1
     dtype: object = None
     phase: str = ""
-    code: object = None
+    code: CodeType | None = None
     instruction: int = -1
     depth: int = 0
-    site_code: object = None
+    site_code: CodeType | None = None
     site_instruction: int = -1
-    wire_bytes: int = 0
     site: str = ""
     cut: str = ""
+    payload: int = 0
+    sent: int = 0
     calls: int = 0
     nanoseconds: int = 0
+    before: Sums = NO_SUMS
 
-    def is_elsewhere(self, frame) -> bool:
+    def is_elsewhere(self, frame: FrameType) -> bool:
         """Whether this caller has another site."""
+        site: FrameType | None = frame
         for _ in range(self.depth):
-            frame = frame.f_back
-        return self.site_code is not frame.f_code or self.site_instruction != frame.f_lasti
+            site = site and site.f_back
+        return (site is None or self.site_code is not site.f_code
+                or self.site_instruction != site.f_lasti)
+
+    def sums(self) -> Sums:
+        """What all calls sum up to."""
+        calls = self.calls - self.before.calls
+        return Sums(self.calls, self.before.payload_bytes + calls * self.payload,
+                    self.before.wire_bytes + calls * self.sent, self.nanoseconds)
+
+    def resize(self, payload: int) -> None:
+        """From now on calls have another payload. Most lines have one, so nothing else adds up."""
+        self.before, self.payload = self.sums(), payload
+        self.sent = wire_bytes(self.operation, payload, self.group_size)
 
 
 NO_TALLY = Tally()  # of no call
+NO_ENTRY: Entry = [0] * TALLY + [Tally()]  # of every call in a group of one: nobody reads it
 
 
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
@@ -158,15 +179,14 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     The payload is the whole vector for all_reduce, the whole output for all_gather, and the whole
     input for reduce_scatter and all_to_all. broadcast and reduce go from rank to rank along a
     chain. All but one rank send the payload, and each rank is booked the mean. Source: the
-    bus-bandwidth factors of nccl-tests.
+    bus-bandwidth factors of nccl-tests. The payload of send and all_to_allv is what they send to
+    others.
     """
     if operation == "all_reduce":
         return 2 * (group_size - 1) * payload // group_size
     if operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
         return (group_size - 1) * payload // group_size
-    if operation in ("recv", "barrier"):
-        return 0
-    return payload  # send
+    return payload if operation in ("send", "all_to_allv") else 0
 
 
 def family(name: str) -> str:
@@ -179,7 +199,7 @@ def place(path: str, line: int) -> str:
     return f"{path.removeprefix(PACKAGE)}:{line}"
 
 
-def site_of(frame) -> tuple:
+def site_of(frame: FrameType) -> tuple[int, FrameType]:
     """The site beyond the cuts for a caller `frame` of a group: (frames out, its frame)."""
     site, depth = frame, 0
     while site.f_globals.get("__name__", "").startswith(CUTS) and site.f_back is not None:
@@ -187,44 +207,22 @@ def site_of(frame) -> tuple:
     return depth, site
 
 
-def as_record(entry: list) -> Record:
+def as_record(entry: Entry) -> Record:
     """The Record of an entry. Other threads may ask, also while MPI holds its call."""
     tally = entry[TALLY]
-    return Record(
-        *entry[:SEQ], tally.operation, tally.name, tally.axis, *entry[SEQ:STEP],
-        tally.payload_bytes, tally.wire_bytes, tally.dtype, *entry[STEP:TALLY], tally.phase,
-        tally.site, tally.cut)
+    return Record._make((
+        *entry[:SEQ], tally.operation, tally.name, tally.axis, *entry[SEQ:STEP], tally.dtype,
+        *entry[STEP:TALLY], tally.phase, tally.site, tally.cut))
 
 
-def close(entry: list) -> None:
-    """Mark the entry's operation as done now, and add its time."""
+def close(entry: Entry, result: Result) -> Result:
+    """Mark the entry's operation, which had this result, as done now; add its time."""
     entry[DONE] = now = perf_counter_ns()
     entry[TALLY].nanoseconds += now - entry[WAITED]
+    return result
 
 
-def open_sends(recorder) -> list[list]:
-    """The entry of the blocking send that this rank is inside of, if it is in one.
-
-    `Comm.send` writes its entry behind the message. Until then its frame holds what belongs there.
-    No frame stays in a name or a list: this function's own would make a circle, which keeps the
-    arrays of all frames alive.
-    """
-    found = []
-    for frame in _current_frames().values():
-        while frame is not None:
-            if frame.f_code.co_qualname == "Comm.send":
-                call = frame.f_locals
-                comm, x, posted = call["self"], call["x"], call.get("posted")
-                if comm.recorder is recorder and posted and "done" not in call:
-                    tally = recorder.tally(comm.axis, comm.size, x.dtype, "send", call["name"],
-                                           x.nbytes, frame.f_back)
-                    found.append([posted, posted, 0, comm.seq + 1, call["peer"], call["tag"],
-                                  recorder.step, recorder.stage, recorder.mb, tally])
-            frame = frame.f_back  # noqa: PLW2901
-    return found
-
-
-def overlap_ns(flights, computing, blocked) -> tuple[int, int]:
+def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> tuple[int, int]:
     """How long the union of `flights` is, and how much of that is computing and not blocked.
 
     Each argument: a list of (start, end) in nanoseconds. Time that a rank spends in another wait is
@@ -244,46 +242,85 @@ def overlap_ns(flights, computing, blocked) -> tuple[int, int]:
     return flight, hidden
 
 
+class At:
+    """Where in a step a rank is, until the block ends. See `Recorder.at`.
+
+    The board hears of each phase as it begins, so that it is known of a rank that was killed. After
+    an error the place stays as it was, because the error's report says where it happened.
+    """
+
+    __slots__ = ("before", "mb", "phase", "recorder", "stage")
+
+    def __init__(self, recorder: Recorder, phase: str, stage: int | None, mb: int | None):
+        self.recorder, self.phase, self.stage, self.mb = recorder, phase, stage, mb
+
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self.before = recorder.phase, recorder.stage, recorder.mb
+        recorder.phase = self.phase
+        if self.stage is not None:
+            recorder.stage = self.stage
+        if self.mb is not None:
+            recorder.mb = self.mb
+        if recorder.board is not None:
+            recorder.board(recorder.step, self.phase)
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.recorder.phase, self.recorder.stage, self.recorder.mb = self.before
+
+
 class Recorder:
     """Collects what one rank did: `records` of communication, `spans` of compute, and counters.
 
-    The engine and the loop set `step, stage, mb, phase` before they call anything that may
-    communicate. phase is F, I, W (compute of a schedule), sync (gradients, norm), opt, data, check
-    (of copies), eval, save or setup. `operations` holds one entry for each operation of a layer, if
-    the ops are wrapped for it (ops/timed_ops.py).
+    The loop sets `step`. Whoever calls what may communicate does so inside of `at`, which alone
+    changes phase, stage and mb. phase is F, I, W (compute of a schedule), recompute, sync
+    (gradients, norm), opt, check (of copies), eval or save. It begins with setup.
+    `operations` holds one entry for each operation of a layer, if the ops are wrapped for it
+    (ops/timed_ops.py).
     """
 
-    def __init__(self, capacity: int | None = 4096):
-        self.entries: deque[list] = deque(maxlen=capacity)
-        self._spans: deque[tuple] = deque(maxlen=capacity)
-        self.operations: list = []
-        self.tallies: dict[tuple, Tally] = {}  # by what tells their calls from others
+    def __init__(self, capacity: int | None = 4096, phase: str = "setup"):
+        self.entries: deque[Entry] = deque(maxlen=capacity)
+        # A blocking send under way: the group, array, peer, tag, name, start, and caller's frame.
+        self.open_send: tuple[Any, Any, int, int, str, int, FrameType] | None = None
+        self._spans: deque[tuple[Any, ...]] = deque(maxlen=capacity)
+        self.operations: list[LayerOperation] = []
+        self.tallies: dict[tuple[Any, ...], Tally] = {}  # by what tells their calls from others
         self.busy_ns: dict[str, int] = {}
         self.step = 0
         self.stage = -1
         self.mb = -1
-        self.phase = "setup"
+        self.phase = phase
         self.board: Callable[[int, str], None] | None = None
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase, so that it is known of this rank even after it was killed."""
-        self.phase = phase
-        if self.board is not None:
-            self.board(self.step, phase)
+    def at(self, phase: str, stage: int | None = None, mb: int | None = None) -> At:
+        """The context in which this rank is in a phase, and in a stage and microbatch if given."""
+        return At(self, phase, stage, mb)
 
     @property
     def records(self) -> list[Record]:
         """The records in the ring, oldest first. Other threads may ask."""
-        return [as_record(entry) for entry in [*self.entries, *open_sends(self)]]
+        return [as_record(entry) for entry in [*self.entries, *self._sending()]]
 
     @property
     def spans(self) -> list[Span]:
         """The compute spans in the ring, oldest first. Other threads may ask."""
         return [Span._make(span) for span in list(self._spans)]
 
-    def newest(self) -> tuple:
+    def _sending(self) -> list[Entry]:
+        """The entry of the blocking send that this rank is inside of, if it is in one."""
+        send = self.open_send
+        if send is None:
+            return []
+        group, x, peer, tag, name, posted, frame = send
+        tally = self.tally(group.axis, group.size, x.dtype, "send", name, frame)
+        return [[posted, posted, 0, group.messages + 1, peer, tag, x.nbytes, x.nbytes, self.step,
+                 self.stage, self.mb, tally]]
+
+    def newest(self) -> tuple[Any, ...]:
         """Fields of the newest record and of the newest span: what changes with every event."""
-        entries = open_sends(self) or (self.entries and [self.entries[-1]])
+        entries = self._sending() or (self.entries and [self.entries[-1]])
         return (as_record(entries[0]) if entries else (), self._spans[-1] if self._spans else ())
 
     @property
@@ -298,7 +335,7 @@ class Recorder:
     def reset_counters(self) -> None:
         """Start counting anew (the rings stay)."""
         for tally in self.tallies.values():
-            tally.calls = tally.nanoseconds = 0
+            tally.calls, tally.nanoseconds, tally.before = 0, 0, NO_SUMS
         self.busy_ns = {}
 
     def clear(self) -> None:
@@ -312,25 +349,23 @@ class Recorder:
         """The counters, which include what has left the ring."""
         counters: dict[Key, Sums] = {}
         for tally in list(self.tallies.values()):
-            calls = tally.calls
-            if calls:
+            if tally.calls:
                 key = Key(tally.axis, tally.name, tally.operation, tally.phase, str(tally.dtype))
-                own = Sums(calls, calls * tally.payload_bytes, calls * tally.wire_bytes,
-                           tally.nanoseconds)
-                counters[key] = counters.get(key, Sums()).plus(own)
+                counters[key] = counters.get(key, Sums()).plus(tally.sums())
         return counters
 
-    def tally(self, axis: str, group_size: int, dtype, operation, name, payload, frame) -> Tally:
-        """The tally of a call from this frame; a new one for a new kind of call."""
+    def tally(self, axis: str, group_size: int, dtype: object, operation: str, name: str,
+              frame: FrameType) -> Tally:
+        """The tally of a call from this frame; a new one for a line that had none."""
         depth, site = site_of(frame)
-        call = (operation, name, axis, payload, dtype, self.phase, frame.f_code, frame.f_lasti,
+        line = (operation, name, axis, group_size, dtype, self.phase, frame.f_code, frame.f_lasti,
                 depth, site.f_code, site.f_lasti)
-        if call not in self.tallies:
+        found = self.tallies.get(line)
+        if found is None:
             cut = place(frame.f_code.co_filename, frame.f_lineno) if depth else ""
-            self.tallies[call] = Tally(
-                *call, wire_bytes(operation, payload, group_size),
-                place(site.f_code.co_filename, site.f_lineno), cut)
-        return self.tallies[call]
+            found = self.tallies.setdefault(line, Tally(  # another thread may have made one
+                *line, place(site.f_code.co_filename, site.f_lineno), cut))
+        return found
 
     def span(self, kind: str, start_ns: int, stage: int = -1, mb: int = -1) -> None:
         """Append a compute span that began at `start_ns` and ends now."""
@@ -338,9 +373,9 @@ class Recorder:
         self._spans.append((kind, start_ns, end, self.step, stage, mb))
         self.busy_ns[kind] = self.busy_ns.get(kind, 0) + end - start_ns
 
-    def totals(self, *fields: str) -> dict[tuple, Sums]:
+    def totals(self, *fields: str) -> dict[tuple[str, ...], Sums]:
         """The counters summed over everything but these fields of a Key."""
-        sums: dict[tuple, Sums] = {}
+        sums: dict[tuple[str, ...], Sums] = {}
         for key, counter in self.counters.items():
             short = tuple(getattr(key, field) for field in fields)
             sums[short] = sums.get(short, Sums()).plus(counter)

@@ -6,19 +6,90 @@ each group. Device memory has its own transports (`mpipar/comm/device.py`).
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# An array of NumPy or CuPy, or one of shapes only: they have no common type.
+Array: TypeAlias = Any
+Counts: TypeAlias = Sequence[int]  # rows for each rank of a group, or from each
+Exchanged: TypeAlias = tuple[Array, Counts]  # what arrived, and the rows from each rank
 
 POLLS_BEFORE_SLEEP = 20  # no sleep for a message that is nearly there
 NAP_SECONDS, MOST_NAP_SECONDS = 50e-6, 200e-6  # the first sleep between two polls, and the longest
 
 
-class Done:
-    """The request of an operation that needs no waiting, called like an mpi4py request."""
+class Options(NamedTuple):
+    """How the wire behaves.
 
-    def Test(self):
+    sync_sends: a send is done only when it is matched.
+    check: compare every collective over its group first.
+    patient: a rank that waits for a message gives its core away in between.
+    uneven: the members hold different stages, so they come to a sum at different times.
+    reach: how many places apart around the group members may be that exchange messages all the
+    time. NCCL connects these; others may exchange messages too, but more slowly.
+    """
+
+    sync_sends: bool = False
+    check: bool = False
+    patient: bool = False
+    uneven: bool = False
+    reach: int = 0
+
+
+class Request(Protocol):
+    """What an operation that is only posted returns, called like an mpi4py request."""
+
+    def Test(self) -> bool: ...
+    def Wait(self) -> Any: ...
+
+
+class Transport(Protocol):
+    """How the arrays of one group travel; `Comm` has the text of each call.
+
+    all_reduce, broadcast, reduce, recv and all that is only posted work in place. The others return
+    what arrived.
+
+    carrier: who carries the bytes, in words. in_order: whether messages are matched by their order
+    alone. Then both of their ranks must post them in one order, for even and for odd tags each.
+    """
+
+    ops: Any
+    carrier: str
+    in_order: bool
+
+    def all_reduce(self, x: Array, op: str) -> None: ...
+    def all_gather(self, x: Array, group_size: int) -> Array: ...
+    def reduce_scatter(self, x: Array) -> Array: ...
+    def all_to_all(self, x: Array) -> Array: ...
+    def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged: ...
+    def broadcast(self, x: Array, root: int) -> None: ...
+    def reduce(self, x: Array, root: int) -> None: ...
+    def barrier(self) -> None: ...
+    def iall_reduce(self, x: Array) -> Request: ...
+    def iall_gather(self, x: Array) -> Request: ...
+    def ireduce_scatter(self, x: Array) -> Request: ...
+    def send(self, x: Array, peer: int, tag: int) -> Any: ...
+    def recv(self, x: Array, peer: int, tag: int) -> Any: ...
+    def isend(self, x: Array, peer: int, tag: int) -> Request: ...
+    def irecv(self, x: Array, peer: int, tag: int) -> Request: ...
+    def max_tag(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class Done:
+    """The request of an operation that needs no waiting."""
+
+    def Test(self) -> bool:
         return True
 
-    def Wait(self):
+    def Wait(self) -> None:
         pass
 
 
@@ -27,56 +98,63 @@ class NoTransport:
     as it is.
     """
 
-    def __init__(self, ops):
+    carrier, in_order = "nobody", False
+
+    def __init__(self, ops: Any = None):
         self.ops = ops
 
-    def all_reduce(self, x, op):
+    def _nothing(self, *_: Any) -> None:
         pass
 
-    def iall_reduce(self, x):
+    def _done(self, *_: Any) -> Request:
         return Done()
 
-    def ireduce_scatter(self, x):
-        return Done()
+    all_reduce = broadcast = reduce = barrier = send = recv = close = _nothing
+    iall_reduce = iall_gather = ireduce_scatter = isend = irecv = _done
 
-    def iall_gather(self, x):
-        return Done()
-
-    def all_gather(self, x, group_size):
+    def all_gather(self, x: Array, group_size: int) -> Array:
         return self.ops.empty((group_size, *x.shape), x.dtype, label="buffers")
 
-    def reduce_scatter(self, x):
+    def reduce_scatter(self, x: Array) -> Array:
         return self.ops.empty(x.shape[1:], x.dtype, label="buffers")
 
-    def all_to_all(self, x):
+    def all_to_all(self, x: Array) -> Array:
         return self.ops.empty(x.shape, x.dtype, label="buffers")
 
-    def broadcast(self, x, root):
-        pass
+    def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
+        """As many rows arrive as are sent, from each rank as many as from any other."""
+        if received is None:
+            received = balanced(sum(counts), len(counts))
+        return self.ops.empty((sum(received), *x.shape[1:]), x.dtype, label="buffers"), received
 
-    def reduce(self, x, root):
-        pass
-
-    def barrier(self):
-        pass
-
-    def send(self, x, peer, tag):
-        pass
-
-    def recv(self, x, peer, tag):
-        pass
-
-    def isend(self, x, peer, tag):
-        return Done()
-
-    def irecv(self, x, peer, tag):
-        return Done()
-
-    def max_tag(self):
+    def max_tag(self) -> int:
         return 2**30
 
-    def close(self):
-        pass
+
+class Alone(NoTransport):
+    """A group of one: what it sends is what it gets. There is nobody to send a message to."""
+
+    def _nobody(self, *_: Any) -> Any:
+        raise AssertionError("a group of one sends no messages")
+
+    send = recv = isend = irecv = _nobody
+
+    def all_gather(self, x: Array, group_size: int) -> Array:
+        return x.reshape(1, *x.shape)
+
+    def reduce_scatter(self, x: Array) -> Array:
+        return x.reshape(x.shape[1:])
+
+    def all_to_all(self, x: Array) -> Array:
+        return x
+
+    def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
+        return x, counts
+
+
+def balanced(total: int, parts: int) -> list[int]:
+    """Numbers that differ by one at most, and whose sum is `total`."""
+    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 
 class PatientRequest:
@@ -89,11 +167,11 @@ class PatientRequest:
     less than one sleep apart. Sums over ranks that hold different stages are the exception.
     """
 
-    def __init__(self, request):
+    def __init__(self, request: Request):
         self.request = request
         self.Test = request.Test
 
-    def Wait(self):
+    def Wait(self) -> None:
         for _ in range(POLLS_BEFORE_SLEEP):
             if self.request.Test():
                 return
@@ -106,7 +184,9 @@ class PatientRequest:
 class HostTransport:
     """Hands arrays straight to MPI."""
 
-    def __init__(self, ops, mpi_comm, options):
+    carrier, in_order = "MPI", False
+
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
         from mpi4py import MPI
 
         self.ops = ops
@@ -115,17 +195,17 @@ class HostTransport:
         self.reduce_ops = {"sum": MPI.SUM, "max": MPI.MAX}
         # Synchronous sends return only when matched. A program that works with them never relies on
         # buffers inside MPI, whatever the message size.
-        self._send = mpi_comm.Ssend if options.sync_sends else mpi_comm.Send
-        self._isend = mpi_comm.Issend if options.sync_sends else mpi_comm.Isend
-        self.tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
+        self._send, self._isend = (mpi_comm.Ssend, mpi_comm.Issend) if options.sync_sends else (
+            mpi_comm.Send, mpi_comm.Isend)
+        self.tag_ub: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
         self.patient = options.patient
         self.sleeps_before_sums = options.patient and options.uneven
 
-    def _new(self, shape, dtype):
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array to receive into."""
         return self.ops.empty(shape, dtype, label="buffers")
 
-    def all_reduce(self, x, op):
+    def all_reduce(self, x: Array, op: str) -> None:
         """Sum or maximum, in place. A rank whose stage is done early sleeps until all are here.
 
         Measured with 4 ranks on 2 cores, without and with that in turns: gpipe's steps take 13 %
@@ -135,70 +215,89 @@ class HostTransport:
             PatientRequest(self.mpi.Ibarrier()).Wait()
         self.mpi.Allreduce(self.in_place, x, self.reduce_ops[op])
 
-    def iall_reduce(self, x):
-        return self.mpi.Iallreduce(self.in_place, x)
+    def iall_reduce(self, x: Array) -> Request:
+        request: Request = self.mpi.Iallreduce(self.in_place, x)
+        return request
 
-    def ireduce_scatter(self, x):
-        return self.mpi.Ireduce_scatter_block(self.in_place, x)
+    def ireduce_scatter(self, x: Array) -> Request:
+        request: Request = self.mpi.Ireduce_scatter_block(self.in_place, x)
+        return request
 
-    def iall_gather(self, x):
-        return self.mpi.Iallgather(self.in_place, x)
+    def iall_gather(self, x: Array) -> Request:
+        request: Request = self.mpi.Iallgather(self.in_place, x)
+        return request
 
-    def all_gather(self, x, group_size):
+    def all_gather(self, x: Array, group_size: int) -> Array:
         y = self._new((group_size, *x.shape), x.dtype)
         self.mpi.Allgather(x, y)
         return y
 
-    def reduce_scatter(self, x):
+    def reduce_scatter(self, x: Array) -> Array:
         y = self._new(x.shape[1:], x.dtype)
         self.mpi.Reduce_scatter_block(x, y)
         return y
 
-    def all_to_all(self, x):
+    def all_to_all(self, x: Array) -> Array:
         y = self._new(x.shape, x.dtype)
         self.mpi.Alltoall(x, y)
         return y
 
-    def broadcast(self, x, root):
+    def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
+        if received is None:
+            received = self.counts_from(counts)
+        y = self._new((sum(received), *x.shape[1:]), x.dtype)
+        width = math.prod(x.shape[1:])
+        self.mpi.Alltoallv((x, [width * count for count in counts]),
+                           (y, [width * count for count in received]))
+        return y, received
+
+    def counts_from(self, counts: Counts) -> list[int]:
+        """The rows that each rank sends here. counts: those for each rank. Comm: one Alltoall."""
+        received = np.empty(len(counts), np.int64)
+        self.mpi.Alltoall(np.array(counts, np.int64), received)
+        return [int(count) for count in received]
+
+    def broadcast(self, x: Array, root: int) -> None:
         self.mpi.Bcast(x, root)  # mpi4py takes 0.2 us longer for a keyword
 
-    def reduce(self, x, root):
+    def reduce(self, x: Array, root: int) -> None:
         here = self.mpi.rank == root
         self.mpi.Reduce(self.in_place if here else x, x if here else None, root=root)
 
-    def barrier(self):
+    def barrier(self) -> None:
         self.mpi.Barrier()
 
-    def send(self, x, peer, tag):
+    def send(self, x: Array, peer: int, tag: int) -> None:
         self._send(x, peer, tag)
 
-    def recv(self, x, peer, tag):
+    def recv(self, x: Array, peer: int, tag: int) -> None:
         if self.patient:
             self.irecv(x, peer, tag).Wait()
         else:
             self.mpi.Recv(x, peer, tag)
 
-    def isend(self, x, peer, tag):
+    def isend(self, x: Array, peer: int, tag: int) -> Request:
         return self._patiently(self._isend(x, peer, tag))
 
-    def irecv(self, x, peer, tag):
+    def irecv(self, x: Array, peer: int, tag: int) -> Request:
         return self._patiently(self.mpi.Irecv(x, peer, tag))
 
-    def _patiently(self, request):
+    def _patiently(self, request: Request) -> Request:
         return PatientRequest(request) if self.patient else request
 
-    def max_tag(self):
-        return self.tag_ub
+    def max_tag(self) -> int:
+        return int(self.tag_ub)
 
-    def close(self):
+    def close(self) -> None:
         self.mpi.Free()
 
 
 class DirectTransport(HostTransport):
     """Hands NumPy arrays straight to MPI. A peer waits for a blocking call: that is MPI's own."""
 
-    def __init__(self, ops, mpi_comm, options):
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
         super().__init__(ops, mpi_comm, options)
-        self.send = self._send
+        send, receive = cast(Any, self._send), cast(Any, mpi_comm.Recv)
+        self.send = send  # type: ignore[method-assign]
         if not self.patient:
-            self.recv = mpi_comm.Recv
+            self.recv = receive  # type: ignore[method-assign]

@@ -10,12 +10,13 @@ from time import monotonic
 
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.hosts import quiet_barrier
+from mpipar.commands.elsewhere import layouts
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO
-from mpipar.config.layout import fitting, sizes_text
+from mpipar.config.layout import sizes_text
 from mpipar.config.reading import Reading
 from mpipar.config.sections import Config
-from mpipar.errors import UsageError, UserError
+from mpipar.errors import UserError
 from mpipar.plan import machine_file
 from mpipar.plan.choose_layout import choose, with_schedule_name
 from mpipar.plan.measure_machine import SECONDS, measure_machine
@@ -28,14 +29,10 @@ def legal_layouts(reading: Reading, world_size: int) -> list[Reading]:
     rows in a step count: a preset's number is rounded up to what a layout takes. If none can be
     run, the one without --layout auto says what is wrong.
     """
-    grid, found = reading.config.grid, []
-    if not reading.chooses_layout or world_size % grid.cp:
+    if not reading.chooses_layout:
         return [reading]
-    for sizes in fitting(world_size // grid.cp, world_size, 0):
-        axes = dict(zip(("dp", "pp", "tp"), sizes, strict=True))
-        if any(getattr(grid, axis) not in (None, size) for axis, size in axes.items()):
-            continue
-        one = replace(reading, config=replace(reading.config, grid=replace(grid, **axes)))
+    found = []
+    for one in layouts(reading, world_size):
         try:
             found.append((resolve(one, world_size)[0].train.batch_size, one))
         except UserError:
@@ -86,21 +83,11 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
     config = configs[int(place)]
     if config.grid.schedule == AUTO:
         config = with_schedule_name(config, name)
-    return replace(inputs, config=config, notes=[*inputs.notes, source, *notes, *why])
+    tables = [line for text in why for line in text.splitlines()]
+    return replace(inputs, config=config, notes=[*inputs.notes, source, *notes, *tables])
 
 
 def place_of(best: Config, configs: list[Config]) -> int:
     """Which of the configs has this layout."""
     axes = [(one.grid.dp, one.grid.pp, one.grid.cp, one.grid.tp) for one in (*configs, best)]
     return axes.index(axes[-1])
-
-
-def machine_problems(machine_path: str | None, chooses_layout: bool):
-    """The check that a cost model has something to choose."""
-    def problems(config) -> list[str]:
-        if machine_path is None or chooses_layout or config.grid.schedule == AUTO:
-            return []
-        return [(f"--machine {machine_path}: --layout auto and --schedule auto choose by it, but"
-                 f" the schedule is {config.grid.schedule}; take --schedule auto, or leave"
-                 " --machine out")]
-    return problems, UsageError

@@ -1,8 +1,7 @@
 """`mpipar ckpt ls | verify | export RUN`: the checkpoints of a run; without MPI."""
 
-from __future__ import annotations
-
 import time
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import ml_dtypes
@@ -12,48 +11,55 @@ from mpipar.checkpoint import companions, weights
 from mpipar.checkpoint.load import blocks
 from mpipar.checkpoint.manifest import NAME, Manifest, committed_steps, damage, read_manifest
 from mpipar.checkpoint.params import all_params
+from mpipar.commands.command import Command, Context
 from mpipar.commands.resume import layout_words
-from mpipar.commands.run_folder import CHECKPOINTS, finished_step, is_run, said
-from mpipar.commands.source import WEIGHTS
+from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
 from mpipar.config.reading import values_of
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import Config, build
-from mpipar.config.setting import flag
-from mpipar.config.sizes import read_bytes
+from mpipar.config.setting import flag, positional, setting
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
-from mpipar.files.text import brief, printable
+from mpipar.files.text import one_line, printable
 from mpipar.job.status import killed
 
-# Flags that not every action takes.
-ONLY = {"step": ("verify", "export"), "out": ("export",), "dtype": ("export",),
-        "max_shard_size": ("export",)}
+OF_EXPORT = ("action", "export")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def add_arguments(parser) -> None:
-    """Add the action, the run folder, and the flags of verify and export."""
-    parser.add_argument("action", choices=tuple(ACTIONS), metavar="ls|verify|export",
-                        help="list checkpoints, compare every byte with its digest, or write"
-                        " weights in Hugging Face's form")
-    parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step"
-                        " (default: verify takes all, export the newest)")
-    parser.add_argument("--out", metavar="FOLDER",
-                        help="export: a new folder for the weights (default: RUN/weights)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="export: type of the numbers, to"
-                        " which they are rounded (default: as they were saved)")
-    parser.add_argument("--max-shard-size", metavar="BYTES", help="export: bytes of a file, as in"
-                        " 200M; more goes to several files and an index (default: the run's)")
+@dataclass(frozen=True)
+class Arguments:
+    """The action, the run folder, and the flags of verify and export."""
+
+    action: str = positional(
+        "ls|verify|export", "list checkpoints, compare every byte with its digest, or write weights"
+        " in Hugging Face's form", choices=("ls", "verify", "export"))
+    run_folder: str = positional("RUN", "run folder of mpipar train")
+    step: int | None = setting(
+        None, "the checkpoint of this step (default: verify takes all, export the newest)",
+        only=("action", "verify", "export"))
+    out: str | None = setting(
+        None, "export: a new folder for the weights (default: RUN/weights)", metavar="FOLDER",
+        only=OF_EXPORT)
+    dtype: str | None = setting(
+        None, "export: type of the numbers, to which they are rounded (default: as they were"
+        " saved)", choices=tuple(DTYPES), only=OF_EXPORT)
+    max_shard_size: int | None = setting(
+        None, "export: bytes of a file, as in 200M; more goes to several files and an index"
+        " (default: the run's)", in_bytes=True, low=1, below=2**63, metavar="BYTES", only=OF_EXPORT)
 
 
-def run(args) -> int:
+def problems(args: Arguments) -> list[UsageError]:
+    """Flags that the action does not use."""
+    given = [field for field in fields(args) if getattr(args, field.name) is not None]
+    wrong = [f"{flag(field.name)}: ckpt {args.action} does not use it; leave it out"
+             for field in given if args.action not in (field.metadata["only"] or args.action)]
+    return [UsageError(wrong)] if wrong else []
+
+
+def run(context: Context) -> int:
     """Run one action; return its exit code. Raises DataError where there is no checkpoint."""
-    wrong = [f"{flag(name)}: ckpt {args.action} does not use it; leave it out"
-             for name, actions in ONLY.items()
-             if getattr(args, name) is not None and args.action not in actions]
-    if wrong:
-        raise UsageError(wrong)
+    args = context.args
     folder = Path(args.run_folder)
     steps = committed_steps(folder / CHECKPOINTS)
     if not steps and not is_run(folder):
@@ -91,7 +97,7 @@ def list_steps(folder: Path, steps, args) -> int:
     inside = folder / CHECKPOINTS
     for path in sorted(inside.iterdir() if inside.is_dir() else ()):
         if path not in known:
-            say(f"{path}: {stranger(path.name)}")
+            say(f"{inside}/{one_line(path.name)}: {stranger(path.name)}")
     for line in killed(folder):
         say(line)
     ended = finished_step(folder)
@@ -137,7 +143,6 @@ def export(folder: Path, steps, args) -> int:
     """Write the weights of the newest of these checkpoints into a new folder."""
     _, path = steps[-1]
     out = Path(args.out) if args.out is not None else folder / WEIGHTS
-    most = None if args.max_shard_size is None else size_of(args.max_shard_size)
     if out.exists() and (not out.is_dir() or any(
             path.name not in companions.FILES for path in out.iterdir())):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
@@ -151,20 +156,9 @@ def export(folder: Path, steps, args) -> int:
     found = companions.read_companions(folder / WEIGHTS)
     with said(out, "can't be written"):
         companions.write_companions(found, out)
-    weights.write(out, config, dtype, blocks(path, manifest, names), most)
+    weights.write(out, config, dtype, blocks(path, manifest, names), args.max_shard_size)
     say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK
-
-
-def size_of(text: str) -> int:
-    """The value of --max-shard-size in bytes."""
-    try:
-        found = read_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"--max-shard-size {brief(text)}: {error}") from None
-    if not found:
-        raise UsageError(f"--max-shard-size {text}: must be at least 1")
-    return found
 
 
 def config_of(path: Path, manifest: Manifest) -> Config:
@@ -185,3 +179,5 @@ def config_of(path: Path, manifest: Manifest) -> Config:
 
 
 ACTIONS = {"ls": list_steps, "verify": verify, "export": export}
+COMMAND = Command(run, "ls|verify|export RUN [--step N] [--out FOLDER] [flags]", Arguments,
+                  problems=problems)

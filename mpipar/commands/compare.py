@@ -3,15 +3,16 @@
 Each side may be several launches of one run, separated by commas.
 """
 
-from __future__ import annotations
-
 import os
 import textwrap
+from dataclasses import dataclass
 
 from mpipar.comm.grid import Grid
+from mpipar.commands.command import Command, Context
 from mpipar.config.reading import values_of
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
+from mpipar.config.setting import positional, setting, switch
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError
 from mpipar.files.bounded import problems_as, read_text
@@ -27,23 +28,25 @@ MOST = 12  # rows of a table
 WIDTH = 100  # characters of a line of text
 
 
-def add_arguments(parser) -> None:
-    """Add the two run folders, and the flag that lets the exit code judge them."""
-    parser.add_argument("run_a", metavar="RUN_A", help="run folder of mpipar train --trace, or"
-                        " several with the same settings, separated by commas")
-    parser.add_argument("run_b", metavar="RUN_B", help="the run that is judged against it, or"
-                        " several launches of it")
-    parser.add_argument("--machine", metavar="FILE", help="cost model of bench.calibrate: say how"
-                        " much of the difference it explains, part by part")
-    parser.add_argument("--check", action="store_true",
-                        help="exit with 1 if a step of B is slower than one of A beyond the spread")
+@dataclass(frozen=True)
+class Arguments:
+    """The two run folders, and whether the exit code judges them."""
+
+    run_a: str = positional("RUN_A", "run folder of mpipar train --trace, or several with the same"
+                      " settings, separated by commas")
+    run_b: str = positional("RUN_B", "the run that is judged against it, or several launches of it")
+    machine: str | None = setting(
+        None, "cost model of bench.calibrate: say how much of the difference it explains, part by"
+        " part", metavar="FILE")
+    check: bool = switch("exit with 1 if a step of B is slower than one of A beyond the spread")
 
 
-def run(args) -> int:
+def run(context: Context) -> int:
     """Print the comparison; with --check return 1 if B's steps are slower beyond the spread.
 
     Raises DataError if a run has no trace, and what `explanation` raises, before it prints.
     """
+    args = context.args
     names = [launches(text) for text in (args.run_a, args.run_b)]
     machine = machine_file.load(args.machine) if args.machine is not None else None
     sides = [[trace_file.read(folder) for folder in side] for side in names]
@@ -161,16 +164,15 @@ def most_flops(config) -> int:
     """FLOPs of a step on the busiest rank of the pipeline."""
     first = Grid.of(config.grid, 0)
     return max(sum(predict(config, first.at(pp=pp_rank)).flops.values())
-               for pp_rank in range(first.pp_size))
+               for pp_rank in range(first.size("pp")))
 
 
 def config_of(folder):
     """The complete Config of a run folder. Raises DataError, and UsageError for its values."""
     path = folder / "config.toml"
     with problems_as(DataError, str(path)):
-        config = build(values_of(read_text(path)))
-    grid = config.grid
-    return resolve(config, grid.dp * grid.pp * grid.cp * grid.tp)[0]
+        config = build(values_of(read_text(path.name, root=folder)))
+    return resolve(config, config.grid.num_ranks)[0]
 
 
 def change_table(title: str, changes: list[comparison.Change]) -> str:
@@ -186,3 +188,6 @@ def change_table(title: str, changes: list[comparison.Change]) -> str:
     rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}",
               *([one.verdict] * verdicts)) for one in shown]
     return table(rows) if changes else "nobody waited"
+
+
+COMMAND = Command(run, "RUN_A RUN_B [--machine FILE] [--check]", Arguments)

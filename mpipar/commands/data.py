@@ -1,12 +1,13 @@
 """`mpipar data prepare TEXT...`: text files to files of tokens, with their tokenizer; no MPI."""
 
-from __future__ import annotations
-
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
+from mpipar.commands.command import Command, Context
 from mpipar.commands.run_folder import said
+from mpipar.config.setting import positional, setting
 from mpipar.console.bar import Bar
 from mpipar.console.tables import table
 from mpipar.data.bpe import LEAST_IDS, MOST_IDS
@@ -14,36 +15,39 @@ from mpipar.data.dataset import PARTS
 from mpipar.data.prepare import BYTES, TRAIN, Texts, prepare
 from mpipar.data.source import text_files
 from mpipar.data.tokenizer import library_of
-from mpipar.errors import EXIT_OK, DataError, UsageError, combine
+from mpipar.errors import EXIT_OK, DataError, UsageError, UserError
 from mpipar.files.text import brief, printable, shown
 
 
-def add_arguments(parser) -> None:
-    """Add the action, the text files and the flags."""
-    parser.add_argument("action", nargs="?", metavar="prepare",
-                        help="text files to files of tokens for train --data FOLDER")
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="text files in UTF-8, or folders"
-                        " of them; each file is a document")
-    parser.add_argument("--tokenizer", metavar="WHAT", help="bytes; a tokenizer.json, or a folder"
-                        " with it or with GPT-2's vocab.json and merges.txt; or train:VOCAB for a"
-                        " new one of so many ids")
-    parser.add_argument("--out", metavar="FOLDER", help="a new folder for the files of tokens")
-    parser.add_argument("--separator", metavar="TEXT",
-                        help="what stands between the documents of a file")
+@dataclass(frozen=True)
+class Arguments:
+    """The action, the text files and the flags."""
+
+    action: str | None = positional(
+        "prepare", "text files to files of tokens for train --data FOLDER", default=None)
+    texts: tuple[str, ...] = positional(
+        "TEXT", "text files in UTF-8, or folders of them; each file is a document", default=())
+    tokenizer: str | None = setting(
+        None, "bytes; a tokenizer.json, or a folder with it or with GPT-2's vocab.json and"
+        " merges.txt; or train:VOCAB for a new one of so many ids", metavar="WHAT")
+    out: str | None = setting(None, "a new folder for the files of tokens", metavar="FOLDER")
+    separator: str | None = setting(
+        None, "what stands between the documents of a file", metavar="TEXT")
 
 
-def run(session, args, unknown: list[str]) -> int:
+def problems(args: Arguments) -> list[UserError]:
+    """What is wrong with the arguments, and text files that are missing."""
+    found, missing = argument_problems(args), text_files(args.texts, "")[1]
+    return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
+
+
+def run(context: Context) -> int:
     """Write a prepared folder, whole or not at all; return the exit code.
 
-    unknown: problems with flags that there are none of. Raises UsageError with all problems of the
-    arguments, DataError for files that are no text, and
-    OutputError if the disk takes no more.
+    Raises DataError for files that are no text, and OutputError if the disk takes no more.
     """
-    files, missing = text_files(args.texts, "")
-    found = [*unknown, *argument_problems(args)]
-    if found or missing:
-        raise combine([error(texts) for error, texts in (
-            (UsageError, found), (DataError, missing)) if texts])
+    session, args = context.session, context.args
+    files, _ = text_files(args.texts, "")
     if args.tokenizer.startswith(TRAIN):
         library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
     out, bar = Path(args.out), Bar()
@@ -107,3 +111,7 @@ def show(dataset, tokenizer, size: int, out: Path) -> None:
     print(printable(f"{kind}: {dataset.vocab_size:,} ids in {dataset.dtype}, {shown(tokenizer.end)}"
                     f" ends a text; {size / tokens:.2f} bytes of text per token"))
     print(printable(f"train on it: mpipar train --data {out}"))
+
+
+COMMAND = Command(run, "prepare TEXT... --tokenizer WHAT --out FOLDER [--separator TEXT]",
+                  Arguments, is_free=True, problems=problems)

@@ -5,20 +5,23 @@ It reports only facts that the ranks themselves can see, and calls the others un
 
 import os
 import platform
+from importlib import import_module
 
 import mpi4py
-import numpy as np
 
 from mpipar import __version__
-from mpipar.comm.connect import gpu_awareness
 from mpipar.comm.facts import gather_facts
+from mpipar.comm.one_rank import OneRank
+from mpipar.commands.command import Command, Context
 from mpipar.errors import EXIT_OK
-from mpipar.job import blas, gpus, mpi
+from mpipar.job import alike, blas, gpus, limits, mpi
 from mpipar.job.alike import ranges
 
 
-def run(session) -> int:
+def run(context: Context) -> int:
     """Print the facts of all ranks on world rank 0. Comm: one gather over the world."""
+    import_module("numpy")  # with its BLAS library, which `rank_facts` looks for
+    session = context.session
     world = session.start()
     facts = gather_facts(world, rank_facts(world.Get_rank(), session.host_rank))
     if facts is not None:
@@ -36,6 +39,7 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
         "blas": list(map(blas.shown, pools)),
         "loops": next((pool["architecture"] for pool in pools if "architecture" in pool), ""),
         "units": blas.processor()[1],
+        "limits": limits.shown(),
         "threads": max((pool["num_threads"] for pool in pools), default=1),
         **own_device(host_rank),
     }
@@ -43,6 +47,8 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
 
 def own_device(host_rank: int) -> dict:
     """The GPU that the host_rank-th rank of a host uses; ranks take a host's GPUs in turn."""
+    from mpipar.ops.cuda.epilogues import library  # late: it loads NumPy
+
     try:
         import cupy
     except ImportError:
@@ -57,31 +63,40 @@ def own_device(host_rank: int) -> dict:
     index = host_rank % count
     name = runtime.getDeviceProperties(index)["name"].decode()
     own = gpus.fact(cupy, index)
-    return own | {"device": f"{index} of {count}: {name}, PCI {own['gpu']}"}
+    behind = "no cuBLASLt" if isinstance(library(cupy), OSError) else "cuBLASLt"
+    return own | {"device": f"{index} of {count}: {name}, PCI {own['gpu']}, {behind}"}
 
 
 def job_lines(session, facts: list[dict]) -> list[str]:
     """The lines about the whole job."""
-    from mpi4py import MPI
-
-    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
-              MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
     hosts = {fact["host"] for fact in facts}
     versions = {"mpipar": __version__, "Python": platform.python_version(),
-                "NumPy": np.__version__, "mpi4py": mpi4py.__version__}
+                "NumPy": alike.numpy_version(), "mpi4py": mpi4py.__version__}
     rows = [
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("MPI library", mpi.library_name()),
-        ("MPI standard", ".".join(map(str, MPI.Get_version()))),
+        ("MPI library", mpi.library_name(session.world)),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
-        ("thread level", levels[MPI.Query_thread()]),
-        ("GPU-aware MPI", "{} ({})".format(*gpu_awareness())),
+        *([] if isinstance(session.world, OneRank) else library_rows()),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
         ("vector units", " ".join(facts[0]["units"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
+        ("limits", facts[0]["limits"]),
     ]
     return [f"{title:<15}{text}" for title, text in rows]
+
+
+def library_rows() -> list[tuple[str, str]]:
+    """What the MPI library can do."""
+    from mpi4py import MPI
+
+    from mpipar.comm.connect import gpu_awareness
+
+    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
+              MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
+    return [("MPI standard", ".".join(map(str, MPI.Get_version()))),
+            ("thread level", levels[MPI.Query_thread()]),
+            ("GPU-aware MPI", "{} ({})".format(*gpu_awareness()))]
 
 
 def rank_table(facts: list[dict]) -> list[str]:
@@ -108,9 +123,11 @@ def remarks(facts: list[dict]) -> list[str]:
             found.append(f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
                          f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")
         loops, units = here[0].get("loops"), here[0].get("units", ())
-        if loops and (other := blas.untried(loops, units)):
-            found.append(f"{host}: BLAS runs loops for {loops}, and the processor has wider vector"
-                         f" units; compare with {blas.VARIABLE}={other} (mpipar train tries both,"
-                         " and takes the faster)")
+        if loops and (other := blas.wider(loops, units)):
+            found.append(f"{host}: BLAS runs kernels for {loops}, and the processor has wider"
+                         f" vector units; set {blas.VARIABLE}={other}, as mpipar train does")
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []
+
+
+COMMAND = Command(run, needs_mpi=True)

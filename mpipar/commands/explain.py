@@ -4,15 +4,14 @@ It runs the real step on shapes and prints what the code would do, beside the cl
 `--all-ranks` it does that for every rank, and prints who holds what.
 """
 
-from __future__ import annotations
-
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mpipar import models
 from mpipar.comm.grid import AXES, Grid
+from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO
+from mpipar.config.setting import setting, switch
 from mpipar.console.tables import (
     barriers,
     describe_stage,
@@ -31,28 +30,29 @@ from mpipar.plan.choose_layout import choose
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.plan.step import step_estimate
-from mpipar.train.worker import configured_schedule
+from mpipar.train.build import configured_schedule
 
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
 MOST_LISTED = 256  # of --all-ranks: the step of each takes up to a second
 
 
-def add_arguments(parser) -> None:
-    """Add what the command has besides the flags of a configuration."""
-    add = parser.add_argument
-    add("--rank", type=int, metavar="R", help="world rank to explain (default 0)")
-    add("--all-ranks", action="store_true",
-        help="a row for each rank: which layers, share, parameters and memory it holds")
-    add("--summary", action="store_true",
-        help="totals by barrier, not a row for each call; with --all-ranks over all ranks")
+@dataclass(frozen=True)
+class Arguments:
+    """What the command has besides the flags of a configuration."""
+
+    rank: int | None = setting(None, "world rank to explain (default 0)", metavar="R")
+    all_ranks: bool = switch(
+        "a row for each rank: which layers, share, parameters and memory it holds")
+    summary: bool = switch(
+        "totals by barrier, not a row for each call; with --all-ranks over all ranks")
+    machine: str | None = setting(
+        None, "cost model of bench.calibrate: predict the time of a step; --schedule auto chooses"
+        " by it", metavar="FILE")
 
 
-def run(reading, args) -> int:
-    """Print the barriers of one rank, or what all ranks hold; the layout gives their number.
-
-    args: those of `add_arguments`, and `machine`: the file of a cost model, for the time of the
-    step and for --schedule auto.
-    """
+def run(context: Context) -> int:
+    """Print the barriers of one rank, or what all ranks hold; the layout gives their number."""
+    args, reading = context.args, context.reading
     machine = machine_file.load(args.machine) if args.machine is not None else None
     config = configured(reading, args, machine)
     schedule = configured_schedule(config.grid)
@@ -69,9 +69,9 @@ def run(reading, args) -> int:
 def of_named_axes(reading) -> tuple:
     """(the reading, number of ranks) of a layout whose axes are 1 where they are not named."""
     given = reading.config.grid
-    axes = {axis: 1 if getattr(given, axis) is None else getattr(given, axis) for axis in AXES}
-    config = replace(reading.config, grid=replace(given, **axes))
-    return replace(reading, config=config), math.prod(axes.values())
+    named = replace(given, **{axis: 1 for axis in AXES if getattr(given, axis) is None})
+    config = replace(reading.config, grid=named)
+    return replace(reading, config=config), named.num_ranks
 
 
 def configured(reading, args, machine):
@@ -134,7 +134,7 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
     split = models.layer_split(config, schedule)
     print(f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()}; stages "
           + "; ".join(describe_stage(stage, split, model.ENTRY)
-                      for stage in schedule.stages_of(grid.pp_rank)))
+                      for stage in schedule.stages_of(grid.place("pp"))))
     print(f"{step_words(config, schedule)}\n")
     if prediction.recorder.records:
         if not summary:
@@ -178,8 +178,7 @@ def in_order(prediction, config) -> str:
     for i, record in enumerate(prediction.recorder.records, 1):
         ranks = prediction.groups[record.axis]
         dtype = record.dtype
-        formula = formulas.payload(
-            record.name, record.operation, config, dtype.itemsize, len(ranks))
+        formula = formulas.payload(record, config, len(ranks))
         if record.peer >= 0:
             arrow = "to" if record.operation == "send" else "from"
             shown = f"{arrow} {ranks[record.peer]}"
@@ -206,8 +205,7 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
               for axis in formulas.counted(records)}
     if block := formulas.one_block(records):
         groups["tp, one block"] = block
-        count, text, size = formulas.layer(config, block[0].dtype.itemsize, grid.tp_size)
-        expected["tp, one block"] = formulas.Expected("", count, text, size)
+        expected["tp, one block"] = formulas.layer(config, grid.size("tp"))
     rows = [("axis", "calls", "closed form", "", "sent", "closed form", "")]
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
@@ -229,3 +227,9 @@ def memory_forms(prediction, config) -> str:
         rows.append((label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size),
                      text))
     return table(rows)
+
+
+COMMAND = Command(
+    run, arguments=Arguments, fields=(OF_A_STEP | {"save_async"}) - {  # its copy of the state
+        "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale",
+        "loss_scale_interval"})

@@ -15,10 +15,10 @@ from mpipar.errors import UsageError
 from mpipar.files.text import harmless
 from mpipar.pipeline import csv_format
 from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.draw import svg
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
-from mpipar.pipeline.svg import svg
 from mpipar.trace import pop, trace_file
 
 FIRST, SECOND = "1f1b", "zb-h1"  # what the page shows if no schedule is named
@@ -26,7 +26,7 @@ MOST_DRAWN = 1 << 12  # forward passes of a schedule: a browser draws three boxe
 
 
 def write_page(args, costs: Costs) -> None:
-    """Write the page that the arguments of `mpipar schedule` ask for, and say so.
+    """Write the page that `schedule.Arguments` ask for, and say so.
 
     Raises UsageError, DataError if a run has no trace, OutputError.
     """

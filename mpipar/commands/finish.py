@@ -6,16 +6,18 @@ It prints measured barriers, overlap and memory, and what the model has learned.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.console import tables as console
-from mpipar.console.bubble import bubble_rows, bubble_table, span_facts
+from mpipar.console.bubble import bubble_rows, bubble_table, recorded_facts
 from mpipar.console.memory import process_peak
 from mpipar.console.shares import crowded, share_facts, share_table
 from mpipar.data import images
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.tokenizer import BYTE_VOCABULARY
+from mpipar.files.text import quoted
 from mpipar.inference.classify import accuracy
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
@@ -32,10 +34,10 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
                      if key.phase in ("F", "I", "recompute", "W", "sync", "opt")],
         "buckets_ns": worker.recorder.flight_ns(
-            worker.comms.data.axis, ("all_reduce", "reduce_scatter")),
+            worker.comms["data"].axis, ("all_reduce", "reduce_scatter")),
         "ring_ns": worker.recorder.flight_ns("tp", POINT_TO_POINT),
         "measured": memory.peak, "objects": memory.objects, "process": process_peak(),
-        "pp_rank": worker.grid.pp_rank, "spans": span_facts(worker.recorder),
+        "pp_rank": worker.grid.place("pp"), "spans": recorded_facts(worker.recorder),
         "shares": share_facts(worker.recorder), "cores": len(os.sched_getaffinity(0)),
     }
     facts = gather_facts(world, fact)
@@ -50,7 +52,7 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
             log(overlaps[1])
         log("\nshares of a step:")
         log(share_table([fact["shares"] for fact in facts], [fact["place"] for fact in facts]))
-        if worker.grid.pp_size > 1:
+        if worker.grid.size("pp") > 1:
             rows = bubble_rows([fact["spans"] for fact in facts],
                                [fact["pp_rank"] for fact in facts], worker.schedule)
             log(f"\nbusy share and bubble of {worker.schedule.name},"
@@ -63,24 +65,29 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
         log(console.measured_memory(facts))
 
 
-def show_decoder(worker, inputs, evaluate, log, took) -> dict:
-    """Print the held-out loss beside a bigram model's, and a text; return what was measured.
+def show_decoder(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
+    """Print the held-out loss and a text; return what was measured, and `compare`.
 
-    evaluate() -> (loss, tokens). took: how long the training took, in words.
+    evaluate() -> (loss, tokens). took: how long the training took, in words. compare(): prints a
+    bigram model's loss. It takes long where there is much text, and no rank may wait for it.
     Comm: that of evaluate(), generation.
     """
-    config, held_out = worker.config, inputs.held_out
+    config = worker.config
     loss, count = evaluate()
     trained = worker.num_tokens * config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
         f" (trained on {trained:,} tokens{took})")
-    # A table of pairs of more ids would fill the memory.
-    if log.speaks and inputs.tokenizer.is_bytes and config.model.vocab_size <= BYTE_VOCABULARY:
-        bar = bigram_loss(inputs.train_part, held_out[:count + 1], config.model.vocab_size)
-        log(f"byte-bigram model of the same split: {bar:.4f}; the decoder is"
-            f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
     show_text(worker, inputs, log)
-    return {"held_out_loss": loss}
+
+    def compare():
+        # A table of pairs of more ids would fill the memory.
+        vocab_size = config.model.vocab_size
+        if log.speaks and inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
+            bar = bigram_loss(inputs.train_part, inputs.held_out[:count + 1], vocab_size)
+            log(f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
+                f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
+
+    return {"held_out_loss": loss}, compare
 
 
 def show_text(worker, inputs, log, title="\ntext") -> None:
@@ -92,11 +99,11 @@ def show_text(worker, inputs, log, title="\ntext") -> None:
         sampling = Sampling.of(run, () if end is None else (end,))
         text = list(continue_one(worker, prompt, sampling))
         log(f"{title} generated from {decode(prompt)!r}:")
-        log(decode([*prompt, *text]))
+        log(quoted(decode([*prompt, *text])))
 
 
-def show_convnet(worker, inputs, evaluate, log, took) -> dict:
-    """Print held-out loss and accuracy, and return them.
+def show_convnet(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
+    """Print held-out loss and accuracy; return them, and a function that does nothing.
 
     evaluate() -> (loss, images). took: how long the training took, in words.
     Comm: that of evaluate(), one sweep of forward passes over the held-out part.
@@ -107,7 +114,7 @@ def show_convnet(worker, inputs, evaluate, log, took) -> dict:
     trained = worker.config.train.batch_size * worker.config.train.steps
     log(f"\nheld-out loss {loss:.4f} nats per image, accuracy {share:.2%} of {count:,} images"
         f" (trained on {trained:,} images{took})")
-    return {"held_out_loss": loss, "accuracy": share}
+    return {"held_out_loss": loss, "accuracy": share}, lambda: None
 
 
 SHOW = {"decoder": show_decoder, "convnet": show_convnet}

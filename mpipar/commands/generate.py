@@ -1,180 +1,41 @@
-"""`mpipar generate RUN --prompt TEXT`: continue texts with a trained model, on any layout."""
+"""`mpipar generate RUN --prompt TEXT`: its flags; `generation` does it."""
 
-from __future__ import annotations
+from dataclasses import dataclass
+from importlib import import_module
 
-import json
-import os
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-from mpipar import ops as ops_module
-from mpipar.checkpoint import formats
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import GENERATION, token_ids
-from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
-from mpipar.commands.resolve import resolve
-from mpipar.commands.source import companions_of, find_source, source_facts
-from mpipar.config.sections import Config
-from mpipar.data.tokenizer import Tokenizer, tokenizer_of
-from mpipar.errors import EXIT_OK, DataError, UsageError
-from mpipar.files.bounded import problems_as
-from mpipar.files.text import printable
-from mpipar.inference import prompts as prompts_module
-from mpipar.inference.generate import FULL, STOP, Text, generate
-from mpipar.inference.prompts import Prompt
-from mpipar.inference.sampling import Sampling
-from mpipar.train.worker import Worker
-
-ROWS_OF_A_GROUP = 8  # prompts that go through the pipeline together, if --batch-size is not given
+from mpipar.commands.command import Command, Context
+from mpipar.config.setting import positional, setting
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be done. config: complete. together: prompts that are continued at one time."""
+class Arguments:
+    """The model, and a file of prompts with the file of its answers."""
 
-    config: Config
-    ops: object
-    tokenizer: Tokenizer
-    sampling: Sampling
-    prompts: list[Prompt]
-    together: int
-
-
-def run(session, reading, args) -> int:
-    """Print a text piece by piece, or write a line of JSON for each prompt of a file.
-
-    args: what was typed; for its run_folder see `find_source`.
-    Comm: see `mpipar.inference.generate.generate`.
-    """
-    world = session.start()
-    request = session.agree(lambda: prepare(reading, args, world.size, session.host_rank))
-    config = request.config
-    session.compare(source_facts(config.run.init_from))
-    worker = Worker(config, Grid.of(config.grid, world.rank), request.ops, Recorder(), world)
-    session.agree(lambda: checkpoint.load(worker, config.run.init_from))
-    file = session.agree(lambda: open_answers(args.answers) if world.rank == 0 else None)
-    worker.recorder.enter("eval")
-    pieces = stream(worker, request) if args.prompts is None else answers(worker, request)
-    with session.watch.follow_records(worker.recorder, worker.comms):
-        for piece in pieces:
-            if world.rank == 0:
-                print(piece, end="", flush=True, file=file)
-    return EXIT_OK
+    run_folder: str = positional(
+        "RUN", "a run folder of mpipar train, a folder of weights, or a checkpoint")
+    prompts: str | None = setting(
+        None, "continue each line of a file, or the prompt of each object of a .jsonl file; writes"
+        " lines of JSON", metavar="FILE")
+    answers: str | None = setting(
+        None, "where --prompts writes; must be new (default: standard output)", metavar="FILE")
 
 
-def stream(worker, request: Request) -> Iterator[str]:
-    """Yield the text of one prompt for a terminal; say so if the model can read no more of it."""
-    (prompt,), tokenizer = request.prompts, request.tokenizer
-    text = Text(0, list(prompt.ids))
-    added = (text.tokens[-1] for _ in generate(worker, [text], request.sampling)
-             if text.end != STOP)
-    shown = prompts_module.visible(tokenizer, prompt)
-    for piece in prompts_module.show(shown, added, tokenizer):
-        yield printable(piece)
-    yield "\n"
-    if text.end == FULL and worker.comms.world.index == 0:
-        print(f"mpipar: the text ends here because the model reads at most"
-              f" {worker.config.model.seq_len:,} tokens", file=sys.stderr, flush=True)
+def run(context: Context) -> int:
+    """Continue texts. Comm: that of `generation.run`."""
+    return import_module("mpipar.commands.generation").run(context)
 
 
-def answers(worker, request: Request) -> Iterator[str]:
-    """Yield a line of JSON for each prompt, in their order."""
-    prompts = request.prompts
-    for first in range(0, len(prompts), request.together):
-        texts = [Text(number, list(prompt.ids)) for number, prompt in
-                 enumerate(prompts[first:first + request.together], first)]
-        for _ in generate(worker, texts, request.sampling):
-            pass
-        for text in texts:
-            found = prompts_module.answer(request.tokenizer, prompts[text.number], text)
-            yield json.dumps(found) + "\n"
-
-
-def open_answers(path: str | None):
-    """The file for lines of JSON, which must be new; None for standard output."""
-    if path is None:
-        return None
-    with problems_as(DataError, f"--answers {path}", "give a new file"):
-        return open(path, "x", encoding="utf-8")
-
-
-def prepare(reading, args, world_size: int, host_rank: int) -> Request:
-    """Check everything; raises one UserError with all problems.
-
-    host_rank: place of this process on its host.
-    """
-    weights, given = weights_of(args.run_folder), reading.config
-    start = replace(
-        given, run=replace(given.run, init_from=weights),
-        grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
-        train=replace(given.train, optimizer="sgd"))
-    problems = (*reading.problems, *option_problems(reading, args))
-    companions, texts, found = companions_of(weights), [], {}
-
-    def file_problems(config):
-        try:
-            texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
-                        else prompts_module.read_prompts(args.prompts))
-            found["tokenizer"] = tokenizer_of(companions, config.model.vocab_size)
-        except DataError as error:
-            return error.problems
-        return []
-
-    def prompt_problems(config):
-        try:
-            if "tokenizer" in found:
-                found["prompts"] = prompts_module.encode_prompts(
-                    found["tokenizer"], texts, config.model)
-        except UsageError as error:
-            return error.problems
-        return []
-
-    checks = [(file_problems, DataError), (prompt_problems, UsageError),
-              (layout_problems, UsageError), (checkpoint.weight_problems, DataError)]
-    config, _ = resolve(replace(reading, config=start, problems=problems), world_size, checks)
-    groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
-    config = replace(config, grid=replace(config.grid, num_microbatches=groups))
-    together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
-    ends = ends_of(companions, found["tokenizer"], config.model.vocab_size)
-    return Request(config, ops_module.make_for(config.run, host_rank), **found,
-                   sampling=Sampling.of(config.run, ends), together=together)
-
-
-def option_problems(reading, args) -> list[str]:
-    """What is wrong between --prompt, --prompts and --answers."""
-    found = []
-    if args.prompts is not None and "prompt" in reading.given:
-        found.append(f"--prompt and --prompts {args.prompts}: give one of them")
-    if args.answers is not None and args.prompts is None:
-        found.append(f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
-                     " to standard output")
-    elif args.answers is not None and os.path.lexists(args.answers):
-        found.append(f"--answers {args.answers}: is there already; give a new file")
-    return found
-
-
-def layout_problems(config) -> list[str]:
-    """What is wrong if the layout cuts what a new token does not have."""
-    if config.grid.cp == 1:
-        return []
-    return [(f"--cp {config.grid.cp}: cuts the tokens of a row, and a text grows by one token at a"
-            " time; use --dp for more texts, or --tp or --pp to cut the model")]
-
-
-def weights_of(run_folder: str) -> str:
-    """The folder with the weights of a decoder: see `find_source`. Raises UserError."""
-    weights = find_source(run_folder, run_folder)
-    model = formats.model_settings(weights, where=run_folder)["model"]
-    if model != "decoder":
-        raise UsageError(f"{run_folder}: holds a {model}, which makes no text; give a decoder's"
-                         " run folder")
-    return weights
-
-
-def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text: of generation_config.json, or else the tokenizer's."""
-    found = token_ids(folder / GENERATION, vocab_size)["eos_token_id"]
-    found = tokenizer.end if found is None else found
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+COMMAND = Command(
+    run, "RUN --prompt TEXT | --prompts FILE [flags]", Arguments, needs_mpi=True,
+    fields=frozenset({
+        "prompt", "sample_tokens", "temperature", "top_k", "top_p", "stop_token", "seed",
+        "batch_size", "num_microbatches", "dp", "pp", "cp", "tp", "rank_order", "device", "dtype",
+        "kernels", "gemm", "tf32", "hang_warn", "hang_stop"}),
+    help_of={
+        "prompt": "the text to continue (default 'The ')",
+        "sample_tokens": "tokens to add to each prompt (default 200)",
+        "seed": "fixes the draws, for every layout (default 0)",
+        "batch_size": "prompts that are continued at the same time (default: 8 for each group and"
+                      " dp copy)",
+        "num_microbatches": "groups of prompts in the pipeline at the same time (default: pp)",
+        "cp": "must be 1, because a text grows by one token at a time"})

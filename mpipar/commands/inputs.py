@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+
+import numpy as np
 
 from mpipar import data
 from mpipar import ops as ops_module
@@ -13,7 +16,6 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, is_in_force
 from mpipar.data.dataset import is_dataset
 from mpipar.data.tokenizer import (
-    Ids,
     Tokenizer,
     files_digest,
     has_tokenizer,
@@ -40,13 +42,14 @@ class Inputs:
     prompt: list[int]
 
 
-def prepare(reading, world_size: int, host_rank: int, checks=(), started=None) -> Inputs:
+def prepare(reading, world_size: int, host_rank: int, checks=(), started=None,
+            machine=None) -> Inputs:
     """Check everything that can be checked before allocating anything.
 
     host_rank: place of this process on its host; the first one alone reads all token files once.
     checks: the command's own pairs (function that lists a config's problems, error class). started:
-    the checkpoint behind which the run goes on. Raises one UserError with all problems of flags,
-    layout, schedule, prompt, data and device.
+    the checkpoint behind which the run goes on. machine: the file of --machine. Raises one
+    UserError with all problems of flags, layout, schedule, prompt, data and device.
     """
     found = {}
 
@@ -67,12 +70,13 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None) -
         found["ops"] = ops_module.make_for(config.run, host_rank)
 
     def read_text(config):
-        found["tokenizer"] = tokenizer = tokenizer_of_run(config, started)
-        found["prompt"] = prompt_tokens(config, tokenizer)
+        if "parts" in found:  # it is the data that says whether a prompt is text
+            found["tokenizer"] = tokenizer_of_run(config, started, found["parts"][0])
+            found["prompt"] = prompt_tokens(config, found["tokenizer"])
 
-    checks = [*checks, (read_text, UsageError), (read_data, DataError),
+    checks = [*checks, (read_data, DataError), (read_text, UsageError),
               (checkpoint.weight_problems, DataError), (make_ops, EnvironmentProblem)]
-    config, notes = resolve(reading, world_size, checks)
+    config, notes = resolve(reading, world_size, checks, machine)
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
                  f" {len(held_out):,} held out")
@@ -81,10 +85,11 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None) -
                   found["prompt"])
 
 
-def tokenizer_of_run(config, started=None) -> Tokenizer | None:
+def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
     """What makes tokens of a prompt, and text of tokens; None for a model without text.
 
     It is that of prepared data, else of the weights that the run started from, else the default.
+    tokens: the training part.
     Raises DataError and EnvironmentProblem.
     """
     if not is_in_force(config, "prompt"):
@@ -92,7 +97,7 @@ def tokenizer_of_run(config, started=None) -> Tokenizer | None:
     prepared = next(filter(is_dataset, config.run.data), None)
     source = started or config.run.init_from
     folder = prepared or (companions_of(source) if source else None)
-    return tokenizer_of(folder, config.model.vocab_size)
+    return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
 
 
 def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str]:
@@ -108,13 +113,12 @@ def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str
 def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:
     """The prompt's tokens; none for a model without text, or if the default prompt does not fit.
 
-    The default prompt is text of four letters. A model of token ids, or of fewer tokens, starts
-    from the held-out part instead.
+    The default prompt is text of four letters. A model of token ids, of fewer tokens, or without
+    these letters starts from the held-out part instead.
     """
     run = config.run
     if tokenizer is None or not run.sample_tokens:
         return []
-    if run.prompt == RunConfig().prompt and (isinstance(tokenizer, Ids) or len(
-            tokenizer.encode_prompt(run.prompt)) > config.model.seq_len):
-        return []
-    return encode_prompts(tokenizer, [("--prompt", run.prompt)], config.model)[0].ids
+    with suppress(UsageError) if run.prompt == RunConfig.prompt else nullcontext():
+        return encode_prompts(tokenizer, [("--prompt", run.prompt)], config.model)[0].ids
+    return []

@@ -3,14 +3,15 @@
 A wrong answer ends with exit code 1, a check that did not hold. What cannot be read ends with 2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
+from mpipar.commands.command import Command, Context
+from mpipar.config.setting import positional, setting
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError, suggestion
 from mpipar.files.bounded import problems_as, read_bytes
 from mpipar.files.text import shown
@@ -22,7 +23,8 @@ from mpipar.learn.exercise import Asked, Exercise
 WIDTH = 100  # characters of a line of text
 CHECK = "check"
 HANG_SECONDS = 10, 30  # a reader's code may wait for ever: when to warn, and when to end the job
-EPILOG = """\
+EXAMPLES_TYPED = """\
+examples:
   mpipar learn                              lists examples and exercises by chapter
   mpiexec -n 2 mpipar learn ffn             shows a worked example on 2 ranks
   mpipar learn check 4a                     shows an exercise
@@ -32,54 +34,47 @@ EPILOG = """\
 """
 
 
-def add_arguments(parser) -> None:
-    """Add what is shown or checked, and the answer."""
-    parser.epilog = f"examples:\n{EPILOG}\n{parser.epilog}"
-    parser.add_argument("topic", nargs="?", metavar="EXAMPLE",
-                        help=f"{', '.join(EXAMPLES)}; or {CHECK}")
-    parser.add_argument("words", nargs="*", metavar="EXERCISE ANSWER",
-                        help="with check: the exercise, and the answer if there is one")
-    parser.add_argument("--file", metavar="FILE", help="the answer, if it is a file. Python code is"
-                        " imported and runs in this process, with your rights")
-    parser.add_argument("--seed", type=int, default=0, metavar="N",
-                        help="another trace in 11a and 11c (default 0)")
+@dataclass(frozen=True)
+class Arguments:
+    """What is shown or checked, and the answer."""
+
+    topic: str | None = positional("EXAMPLE", f"{', '.join(EXAMPLES)}; or {CHECK}", default=None)
+    words: tuple[str, ...] = positional(
+        "EXERCISE ANSWER", "with check: the exercise, and the answer if there is one", default=())
+    file: str | None = setting(
+        None, "the answer, if it is a file. Python code is imported and runs in this process, with"
+        " your rights", metavar="FILE")
+    seed: int = setting(0, "another trace in 11a and 11c (default 0)")
 
 
-def run(session, args) -> int:
+def run(context: Context) -> int:
     """Print a list, an example, an exercise or a verdict; return the exit code.
 
     Comm: that of an example, or of what an exercise runs.
     """
-    topic, words = args.topic, tuple(args.words)
+    session, args = context.session, context.args
+    topic, words = args.topic, args.words
+    # What ranks compare once MPI starts. Until then there are none: each process speaks for itself.
+    facts, session.facts = session.facts, {}
     if args.file and (topic != CHECK or not words):
-        session.facts = {}
         raise UsageError(f"--file {args.file}: answers an exercise: type mpipar learn {CHECK} ID"
                          f" --file {args.file}")
     seeded = [one.id for one in EXERCISES.values() if one.seeded]
     if args.seed and (topic != CHECK or not words or words[0].lower() not in seeded):
-        session.facts = {}
         raise UsageError(f"--seed {args.seed}: chooses another trace of exercise"
                          f" {' or '.join(seeded)}; leave it out")
     if topic is None or (topic == CHECK and not words):
-        return print_alone(session, listing())
+        if session.launcher.rank == 0:
+            print("\n".join(listing()))
+        return EXIT_OK
     if topic == CHECK:
-        return check(session, words[0].lower(), words[1:], args)
+        return check(session, facts, words[0].lower(), words[1:], args)
     if topic in EXAMPLES:
-        return example(session, topic, words)
-    session.facts = {}
+        return example(session, facts, topic, words)
     if topic.lower() in EXERCISES:
         raise UsageError(f"{topic} is an exercise: type mpipar learn {CHECK} {topic}")
     raise UsageError(f"{shown(topic)}: no such example{suggestion(topic, [*EXAMPLES, CHECK])}; use"
                      f" one of {', '.join(EXAMPLES)}, or {CHECK}")
-
-
-def print_alone(session, lines: list[str], code: int = EXIT_OK) -> int:
-    """Print on one process, without MPI, and return its exit code."""
-    session.facts = {}
-    if session.launcher.rank > 0:
-        return EXIT_OK
-    print("\n".join(lines))
-    return code
 
 
 def listing() -> list[str]:
@@ -96,8 +91,8 @@ def listing() -> list[str]:
             "mpipar learn check 4a shows exercise 4a, and how it is answered."]
 
 
-def example(session, name: str, words: tuple[str, ...]) -> int:
-    """Run and print a worked example. Comm: its barriers."""
+def example(session, facts: dict[str, str], name: str, words: tuple[str, ...]) -> int:
+    """Run and print a worked example; facts: what ranks compare. Comm: its barriers."""
     one, size = EXAMPLES[name], session.launcher.size
     counts = " or ".join(map(str, one.ranks))
     problems = [f"{name} takes no further words: leave {' '.join(words)} out"] if words else []
@@ -106,18 +101,17 @@ def example(session, name: str, words: tuple[str, ...]) -> int:
                         f" {'is' if size == 1 else 'are'} started: type mpiexec -n {one.ranks[0]}"
                         f" mpipar learn {name}")
     if problems:
-        session.facts = {}
         raise UsageError(problems)
-    session.facts |= {"example": name}
+    session.facts = facts | {"example": name}
     lines, off = run_example(name, session.start())
     if lines:
         print("\n".join(lines))
     return EXIT_OK if off <= TOLERANCE else EXIT_CHECK_FAILED
 
 
-def check(session, number: str, words: tuple[str, ...], args) -> int:
+def check(session, facts: dict[str, str], number: str, words: tuple[str, ...],
+          args: Arguments) -> int:
     """Show an exercise, or judge an answer to it. Comm: that of the exercise."""
-    session_facts, session.facts = session.facts, {}
     if number not in EXERCISES:
         raise UsageError(f"{shown(number)}: no such exercise{suggestion(number, list(EXERCISES))};"
                          " mpipar learn lists them")
@@ -131,7 +125,7 @@ def check(session, number: str, words: tuple[str, ...], args) -> int:
     needs = on_ranks and (one.takes_file if answered else one.show is not None)
     if needs:
         session.watch.warn, session.watch.stop = HANG_SECONDS
-        session.facts = session_facts | {"exercise": number, "answer": " ".join(words)}
+        session.facts = facts | {"exercise": number, "answer": " ".join(words)}
         if args.file:
             session.facts["file"] = digest(asked.file)
         asked = asked._replace(world=session.start(), agree=session.agree)
@@ -200,3 +194,7 @@ def judge(one: Exercise, asked: Asked) -> int:
         print(line if "\n" in line else filled(line, "  "))
     print(f"\n{one.id}: {'right' if verdict.right else 'not right'}")
     return EXIT_OK if verdict.right else EXIT_CHECK_FAILED
+
+
+COMMAND = Command(run, "[EXAMPLE] | mpipar learn check [EXERCISE [ANSWER]] [--file FILE]",
+                  Arguments, examples=EXAMPLES_TYPED, needs_mpi=True, is_free=True)

@@ -1,7 +1,7 @@
-"""What `train` does before NumPy is loaded: it starts the job, and chooses the loops of its BLAS.
+"""What `train` does before NumPy is loaded: it starts the job, and chooses the kernels of its BLAS.
 
-All ranks of a job multiply with the same loops (see `mpipar.job.blas`): other loops round in
-another order. So they are the choice of the whole job, and the run keeps them.
+All ranks of a job multiply with the same kernels (see `mpipar.job.blas`): others round in another
+order. So they are the choice of the whole job, and the run keeps them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from mpipar.comm.facts import all_gather_facts
 from mpipar.config.reading import Reading, over, values_of
 from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.errors import EnvironmentProblem, UserError
 from mpipar.files.bounded import read_text
-from mpipar.job import blas, mpi
+from mpipar.job import blas
 from mpipar.job.environment import THREAD_VARIABLES, host_name
 
 
@@ -24,8 +25,9 @@ def with_loops(session, reading: Reading) -> Reading:
     """Start the job, and return the Reading with the architecture that it chose.
 
     What the user named counts first, then OPENBLAS_CORETYPE, then what the run that goes on had.
-    If there is none of them, world rank 0's trial decides. What is wrong with the flag becomes a
-    problem of the Reading. Every rank raises EnvironmentProblem if it is the variable.
+    If there is none of them, the vector units that all hosts have decide. What is wrong with the
+    flag becomes a problem of the Reading. Every rank raises EnvironmentProblem if it is the
+    variable.
     Comm: that of `Session.start`, and an all-gather of facts over the world.
     """
     run, named = reading.config.run, os.environ.get(blas.VARIABLE)
@@ -37,16 +39,15 @@ def with_loops(session, reading: Reading) -> Reading:
     fact = {"host": host_name(os.environ), "processor": name, "units": units}
     if session.launcher.rank == 0:  # the others sleep until this rank starts MPI
         fact["saved"] = saved_loops(run)
-        fact["rates"] = {} if run.blas_arch or named else blas.measured_rates()
     session.start()
-    facts = mpi.gather_facts(session.world, fact)
+    facts = all_gather_facts(session.world, fact)
     if run.blas_arch is not None and (problem := flag_problem(facts, run.blas_arch)):
         return replace(reading, problems=(problem,), unread=(problem,))
     loops, words = session.agree(lambda: decide(facts, run.blas_arch, named))
     if loops is None:
         return reading
     os.environ[blas.VARIABLE] = loops
-    session.notes.append(f"BLAS: loops for {loops}, {words}")
+    session.notes.append(f"BLAS: kernels for {loops}, {words}")
     if loops not in blas.ARCHITECTURES:  # config.toml holds only what --blas-arch takes
         return reading
     return over({}, replace(reading, given={**reading.given, "blas_arch": loops}))
@@ -60,7 +61,7 @@ def saved_loops(run) -> str | None:
     with suppress(UserError, OSError, ValueError):
         for place in (folder, folder.parent.parent) if folder else ():  # of a run, or of a step
             if (place / "config.toml").is_file():
-                found = values_of(read_text(place / "config.toml")).get("blas_arch")
+                found = values_of(read_text("config.toml", root=place)).get("blas_arch")
                 return found if isinstance(found, str) else None
     return None
 
@@ -74,20 +75,20 @@ def flag_problem(facts: list[dict], asked: str) -> str:
 
 
 def unfit(given: str, loops: str, facts: list[dict]) -> str:
-    """The first host that cannot run these loops, in words, or nothing."""
+    """The first host that cannot run these kernels, in words, or nothing."""
     for one in facts:
         if missing := blas.lacking(loops, one["units"]):
             return (f"{given}: the processor of {one['host']} ({one['processor']}) has no"
-                    f" {', '.join(missing)}; leave it out, and a short trial chooses")
+                    f" {', '.join(missing)}; leave it out, and mpipar chooses")
     return ""
 
 
 def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str | None, str]:
-    """(architecture or None, why). facts: of each rank; world rank 0's has saved and rates.
+    """(architecture or None, why). facts: of each rank; world rank 0's says what was saved.
 
     Raises EnvironmentProblem if a host cannot run what the variable names.
     """
-    saved, rates = facts[0]["saved"], facts[0]["rates"]
+    saved = facts[0]["saved"]
     common = [unit for unit in facts[0]["units"] if all(unit in one["units"] for one in facts)]
     if asked:
         return asked, "as --blas-arch says"
@@ -99,26 +100,23 @@ def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str
         return loops, f"as {given} says{before}"
     if saved and not blas.lacking(saved, common):
         return saved, "as before"
-    loops = blas.fastest(rates, common)
-    words = f"from a trial: {blas.rates_text(rates)}"
-    if loops != blas.fastest(rates, blas.UNITS):
-        words += "; not every host has the vector units of the fastest"
-    return loops, words + (f"; before: {saved}" if saved else "")
+    words = "by the vector units that all hosts have"
+    return blas.choice(common), words + (f"; before: {saved}" if saved else "")
 
 
 def loaded_facts(session, loops: str | None) -> dict[str, str]:
     """What ranks compare of their BLAS once NumPy is loaded; loops: those of the job.
 
-    OpenBLAS may have been built without them. It then takes others, and a note says so.
+    OpenBLAS may have been built without them, or NumPy may have another library. A note says so.
     """
     if loops is None:
         return {}
     pools = blas.pools()
-    runs = next(filter(None, (pool.get("architecture") for pool in pools)), loops)
-    if runs.lower() != loops.lower():
-        session.notes.append(f"BLAS: NumPy's library has no loops for {loops} and runs {runs}'s")
     # A process lists its libraries in any order.
-    return {"BLAS": ", ".join(sorted(map(blas.shown, pools)))}
+    found = ", ".join(sorted(map(blas.shown, pools)))
+    if loops.lower() not in [str(pool.get("architecture")).lower() for pool in pools]:
+        session.notes.append(f"BLAS: NumPy's library has no kernels for {loops}: {found or 'none'}")
+    return {"BLAS": found}
 
 
 def settle_threads(session, device: str) -> None:
@@ -131,7 +129,7 @@ def settle_threads(session, device: str) -> None:
     threads = int(session.presets.get(THREAD_VARIABLES[0], 1))
     if threads == 1 or device != "cpu":
         return
-    slower = max(mpi.gather_facts(session.world, blas.slowdown(threads)))
+    slower = max(all_gather_facts(session.world, blas.slowdown(threads)))
     if slower < 1:
         session.notes.append(f"BLAS: {threads} threads per rank")
         return

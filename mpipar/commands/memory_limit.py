@@ -17,13 +17,14 @@ from threadpoolctl import threadpool_limits
 
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import place
-from mpipar.commands.resolve import stage_problems
+from mpipar.commands.resolve import schedule_of_file
 from mpipar.config.layout import typed
 from mpipar.config.resolve import resolve
 from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
 from mpipar.job.heap import give_back_heap, keep_heap
+from mpipar.pipeline.combinations import RULES
 from mpipar.plan.predict import predict
 
 # What a process takes after its start besides the model's arrays: stacks of threads, Python's
@@ -118,7 +119,7 @@ class MemoryLimit:
             return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: give a higher limit, or"
                             f" a smaller {sizes[self.config.model.model]}")]
         return [*found, "it fits with " + ", or with ".join(
-            f"{typed(vars(grid))} (mpiexec -n {num_ranks(grid)}; {nbytes(peak)})"
+            f"{typed(vars(grid))} (mpiexec -n {grid.num_ranks}; {nbytes(peak)})"
             for grid, peak in layouts)]
 
     def _beside(self) -> str:
@@ -183,19 +184,14 @@ def tensor(error: Exception) -> str:
     return f"{label or 'a result'}{shape}{f' of {layer}' if layer else ''} ({site})"
 
 
-def num_ranks(grid) -> int:
-    """Number of ranks of a layout."""
-    return prod(getattr(grid, axis) for axis in AXES)
-
-
 def fullest(config):
     """The prediction of the rank that needs most.
 
     Of each pipeline rank it looks at the first member of the dp and tp groups.
     """
-    places = (Grid.of(config.grid, one) for one in range(num_ranks(config.grid)))
+    places = (Grid.of(config.grid, one) for one in range(config.grid.num_ranks))
     firsts = [grid.world_rank for grid in places
-              if not any(grid.axis_rank(axis) for axis in AXES if axis != "pp")]
+              if not any(grid.place(axis) for axis in AXES if axis != "pp")]
     return max((predict(config, one) for one in firsts), key=lambda one: one.peak_total)
 
 
@@ -230,7 +226,7 @@ def smallest_layouts(config, budget: int) -> list[tuple]:
     If none fits, the result has the smallest pp x tp that does, if any.
     """
     given = config.grid
-    room = MOST_RANKS // num_ranks(given)
+    room = MOST_RANKS // given.num_ranks
     alone = [[{axis: getattr(given, axis) * times} for times in range(2, room + 1)]
              for axis in ("tp", "pp", "dp", "cp")]
     both = [{"pp": given.pp * a, "tp": given.tp * b}
@@ -244,11 +240,11 @@ def smallest_layouts(config, budget: int) -> list[tuple]:
 
 def _first_fit(config, candidates: list[dict], budget: int):
     """(grid, peak bytes) of the first candidate that is a legal layout and fits, or None."""
+    csv = schedule_of_file(config)
     for axes in candidates:
         grid = replace(config.grid, **axes, stage_layers=None)
         try:
-            larger, _ = resolve(replace(config, grid=grid), num_ranks(grid),
-                                [(stage_problems, UserError)])
+            larger, _ = resolve(replace(config, grid=grid), grid.num_ranks, rules=RULES, csv=csv)
         except UserError:
             continue
         peak = fullest(larger).peak_total

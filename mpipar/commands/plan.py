@@ -2,99 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
 from pathlib import Path
 
+from mpipar.commands.command import Command, Context
 from mpipar.commands.plan_question import (
-    ACTIVATIONS,
+    Arguments,
     batch_range,
     job_of,
+    problems,
     question_of,
     sites_of,
 )
 from mpipar.commands.resolve import resolve
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.reading import Reading
-from mpipar.config.sections import FIELDS
 from mpipar.console import output
 from mpipar.console.progress import status_line
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from mpipar.plan import report as plan_report
-from mpipar.plan.cluster import STACKS, machine_names
 from mpipar.plan.confirm import Job, confirm, train_config
-from mpipar.plan.formats import FORMATS, search_formats
+from mpipar.plan.formats import search_formats
 from mpipar.plan.mixed import search_mixed
 from mpipar.plan.mixed_report import mixed_dict, mixed_report
 from mpipar.plan.page import page
-from mpipar.plan.search import SCHEDULES, Plan, Question, search
-from mpipar.plan.shape import MFU_RULES
+from mpipar.plan.search import Plan, Question, search
 
 SAVE_SECONDS = 30.0
 
 
-def add_arguments(parser) -> None:
-    """Add the model, the machine, and what is given of the layout."""
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a preset, a TOML file of mpipar train, or a folder with"
-        " Hugging Face's config.json")
-    add("--machine", required=True, metavar="NAME|FILE",
-        help=f"{', '.join(machine_names())}, or a TOML file of the same form; several kinds with"
-             " their devices as a100-80:4,h100:4")
-    add("--ranks", type=int, required=True, metavar="N", help="devices of the job")
-    add("--batch-size", type=int, metavar="ROWS", help="rows of a step (default: the preset's)")
-    add("--batch-range", metavar="A:B", help="take the rows of a step, from A to B by doubling,"
-        " that give the most tokens a second; the fewest within 1 %%")
-    add("--seq-len", type=int, metavar="T", help="tokens of a row (default: the model's)")
-    add("--dtype", choices=FORMATS, help="format of numbers (default: the machine's with the"
-        " shortest step)")
-    add("--activation", choices=ACTIVATIONS, help="of the feed-forward network (default: the"
-        " model's); relu2, the square of a ReLU, can be planned, and not be trained here")
-    add("--stack", choices=tuple(STACKS), default="megatron",
-        help="software whose efficiency is assumed (default megatron)")
-    add("--memory-limit", metavar="BYTES", help="of a device, as 40G (default: the machine's)")
-    add("--headroom", type=float, default=5.0, metavar="PERCENT",
-        help="memory that stays free (default 5)")
-    add("--layout", metavar="dp=8,tp=8", help="short for --dp 8 --tp 8")
-    for name in ("dp", "pp", "cp", "tp", "chunks"):
-        add(f"--{name}", type=int, metavar="N", help=argparse_help(name))
-    add("--rows", type=int, metavar="N", help="rows of a microbatch")
-    add("--num-microbatches", type=int, metavar="N", help="microbatches of a replica in a step")
-    add("--schedule", choices=SCHEDULES, help="take this schedule")
-    for name, text in (("recompute", "recomputation"), ("zero", "sharding of states")):
-        add(f"--{name}", type=type(getattr(MemoryConfig, name)),
-            choices=FIELDS[name].metadata["choices"], help=f"take this {text}")
-    add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None,
-        help="take sequence parallelism, or leave it out")
-    add("--mfu-rule", choices=tuple(MFU_RULES), default="model",
-        help="which FLOPs count as used: " + "; ".join(
-            f"{name} = {text}" for name, text in MFU_RULES.items()))
-    add("--top", type=int, default=5, metavar="K", help="layouts to print (default 5)")
-    add("--sites", metavar="N:GBITS:MS", help="the devices are in N sites, each with a link of so"
-        " many Gbit/s and milliseconds to the others; say which axis crosses it")
-    add("--failure-hours", type=float, metavar="H", help="a device fails once in so many hours:"
-        " say how often to save")
-    add("--save-seconds", type=float, metavar="S",
-        help="with --failure-hours: what a save takes (default 30)")
-    add("--confirm", action="store_true", help="run the first layout on shapes by mpipar's own"
-        " code, and print what its ranks would keep and send")
-    add("--html", metavar="FILE", help="also write the answer as a page with pictures")
-    add("--json", action="store_true", help="print everything as JSON and nothing else")
-    add("--csv", action="store_true", help="print the layouts as CSV and nothing else")
-
-
-def argparse_help(name: str) -> str:
-    """The help of a flag that fixes an axis."""
-    return "stages of each pipeline rank" if name == "chunks" else f"take {name} = N"
-
-
-def run(args) -> int:
+def run(context: Context) -> int:
     """Print the plan; return 0 if a layout fits, else 1.
 
-    Raises UsageError with everything that is wrong, and DataError for files that cannot be read.
+    Raises UsageError with what is wrong for this model, DataError for files that cannot be read.
     """
+    args = context.args
     job = job_of(args.model)
     question, kinds = question_of(args, job)
     with status_line(None) as line:
@@ -181,3 +124,6 @@ def chosen_batch(args, question: Question, tell):
     most = max(rates.values(), default=0.0)
     best = min((rows for rows, rate in rates.items() if rate >= 0.99 * most), default=first)
     return *answers[best], plans
+
+
+COMMAND = Command(run, "MODEL --machine NAME --ranks N [flags]", Arguments, problems=problems)

@@ -1,33 +1,117 @@
 """What `mpipar plan` is asked: model, machine, batch and given parts of the layout, all checked."""
 
-from __future__ import annotations
-
-import argparse
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, replace
 
 from mpipar.checkpoint.formats import model_settings
 from mpipar.config.presets import PRESETS
 from mpipar.config.reading import expand_layout, read
 from mpipar.config.resolve import config_problems
-from mpipar.config.sections import build
-from mpipar.config.sizes import read_bytes
-from mpipar.errors import DataError, UsageError, suggestion
+from mpipar.config.sections import FIELDS, build
+from mpipar.config.setting import positional, setting, switch
+from mpipar.errors import DataError, UsageError, UserError, suggestion
 from mpipar.files.text import brief
-from mpipar.plan.cluster import STACKS, Cluster, load_cluster
+from mpipar.plan.cluster import STACKS, Cluster, load_cluster, machine_names
 from mpipar.plan.confirm import Job
 from mpipar.plan.formats import FORMATS
 from mpipar.plan.mixed import Kind
-from mpipar.plan.search import FIXED, Question
-from mpipar.plan.shape import Shape
+from mpipar.plan.search import FIXED, SCHEDULES, Question
+from mpipar.plan.shape import MFU_RULES, Shape
 from mpipar.plan.sites import Sites
 
 MOST_RANKS = 1 << 17
 MOST_ROWS = 1 << 24  # of a step
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
 ONE_KIND = ("memory_limit", "batch_range", "csv", "html", "confirm", "sites", "failure_hours")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The model, the machine, what is given of the layout, and what is printed."""
+
+    model: str = positional("MODEL", "a preset, a TOML file of mpipar train, or a folder with"
+                            " Hugging Face's config.json")
+    machine: str = setting(
+        MISSING, f"{', '.join(machine_names())}, or a TOML file of the same form; several kinds"
+        " with their devices as a100-80:4,h100:4", metavar="NAME|FILE")
+    ranks: int = setting(MISSING, "devices of the job", low=1, high=MOST_RANKS)
+    batch_size: int | None = setting(None, "rows of a step (default: the preset's)", low=1,
+                                     high=MOST_ROWS, metavar="ROWS")
+    batch_range: str | None = setting(
+        None, "take the rows of a step, from A to B by doubling, that give the most tokens a"
+        " second; the fewest within 1 %", metavar="A:B")
+    seq_len: int | None = setting(None, "tokens of a row (default: the model's)", low=1,
+                                  high=1 << 24, metavar="T")
+    dtype: str | None = setting(
+        None, "format of numbers (default: the machine's with the shortest step)",
+        choices=tuple(FORMATS))
+    activation: str | None = setting(
+        None, "of the feed-forward network (default: the model's); relu2, the square of a ReLU, can"
+        " be planned, and not be trained here", choices=ACTIVATIONS)
+    stack: str = setting("megatron", "software whose efficiency is assumed", choices=tuple(STACKS))
+    memory_limit: int | None = setting(
+        None, "of a device, as 40G (default: the machine's)", in_bytes=True, low=1, below=2**63,
+        metavar="BYTES")
+    headroom: float = setting(5.0, "memory that stays free", low=0.0, below=100.0,
+                              metavar="PERCENT")
+    layout: str | None = setting(None, "short for --dp 8 --tp 8", metavar="dp=8,tp=8")
+    dp: int | None = setting(None, "take dp = N", low=1)
+    pp: int | None = setting(None, "take pp = N", low=1)
+    cp: int | None = setting(None, "take cp = N", low=1)
+    tp: int | None = setting(None, "take tp = N", low=1)
+    chunks: int | None = setting(None, "stages of each pipeline rank", low=1)
+    rows: int | None = setting(None, "rows of a microbatch", low=1)
+    num_microbatches: int | None = setting(None, "microbatches of a replica in a step", low=1)
+    schedule: str | None = setting(None, "take this schedule", choices=tuple(SCHEDULES))
+    recompute: str | None = setting(None, "take this recomputation",
+                                    choices=FIELDS["recompute"].metadata["choices"])
+    zero: int | None = setting(None, "take this sharding of states",
+                               choices=FIELDS["zero"].metadata["choices"])
+    sequence_parallel: bool | None = setting(None, "take sequence parallelism, or leave it out")
+    mfu_rule: str = setting("model", "which FLOPs count as used: " + "; ".join(
+        f"{name} = {text}" for name, text in MFU_RULES.items()), choices=tuple(MFU_RULES))
+    top: int = setting(5, "layouts to print", low=1, high=100, metavar="K")
+    sites: str | None = setting(
+        None, "the devices are in N sites, each with a link of so many Gbit/s and milliseconds to"
+        " the others; say which axis crosses it", metavar="N:GBITS:MS")
+    failure_hours: float | None = setting(
+        None, "a device fails once in so many hours: say how often to save", above=0.0, below=1e12,
+        metavar="H")
+    save_seconds: float | None = setting(
+        None, "with --failure-hours: what a save takes (default 30)", above=0.0, below=1e12,
+        metavar="S")
+    confirm: bool = switch("run the first layout on shapes by mpipar's own code, and print what its"
+                           " ranks would keep and send")
+    html: str | None = setting(None, "also write the answer as a page with pictures",
+                               metavar="FILE")
+    json: bool = switch("print everything as JSON and nothing else")
+    csv: bool = switch("print the layouts as CSV and nothing else")
+
+
+def problems(args: Arguments) -> list[UserError]:
+    """What is wrong between the arguments, and with the model and machine that they name."""
+    found, errors = [], []
+    try:
+        question_of(args, job_of(args.model))
+    except UserError as error:
+        errors.append(error)
+    fixed = fixed_parts(args, found)
+    found += [*fixed_problems(args, fixed), *unused_problems(args)]
+    for read_text, text in ((sites_of, args.sites), (batch_range, args.batch_range)):
+        try:
+            read_text(text or "")
+        except UsageError as error:
+            found += error.problems if text is not None else []
+    if args.batch_range is not None and args.batch_size is not None:
+        found.append("--batch-size and --batch-range: give one of them")
+    return [UsageError(found), *errors] if found else errors
+
+
+def fixed_parts(args: Arguments, found: list[str]) -> dict[str, object]:
+    """The parts of the layout that are given; what is wrong with --layout joins `found`."""
+    return expand_layout({name: getattr(args, name) for name in (*FIXED, "layout")
+                          if getattr(args, name) is not None}, found)
 
 
 def names_kinds(machine: str) -> bool:
@@ -70,10 +154,10 @@ def room(gib: float, headroom: float) -> float:
     return gib * (1 - headroom / 100)
 
 
-def question_of(args, job: Job) -> tuple[Question, tuple[Kind, ...]]:
+def question_of(args: Arguments, job: Job) -> tuple[Question, tuple[Kind, ...]]:
     """What the flags ask of a model, and the kinds of devices if there are several.
 
-    Raises UsageError with everything that is wrong.
+    args: without `problems`. Raises UsageError with what is wrong for this model and machine.
     """
     model, problems = job.config.model, []
     if model.model != "decoder":
@@ -84,7 +168,6 @@ def question_of(args, job: Job) -> tuple[Question, tuple[Kind, ...]]:
         model = replace(model, seq_len=args.seq_len, max_positions=None)
     preset = PRESETS[job.config.run.preset]["batch_size"]
     batch = job.config.train.batch_size or preset if args.batch_size is None else args.batch_size
-    problems += number_problems(args, batch, getattr(model, "seq_len", 1))
     machines = named_machines(args.machine)
     clusters, dtype = clusters_of(machines, args.dtype)
     kinds = tuple(Kind(cluster, count, room(cluster.memory_gib, args.headroom))
@@ -92,30 +175,14 @@ def question_of(args, job: Job) -> tuple[Question, tuple[Kind, ...]]:
     devices = sum(kind.ranks for kind in kinds)
     if kinds and devices != args.ranks:
         problems.append(f"--ranks {args.ranks}: the kinds of --machine have {devices} devices")
-    gib = clusters[0].memory_gib
-    if args.memory_limit is not None:
-        try:
-            gib = read_bytes(args.memory_limit) / (1 << 30)
-        except ValueError as error:
-            problems.append(f"--memory-limit {brief(args.memory_limit)}: {error}")
-    fixed = expand_layout({name: getattr(args, name) for name in (*FIXED, "layout")
-                           if getattr(args, name) is not None}, problems)
-    problems += [*fixed_problems(args, fixed), *unused_problems(args)]
-    if args.sites is not None:
-        problems += problems_of(sites_of, args.sites)
-    if args.batch_range is not None:
-        found = problems_of(batch_range, args.batch_range)
-        batch = batch if found else batch_range(args.batch_range)[0]
-        problems += found
-        if args.batch_size is not None:
-            problems.append("--batch-size and --batch-range: give one of them")
     if problems:
         raise UsageError(problems)
+    gib = clusters[0].memory_gib if args.memory_limit is None else args.memory_limit / (1 << 30)
     # Groups of tp lie inside the nodes of every kind.
     cluster = min(clusters, key=Cluster.per_node)
     question = Question(
         shape_of(model, args.activation), cluster, STACKS[args.stack].with_dtype(dtype), args.ranks,
-        batch, room(gib, args.headroom), fixed, args.mfu_rule, dtype)
+        batch, room(gib, args.headroom), fixed_parts(args, []), args.mfu_rule, dtype)
     return question, kinds
 
 
@@ -123,30 +190,6 @@ def shape_of(model, activation: str | None) -> Shape:
     """The Shape of a model, with another activation function if one is given."""
     shape = Shape.of(model.completed())
     return shape._replace(activation=activation or shape.activation)
-
-
-def problems_of(read: Callable, text: str) -> list[str]:
-    """What a reader of a flag's text says against it."""
-    try:
-        read(text)
-    except UsageError as error:
-        return error.problems
-    return []
-
-
-def number_problems(args, batch: int, seq_len: int) -> list[str]:
-    """Numbers that are too small or too large."""
-    limits = {"--ranks": (args.ranks, 1, MOST_RANKS), "--batch-size": (batch, 1, MOST_ROWS),
-              "--seq-len": (seq_len, 1, 1 << 24), "--top": (args.top, 1, 100)}
-    found = [f"{flag} {brief(str(value))}: must be from {low} to {high:,}"
-             for flag, (value, low, high) in limits.items() if not low <= value <= high]
-    found += [f"{flag} {value:g}: must be more than 0" for flag, value in (
-        ("--failure-hours", args.failure_hours), ("--save-seconds", args.save_seconds))
-        if value is not None and not 0 < value < 1e12]
-    if not 0 <= args.headroom < 100:
-        found.append(f"--headroom {args.headroom:g}: is a share of the memory in percent; use a"
-                     " number from 0 to 99")
-    return found
 
 
 def batch_range(text: str) -> tuple[int, int]:
@@ -183,7 +226,7 @@ def row_problems(model, seq_len: int) -> list[str]:
     return []
 
 
-def unused_problems(args) -> list[str]:
+def unused_problems(args: Arguments) -> list[str]:
     """Flags that would change nothing beside the others."""
     found = ["--json and --csv: give one of them"] if args.json and args.csv else []
     alone = "--json" if args.json else "--csv" if args.csv else None
@@ -200,14 +243,14 @@ def unused_problems(args) -> list[str]:
     return found
 
 
-def fixed_problems(args, fixed: dict) -> list[str]:
+def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
     """What is wrong with the given parts of a layout."""
     found = []
     product = 1
-    for name in ("dp", "pp", "cp", "tp", "chunks", "rows", "num_microbatches"):
-        if name in fixed and fixed[name] < 1:
-            found.append(f"--{name.replace('_', '-')} {fixed[name]}: must be at least 1")
-        elif name in ("dp", "pp", "cp", "tp"):
+    for name in ("dp", "pp", "cp", "tp"):
+        if fixed.get(name, 1) < 1:  # of --layout
+            found.append(f"--{name} {fixed[name]}: must be at least 1")
+        else:
             product *= fixed.get(name, 1)
     if "chunks" in fixed and fixed.get("schedule") != "interleaved":
         found.append(f"--chunks {fixed['chunks']}: only interleaved takes any number; add"
@@ -215,7 +258,7 @@ def fixed_problems(args, fixed: dict) -> list[str]:
     if fixed.get("pp") == 1 and "schedule" in fixed:
         found.append(f"--schedule {fixed['schedule']}: orders the passes of several stages, and"
                      " --pp is 1; give one of them")
-    if not found and args.ranks > 0 and args.ranks % product:
+    if not found and args.ranks % product:
         found.append(f"--ranks {args.ranks}: is not a multiple of {product}, the ranks of the given"
                      f" axes; use {-(-args.ranks // product) * product}, or leave an axis out")
     return found
@@ -227,7 +270,7 @@ def job_of(text: str) -> Job:
     if text in PRESETS:
         return Job(build({"preset": text}), f"--preset {quoted}")
     if text.endswith(".toml"):
-        reading = read(argparse.Namespace(config=text))
+        reading = read({"config": text})
         if reading.problems:
             raise UsageError([*reading.problems, *config_problems(reading.config)])
         config, flags = reading.config, f"--config {quoted}"

@@ -15,18 +15,19 @@ from pathlib import Path
 from statistics import median
 
 from mpipar import models
-from mpipar.commands.run_folder import CSV, EVALUATIONS, METRICS, REPORT
+from mpipar.commands.run_folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.console import series, tables
 from mpipar.errors import UserError
+from mpipar.files.bounded import open_regular
 from mpipar.files.replace import replace_file
 from mpipar.files.text import counted
 from mpipar.job import alike, blas, mpi
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
-MOST_LOG = 200_000  # characters of log.txt on the page
+MOST_LOG = 200_000  # bytes of log.txt on the page
 MOST_RANKS = 256  # rows of the table of ranks
 UNITS = {"decoder": "token", "convnet": "image"}
 
@@ -38,7 +39,8 @@ def environment(session, hosts: int) -> list[tuple[str, str]]:
         ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{session.world.size} on {counted(hosts, 'host')}"),
-        ("MPI", mpi.library_name()), *((name, session.facts[name]) for name in alike.PROGRAMS),
+        ("MPI", mpi.library_name(session.world)),
+        *((name, session.facts[name]) for name in alike.PROGRAMS),
         ("processor", blas.processor()[0] or platform.machine()),
         ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
         ("system", f"{platform.system()} {platform.release()}"),
@@ -52,13 +54,17 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
     (facts of each), `traced`. Only world rank 0 calls it.
     """
     try:
-        lines, evaluations = (series.read_lines(folder / name) for name in (METRICS, EVALUATIONS))
-        replace_file(folder / CSV, [series.csv_text(lines, evaluations).encode()])
+        (lines, damaged), (evaluations, more) = (
+            series.read_lines(folder, name) for name in (METRICS, EVALUATIONS))
+        if damaged or more:
+            log(f"{REPORT} and {CSV} are without {counted(damaged + more, 'damaged line')} of"
+                f" {METRICS} and {EVALUATIONS}")
+        replace_file(CSV, [series.csv_text(lines, evaluations).encode()], root=folder)
         page, trace_words = run_data(folder, config, lines, evaluations, told), ""
         if told["traced"]:
             traced, trace_words = trace_data(folder, log)
             page = traced | page
-        replace_file(folder / REPORT, [html.build(page).encode()])
+        replace_file(REPORT, [html.build(page).encode()], root=folder)
         log(f"{REPORT} shows the run{trace_words}; open it in a browser")
     except Exception as error:  # noqa: BLE001 - the run is worth more than its report
         reason = error.strerror if isinstance(error, OSError) else None
@@ -140,7 +146,11 @@ def configuration(config: Config) -> list[dict]:
 
 def log_text(folder: Path) -> str:
     """The end of log.txt, which holds all that the run has printed."""
-    path = folder / "log.txt"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    cut = len(text) - MOST_LOG
-    return text if cut <= 0 else f"[{cut:,} characters before are in log.txt]\n{text[cut:]}"
+    try:
+        with open_regular(LOG, folder) as file:
+            cut = max(0, os.fstat(file.fileno()).st_size - MOST_LOG)
+            file.seek(cut)
+            text = file.read(MOST_LOG).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    return f"[{cut:,} bytes before are in {LOG}]\n{text}" if cut else text

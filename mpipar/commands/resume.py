@@ -1,7 +1,8 @@
 """Where a run begins: at step 1, or behind the checkpoint that `--resume` stands for.
 
 World rank 0 alone looks at the disk, and tells the others what it found. So every rank goes on from
-the same step with the same settings.
+the same step with the same settings. A run folder without a checkpoint begins again as it began
+first: with the settings of its config.toml, and with what its sources.json names.
 """
 
 from __future__ import annotations
@@ -12,24 +13,34 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from mpipar import data
+from mpipar.checkpoint.companions import read_companions
 from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
+from mpipar.commands.compared import compare_inputs, digest_of_weights
+from mpipar.commands.elsewhere import changes, legal
 from mpipar.commands.run_folder import (
     CHECKPOINTS,
+    CONFIG,
+    Sources,
     finished_step,
+    go_on_in,
     is_run,
+    make_run_folder,
     newest_step,
+    read_sources,
 )
+from mpipar.commands.source import companions_of, find_source
 from mpipar.config.layout import sizes_text
 from mpipar.config.reading import values_of
-from mpipar.config.resumed import resumed
-from mpipar.config.run import AUTO, NEVER, named_folder
+from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
+from mpipar.data.fingerprint import of_ends
 from mpipar.errors import DataError, UsageError
+from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import brief
-from mpipar.trace.tracer import trace_steps
-from mpipar.train.learning_rate import of_new_length
+from mpipar.train.optim import of_new_length
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,8 @@ class Start:
     folder: the run folder to go on in, or None for a new one. newest: its newest step. candidates:
     folders of steps, the one to load first; the others are what `auto` may fall back to. step,
     config (TOML), layout, schedule, data: of the first candidate whose manifest can be read.
+    Without a candidate, config and data are those with which the run began. weights: what a run
+    without a candidate begins with; digest: what its SHA-256 must be; "" if nothing says so.
     finished: the step with which the run has ended, or 0. notes: lines for the user.
     """
 
@@ -50,6 +63,8 @@ class Start:
     layout: Mapping[str, int] = field(default_factory=dict)
     schedule: str = ""
     data: Mapping[str, object] = field(default_factory=dict)
+    weights: str = ""
+    digest: str = ""
     finished: int = 0
     notes: tuple[str, ...] = ()
 
@@ -78,12 +93,19 @@ def find_start(run) -> Start:
             return Start()
         steps = [path for _, path in committed_steps(source / CHECKPOINTS)][::-1]
         if not steps:
-            return Start(str(folder), finished=finished_step(folder), notes=(
-                f"{folder} has no checkpoint: the run starts at step 1",))
+            return again(run, folder)
+        check_first_weights(run, folder, read_sources(folder))
+    elif run.init_from is not None:
+        return Start()  # two sources, which a row of the table of combinations refuses
     else:
         source, steps = _named_steps(run.resume)
         folder = named_folder(run) or source
         folder = source if folder.resolve() == source.resolve() else None
+    return _newest_of(steps, source, folder, run.resume)
+
+
+def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str) -> Start:
+    """The Start behind the first of these steps whose manifest can be read. asked: --resume."""
     notes = []
     for number, path in enumerate(steps):
         try:
@@ -96,9 +118,66 @@ def find_start(run) -> Start:
         return Start(
             str(folder) if folder else None, newest_step(folder) if folder else 0,
             tuple(map(str, steps[number:])), found.step, found.config, found.layout,
-            found.schedule, found.data, finished_step(folder) if folder else 0,
-            tuple(fallback(note) for note in notes))
-    raise DataError([*notes, f"--resume {run.resume}: no checkpoint of {source} can be read"])
+            found.schedule, found.data, finished=finished_step(folder) if folder else 0,
+            notes=tuple(fallback(note) for note in notes))
+    raise DataError([*notes, f"--resume {asked}: no checkpoint of {source} can be read"])
+
+
+def again(run, folder: Path) -> Start:
+    """The Start of a run that has ended before its first checkpoint: as it began first.
+
+    A run that began behind the checkpoint of another one begins there again. Raises UserError if
+    what it began with has changed, or is not what the user names.
+    """
+    sources = read_sources(folder)
+    config = _first_config(folder)
+    weights = check_first_weights(run, folder, sources) if config else ""
+    if sources.resumed:
+        step = Path(sources.resumed)
+        found = _newest_of([step], step.parent.parent, folder, AUTO)
+        if digest_of_weights(sources.resumed) != sources.digest:
+            raise DataError(f"{step}: has changed since the run in {folder} began behind it; give a"
+                            " new --out")
+        return replace(found, config=config or found.config)
+    note = f"{folder} has no checkpoint: the run starts at step 1"
+    if weights:
+        note += f", from the weights of {weights}"
+    return Start(str(folder), config=config, data=sources.data, weights=weights,
+                 digest=sources.digest, finished=finished_step(folder), notes=(note,))
+
+
+def _first_config(folder: Path) -> str:
+    """The text of a run folder's config.toml, "" if there is none; DataError if it is damaged."""
+    path = folder / CONFIG
+    if not os.path.lexists(path):
+        return ""
+    with problems_as(DataError, str(path), "give a new --out"):
+        text = read_text(CONFIG, root=folder)
+        values_of(text)
+    return text
+
+
+def check_first_weights(run, folder: Path, sources: Sources) -> str:
+    """What a run began with: the user's --init-from where that names the same, or as it was named.
+
+    Raises UsageError if the user names others than those that the run in this folder began with.
+    """
+    if run.init_from is None:
+        return sources.init_from
+    where, cure = f"--init-from {run.init_from}", "leave --init-from out, or give a new --out"
+    if not sources.init_from:
+        raise UsageError(f"{where}: the run in {folder} did not begin with it; {cure}")
+    if not os.path.exists(run.init_from) and Path(sources.init_from).is_relative_to(run.init_from):
+        return sources.init_from  # it is gone; a checkpoint does not need it
+    found = find_source(run.init_from, where)
+    if sources.digest:
+        same = digest_of_weights(found) == sources.digest
+    else:
+        same = Path(found).resolve() == Path(sources.init_from).resolve()
+    if not same:
+        raise UsageError(f"{where}: are not the weights that the run in {folder} began with, which"
+                         f" were those of {sources.init_from}; {cure}")
+    return found
 
 
 def _named_steps(text: str) -> tuple[Path, list[Path]]:
@@ -121,8 +200,14 @@ def fallback(damage: str) -> str:
 
 
 def with_saved_settings(reading, start: Start, world_size: int):
-    """The Reading with the settings of the checkpoint below those that the user names."""
-    return resumed(reading, values_of(start.config), world_size) if start.candidates else reading
+    """The Reading with the settings of the run that goes on below those that the user names."""
+    if not start.config:
+        return reading
+    saved = values_of(start.config) | {"init_from": start.weights or None}
+    if reading.config.run.resume == AUTO:  # the Start knows what the user's --init-from stands for
+        given = {name: value for name, value in reading.given.items() if name != "init_from"}
+        reading = replace(reading, given=given)
+    return legal(reading, saved, world_size)
 
 
 def start_problems(start: Start):
@@ -140,22 +225,63 @@ def behind(start: Start, inputs):
 
     A trace whose first step is done already is not written again.
     """
-    config, notes = inputs.config, [*start.notes]
-    chosen, was = trace_steps(config.run.trace), values_of(start.config).get("steps")
+    config, notes, saved = inputs.config, [*start.notes], values_of(start.config)
+    chosen, was = trace_steps(config.run.trace), saved.get("steps", config.train.steps)
     if chosen and chosen[0] <= start.step:
         notes.append(f"--trace {config.run.trace}: the run goes on behind step {start.step}, so"
                      " nothing is traced")
         config = replace(config, run=replace(config.run, trace=None, trace_ops=False))
-    if start.candidates and config.train.steps != was:
+    if config.train.steps != was:
         notes.append(f"--steps {config.train.steps}, {was} before: {of_new_length(config.train)}")
-    return replace(inputs, config=config, notes=[*notes, *inputs.notes])
+    return replace(inputs, config=config, notes=[*notes, *changes(config, saved), *inputs.notes])
 
 
-def check_data(start: Start, found: Mapping[str, object]) -> None:
-    """Raise DataError if the data is not what the checkpoint was trained on."""
-    if start.candidates and start.data != found:
-        raise DataError(f"--data: has changed since the checkpoint: {describe_data(found)} now,"
+def agreed_sources(session, start: Start, inputs) -> Sources:
+    """What this run begins with, which is the same on all ranks, and that of its first start.
+
+    All ranks leave together if it is not. Comm: that of `compare_inputs`, and an agreement.
+    """
+    found, weights = compare_inputs(session, inputs)
+    arrays = data.arrays_of(inputs.config.model, (inputs.train_part, inputs.held_out))
+    session.agree(lambda: check_begin(start, found, arrays, weights))
+    first = next(iter(start.candidates), "")
+    digest = session.agree(lambda: digest_of_weights(first)) if first else weights
+    return Sources(inputs.config.run.init_from or "", digest, first, found)
+
+
+def agreed_folder(session, start: Start, inputs,
+                  sources: Sources) -> tuple[Path, dict[str, bytes]]:
+    """The run folder, new or ready to go on in, and what world rank 0 has written into it.
+
+    World rank 0 alone writes. Comm: an agreement; the folder's name from world rank 0.
+    """
+    def made() -> tuple[Path | None, dict[str, bytes]]:
+        if session.world.rank > 0:
+            return None, {}
+        source = sources.resumed or sources.init_from
+        beside = read_companions(companions_of(source) if source else None, inputs.tokenizer)
+        if start.folder is None:
+            return make_run_folder(inputs.config, session, sources, beside)
+        return go_on_in(start, inputs.config, session, beside)
+
+    folder, written = session.agree(made)
+    return Path(broadcast_text(session.world, str(folder))), written
+
+
+def check_begin(start: Start, found: Mapping[str, object], arrays, weights: str) -> None:
+    """Raise DataError if data or first weights are not those that the run had.
+
+    found: the fingerprint of the arrays. weights: the digest of the weights that ranks begin with.
+    """
+    since = "the checkpoint" if start.candidates else "the run began"
+    # An older checkpoint has the fingerprint of the files' ends.
+    now = of_ends(arrays) if "sha256" in start.data and "files" in found else found
+    if start.data and start.data != now:
+        raise DataError(f"--data: has changed since {since}: {describe_data(now)} now,"
                         f" {describe_data(start.data)} then; give the same --data and --val-data")
+    if start.digest and start.digest != weights:
+        raise DataError(f"--init-from {start.weights}: has changed since the run began; give a new"
+                        " --out")
 
 
 def describe_data(found: Mapping[str, object]) -> str:
@@ -164,7 +290,7 @@ def describe_data(found: Mapping[str, object]) -> str:
 
 
 def load_newest(session, worker, start: Start, log) -> int:
-    """Load the newest candidate that is whole on every rank; return its step.
+    """Load the newest candidate that is whole on every rank, and the same; return its step.
 
     A damaged one is said loudly, and the one before it is loaded.
 
@@ -172,16 +298,16 @@ def load_newest(session, worker, start: Start, log) -> int:
     """
     wrong: list[str] = []
     for text in start.candidates:
-        step, problems = _try(worker, Path(text))
-        everybody = gather_facts(session.world, problems)
-        first = next(filter(None, everybody), []) if everybody else []
-        problems = json.loads(broadcast_text(session.world, json.dumps(first)))
-        if not problems:
-            log(f"resumed behind step {step}: {text}; {moved(start, worker)}")
-            return step
-        wrong += problems
+        fact = _try(worker, Path(text))
+        everybody = gather_facts(session.world, fact)
+        found = json.loads(broadcast_text(
+            session.world, json.dumps(_of_all(everybody, text) if everybody else [])))
+        if not found:
+            log(f"resumed behind step {fact['step']}: {text}; {moved(start, worker)}")
+            return fact["step"]
+        wrong += found
         if text != start.candidates[-1]:
-            for problem in problems:
+            for problem in found:
                 log(fallback(problem))
 
     def refuse():
@@ -189,14 +315,23 @@ def load_newest(session, worker, start: Start, log) -> int:
     return session.agree(refuse)
 
 
-def _try(worker, folder: Path) -> tuple[int, list[str]]:
-    """(step, what is wrong) of loading this rank's state from a checkpoint."""
+def _try(worker, folder: Path) -> dict:
+    """What loading this rank's state from a checkpoint has given: step, problems, its digest."""
     try:
         manifest = read_manifest(folder)
         load_state(worker, folder, manifest)
+        return {"step": manifest.step, "problems": [], "digest": digest_of_weights(str(folder))}
     except DataError as error:
-        return 0, error.problems
-    return manifest.step, []
+        return {"step": 0, "problems": error.problems, "digest": ""}
+
+
+def _of_all(facts: list[dict], folder: str) -> list[str]:
+    """The problems of the first rank that has some, or that ranks have read other checkpoints."""
+    if problems := next(filter(None, (fact["problems"] for fact in facts)), []):
+        return problems
+    others = [place for place, fact in enumerate(facts) if fact["digest"] != facts[0]["digest"]]
+    return [(f"{folder}: rank {others[0]} has another checkpoint under this name than rank 0; give"
+             " all hosts the same files")] if others else []
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:
@@ -206,7 +341,7 @@ def layout_words(layout: Mapping[str, int], schedule: str) -> str:
 
 def moved(start: Start, worker) -> str:
     """From which layout to which the state goes."""
-    here = {axis: worker.grid.axis_size(axis) for axis in AXES}
+    here = {axis: worker.grid.size(axis) for axis in AXES}
     now = layout_words(here, worker.schedule.name)
     was = layout_words(start.layout, start.schedule)
     return f"layout {now}, as before" if now == was else f"resharded from {was} to {now}"

@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
+from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mpipar.checkpoint.manifest import committed_steps
-from mpipar.config.reading import to_toml
+from mpipar.config.reading import to_toml, values_of
 from mpipar.config.run import RUNS, named_folder
-from mpipar.errors import OutputError, UsageError
-from mpipar.files.bounded import parse_json, read_text
-from mpipar.files.replace import replace_file
+from mpipar.console import series
+from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.files import own
+from mpipar.files.bounded import parse_json, problems_as, read_text
+from mpipar.files.replace import replace_file, replaced_files, set_aside
+from mpipar.files.text import counted
 from mpipar.job import lock
 from mpipar.job.failure import DISK_ERRORS
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
+CONFIG, SOURCES = "config.toml", "sources.json"  # the settings; what the run began with
+LOG = "log.txt"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line for each step they tell of
 CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
 RESULT = "result.json"  # exists once a run has done all that it had to do
+GROWING = (LOG, METRICS, EVALUATIONS)
+FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", "status", "hang", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run began with, which every later start in its folder uses.
+
+    init_from: the folder of its first weights; resumed: the checkpoint of another run; "" if none.
+    digest: of the one that there is, see `digest_of_weights`. data: the fingerprint of the data.
+    """
+
+    init_from: str = ""
+    digest: str = ""
+    resumed: str = ""
+    data: dict = field(default_factory=dict)
 
 
 def is_run(folder: Path) -> bool:
     """Whether a run has begun in this folder."""
-    return os.path.isfile(folder / "config.toml") or os.path.isdir(folder / CHECKPOINTS)
+    return os.path.isfile(folder / CONFIG) or os.path.isdir(folder / CHECKPOINTS)
 
 
 def folder_problems(config) -> list[str]:
@@ -45,8 +67,11 @@ def folder_problems(config) -> list[str]:
              f" {other}{cure if is_run(folder) else ''}")]
 
 
-def make_run_folder(config, session) -> Path:
-    """Create and lock the run folder, and write config.toml. Raises OutputError and UsageError.
+def make_run_folder(config, session, sources: Sources,
+                    beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
+    """Create and lock the run folder; return it and what was written, for `keep`.
+
+    beside: what lies beside the weights. Raises OutputError and UsageError.
 
     Only world rank 0 calls it. Another start may take the folder that the user named at the same
     moment. So it looks again, under the lock, whether the folder is empty.
@@ -59,31 +84,80 @@ def make_run_folder(config, session) -> Path:
         session.lock(folder)
         if _content(folder):
             raise UsageError(folder_problems(config))
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    return folder
+        first = (json.dumps(asdict(sources), indent=1) + "\n").encode()
+        return folder, _write({SOURCES: first}, config, beside, folder)
+
+
+def _write(first: dict[str, bytes], config, beside, folder: Path) -> dict[str, bytes]:
+    """Write what a start leaves in its folder, and return it. With config.toml it is a run's."""
+    files = first | {CONFIG: to_toml(config).encode()} | {
+        f"{WEIGHTS}/{name}": content for name, content in beside.items()}
+    for name, content in files.items():
+        replace_file(name, [content], root=folder)
+    return files
 
 
 def _content(folder: Path) -> list[str]:
-    """The names in a folder, but for a lock: a run that had just begun may have left it."""
-    return [path.name for path in folder.iterdir() if path.name not in (lock.NAME, lock.NEXT)]
+    """The names in a folder, but for those of a start that ended before it wrote config.toml."""
+    begun = (SOURCES, f"{SOURCES}.partial", f"{CONFIG}.partial")
+    return [path.name for path in folder.iterdir()
+            if path.name not in begun and not lock.NAMES.fullmatch(path.name)]
 
 
-def go_on_in(start, config, session) -> Path:
-    """Lock the folder of a run and make it ready to go on. Raises OutputError and UsageError.
+def read_sources(folder: Path) -> Sources:
+    """What the run in a folder began with. Raises DataError for a damaged sources.json."""
+    path = folder / SOURCES
+    if not os.path.lexists(path):  # of an older version
+        with contextlib.suppress(OSError, ValueError):
+            return Sources(values_of(read_text(CONFIG, root=folder)).get("init_from", ""))
+        return Sources()
+    with problems_as(DataError, str(path), "give a new --out"):
+        found, due = parse_json(read_text(SOURCES, root=folder)), asdict(Sources())
+        if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != {
+                name: type(value) for name, value in due.items()}:
+            raise ValueError(f"must be an object of {', '.join(due)}")
+        return Sources(**found)
 
+
+def go_on_in(start, config, session,
+             beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
+    """Lock the folder of a run and make it ready to go on; the result is that of
+    `make_run_folder`.
+
+    Raises OutputError and UsageError.
     start: where the run begins, found before the folder was locked. What an earlier start has left
     of its end is set aside: errors, and a trace that is written anew. Only world rank 0 calls it.
     """
     folder = Path(start.folder)
     with said(folder, "the run can't go on here"):
         session.lock(folder)
+        check_own(folder)
         if newest_step(folder) != start.newest:
             raise UsageError(f"{folder}: another job has just gone on in it; start again")
         set_aside(folder / "errors")
         if config.run.trace:
             set_aside(folder / "trace")
-        replace_file(folder / "config.toml", [to_toml(config).encode()])
-    return folder
+        own.remove_tree(folder, "hang")  # of a job that was killed
+        first = {}
+        with contextlib.suppress(FileNotFoundError, ValueError):  # of an older version, or damaged
+            first[SOURCES] = read_text(SOURCES, root=folder).encode()
+        return folder, _write(first, config, beside, folder)
+
+
+def check_own(folder: Path) -> None:
+    """Raise OutputError if what a run writes to is not its own: links, pipes, files of others."""
+    wrong = []
+    for name in filter(lambda name: os.path.lexists(folder / name), (*GROWING, *FOLDERS)):
+        try:
+            if name in GROWING:
+                os.close(own.opened(folder, name, os.O_RDWR))
+            else:
+                with own.folder(folder, name, make=True):
+                    pass
+        except OSError as error:
+            wrong.append(f"{folder}: the run can't go on here: {error.strerror}")
+    if wrong:
+        raise OutputError(wrong)
 
 
 def newest_step(folder: Path) -> int:
@@ -92,54 +166,90 @@ def newest_step(folder: Path) -> int:
 
 
 def cut_behind(folder: Path, step: int) -> list[Path]:
-    """Let the run folder end with `step`; return where later checkpoints are now.
+    """Let the run folder end with `step`; return what the user should know of it.
 
-    The lines of later steps go, and a line that is not whole, and what was made from them. Raises
-    OutputError. Only world rank 0 calls it.
+    The lines of later steps go, and a line that is not whole, and what was made from them. A file
+    with damaged lines is kept aside: the checkpoint decides how far the run is. Raises OutputError.
+    Only world rank 0 calls it.
     """
+    notes = []
     with said(folder, "the run can't go on here"):
-        for path in filter(os.path.exists, (folder / METRICS, folder / EVALUATIONS)):
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            replace_file(path, (line.encode() for line in itertools.takewhile(
-                lambda line: 0 < _step_of(line) <= step, lines)))
+        for name in (METRICS, EVALUATIONS):
+            if os.path.lexists(folder / name):
+                notes += _cut_lines(folder, name, step)
         for name in (CSV, REPORT):
-            (folder / name).unlink(missing_ok=True)
-        return [set_aside(path) for number, path in committed_steps(folder / CHECKPOINTS)
-                if number > step]
+            own.remove(folder, name)
+        for number, path in committed_steps(folder / CHECKPOINTS):
+            if number > step:
+                notes.append(f"a checkpoint of a later step is kept aside in {set_aside(path)}")
+    return notes
 
 
-def _step_of(line: str) -> int:
-    """The step of a line of either file; 0 if it is not whole."""
-    try:
-        return json.loads(line)["step"] if line.endswith("\n") else 0
-    except (ValueError, KeyError, TypeError):
-        return 0
+def _cut_lines(folder: Path, name: str, step: int) -> list[str]:
+    """Leave the whole lines up to `step` in a file; say which lines were damaged."""
+    damaged = []
+
+    def kept():
+        for number, (line, value) in enumerate(series.lines_of(folder, name), 1):
+            if value is None:
+                damaged.append(number)
+            elif value["step"] <= step:
+                yield line
+
+    with replaced_files(folder) as create:
+        create(name).writelines(kept())
+        if not damaged:
+            return []
+        aside = set_aside(folder / name)
+    return [(f"WARNING: {folder / name}: {counted(len(damaged), 'line')} damaged, the first is line"
+             f" {damaged[0]:,}; the run goes on without, and the file as it was is {aside}")]
 
 
 def finished_step(folder: Path) -> int:
     """The step with which the run in this folder has ended; 0 if it has not."""
     try:
-        step = parse_json(read_text(folder / RESULT))["step"]
+        step = parse_json(read_text(RESULT, root=folder))["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return 0
     return step if type(step) is int else 0
 
 
+def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) -> list[str]:
+    """Look whether the folder is still this run's, and write anew what it has lost.
+
+    written: what the start left in it. files: `GrowingFile`s, all of which reach the disk. Returns
+    what the user should know. Raises OSError, and OutputError if another job writes here now. Only
+    world rank 0 calls it.
+    """
+    notes = []
+    if not os.path.lexists(folder):
+        notes.append(f"WARNING: {folder} is gone (moved or removed?); the run goes on in a new"
+                     " folder of this name; earlier checkpoints and traces are where the old one"
+                     " is")
+        folder.mkdir(parents=True)
+    held.keep()
+    gone = [name for name in written if not os.path.lexists(folder / name)]
+    for name in gone:
+        replace_file(name, [written[name]], root=folder)
+    if gone and not notes:
+        notes.append(f"WARNING: no longer in {folder}, and written anew: {', '.join(gone)}")
+    return notes + [note for note in (file.sync() for file in files) if note]
+
+
+def whereabouts(folder: Path) -> str:
+    """Which of its parts a run that has ended has in its folder, and which are not there."""
+    parts = {"weights": WEIGHTS, "checkpoints": CHECKPOINTS, "metrics": METRICS, REPORT: REPORT,
+             CONFIG: CONFIG, LOG: LOG}
+    there = [part for part, name in parts.items() if os.path.lexists(folder / name)]
+    text = f"{', '.join(there[:-1])} and {there[-1]} are in {folder}" if len(there) > 1 else ""
+    missing = [part for part in parts if part not in there]
+    return text + (f"\nWARNING: not in {folder}: {', '.join(missing)}" if missing else "")
+
+
 def write_result(folder: Path, found: dict) -> None:
     """Write result.json, which says that the run has ended, and how. Raises OutputError."""
     with said(folder, "the result can't be written"):
-        replace_file(folder / RESULT, [(json.dumps(found, indent=1) + "\n").encode()])
-
-
-def set_aside(path: Path) -> Path | None:
-    """Give a file or folder the first free name of `path.aside-1` and so on, if it exists."""
-    if not path.exists():
-        return None
-    for number in itertools.count(1):
-        other = path.with_name(f"{path.name}.aside-{number}")
-        if not other.exists():
-            return path.rename(other)
-    raise AssertionError("some number is free")
+        replace_file(RESULT, [(json.dumps(found, indent=1) + "\n").encode()], root=folder)
 
 
 @contextmanager
@@ -165,10 +275,10 @@ def _make_numbered_folder() -> Path:
 
 @contextmanager
 def full_disk_is_an_output_error(folder: Path):
-    """Raise OutputError for a full, broken or over-quota disk: it is not the program's defect."""
+    """Raise OutputError for a full, broken or forbidden disk: it is not the program's defect."""
     try:
         yield
     except OSError as error:
-        if error.errno in DISK_ERRORS:
+        if error.errno in DISK_ERRORS or isinstance(error, PermissionError):
             raise OutputError(f"{folder}: can't be written to: {error.strerror}") from None
         raise

@@ -27,11 +27,11 @@ class Saving:
         due = asks.save or (self.run.save_interval and step % self.run.save_interval == 0)
         if not (due or asks.written):
             return False
-        self.saver.worker.recorder.enter("save")
-        if asks.written:
-            self.attempt(self.commit)
-        if due:
-            self.attempt(self.save, step)
+        with self.saver.worker.recorder.at("save"):
+            if asks.written:
+                self.attempt(self.commit)
+            if due:
+                self.attempt(self.save, step)
         return True
 
     def attempt(self, function, *arguments) -> None:

@@ -1,31 +1,39 @@
 """`mpipar schedule`: make, prove, time and draw a pipeline schedule; no MPI, one process."""
 
-import argparse
 import json
 import re
 import sys
+from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
 from mpipar.commands import explore
+from mpipar.commands.command import Command, Context
+from mpipar.config.setting import positional, setting, switch
 from mpipar.console import output
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
 from mpipar.files.text import brief, counted, shown
 from mpipar.pipeline import csv_format, draw
-from mpipar.pipeline.closed_form import ClosedForm, closed_form
 from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.draw import svg
+from mpipar.pipeline.forms import ClosedForm
 from mpipar.pipeline.instructions import Schedule
-from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule, schedule_problems
+from mpipar.pipeline.schedules.catalog import (
+    FAMILIES,
+    SCHEDULES,
+    closed_form,
+    make_schedule,
+    schedule_problems,
+)
 from mpipar.pipeline.simulate import Timeline, simulate
-from mpipar.pipeline.svg import svg
 
 # What a number of --costs may look like. A larger exponent would make a number of endless digits.
 COST = re.compile(r"[+-]?(\d{1,9}/\d{1,9}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?)", re.ASCII)
 MOST_COMPARED = 1 << 13  # microbatches times workers: each of the schedules is made and simulated
 STDOUT = "-"  # a file of this name is standard output
-EPILOG = """\
+EXAMPLES = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
 backward; I and W are its halves, input gradient and weight gradient. Costs are those of one stage.
 With --compare they are those of one worker's layers, which v stages per worker share equally.
@@ -38,69 +46,75 @@ examples:
 """
 
 
-def add_parser(subparsers) -> None:
-    """Register the sub-command."""
-    parser = subparsers.add_parser(
-        "schedule", help="show, prove and time a pipeline schedule; needs no MPI",
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help=", ".join(SCHEDULES))
-    add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
-    add("--num-microbatches", type=int, default=8, metavar="M", help="per step (default 8)")
-    add("--chunks", type=int, metavar="V",
-        help="stages per worker, on looped schedules (default 2)")
-    add("--group-size", type=int, metavar="G",
-        help="microbatches that pass a chunk before the next chunk, on interleaved schedules")
-    add("--costs", metavar="F,I,W[,FB]",
-        help="time of forward, input gradient, weight gradient and, if it is less than the sum, "
-             "of an overlapped forward and backward (default 1,1,1)")
-    add("--latency", metavar="C", help="time of a message between workers (default 0)")
-    add("--symbols", action="store_true", help="print F_k and B_k in time order, not the grid")
-    add("--compare", action="store_true", help="table all schedules for these counts")
-    add("--svg", metavar="FILE", help="draw into an SVG file")
-    add("--json", action="store_true", help="print everything as JSON and nothing else")
-    add("--csv", metavar="FILE", help="write in the format of torch.distributed.pipelining;"
-        " with - print that and nothing else")
-    add("--csv-format", choices=csv_format.FORMATS, default="compute_only",
-        help="passes only, or also sends and receives (default compute_only)")
-    add("--from-csv", metavar="FILE", help="read, prove and draw a schedule from such a file")
-    add("--html", metavar="FILE", help="write the schedule explorer, a page for the browser: choose"
-        " and compare schedules, drag passes, and see what breaks; print nothing else")
-    add("--from-run", metavar="RUN", help="with --html: schedule and costs of a run of mpipar train"
-        " --trace, and what it measured")
+@dataclass(frozen=True)
+class Arguments:
+    """A schedule, or where it comes from; costs; what is printed and written."""
+
+    name: str | None = positional("NAME", ", ".join(SCHEDULES), default=None)
+    pp: int = setting(4, "pipeline ranks", metavar="P")
+    num_microbatches: int = setting(8, "per step", metavar="M")
+    chunks: int | None = setting(
+        None, "stages per worker, on looped schedules (default 2)", metavar="V")
+    group_size: int | None = setting(
+        None, "microbatches that pass a chunk before the next chunk, on interleaved schedules",
+        metavar="G")
+    costs: str | None = setting(
+        None, "time of forward, input gradient, weight gradient and, if it is less than the sum, of"
+        " an overlapped forward and backward (default 1,1,1)", metavar="F,I,W[,FB]")
+    latency: str | None = setting(
+        None, "time of a message between workers (default 0)", metavar="C")
+    symbols: bool = switch("print F_k and B_k in time order, not the grid")
+    compare: bool = switch("table all schedules for these counts")
+    svg: str | None = setting(None, "draw into an SVG file", metavar="FILE")
+    json: bool = switch("print everything as JSON and nothing else")
+    csv: str | None = setting(
+        None, "write in the format of torch.distributed.pipelining; with - print that and nothing"
+        " else", metavar="FILE")
+    csv_format: str = setting("compute_only", "passes only, or also sends and receives",
+                              choices=csv_format.FORMATS)
+    from_csv: str | None = setting(
+        None, "read, prove and draw a schedule from such a file", metavar="FILE")
+    html: str | None = setting(
+        None, "write the schedule explorer, a page for the browser: choose and compare schedules,"
+        " drag passes, and see what breaks; print nothing else", metavar="FILE")
+    from_run: str | None = setting(
+        None, "with --html: schedule and costs of a run of mpipar train --trace, and what it"
+        " measured", metavar="RUN")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; return the exit code. Raises UserError with all mistakes at once."""
-    problems = []
-    costs = None
+def problems(args: Arguments) -> list[UsageError]:
+    """Everything that is wrong between the arguments."""
+    found = []
     try:
-        costs = parse_costs("1,1,1" if args.costs is None else args.costs,
-                            "0" if args.latency is None else args.latency)
+        costs_of(args)
     except UserError as error:
-        problems += error.problems
+        found += error.problems
     if args.html is not None:
-        problems += page_problems(args)
+        found += page_problems(args)
     elif args.from_run is not None:
-        problems.append("--from-run fills the explorer: add --html FILE")
+        found.append("--from-run fills the explorer: add --html FILE")
     elif args.from_csv is not None:
-        problems += unread(args, "--from-csv brings its own schedule", "NAME", "--compare",
-                           "--chunks", "--group-size")
+        found += unread(args, "--from-csv brings its own schedule", "NAME", "--compare",
+                        "--chunks", "--group-size")
     elif args.compare:
-        problems += unread(args, "--compare prints one table of all schedules", "NAME",
-                           "--group-size", "--symbols", "--svg", "--json", "--csv")
+        found += unread(args, "--compare prints one table of all schedules", "NAME",
+                        "--group-size", "--symbols", "--svg", "--json", "--csv")
         if args.pp * args.num_microbatches > MOST_COMPARED and min(
                 args.pp, args.num_microbatches) > 0:
-            problems.append(f"--compare makes every schedule: --pp times --num-microbatches is"
-                            f" {brief(str(args.pp * args.num_microbatches))}, and must be at most"
-                            f" {MOST_COMPARED:,}")
+            found.append(f"--compare makes every schedule: --pp times --num-microbatches is"
+                         f" {brief(str(args.pp * args.num_microbatches))}, and must be at most"
+                         f" {MOST_COMPARED:,}")
     else:
-        problems += name_problems(args)
+        found += name_problems(args)
     if args.json and args.csv == STDOUT:
-        problems.append("--json and --csv - both print; name a file for --csv, or leave --json out")
-    if problems:
-        raise UsageError(problems)
+        found.append("--json and --csv - both print; name a file for --csv, or leave --json out")
+    return [UsageError(found)] if found else []
+
+
+def run(context: Context) -> int:
+    """Run the sub-command; return the exit code."""
+    args = context.args
+    costs = costs_of(args)
     if args.html is not None:
         explore.write_page(args, costs)
         return EXIT_OK
@@ -117,7 +131,13 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def page_problems(args: argparse.Namespace) -> list[str]:
+def costs_of(args: Arguments) -> Costs:
+    """The exact costs of --costs and --latency. Raises UsageError."""
+    return parse_costs("1,1,1" if args.costs is None else args.costs,
+                       "0" if args.latency is None else args.latency)
+
+
+def page_problems(args: Arguments) -> list[str]:
     """What is wrong with the flags beside --html."""
     found = unread(args, "--html writes one page and nothing else", "--compare", "--symbols",
                    "--svg", "--json", "--csv")
@@ -131,14 +151,14 @@ def page_problems(args: argparse.Namespace) -> list[str]:
                                      args.chunks, args.group_size)
 
 
-def unread(args: argparse.Namespace, why: str, *words: str) -> list[str]:
+def unread(args: Arguments, why: str, *words: str) -> list[str]:
     """The one problem of those flags in `words` that the user gave but the command would ignore."""
     values = {word: getattr(args, word.lower().lstrip("-").replace("-", "_")) for word in words}
     given = [word for word, value in values.items() if value is not None and value is not False]
     return [f"{why}: leave {' and '.join(given)} out"] if given else []
 
 
-def name_problems(args: argparse.Namespace) -> list[str]:
+def name_problems(args: Arguments) -> list[str]:
     """What is wrong with the name and the counts."""
     if args.name is None:
         names = ", ".join(SCHEDULES)
@@ -173,10 +193,10 @@ def parse_costs(text: str, latency: str) -> Costs:
     return Costs(f, i, w, share, hop)
 
 
-def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
+def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
     """Print the schedule, and write the requested files."""
     timeline = simulate(schedule, costs)
-    form = None if args.group_size else closed_form(schedule, costs)
+    form = None if args.group_size or args.from_csv else closed_form(schedule, costs)
     if args.svg:
         output.write_text(Path(args.svg), svg(timeline, title(schedule)))
     if args.csv == STDOUT:
@@ -195,7 +215,7 @@ def show(args: argparse.Namespace, schedule: Schedule, costs: Costs) -> None:
     for path in (args.svg, args.csv):
         if path:
             print(f"wrote {path}")
-    if args.csv and schedule.placement == "mirror":
+    if args.csv and len(schedule.homes) > 1:
         print("its form is mpipar's own: torch.distributed.pipelining has one copy of each stage")
 
 
@@ -272,7 +292,7 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
     notes = []
     slowest = None
     for name in SCHEDULES:
-        own = chunks if FAMILIES[name].placement == "looped" else None
+        own = chunks if FAMILIES[name].looped else None
         found = schedule_problems(name, p, m, own)
         if found:
             notes += found
@@ -311,3 +331,7 @@ def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
             [[str(span.instr), span.start, span.end] for span in spans] for spans in timeline.spans
         ],
     }
+
+
+COMMAND = Command(run, "NAME [flags] | mpipar schedule --compare [flags]", Arguments,
+                  examples=EXAMPLES, problems=problems)

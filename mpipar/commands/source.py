@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 from mpipar.checkpoint.formats import is_step
 from mpipar.checkpoint.manifest import NAME, committed_steps
 from mpipar.checkpoint.weight_files import weight_paths
-from mpipar.commands.run_folder import CHECKPOINTS
-from mpipar.data.fingerprint import EDGE
+from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS
 from mpipar.errors import DataError
-from mpipar.files.bounded import open_regular, problems_as
-
-WEIGHTS = "weights"  # the folder in a run folder
+from mpipar.files.bounded import problems_as
 
 
 def find_source(path: str, where: str) -> str:
@@ -26,7 +22,7 @@ def find_source(path: str, where: str) -> str:
     folder = Path(path)
     if is_step(folder):
         return path
-    options = [folder / WEIGHTS, folder]
+    options = [own_weights(folder), folder]
     found = next((one for one in options if os.path.exists(one / "config.json")), None)
     steps = committed_steps(folder / CHECKPOINTS)
     if found is None and not steps:
@@ -41,20 +37,31 @@ def find_source(path: str, where: str) -> str:
 
 def companions_of(folder: str) -> Path:
     """The folder in which the tokenizer of these weights or of this checkpoint lies."""
-    return Path(folder).parent.parent / WEIGHTS if is_step(folder) else Path(folder)
+    return own_weights(Path(folder).parent.parent) if is_step(folder) else Path(folder)
 
 
-def source_facts(folder: str | None) -> dict[str, str]:
-    """What ranks compare of the files that they start from: their sizes and their two ends."""
-    if folder is None:
-        return {}
-    paths = [Path(folder) / NAME] if is_step(folder) else weight_paths(Path(folder), folder)
-    sizes, digest = 0, hashlib.sha256()
-    for path in paths:
-        with problems_as(DataError, str(path)), open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(file.read(EDGE))
-            file.seek(max(0, size - EDGE))
-            digest.update(file.read(EDGE))
-            sizes += size
-    return {"weights": f"{sizes} bytes, {digest.hexdigest()}"}
+def own_weights(run_folder: Path) -> Path:
+    """The folder of weights in a run folder; DataError if it, or a file in it, is a link.
+
+    Other folders of weights may hold links, as those in Hugging Face's cache do.
+    """
+    folder = run_folder / WEIGHTS
+    inside = ()
+    if os.path.isdir(folder) and not os.path.islink(folder):
+        with problems_as(DataError, str(folder)):
+            inside = [*folder.iterdir()]
+    for path in (folder, *inside):
+        if os.path.islink(path):
+            raise DataError(f"{path}: is a symbolic link, and the weights of a run lie in its own"
+                            " folder; put what it leads to in its place, or give its target")
+    return folder
+
+
+def source_files(folder: str) -> list[Path]:
+    """The files that decide what weights these are. Of a checkpoint it is the manifest.
+
+    It holds the digests of all others, which who loads a file compares with its bytes.
+    """
+    if is_step(folder):
+        return [Path(folder) / NAME]
+    return [Path(folder) / "config.json", *weight_paths(Path(folder), folder)]

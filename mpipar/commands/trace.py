@@ -1,11 +1,12 @@
 """`mpipar trace RUN`: who waited for whom, where in the source, how long; without MPI."""
 
-from __future__ import annotations
-
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.comm.record import family
+from mpipar.commands.command import Command, Context
+from mpipar.config.setting import positional, setting
 from mpipar.console.bubble import bubble_table
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
@@ -18,25 +19,30 @@ WIDTH = 100  # characters of a line of text
 MOST = 12  # rows of a table of causes, barriers or call sites
 
 
-def add_arguments(parser) -> None:
-    """Add the run folder and the two files that can be written."""
-    parser.add_argument("run_folder", metavar="RUN", help="run folder of mpipar train --trace")
-    parser.add_argument("--perfetto", metavar="FILE",
-                        help="write Chrome JSON for ui.perfetto.dev to this file,"
-                        " and print no tables")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page to this file,"
-                        " and print no tables")
+@dataclass(frozen=True)
+class Arguments:
+    """The run folder, and the two files that can be written."""
+
+    run_folder: str = positional("RUN", "run folder of mpipar train --trace")
+    perfetto: str | None = setting(None, "write Chrome JSON for ui.perfetto.dev to this file, and"
+                                   " print no tables", metavar="FILE")
+    html: str | None = setting(None, "write one self-contained page to this file, and print no"
+                               " tables", metavar="FILE")
 
 
-def run(args) -> int:
+def problems(args: Arguments) -> list[UsageError]:
+    """What is wrong if both files are the same."""
+    same = None not in (args.html, args.perfetto) and (
+        Path(args.html).resolve() == Path(args.perfetto).resolve())
+    return [UsageError(f"--html and --perfetto both name {args.html}: give two files")] * same
+
+
+def run(context: Context) -> int:
     """Print the tables of a traced run, or write the requested files and print a line for each.
 
-    Raises UsageError if both are the same file, DataError if there is no trace, OutputError if a
-    file cannot be written.
+    Raises DataError if there is no trace, OutputError if a file cannot be written.
     """
-    if None not in (args.html, args.perfetto) and (
-            Path(args.html).resolve() == Path(args.perfetto).resolve()):
-        raise UsageError(f"--html and --perfetto both name {args.html}: give two files")
+    args = context.args
     trace = trace_file.read(args.run_folder)
     with trace_file.contradictions_are_data_errors(args.run_folder):
         return show(args, trace)
@@ -135,3 +141,6 @@ def wait_table(title: str, sums: dict, steps: int) -> str:
                      f"{entry.transfer_ns * 1e-6 / steps:.2f}",
                      f"{entry.longest_wait_ns * 1e-6:.2f}", late))
     return table(rows)
+
+
+COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments, problems=problems)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpipar.commands.inputs import prepare
+from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.config.grid import AUTO
-from mpipar.console.tables import layout_text, table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.files.text import counted
-from mpipar.train import verify
 
 
-def run(session, reading) -> int:
+def run(context: Context) -> int:
     """Print the largest difference of every tensor; return 0 if all are small, else 1.
 
     dtype and optimizer are float64 and plain SGD, whatever the flags say. float32 would hide a
     small error in rounding, and Adam a wrong scale.
-    Comm: one training step and two streams of tensors to world rank 0.
+    Comm: that of `compare_inputs`; one training step and two streams of tensors to world rank 0.
     """
+    from mpipar.commands.compared import compare_inputs
+    from mpipar.commands.inputs import prepare
+    from mpipar.console.tables import layout_text, table
+    from mpipar.train import verify
+
+    session, reading = context.session, context.reading
     world = session.start()
     inputs = session.agree(lambda: prepare(exact(reading), world.size, session.host_rank,
                                            [(schedule_problems, UsageError)]))
+    compare_inputs(session, inputs)
     grid = inputs.config.grid
     found = verify.compare_with_one_rank(inputs.config, inputs.train_part, world,
                            host_rank=session.host_rank)
@@ -59,3 +64,6 @@ def exact(reading):
                                          loss_scale_interval=None, gemm="blas", tf32=False),
                      train=replace(config.train, optimizer="sgd"))
     return replace(reading, config=config)
+
+
+COMMAND = Command(run, fields=OF_A_STEP - {"clip", "memory_limit"}, needs_mpi=True)

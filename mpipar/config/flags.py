@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import types
+from dataclasses import MISSING
 
 from mpipar.config.model import FAMILIES, ModelConfig
 from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
@@ -15,6 +16,7 @@ from mpipar.job.environment import read_launcher
 
 MANY = 28  # flags; a command with more of them shows the usual ones
 MOST_CHOICES = 8  # that stand behind a flag
+FORMS = {int: "N", float: "X", str: "TEXT"}  # of a value, in a help
 USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the others too
     ("input and output", "", ("preset", "config", "data", "out", "resume")),
     ("layout", "dp x pp x cp x tp = number of ranks", ("layout", "dp", "pp", "cp", "tp")),
@@ -27,7 +29,7 @@ MORE = {  # flags that are not fields
     "layout": {"default": argparse.SUPPRESS, "metavar": "dp=2,pp=2,tp=2",
                "help": "short for --dp 2 --pp 2 --tp 2"},
     "config": {"metavar": "FILE.toml", "help": "read these keys first; flags override them"},
-    "print_config": {"action": "store_true",
+    "print_config": {"action": "store_true", "default": argparse.SUPPRESS,
                      "help": "print the resulting configuration as TOML and stop"},
 }
 
@@ -101,13 +103,21 @@ def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=Tr
 def _add_flag(group, name: str, **more) -> None:
     if name in MORE:
         group.add_argument(flag(name), **MORE[name] | more)
-        return
-    field = FIELDS[name]
+    else:
+        add_field(group, FIELDS[name], **more)
+
+
+def add_field(group, field: dataclasses.Field, **more) -> None:
+    """Add the argument of a field; its value stays text. more: options in place of its own."""
     base, is_tuple = kind(field)
     legal, text = field.metadata, field.metadata["help"]
-    options = {"dest": field.name, "default": argparse.SUPPRESS}
-    if base is bool:
-        options["action"] = argparse.BooleanOptionalAction
+    options = {"default": argparse.SUPPRESS, "metavar": legal["metavar"]}
+    if legal["is_switch"]:
+        options = {"action": "store_true", "default": argparse.SUPPRESS}
+    elif base is bool:
+        options = {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
+    elif legal["is_positional"]:
+        options["nargs"] = "*" if is_tuple else None if field.default is MISSING else "?"
     elif is_tuple:
         options["metavar"] = EXAMPLES[field.name]
         if base is str:
@@ -117,14 +127,27 @@ def _add_flag(group, name: str, **more) -> None:
         text += ": " + ", ".join(legal["choices"])
     elif legal["choices"]:
         options["metavar"] = "{" + ",".join(map(str, legal["choices"])) + "}"
-    elif legal["in_bytes"]:
-        options["metavar"] = "SIZE"
-    else:
-        options["metavar"] = {int: "N", float: "X", str: "TEXT"}[base]
-    if field.default not in (None, (), "") and "default" not in text:
+    elif legal["metavar"] is None:
+        options["metavar"] = "SIZE" if legal["in_bytes"] else FORMS[base]
+    if field.default not in (None, (), "", MISSING) and not legal["is_switch"] and (
+            "default" not in text):
         shown = {True: "on", False: "off"}.get(field.default) if base is bool else field.default
         text += f" (default {shown!s})"
-    group.add_argument(flag(name), **{"help": text.replace("%", "%%"), **options, **more})
+    if not legal["is_positional"]:
+        options |= {"dest": field.name, "required": field.default is MISSING}
+    group.add_argument(field.name if legal["is_positional"] else flag(field.name), **{
+        "help": text.replace("%", "%%"), **options, **more})
+
+
+def parsed(parser: argparse.ArgumentParser, words: list[str],
+           is_free: bool = False) -> tuple[dict[str, object], list[str]]:
+    """({field: text} of what was typed, problems of what the parser does not know).
+
+    is_free: whether arguments without a flag may stand before, between and behind the flags.
+    """
+    parse = parser.parse_known_intermixed_args if is_free else parser.parse_known_args
+    typed, extras = parse(join_negative(parser, words))
+    return vars(typed), unknown_flags(parser, extras)
 
 
 def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:

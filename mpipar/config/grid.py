@@ -1,5 +1,6 @@
 """The ranks, and the order of work in the pipeline."""
 
+import math
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
@@ -42,18 +43,7 @@ class GridConfig:
         None, "microbatches per step and dp copy; more = smaller pipeline bubble", low=1,
         high=2**16)
 
-
-def grid_problems(grid: GridConfig, layers: int, bad: set[str]) -> list[str]:
-    """What is wrong between the fields of a grid and the number of blocks.
-
-    A relation with a field in `bad` is not judged.
-    """
-    found = []
-    if sorted(grid.rank_order.split(",")) != sorted(AXES):
-        found.append(f"--rank-order {grid.rank_order}: must name each of {', '.join(AXES)} once, "
-                     f"as in --rank-order {','.join(AXES)}")
-    total = sum(grid.stage_layers or (layers,))
-    if not bad & {"stage_layers", "layers"} and total != layers:
-        found.append(f"--stage-layers {','.join(map(str, grid.stage_layers))}: the sum is "
-                     f"{total}, but --layers is {layers}")
-    return found
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the axes; one that is still to be chosen counts once."""
+        return math.prod(getattr(self, axis) or 1 for axis in AXES)

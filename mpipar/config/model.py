@@ -6,13 +6,14 @@ choices, such as `norm`. A field that only one value of a choice uses names that
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from mpipar.config.arch import ARCHS
-from mpipar.config.layout import divisors, listing
 from mpipar.config.setting import setting
 
 OF_ROPE = ("positions", "rope")
 SCALING = "8,1,4,8192"  # of rotations, in Llama 3.1
+CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not the model's shape
 
 
 def family(name: str):
@@ -37,7 +38,22 @@ class ModelConfig:
         "all-gather after each; reduce = both by input, an all-reduce after each",
         choices=("pair", "gather", "reduce"))
 
-    def completed(self) -> "ModelConfig":
+    @property
+    def whole_heads(self) -> int:
+        """Attention heads, which tp must divide; 0 where there are none."""
+        return 0
+
+    @property
+    def whole_kv_heads(self) -> int:
+        """Heads of keys and values: tp divides them, or they divide tp; 0 where there are none."""
+        return 0
+
+    @property
+    def targets_per_row(self) -> int:
+        """Classes that are predicted for a row of data, such as that of an image."""
+        return 1
+
+    def completed(self) -> Self:
         """The same with every None replaced by what it stands for."""
         return replace(self, ffn=self.ffn or 4 * self.width)
 
@@ -96,12 +112,10 @@ class DecoderConfig(ModelConfig):
 
     @property
     def whole_heads(self) -> int:
-        """Attention heads, which tp must divide."""
         return self.heads
 
     @property
     def whole_kv_heads(self) -> int:
-        """Heads of keys and values: tp divides them, or they divide tp."""
         return self.kv_heads or self.heads
 
     @property
@@ -111,10 +125,14 @@ class DecoderConfig(ModelConfig):
 
     @property
     def targets_per_row(self) -> int:
-        """Classes that are predicted for a row of data: the next token at each of T places."""
+        """The next token at each of T places."""
         return self.seq_len
 
-    def completed(self) -> "DecoderConfig":
+    def block_kind(self, index: int) -> str:
+        """The row of the model's BLOCKS for the block of this index: one for all."""
+        return "dense"
+
+    def completed(self) -> Self:
         """The same with every None replaced by what it stands for."""
         ffn = -(-8 * self.width // 96) * 32 if self.activation == "swiglu" else 4 * self.width
         positions = self.max_positions
@@ -124,56 +142,6 @@ class DecoderConfig(ModelConfig):
         return replace(self, ffn=self.ffn or ffn, kv_heads=self.whole_kv_heads,
                        head_dim=self.head_dim or self.d_model // self.heads,
                        max_positions=positions)
-
-    def shape_problems(self, bad: set[str]) -> list[str]:
-        """What is wrong between fields; a relation with one in `bad` is not judged."""
-        found = [] if bad & {"d_model", "heads", "kv_heads", "head_dim"} else self._head_problems()
-        found += self._arch_problems()
-        if self.rope_scaling and "rope_scaling" not in bad and not (
-                len(self.rope_scaling) == 4 and self.rope_scaling[1] < self.rope_scaling[2]):
-            found.append(f"--rope-scaling {','.join(f'{one:g}' for one in self.rope_scaling)}: must"
-                         f" be factor,low,high,length with low < high, as in {SCALING}")
-        if not bad & {"seq_len", "max_positions"} and self.seq_len > (
-                self.max_positions or self.seq_len):
-            found.append(f"--seq-len {self.seq_len}: is above --max-positions"
-                         f" {self.max_positions}; use {self.max_positions} or less")
-        if self.tp_matmul == "ring" and not self.sequence_parallel:
-            found.append("--tp-matmul ring: cuts the barriers of --sequence-parallel in pieces; add"
-                         " --sequence-parallel, or leave it out")
-        if self.ffn_cut != "pair" and self.sequence_parallel and "ffn_cut" not in bad:
-            found.append(f"--ffn-cut {self.ffn_cut}: keeps all tokens on every rank, which "
-                         "--sequence-parallel does not; give one of them")
-        return found
-
-    def _head_problems(self) -> list[str]:
-        """What is wrong between heads and widths."""
-        found, width = [], self.head_dim or self.d_model // self.heads
-        if self.head_dim is None and self.d_model % self.heads:
-            legal = listing(divisors(self.d_model), self.heads)
-            found.append(f"--heads {self.heads}: must divide --d-model {self.d_model}; use {legal},"
-                         " or give --head-dim")
-        elif self.positions == "rope" and width % 2:
-            found.append(f"--positions rope: rotates pairs of a head's numbers, and a head has"
-                         f" {width}; use --head-dim {width + 1}")
-        if self.heads % self.whole_kv_heads:
-            found.append(f"--kv-heads {self.kv_heads}: must divide --heads {self.heads}; use"
-                         f" {listing(divisors(self.heads), self.kv_heads)}")
-        return found
-
-    def _arch_problems(self) -> list[str]:
-        """What the weights of GPT-2 cannot hold, and what SwiGLU cannot be cut by."""
-        found = []
-        if self.arch == "gpt2" and self.whole_kv_heads != self.heads:
-            found.append(f"--kv-heads {self.kv_heads}: --arch gpt2 has queries, keys and values in"
-                         " one matrix of equal parts; use --arch llama, or leave it out")
-        if self.activation == "swiglu":
-            if self.arch == "gpt2":
-                found.append("--activation swiglu: --arch gpt2 has no matrix for a gate; use --arch"
-                             " llama, or leave it out")
-            if self.ffn_cut != "pair":
-                found.append(f"--ffn-cut {self.ffn_cut}: cuts single products, and swiglu widens by"
-                             " two at once; leave it out")
-        return found
 
 
 @dataclass(frozen=True)
@@ -193,30 +161,9 @@ class ConvnetConfig(ModelConfig):
         """Channels of the stream between blocks."""
         return self.channels
 
-    @property
-    def whole_heads(self) -> int:
-        """There are no attention heads: tp may be anything."""
-        return 0
-
-    whole_kv_heads = whole_heads
-
-    @property
-    def targets_per_row(self) -> int:
-        """Classes that are predicted for a row of data: that of the image."""
-        return 1
-
-    def shape_problems(self, bad: set[str]) -> list[str]:
-        """What is wrong with the images; the pooling behind the stem needs 2 x 2 places."""
-        if bad & {"image_shape", "stem_stride"}:
-            return []
-        shape = ",".join(map(str, self.image_shape))
-        if len(self.image_shape) != 3:
-            return [f"--image-shape {shape}: must be height,width,channels, as in 8,8,1"]
-        least = self.stem_stride + 1
-        if min(self.image_shape[:2]) < least:
-            return [(f"--image-shape {shape}: with --stem-stride {self.stem_stride} height and"
-                     f" width must be at least {least}, for the pooling after it")]
-        return []
+    def block_kind(self, index: int) -> str:
+        """The row of the model's BLOCKS for the block of this index: one for all."""
+        return "pair"
 
 
 FAMILIES = {"decoder": DecoderConfig, "convnet": ConvnetConfig}

@@ -43,12 +43,3 @@ PRESETS = {
 }
 
 OF_MODEL = {"decoder": "tiny", "convnet": "digits"}  # without --preset
-
-
-def preset_problems(preset: str, model: str) -> list[str]:
-    """What is wrong with a preset for a model; both are known names."""
-    made_for = PRESETS[preset].get("model", "decoder")
-    if made_for == model:
-        return []
-    return [(f"--preset {preset}: is a {made_for}, but --model is {model}; use --preset"
-             f" {OF_MODEL[model]}, or leave one of them out")]

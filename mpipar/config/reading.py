@@ -5,17 +5,16 @@ collected. A field whose text could not be read keeps its default and is named i
 later checks do not judge it.
 """
 
-import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES
 from mpipar.config.grid import AUTO
 from mpipar.config.sections import FIELDS, Config, build, not_taken, settings
-from mpipar.config.setting import flag, kind
+from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.words import COUNTERPARTS, EXAMPLES, unknown_word
 from mpipar.errors import UsageError
@@ -33,7 +32,8 @@ class Reading:
     given: the fields that the user named, with their values.
     bad: fields that the user named, but whose text could not be read.
     unread: those of the problems that say what could not be read. chooses_layout: whether the axes
-    that are not named are to be chosen by their predicted step (--layout auto).
+    that are not named are to be chosen by their predicted step (--layout auto). prints: whether
+    the configuration is only to be printed.
     """
 
     config: Config
@@ -42,21 +42,19 @@ class Reading:
     bad: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()
     chooses_layout: bool = False
+    prints: bool = False
 
 
-def read(namespace: argparse.Namespace, problems: list[str] | None = None,
+def read(typed: Mapping[str, object], problems: Iterable[str] = (),
          may_choose: bool = False) -> Reading:
     """The unresolved Config that --config and the flags make up. It raises nothing.
 
-    problems: those found before (unknown flags); they stand first. may_choose: whether the command
-    takes --layout auto.
+    typed: the text of each flag that was given, by field. problems: those found before (unknown
+    flags); they stand first. may_choose: whether the command takes --layout auto.
     """
-    problems, bad = list(problems or []), set()
-    from_file = {}
-    if getattr(namespace, "config", None):
-        from_file = _read_file(namespace.config, problems)
-    given = {name: value for name, value in vars(namespace).items()
-             if name in FIELDS or name == "layout"}
+    problems, bad, path = list(problems), set(), typed.get("config")
+    from_file = _read_file(str(path), problems) if path else {}
+    given = {name: value for name, value in typed.items() if name in FIELDS or name == "layout"}
     values, chooses = {}, False
     for source, is_text in ((from_file, False), (given, True)):
         if "layout" in source:
@@ -68,13 +66,38 @@ def read(namespace: argparse.Namespace, problems: list[str] | None = None,
             try:
                 values[name] = _value(FIELDS[name], raw, is_text)
             except ValueError as error:
-                typed = brief(str(raw)) if is_text else f"= {shown(raw)} in {namespace.config}"
-                problems.append(f"{flag(name)} {typed}: {error}")
+                where = brief(str(raw)) if is_text else f"= {shown(raw)} in {path}"
+                problems.append(f"{flag(name)} {where}: {error}")
                 bad.add(name)
     if chooses and not may_choose:
         problems.append("--layout auto: only mpipar train chooses; name the axes, as in --layout"
                         " dp=2,pp=2")
-    return over({}, Reading(None, (), values, frozenset(bad), tuple(problems), chooses))
+    return over({}, Reading(None, (), values, frozenset(bad), tuple(problems), chooses,
+                            "print_config" in typed))
+
+
+def read_arguments(form: type, typed: Mapping[str, object], problems: list[str]):
+    """A command's own arguments: an instance of the dataclass `form`.
+
+    typed: as in `read`. What is wrong joins `problems`, and such an argument has its default. One
+    without a default keeps a value that is out of bounds; None if it cannot be read at all.
+    """
+    values, fields = {}, {field.name: field for field in dataclasses.fields(form)}
+    for name, field in fields.items():
+        if name not in typed:
+            continue
+        try:
+            values[name] = _value(field, typed[name], True)
+            problem = field_problem(field, values[name])
+        except ValueError as error:
+            what = argument(name, field.metadata)
+            problem = f"{what} {brief(str(typed[name]))}: {error}"
+        if problem:
+            problems.append(problem)
+            if field.default is not dataclasses.MISSING:
+                values.pop(name, None)
+    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    return form(**values) if needed <= values.keys() else None
 
 
 def over(saved: Mapping[str, object], reading: Reading) -> Reading:

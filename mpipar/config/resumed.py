@@ -1,4 +1,4 @@
-"""The settings of a run that goes on: those of its checkpoint, below what the user names again."""
+"""The settings of a run that goes on: those that it had, below what the user names again."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from mpipar.comm.grid import AXES
 from mpipar.config.grid import AUTO
-from mpipar.config.model import FAMILIES
+from mpipar.config.model import CUTS, FAMILIES
 from mpipar.config.reading import Reading, over
 from mpipar.config.setting import flag
 
@@ -14,10 +14,8 @@ from mpipar.config.setting import flag
 FIXED = ("preset", "dtype", "seed", "loss_scale", "loss_scale_interval", "batch_size", "optimizer",
          "lr", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps", "weight_decay",
          "beta1", "beta2", "eps", "clip")
-# How a layer is cut, which any run may choose anew.
-CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}
 # What belongs to one start of the program, not to the run.
-OF_A_START = ("resume", "out", "run_name", "init_from", "trace", "trace_ops", "progress")
+OF_A_START = ("resume", "out", "run_name", "trace", "trace_ops", "progress")
 # What is chosen together: who names one of them chooses all of them anew.
 ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 
@@ -25,9 +23,9 @@ ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
     """The Reading of a run that goes on on this many ranks.
 
-    saved: the values of the checkpoint's config.toml. A layout that the user names is chosen anew,
-    and so is one that does not fit the number of ranks. Stages and groups depend on it. What was
-    chosen (auto) stays.
+    saved: the values of the run's config.toml. A layout that the user names is chosen anew, and so
+    is one that does not fit the number of ranks. Stages and groups depend on it. What was chosen
+    (auto) stays.
     """
     given = {name: value for name, value in reading.given.items()
              if (name, value) != ("schedule", AUTO)}

@@ -1,5 +1,6 @@
 """Input, output and the machine."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
 
 OF_TEXT = ("model", "decoder")
+OF_GPU = ("device", "cuda")
+OF_FLOAT16 = ("dtype", "float16")
 RUNS = Path("runs")  # parent of the folders that --out does not name
 NEVER, AUTO = "never", "auto"  # of --resume
 
@@ -27,16 +30,19 @@ class RunConfig:
     dtype: str = setting("float32", "type of weights and activations; sums are float32 or wider",
                          choices=("float32", "float64", "bfloat16", "float16"))
     loss_scale: float | None = setting(
-        None, "float16: first factor on the loss (default 65536)", above=0, below=2.0**127)
+        None, "float16: first factor on the loss (default 65536)", above=0, below=2.0**127,
+        only=OF_FLOAT16)
     loss_scale_interval: int | None = setting(
-        None, "float16: good steps until the factor doubles (default 2000)", low=1)
+        None, "float16: good steps until the factor doubles (default 2000)", low=1, only=OF_FLOAT16)
     kernels: str | None = setting(None, "what runs between products (default: numpy; GPU: fused)",
                                   choices=("numpy", "numba", "fused", "plain"))
-    gemm: str = setting("blas", "GPU: what multiplies", choices=("blas", "tile", "cuda-tile"))
-    tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa")
+    gemm: str = setting("blas", "GPU: what multiplies", choices=("blas", "tile", "cuda-tile"),
+                        only=OF_GPU)
+    tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with 10 bits of mantissa",
+                         only=OF_GPU)
     blas_arch: str | None = setting(
-        None, "CPU: architecture whose loops OpenBLAS runs, such as SkylakeX (default: the variable"
-        " OPENBLAS_CORETYPE, or else a short trial)")
+        None, "CPU: architecture whose kernels OpenBLAS runs, such as SkylakeX (default: the"
+        " variable OPENBLAS_CORETYPE, or else by the processor's vector units)")
     seed: int = setting(0, "fixes weights and order of rows, for every layout", low=0, below=2**63)
     init_from: str | None = setting(
         None, "weights to start from, which fix the shape: of a run, a folder, or a checkpoint")
@@ -102,20 +108,8 @@ def named_folder(run: RunConfig) -> Path | None:
     return RUNS / run.run_name if run.run_name is not None else None
 
 
-def run_problems(run: RunConfig) -> list[str]:
-    """What is wrong with the name of the run folder, or between it and --resume."""
-    found = []
-    if run.run_name is not None and (run.run_name in ("", ".", "..") or "/" in run.run_name):
-        found.append(f"--run-name {run.run_name!r}: must be a plain name; it goes into runs/, "
-                     "and --out takes any other folder")
-    if run.run_name is not None and run.out is not None:
-        found.append(f"--run-name {run.run_name} and --out {run.out}: give one of them")
-    if run.resume == AUTO and run.run_name is None and run.out is None:
-        found.append("--resume auto: goes on in a folder that has a name; add --out or --run-name")
-    if run.sample_interval and not run.sample_tokens:
-        found.append(f"--sample-interval {run.sample_interval}: --sample-tokens 0 generates"
-                     " nothing; give one of them")
-    if run.resume != NEVER and run.init_from is not None:
-        found.append(f"--init-from {run.init_from}: --resume {run.resume} brings the weights and"
-                     " more; give one of them")
-    return found
+def trace_steps(text: str | None) -> tuple[int, int] | None:
+    """(first, last) of --trace FIRST:LAST or --trace STEP; None for any other text."""
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text or "")
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    return (first, last) if 1 <= first <= last else None

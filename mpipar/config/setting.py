@@ -4,26 +4,48 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Mapping
+from dataclasses import MISSING
 
 from mpipar.errors import suggestion
 from mpipar.files import text
 
 
 def setting(default, what, *, low=None, above=None, below=None, high=None, choices=None,
-            in_bytes=False, only=None):
+            in_bytes=False, only=None, metavar=None, rare=False):
     """A field: help, low <= value <= high, above < value < below; in_bytes: 64K is a value too.
 
-    only: (field, value, ...) of the choice that the field belongs to. With another value of the
-    choice than these, the field means nothing, is not written, and is refused if given.
+    default: MISSING for one that must be given. only: (field, value, ...) of the choice that the
+    field belongs to. With another value of the choice than these, the field means nothing, is not
+    written, and is refused if given. metavar: what stands for the value in a help. rare: only
+    --help-all shows it.
     """
     legal = {"low": low, "above": above, "below": below, "high": high, "choices": choices,
-             "in_bytes": in_bytes, "only": only}
+             "in_bytes": in_bytes, "only": only, "metavar": metavar, "rare": rare,
+             "is_positional": False, "is_switch": False}
     return dataclasses.field(default=default, metadata={"help": what, **legal})
+
+
+def positional(metavar, what, *, default=MISSING, choices=None):
+    """A field that is an argument without a flag; default (): any number of them."""
+    field = setting(default, what, choices=choices, metavar=metavar)
+    return dataclasses.field(default=default, metadata={**field.metadata, "is_positional": True})
+
+
+def switch(what, *, rare=False):
+    """A field that is off unless its flag is given."""
+    field = setting(False, what, rare=rare)
+    return dataclasses.field(default=False, metadata={**field.metadata, "is_switch": True})
 
 
 def flag(field_name: str) -> str:
     """The flag of a field: seq_len -> --seq-len."""
     return "--" + field_name.replace("_", "-")
+
+
+def argument(name: str, legal: Mapping[str, typing.Any]) -> str:
+    """How a field is named in a message: by its flag, or by the word that its help shows."""
+    return legal["metavar"] if legal["is_positional"] else flag(name)
 
 
 def kind(field: dataclasses.Field) -> tuple[type, bool]:
@@ -36,25 +58,41 @@ def kind(field: dataclasses.Field) -> tuple[type, bool]:
     return annotation, False
 
 
-def value_problem(name: str, legal: dict, value) -> str | None:
+def field_problem(field: dataclasses.Field, value: object) -> str | None:
+    """What is wrong with the value of a field, or None. Of several the last one is named."""
+    found = None
+    if value is not None and not isinstance(value, bool):
+        for one in value if isinstance(value, tuple) else (value,):
+            found = value_problem(field.name, field.metadata, one) or found
+    return found
+
+
+def value_problem(name: str, legal: Mapping[str, typing.Any], value: object) -> str | None:
     """What is wrong with one number or string, or None."""
-    shown = f"{flag(name)} {text.brief(str(value))}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{shown}: must be a finite number"
-    if legal["low"] is not None and value < legal["low"]:
-        return f"{shown}: must be at least {legal['low']}"
-    if legal["above"] is not None and value <= legal["above"]:
-        return f"{shown}: must be greater than {legal['above']:g}"
-    if legal["high"] is not None and value > legal["high"]:
-        return f"{shown}: must be at most {legal['high']:,}"
-    below = legal["below"] or (2**31 if isinstance(value, int) else math.inf)
-    if isinstance(value, int | float) and value >= below:
-        return f"{shown}: must be less than {below}"
+    typed = argument(name, legal)
+    if problem := _limit_problem(legal, value):
+        return f"{typed} {text.brief(str(value))}: {problem}"
     if legal["choices"] and value not in legal["choices"]:
         options = [str(option) for option in legal["choices"]]
         hint = suggestion(value, options) if isinstance(value, str) else ""
-        return f"{flag(name)} {text.shown(value)}: must be one of {', '.join(options)}{hint}"
+        return f"{typed} {text.shown(value)}: must be one of {', '.join(options)}{hint}"
     if isinstance(value, str) and any(0xD800 <= ord(letter) < 0xE000 for letter in value):
-        return (f"{flag(name)} {text.shown(value)}: is not valid UTF-8, so it cannot be written to"
+        return (f"{typed} {text.shown(value)}: is not valid UTF-8, so it cannot be written to"
                 " config.toml")
+    return None
+
+
+def _limit_problem(legal: Mapping[str, typing.Any], value: typing.Any) -> str | None:
+    """Which limit a number breaks, or None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if legal["low"] is not None and value < legal["low"]:
+        return f"must be at least {legal['low']}"
+    if legal["above"] is not None and value <= legal["above"]:
+        return f"must be greater than {legal['above']:g}"
+    if legal["high"] is not None and value > legal["high"]:
+        return f"must be at most {legal['high']:,}"
+    below = legal["below"] or (2**31 if isinstance(value, int) else math.inf)
+    if isinstance(value, int | float) and value >= below:
+        return f"must be less than {below}"
     return None

@@ -17,15 +17,23 @@ from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 
 
-def span_facts(recorder) -> dict:
-    """This rank's mean seconds per pass, by kind and stage, and busy and pipeline seconds per step.
+def recorded_facts(recorder) -> dict:
+    """The `span_facts` of this rank's steps that are whole in the ring.
 
-    Only steps that are whole in the ring count; the oldest may have lost its first spans.
+    The oldest may have lost its first spans.
     """
     spans = list(recorder.spans)
     whole = {span.step for span in spans if span.kind == "pipeline"}
     if len(whole) > 1:
         whole.discard(min(whole))
+    return span_facts(spans, whole)
+
+
+def span_facts(spans, whole: set[int]) -> dict:
+    """A rank's mean seconds per pass, by kind and stage, and busy and pipeline seconds per step.
+
+    whole: the steps that count.
+    """
     passes, busy, pipeline = defaultdict(list), defaultdict(float), defaultdict(float)
     for span in spans:
         if span.step not in whole:

@@ -17,6 +17,7 @@ from itertools import product
 from mpipar.console import html
 from mpipar.pipeline.csv_format import MIRROR_LINE
 from mpipar.pipeline.instructions import Schedule, is_compute
+from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule, schedule_problems
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -35,7 +36,9 @@ def build(data: dict, orders: dict, fallback: str) -> str:
     packed = base64.b64encode(zlib.compress(text.encode("ascii"), 9)).decode("ascii")
     families = {name: {"placement": family.placement, "chunks": chunk_counts(name)}
                 for name, family in FAMILIES.items()}
-    facts = {"families": families, "ranks": RANKS, "microbatches": MICROBATCHES,
+    homes = {f"{family.placement} {p} {chunks}": PLACEMENTS[family.placement].homes(p, p * chunks)
+             for name, family in FAMILIES.items() for p in RANKS for chunks in chunk_counts(name)}
+    facts = {"families": families, "homes": homes, "ranks": RANKS, "microbatches": MICROBATCHES,
              "mirrorLine": MIRROR_LINE}
     return html.build(files("mpipar.console") / "explorer_page", SCRIPTS, facts | data,
                       ORDERS=packed, FALLBACK=fallback)
@@ -55,7 +58,7 @@ def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MIC
 def chunk_counts(name: str) -> tuple[int, ...]:
     """The numbers of stages of a rank that the page offers for a schedule."""
     family = FAMILIES[name]
-    return CHUNKS if family.placement == "looped" else (family.stages_per_rank,)
+    return CHUNKS if family.looped else (family.stages_per_rank,)
 
 
 def passes(schedule: Schedule) -> list[str]:
@@ -66,6 +69,5 @@ def passes(schedule: Schedule) -> list[str]:
 
 def schedule_facts(schedule: Schedule) -> dict:
     """A schedule as values for JSON, for one that is not among the known orders."""
-    return {"name": schedule.name, "p": schedule.pp_size, "stages": schedule.num_stages,
-            "m": schedule.num_microbatches, "placement": schedule.placement,
-            "programs": passes(schedule)}
+    return {"name": schedule.name, "p": schedule.pp_size, "m": schedule.num_microbatches,
+            "homes": schedule.homes, "programs": passes(schedule)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mpipar.console.output import warn
 from mpipar.files.text import harmless, printable
-from mpipar.job.streams import silence_output
+from mpipar.job.streams import silence_output, warn
 
 
 class Log:

@@ -16,7 +16,7 @@ class PeakMemory:
     On the CPU Python's allocator tracing counts them, for the first two steps: it slows small
     allocations down. Only the second step's peak counts, if there is one. In the first step a
     compiler, such as Numba's, takes memory that is no array and gives it back. On a GPU the peak is
-    the size of CuPy's pool.
+    what CuPy's pool holds: arrays, and freed pieces of memory that fitted no later array.
 
     peak: bytes of arrays. objects: bytes of everything else that Python has made meanwhile and
     still holds, such as what Numba's compiler keeps. They are not part of `peak`.
@@ -48,10 +48,9 @@ class PeakMemory:
             self.peak = self.ops.xp.get_default_memory_pool().total_bytes()
         else:
             together = tracemalloc.get_traced_memory()[1]
-            others = tracemalloc.DomainFilter(inclusive=False, domain=ARRAYS)
-            traces = tracemalloc.take_snapshot().filter_traces([others]).traces
+            traces = tracemalloc.take_snapshot().traces
             tracemalloc.stop()
-            self.objects = sum(trace.size for trace in traces)
+            self.objects = sum(trace.size for trace in traces if trace.domain != ARRAYS)
             self.peak = together - self.objects
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
+import shutil
 from pathlib import Path
 
 from mpipar.errors import OutputError
+from mpipar.files import own
+from mpipar.files.replace import replaced_files, set_aside
 from mpipar.job.failure import DISK_ERRORS
+from mpipar.job.streams import warn
 
 
 def write_text(path: Path, text: str) -> None:
@@ -21,22 +23,21 @@ def write_text(path: Path, text: str) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from None
 
 
-def warn(text: str) -> None:
-    """Say on stderr what went wrong beside a run that goes on."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it: no reason to stop either
-        print(f"mpipar: warning: {text}", file=sys.stderr, flush=True)
-
-
 class GrowingFile:
-    """A text file that a run adds to. A disk that refuses a text never ends the run.
+    """A text file of a run folder, that the run adds to. Raises OutputError if it can't be opened.
 
-    What is refused stays in memory and is tried again with the next text. So the file is at any
-    time a beginning of what was written, perhaps with a cut last line.
+    A disk that refuses a text never ends the run. What is refused stays in memory and is tried
+    again with the next text. So the file is at any time a beginning of what was written, perhaps
+    with a cut last line.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.pending, self.warned = path, b"", False
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (close() does)
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.name, self.path = folder, name, folder / name
+        self.pending, self.warned = b"", False
+        try:
+            self.file = own.append(folder, name)
+        except OSError as error:
+            raise OutputError(f"{self.path}: can't be written: {error.strerror}") from None
 
     def write(self, text: str) -> None:
         """Add a text, now or later; a first refusal is reported."""
@@ -47,12 +48,36 @@ class GrowingFile:
         except OSError as error:
             self._refused(error)
 
-    def sync(self) -> None:
-        """Bring what is written to the disk."""
+    def sync(self) -> str:
+        """Bring what is written to the disk; return what the user should know, or "".
+
+        If the name leads to this file no longer, all of it is written anew under the name.
+        """
+        note = ""
         try:
+            if not self._is_in_place():
+                note = f"WARNING: {self.path} was moved, replaced or removed; it is written anew"
+                self._write_anew()
             os.fsync(self.file.fileno())
         except OSError as error:
             self._refused(error)
+        return note
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.file.fileno()))
+        except OSError:
+            return False
+
+    def _write_anew(self) -> None:
+        """Copy the file, which is still open, under its name; what is there is kept aside."""
+        set_aside(self.path)
+        with replaced_files(self.folder) as create, open(os.dup(self.file.fileno()), "rb") as old:
+            old.seek(0)
+            shutil.copyfileobj(old, create(self.name))
+        new = own.append(self.folder, self.name)
+        self.file.close()
+        self.file = new
 
     def _refused(self, error: OSError) -> None:
         if not self.warned:

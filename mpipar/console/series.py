@@ -5,8 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from mpipar.files.bounded import open_regular
+
+MOST_LINE = 1 << 20  # bytes
+MOST_DEPTH = 3  # objects inside each other in a line
+LARGEST = 1 << 63  # no count in a line is
 MOST_POINTS = 1000  # of a drawn curve; more points are drawn as means
 COLUMNS = {"step": "step", "loss": "loss_nats", "held_out_loss": "held_out_loss_nats",
            "grad_norm": "grad_norm", "lr": "lr", "loss_scale": "loss_scale", "skipped": "skipped",
@@ -15,12 +23,46 @@ COLUMNS = {"step": "step", "loss": "loss_nats", "held_out_loss": "held_out_loss_
 PARTS = ("calls", "bytes", "seconds_mean", "seconds_max")  # of what lines say of each axis
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a file that this run writes; none if there is no such file."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def lines_of(folder: Path, name: str) -> Iterator[tuple[bytes, dict | None]]:
+    """Yield each whole line of a file of a run and its object, or None if the line is damaged.
+
+    A last line without its end counts as not written. What follows a line of more than MOST_LINE
+    bytes is not read. Nothing comes if there is no such file. Raises OSError.
+    """
+    with suppress(FileNotFoundError), open_regular(name, folder) as file:
+        while line := file.readline(MOST_LINE):
+            if line.endswith(b"\n"):
+                yield line, _object_of(line)
+            elif len(line) == MOST_LINE:
+                yield line, None
+                return
+
+
+def _object_of(line: bytes) -> dict | None:
+    """The object of a line that holds a step and numbers, and nothing else; else None."""
+    try:
+        value = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    whole = (isinstance(value, dict) and type(value.get("step")) is int and value["step"] > 0
+             and isinstance(value.get("loss", value.get("held_out_loss")), float)
+             and _has_numbers(value, MOST_DEPTH))
+    return value if whole else None
+
+
+def _has_numbers(value, depth: int) -> bool:
+    """Whether this is a finite number or nothing, or an object of such values."""
+    if isinstance(value, dict):
+        return depth > 0 and all(_has_numbers(one, depth - 1) for one in value.values())
+    return value is None or (isinstance(value, float) and math.isfinite(value)) or (
+        isinstance(value, int) and abs(value) < LARGEST)
+
+
+def read_lines(folder: Path, name: str) -> tuple[list[dict], int]:
+    """(objects, number of damaged lines) of a file that a run writes; see `lines_of`."""
+    found = [value for _, value in lines_of(folder, name)]
+    whole = [value for value in found if value is not None]
+    return whole, len(found) - len(whole)
 
 
 def csv_text(lines: list[dict], evaluations: list[dict]) -> str:

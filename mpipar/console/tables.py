@@ -81,12 +81,12 @@ def holding(config, schedule, prediction, host: str | None = None) -> dict:
     """What the rank of a `Prediction` holds, as plain values; host: where it runs, if known."""
     grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
     split = models.layer_split(config, schedule)
-    share = f"{grid.tp_rank + 1}/{grid.tp_size} of {model.CUT}"
+    share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {model.CUT}"
     return {
         "rank": grid.world_rank, "host": host, "place": grid.describe(),
         "stages": [describe_stage(stage, split, model.ENTRY)
-                   for stage in schedule.stages_of(grid.pp_rank)],
-        "share": share if grid.tp_size > 1 else "all",
+                   for stage in schedule.stages_of(grid.place("pp"))],
+        "share": share if grid.size("tp") > 1 else "all",
         "params": prediction.num_params, "memory": prediction.peak_bytes,
     }
 

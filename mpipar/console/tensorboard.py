@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from pathlib import Path
 
-from mpipar.console.output import warn
+from mpipar.files import own
+from mpipar.job.streams import warn
 
 FOLDER = "tensorboard"  # in the run folder; each start of a run adds a file
 TAGS = {"loss": "loss/training", "held_out_loss": "loss/held_out", "lr": "learning_rate",
@@ -45,7 +47,9 @@ class Events:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder.mkdir(exist_ok=True)
+        with own.folder(folder.parent, folder.name, make=True) as inside:
+            for name in os.listdir(inside):  # the writer would follow a link
+                os.close(own.opened(folder, name, os.O_RDONLY))
         self.writer = EventFileWriter(str(folder))
         self._event(first_step, session_log=SessionLog(status=SessionLog.START))
 
@@ -66,10 +70,11 @@ class Events:
                   for name, tag in TAGS.items() if line.get(name) is not None]
         self._event(line["step"], summary=Summary(value=values))
 
-    def sync(self) -> None:
-        """Hand all events over to the system."""
+    def sync(self) -> str:
+        """Hand all events over to the system; there is nothing to tell."""
         if self.writer is not None:
             self._tried(self.writer.flush)
+        return ""
 
     def close(self) -> None:
         """Write what is left, and close the file."""

@@ -4,7 +4,7 @@ The data of a model is a module with `load`, `evaluated`, `Rows`, `arrays` and `
 """
 
 from mpipar.data import images, rows
-from mpipar.data.fingerprint import fingerprint
+from mpipar.data.token_file import Piece, TokenFiles
 
 DATA = {"decoder": rows, "convnet": images}
 
@@ -14,6 +14,11 @@ def data_of(config):
     return DATA[config.model]
 
 
-def fingerprint_of(config, parts) -> dict:
-    """The fingerprint of both parts of the data that a ModelConfig's model reads."""
-    return fingerprint([array for part in parts for array in data_of(config).arrays(part)])
+def arrays_of(config, parts) -> list:
+    """The arrays of both parts of the data that a ModelConfig's model reads."""
+    return [array for part in parts for array in data_of(config).arrays(part)]
+
+
+def pieces_of(arrays) -> list[Piece]:
+    """The pieces of token files among the arrays of data."""
+    return [piece for array in arrays if isinstance(array, TokenFiles) for piece in array.pieces]

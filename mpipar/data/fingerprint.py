@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mpipar.data.token_file import TokenFiles
 
-EDGE = 1 << 20  # bytes at each end of a token file that count; reading all of it would take long
+EDGE = 1 << 20  # bytes at each end of a token file that `of_ends` looks at
 
 
-def fingerprint(arrays) -> dict:
-    """Length, type and SHA-256 of these arrays in order; of large token files their ends alone.
+def fingerprint(arrays: Sequence, digests: Mapping[str, str]) -> dict:
+    """Length, type, and a SHA-256 of every byte of these arrays in order.
 
-    A prepared folder also gives the digest of its description, which covers all of its files.
+    digests: {name: SHA-256} of the token files among them. Of those the fingerprint holds that of
+    their digests, and of which tokens of each file count. A prepared folder also gives the digest
+    of its description.
     """
+    found = {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name}
+    if any(isinstance(array, TokenFiles) for array in arrays):
+        parts = [[array.digest, *([digests[piece.file.name], piece.start, piece.first, piece.last]
+                                  for piece in array.pieces)] for array in arrays]
+        return found | {"files": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
+    return found | {"sha256": _digest(array.reshape(-1) for array in arrays)}
+
+
+def of_ends(arrays: Sequence) -> dict:
+    """The fingerprint that older checkpoints have: it covers the ends alone of large files."""
+    return {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name,
+            "sha256": _digest(piece for array in arrays for piece in _ends(array))}
+
+
+def _digest(arrays) -> str:
     digest = hashlib.sha256()
     for array in arrays:
-        if isinstance(array, TokenFiles):
-            digest.update(array.digest.encode())
-        for piece in _pieces(array):
-            digest.update(np.ascontiguousarray(piece).view(np.uint8))
-    return {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name,
-            "sha256": digest.hexdigest()}
+        digest.update(np.ascontiguousarray(array).view(np.uint8))
+    return digest.hexdigest()
 
 
-def _pieces(array) -> list:
-    """What counts of an array, as arrays that are small or in memory already."""
-    edge = EDGE // array.itemsize
+def _ends(array) -> list:
+    """What `of_ends` looks at of an array, as arrays that are small or in memory already."""
     if not isinstance(array, TokenFiles):
         return [array.reshape(-1)]
+    edge, head = EDGE // array.itemsize, np.frombuffer(array.digest.encode(), np.uint8)
     if len(array) <= 2 * edge:
-        return [array]
+        return [head, array]
     files = [TokenFiles([piece], array.vocab_size) for piece in array.pieces]
-    return [part for file in files
-            for part in ([file[:edge], file[-edge:]] if len(file) > 2 * edge else [file])]
+    return [head, *(part for file in files for part in (
+        [file[:edge], file[-edge:]] if len(file) > 2 * edge else [file]))]

@@ -46,7 +46,7 @@ def encoded_documents(tokenizer, pieces, size: int = WINDOW,
     pieces: see `read_documents`. size, overlap: see `windows`.
     """
     overlap = 0 if tokenizer.is_bytes else overlap  # bytes need no context
-    yield from joined(tokenizer, _encoded(tokenizer, windows(pieces, size, overlap)), size)
+    yield from joined(tokenizer, _encoded(tokenizer, windows(pieces, size, overlap)), overlap)
 
 
 def _encoded(tokenizer, found: Iterable[Window]) -> Iterator[Encoded]:
@@ -68,45 +68,59 @@ def _of_batch(tokenizer, batch: list[Window]) -> Iterator[Encoded]:
 
 
 def joined(tokenizer, found: Iterable[Encoded],
-           size: int) -> Iterator[tuple[np.ndarray, End, int]]:
-    """The ids of each document, window by window. size: from one window's begin to the next's."""
+           common: int) -> Iterator[tuple[np.ndarray, End, int]]:
+    """The ids of each document, window by window. common: characters that two windows both have."""
     before = None
     for after in found:
-        start = character = 0
-        if before is not None:
-            stop, between, start, character = meeting(tokenizer, before, after, size)
-            yield np.concatenate([before.ids[:stop], between]), End.NOTHING, after.window.head
-        before = after.behind(start, character)
+        if before is None:
+            before = after
+        else:
+            ids, before = meeting(tokenizer, before, after, common)
+            yield ids, End.NOTHING, after.window.head
         if after.window.end is not End.NOTHING:
             yield before.ids, after.window.end, after.window.head
             before = None
 
 
-def meeting(tokenizer, before: Encoded, after: Encoded, size: int):
-    """(end in the ids before, ids between, begin in the ids after, its character) of two windows.
+def meeting(tokenizer, before: Encoded, after: Encoded, common: int) -> tuple[np.ndarray, Encoded]:
+    """(ids of the window before, as far as they are certain, and what follows them) of two windows.
 
-    The place is the id nearest to the middle of the common text that both windows have. If they
+    They meet at the id nearest to the middle of the common text that both windows have. If they
     have none in common, as in a long row of equal letters, the text at the middle is encoded alone.
     """
-    common = len(before.window.text) - size
     if not common:
-        return len(before.ids), before.ids[:0], 0, 0
-    own = _beginnings(after, 0, common)
+        return before.ids, after
+    own, offset = _beginnings(after, 0, common), len(before.window.text) - common
     same = [(abs(key[0] - common // 2), stop, own[key], key[0])
-            for key, stop in _beginnings(before, size, size + common).items() if key in own]
+            for key, stop in _beginnings(before, offset, offset + common).items() if key in own]
     if same:
         _, stop, start, character = min(same)
-        return stop, before.ids[:0], start, character
+        return before.ids[:stop], after.behind(start, character)
     middle = common // 2
-    stop = before.first_from(size + middle)
-    while stop and before.span(stop - 1)[1] > size + middle:  # it lies across the middle
+    stop = before.first_from(offset + middle)
+    while stop and before.span(stop - 1)[1] > offset + middle:  # it lies across the middle
         stop -= 1
-    first = (before.span(stop - 1)[1] if stop else before.begin) - size
+    first = (before.span(stop - 1)[1] if stop else before.begin) - offset
     start = after.first_from(max(middle, first))
     last = after.span(start)[0] if start < len(after.ids) else len(after.window.text)
-    text = before.window.text[first + size:] + after.window.text[common:]
-    between = tokenizer.encode(text[:last - first])
-    return stop, np.array(between, before.ids.dtype), start, last
+    text = (before.window.text[first + offset:] + after.window.text[common:])[:last - first]
+    (between, span_of), = tokenizer.encode_all([text])
+    between, rest = between.astype(before.ids.dtype), after.behind(start, last)
+    if not len(rest.ids) and after.window.end is End.NOTHING and len(between):
+        begin, end = span_of(len(between) - 1)
+        if end == len(text) and end - begin >= common:
+            rest, between = _held(after, text[begin:], between[-1:], common), between[:-1]
+    return np.concatenate([before.ids[:stop], between]), rest
+
+
+def _held(after: Encoded, text: str, ids: np.ndarray, common: int) -> Encoded:
+    """A window of one id whose text may go on behind `after`, as an unknown word's does.
+
+    How long it is does not decide what it is. So only its beginning is kept, and what the next
+    window has too.
+    """
+    text = text if len(text) <= 2 * common else text[:common] + text[-common:]
+    return Encoded(replace(after.window, text=text), ids, lambda _: (0, len(text)))
 
 
 def _beginnings(one: Encoded, first: int, last: int) -> dict:

@@ -8,6 +8,7 @@ a microbatch, T tokens that a rank reads of each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +27,13 @@ class Batch:
     all_positions: those of the tokens that all ranks of cp hold, None where a rank holds them all.
     """
 
-    tokens: object
-    targets: object
-    positions: object
-    all_positions: object = None
+    tokens: Any
+    targets: Any
+    positions: Any
+    all_positions: Any = None
 
     @property
-    def shape(self):
+    def shape(self) -> Any:
         return self.tokens.shape
 
 
@@ -142,10 +143,10 @@ class Rows:
     def __init__(self, ops, part, config, grid):
         self.ops, self.part = ops, part
         self.seed, self.distance = config.run.seed, config.model.targets_per_row
-        self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_size
+        self.dp_rank, self.dp_size = grid.place("dp"), grid.size("dp")
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
-        self.places = token_places(self.distance, config.grid, grid.cp_rank)
+        self.places = token_places(self.distance, config.grid, grid.place("cp"))
         self.positions = positions_of(ops, self.distance, self.places)
         # Rows may begin at places 0 .. num_starts - 1; those of a sweep are `distance` apart.
         self.num_starts = len(part) - self.distance

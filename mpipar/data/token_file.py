@@ -16,19 +16,24 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from mpipar.errors import DataError
+from mpipar.files.digests import keep, kept, state_of
 
 BLOCK = 1 << 24  # tokens that are checked at once
 MOST_IDS = 1 << 32
 
 
 class Piece(NamedTuple):
-    """Tokens [first, last) of a file. start: byte of the file's first token. dtype: of its ids."""
+    """Tokens [first, last) of a file. start: byte of the file's first token. dtype: of its ids.
+
+    sha256: of all bytes of the file, where they have been read; else "".
+    """
 
     file: BinaryIO
     start: int
     first: int
     last: int
     dtype: np.dtype
+    sha256: str = ""
 
 
 class TokenFiles:
@@ -69,22 +74,38 @@ class TokenFiles:
     def check(self, digests: Sequence[str] = ()) -> None:
         """Read all of it once, block by block; raises DataError like any read.
 
-        digests: the SHA-256 that the tokens of each file must have; none are compared without.
+        Afterwards the pieces, which must be whole files, have the SHA-256 of these files. A file
+        that was read before, and has not changed since, is not read again.
+        digests: the SHA-256 that each file must have; none are compared without.
         """
-        wrong = []
+        wrong, pieces = [], []
         for piece, due in itertools.zip_longest(self.pieces, digests):
-            found = hashlib.sha256()
-            for first in range(piece.first, piece.last, BLOCK):
-                block = piece._replace(first=first, last=min(first + BLOCK, piece.last))
-                # Of a damaged file the digest is the news, not an id that nobody has written.
-                tokens = _read(block, MOST_IDS if due else self.vocab_size)
-                if due:
-                    found.update(tokens)
-            if due and found.hexdigest() != due:
+            # Of a damaged file the digest is the news, not an id that nobody has written.
+            found = _whole(piece, MOST_IDS if due else self.vocab_size)
+            if due and found != due:
                 wrong.append(f"--data {piece.file.name}: has other tokens than were written:"
-                             f" SHA-256 {found.hexdigest()[:16]}..., not {due[:16]}...")
+                             f" SHA-256 {found[:16]}..., not {due[:16]}...")
+            pieces.append(piece._replace(sha256=found))
         if wrong:
             raise DataError(wrong)
+        self.pieces = pieces
+
+
+def _whole(piece: Piece, vocab_size: int) -> str:
+    """The SHA-256 of a piece's whole file, whose ids are all below the size."""
+    file, known = piece.file, kept(piece.file)
+    form = f"{piece.dtype.name} from byte {piece.start}"
+    if known.get("tokens") == form and type(known.get("largest")) is int and (
+            known["largest"] < vocab_size):
+        return known["sha256"]
+    state, largest = state_of(file), 0
+    digest = hashlib.sha256(os.pread(file.fileno(), piece.start, 0))
+    for first in range(piece.first, piece.last, BLOCK):
+        tokens = _read(piece._replace(first=first, last=min(first + BLOCK, piece.last)), vocab_size)
+        digest.update(tokens)
+        largest = max(largest, int(tokens.max()))
+    keep(file, state, {"sha256": digest.hexdigest(), "tokens": form, "largest": largest})
+    return digest.hexdigest()
 
 
 def _read(piece: Piece, vocab_size: int) -> np.ndarray:

@@ -30,6 +30,7 @@ MOST_IDS = 1 << 24  # the largest known vocabulary has some 260,000 ids
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for where no file says which it is
 BYTES = 256
+MOST_OF_BYTES = 1 << 14  # of a tokenizer.json of bytes
 BYTE_VOCABULARY = 512  # a model with more ids, padding included, is not one of bytes
 
 
@@ -38,8 +39,10 @@ class Tokenizer:
     """Bytes, if no subclass says otherwise: the ids 0 to 255.
 
     size: ids in the vocabulary. end: the id that ends a document, or None. files: what `copy`
-    writes. what: a name for the user.
+    writes. what: a name for the user. takes: what a prompt may be, for the user.
     """
+
+    takes = "a model of bytes takes text"
 
     size: int = BYTES
     end: int | None = None
@@ -86,6 +89,8 @@ class Tokenizer:
 class Ids(Tokenizer):
     """Ids written as words: a model whose tokenizer is not known takes and gives `464 318`."""
 
+    takes = "a model without the files of a tokenizer takes ids, as in --prompt '464 318'"
+
     def encode(self, text: str) -> list[int]:
         words = text.split()  # a word of more digits than an id has is none, and may be endless
         return [int(word) for word in words] if all(
@@ -99,6 +104,7 @@ class Ids(Tokenizer):
 class HuggingFace(Tokenizer):
     """A tokenizer that the library `tokenizers` has read. library: its object."""
 
+    takes = "give text"
     library: object = field(default=None, repr=False)
 
     def encode(self, text: str) -> list[int]:
@@ -119,17 +125,15 @@ class HuggingFace(Tokenizer):
         return self.library.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
-def byte_tokenizer(end: bool = False) -> Tokenizer:
-    """Bytes, and one id more that ends a document if `end`."""
-    files = {TOKENIZER: _byte_file(end), SETTINGS: settings_file(end)}
-    return Tokenizer(BYTES + end, BYTES if end else None, files)
+def byte_tokenizer(end: bool = False, size: int = BYTES) -> Tokenizer:
+    """The bytes below `size`, and one id more that ends a document if `end`."""
+    files = {TOKENIZER: _byte_file(end, size), SETTINGS: settings_file(end)}
+    return Tokenizer(size + end, BYTES if end else None, files)
 
 
 def default_tokenizer(vocab_size: int) -> Tokenizer:
-    """What a model without a tokenizer's files takes: bytes if they fit, else ids as words."""
-    if vocab_size > BYTE_VOCABULARY:
-        return Ids(vocab_size, what="ids")
-    return byte_tokenizer() if vocab_size >= BYTES else Tokenizer(vocab_size)
+    """What a model without a tokenizer's files takes: bytes if it has 256 ids, else ids."""
+    return byte_tokenizer() if vocab_size == BYTES else Ids(vocab_size, what="ids")
 
 
 def load_tokenizer(path) -> Tokenizer:
@@ -139,9 +143,8 @@ def load_tokenizer(path) -> Tokenizer:
     """
     path = Path(path)
     files = read_files(path)
-    for end in (False, True):
-        if files.get(TOKENIZER) == _byte_file(end):
-            return byte_tokenizer(end)
+    if found := _bytes_of(files.get(TOKENIZER, b"")):
+        return found
     if TOKENIZER in files:
         text = files[TOKENIZER].decode(errors="replace")
     else:
@@ -169,13 +172,15 @@ def has_tokenizer(folder: Path) -> bool:
         os.path.exists(folder / name) for name in ("vocab.json", "merges.txt"))
 
 
-def tokenizer_of(folder: Path | None, vocab_size: int) -> Tokenizer:
+def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) -> Tokenizer:
     """The tokenizer of the model in a folder, or what a model with so many ids takes.
 
+    is_text: whether it is trained on text without a tokenizer, and so on bytes.
     Raises like `load_tokenizer`, and DataError if it has more ids than the model.
     """
     if folder is None or not has_tokenizer(Path(folder)):
-        return default_tokenizer(vocab_size)
+        return (byte_tokenizer(size=min(BYTES, vocab_size)) if is_text
+                else default_tokenizer(vocab_size))
     found = load_tokenizer(folder)
     if found.size > vocab_size:
         raise DataError(f"{folder}: its tokenizer has {found.size:,} ids, more than the model's"
@@ -188,10 +193,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
     ids = tokenizer.encode_prompt(prompt)
     if ids and max(ids) < vocab_size:
         return ids
-    takes = {"bytes": "a model of bytes takes text", "ids": "a model without the files of a"
-             " tokenizer takes ids, as in --prompt '464 318'"}
     raise UsageError(f"--prompt {prompt!r}: needs at least one token, all below the model's"
-                     f" vocabulary of {vocab_size:,}; {takes.get(tokenizer.what, 'give text')}")
+                     f" vocabulary of {vocab_size:,}; {tokenizer.takes}")
 
 
 def read_files(path: Path) -> dict[str, bytes]:
@@ -273,7 +276,16 @@ def settings_file(end: bool) -> bytes:
     return json.dumps(found | ({"eos_token": END} if end else {}), indent=1).encode()
 
 
-def _byte_file(end: bool) -> bytes:
+def _bytes_of(content: bytes) -> Tokenizer | None:
+    """The `byte_tokenizer` whose tokenizer.json this is, or None."""
+    if len(content) > MOST_OF_BYTES:
+        return None
+    found = (byte_tokenizer(end, size) for end, size in (
+        (False, BYTES), (True, BYTES), *((False, size) for size in range(1, BYTES))))
+    return next((one for one in found if one.files[TOKENIZER] == content), None)
+
+
+def _byte_file(end: bool, size: int) -> bytes:
     """A tokenizer.json of bytes: each has the letter that GPT-2's files write for it.
 
     A byte that is a visible letter of Latin-1 stands for itself. The others take the letters from
@@ -283,7 +295,7 @@ def _byte_file(end: bool) -> bytes:
     others = [byte for byte in range(BYTES) if byte not in visible]
     letters = {byte: chr(byte) for byte in visible}
     letters |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
-    vocabulary = {letters[byte]: byte for byte in range(BYTES)}
+    vocabulary = {letters[byte]: byte for byte in range(size)}
     added = [_special(BYTES)] if end else []
     return _bpe_file(vocabulary, [], added, regex=False).encode()
 

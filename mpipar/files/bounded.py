@@ -12,52 +12,57 @@ import json
 import math
 import os
 import re
-import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
 from mpipar.errors import DataError, UserError
+from mpipar.files import own
 from mpipar.files.text import brief, shown
 
 MOST_BYTES = 1 << 20  # of a file whose reader names no other bound
 MOST_DEPTH = 32  # lists and objects inside each other
 MOST_NAME = 500  # characters of a key
 MOST_PARTS = 32  # of a dotted key in TOML: tomllib needs their square in time and memory
-KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISCHR, "a device"),
-         (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
 # In TOML, what lies between the dots of a dotted name, and more: texts, names, white space. Each
 # pattern goes over a line once, whatever is on it.
 BETWEEN_DOTS = re.compile(
     r"""  "(?:\\.?|[^"\\])*(?:"|$)  |  '[^']*(?:'|$)  |  [\w\s-]+  """, re.VERBOSE)
 
 
-def open_regular(path: str | os.PathLike) -> BinaryIO:
+def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> BinaryIO:
     """Open a regular file for reading; raises OSError, also for a pipe, a device or a folder.
 
-    A pipe that nobody writes to would block, and a device has no end.
+    A pipe that nobody writes to would block, and a device has no end. root: the path is relative
+    to this folder of a run, and no link is followed below it; else links count.
     """
     if "\0" in os.fspath(path):
         raise OSError(errno.EINVAL, "a file's name cannot hold a zero byte")
-    return open(path, "rb", opener=_open_regular)
+    if root is None:
+        return open(path, "rb", opener=_open_regular)
+    return open(Path(root, path), "rb",
+                opener=lambda _, flags: own.opened(root, os.fspath(path), flags))
 
 
 def _open_regular(path: str, flags: int) -> int:
     # On a regular file O_NONBLOCK does nothing. A pipe is opened without waiting for its writer.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    kind = own.kind_of(os.fstat(descriptor).st_mode)
+    if not kind:
         return descriptor
     os.close(descriptor)
-    kind = next((text for check, text in KINDS if check(mode)), "no file")
     raise OSError(errno.EINVAL, f"is {kind}; give a regular file")
 
 
-def read_bytes(path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """The whole of a small regular file; raises OSError, and ValueError if it is larger."""
-    with open_regular(path) as file:
+def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
+    """The whole of a small regular file; raises OSError, and ValueError if it is larger.
+
+    root: see `open_regular`, here and below.
+    """
+    with open_regular(path, root) as file:
         content = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
         size = max(len(content), os.fstat(file.fileno()).st_size)
     if size > most_bytes:
@@ -65,10 +70,10 @@ def read_bytes(path, *, most_bytes: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_text(path, *, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
     """The text of a small regular file in UTF-8; raises OSError and ValueError."""
     try:
-        return read_bytes(path, most_bytes=most_bytes).decode()
+        return read_bytes(path, most_bytes=most_bytes, root=root).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be read") from None
 
@@ -84,13 +89,13 @@ def problems_as(error: type[UserError], where: str, cure: str = "") -> Iterator[
 
 
 def read_json(path, error: type[UserError] = DataError, *, where: str = "", cure: str = "",
-              most_bytes: int = MOST_BYTES):
+              most_bytes: int = MOST_BYTES, root=None):
     """The value of a JSON file; raises `error` with one sentence. See `parse_json`.
 
     where: begins the sentence in place of the path. cure: ends it.
     """
-    with problems_as(error, where or str(path), cure):
-        return parse_json(read_text(path, most_bytes=most_bytes))
+    with problems_as(error, where or str(Path(root or "", path)), cure):
+        return parse_json(read_text(path, most_bytes=most_bytes, root=root))
 
 
 def read_toml(path, error: type[UserError], *, where: str = "",
@@ -107,7 +112,7 @@ def parse_json(text: str, *, huge: bool = False):
     huge: whole numbers may need more than 64 bits, as in a tokenizer_config.json of transformers.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = DECODER.decode(text)
     except RecursionError:
         raise ValueError(_too_deep()) from None
     except json.JSONDecodeError as error:
@@ -131,6 +136,9 @@ def _object(pairs: list[tuple]) -> dict:
         twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
         raise TwiceError(f"holds the key {shown(twice)} {times} times in one object")
     return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once: a trace has many short lines
 
 
 def parse_toml(text: str) -> dict:

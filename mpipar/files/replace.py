@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from mpipar.files import own
 
-def replace_file(path: Path, pieces: Iterable, *, sync: bool = True) -> None:
+
+def replace_file(path, pieces: Iterable, *, sync: bool = True, root=None) -> None:
     """Write the pieces one behind the other; readers see the whole new file or the old one.
 
     pieces: bytes, or what has their buffer, such as contiguous arrays. sync: whether the file is on
-    the disk when this returns. Raises OSError, and leaves the old file as it was.
+    the disk when this returns. root: the folder of a run to which the path is relative, see
+    `mpipar.files.own`. Raises OSError, and leaves the old file as it was.
     """
-    with replaced_files(path.parent, sync=sync) as create:
+    path = Path(path)
+    with replaced_files(root or path.parent, path.parent if root else "", sync=sync) as create:
         create(path.name).writelines(pieces)
 
 
 @contextmanager
-def replaced_files(folder: Path, *, gone: Iterable[str] = (), sync: bool = True):
+def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = True):
     """Yield a function that opens a new file; all get their names together, when the block ends.
 
-    They get them in the order in which they were opened. gone: names of files that are removed
-    just before. If the block fails, or a file cannot be written, the old files stay as they were.
-    sync: see `replace_file`. Raises OSError.
+    They lie in root/inside, which is made if need be, and get their names in the order in which
+    they were opened. gone: names of files that are removed just before. If the block fails, or a
+    file cannot be written, the old files stay as they were. sync: see `replace_file`. Raises
+    OSError.
     """
+    with own.folder(root, inside, make=True) as folder:
+        yield from _replaced(folder, gone, sync)
+
+
+def _replaced(folder: int, gone: Iterable[str], sync: bool):
+    """The same in an open folder."""
     files = {}
+
+    def remove(name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+
     try:
         with ExitStack() as stack:
             def create(name: str):
-                files[name] = stack.enter_context(open(folder / f"{name}.partial", "wb"))
+                remove(f"{name}.partial")  # left by a killed process, or planted
+                descriptor = os.open(f"{name}.partial", own.NEW, 0o666, dir_fd=folder)
+                files[name] = stack.enter_context(open(descriptor, "wb"))
                 return files[name]
 
             yield create
@@ -38,10 +57,21 @@ def replaced_files(folder: Path, *, gone: Iterable[str] = (), sync: bool = True)
                 file.flush()
                 os.fsync(file.fileno())
         for name in gone:
-            (folder / name).unlink(missing_ok=True)
+            remove(name)
         for name in files:
-            os.replace(folder / f"{name}.partial", folder / name)
+            os.replace(f"{name}.partial", name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         for name in files:
-            (folder / f"{name}.partial").unlink(missing_ok=True)
+            remove(f"{name}.partial")
         raise
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give a file or folder the first free name of `path.aside-1` and so on, if it exists."""
+    if not os.path.lexists(path):
+        return None
+    for number in itertools.count(1):
+        other = path.with_name(f"{path.name}.aside-{number}")
+        if not os.path.lexists(other):
+            return path.rename(other)
+    raise AssertionError("some number is free")

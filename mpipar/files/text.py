@@ -17,6 +17,16 @@ def harmless(text: str) -> str:
     return HARMFUL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def one_line(text: str) -> str:
+    """Foreign text as one line: harmless, with its ends of lines and tabs spelled out, too."""
+    return harmless(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def quoted(text: str) -> str:
+    """Foreign text of several lines, each behind a bar: none can look like a line of the log."""
+    return "\n".join(f"| {line}" for line in harmless(text).split("\n"))
+
+
 def printable(text: str, file=None) -> str:
     """Harmless text, with question marks for what a file's encoding lacks; file: or sys.stdout."""
     encoding = getattr(file or sys.stdout, "encoding", None) or "utf-8"
@@ -24,8 +34,13 @@ def printable(text: str, file=None) -> str:
 
 
 def brief(text: str, most: int = MOST_SHOWN) -> str:
-    """Foreign text for a sentence: harmless, and cut if it is long."""
-    return harmless(text if len(text) <= most else f"{text[:most]}...")
+    """Foreign text for a sentence: on one line, and cut if it is long."""
+    return one_line(cut(text, most))
+
+
+def cut(text: str, most: int) -> str:
+    """The text, without what is behind its first `most` characters."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def counted(count: int, word: str) -> str:

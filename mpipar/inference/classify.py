@@ -22,7 +22,7 @@ def accuracy(worker, rows) -> tuple[float, int]:
         for mb, logits in sorted(outputs.items()):
             ids = best(worker, logits, 1)[:, 0, 1]
             found = worker.ops.to_host(batches[mb].targets) == ids
-            if worker.comms.tp.index == 0 and mb < counted:
+            if worker.comms["tp"].index == 0 and mb < counted:
                 right += float(found.sum())
     right, = agree(worker.ops, worker.comms, [right], "eval.accuracy")
     return right / count, count

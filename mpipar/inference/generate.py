@@ -59,7 +59,7 @@ class Group:
         slots = self.ops.asarray(np.arange(self.length + max(self.room.values()) - 1))
         self.caches = {
             (stage, mb): Cache(self.firsts.tolist(), slots) for stage in worker.stages
-            if worker.schedule.rank_of(stage, mb) == worker.grid.pp_rank}
+            if worker.schedule.rank_of(stage, mb) == worker.grid.place("pp")}
 
     def batch(self) -> Batch:
         """What this replica reads next (B, T): whole prompts with padding before them, or the
@@ -102,7 +102,7 @@ class Group:
 
 def deal(worker, texts, sampling) -> dict[int, Group]:
     """Microbatch -> Group: equal numbers of rows for all replicas, the last text filling up."""
-    dp, replica = worker.grid.dp_size, worker.grid.dp_rank
+    dp, replica = worker.grid.size("dp"), worker.grid.place("dp")
     per_replica = -(-len(texts) // dp)
     num_rows = -(-per_replica // min(per_replica, worker.schedule.num_microbatches))
     own = range(replica * num_rows, (replica + 1) * num_rows)
@@ -122,7 +122,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
             text.end = LENGTH if sampling.num_tokens <= 0 else FULL
     going = [text for text in texts if not text.end]
     groups = deal(worker, going, sampling) if going else {}
-    speaks = worker.comms.tp.index == worker.comms.cp.index == 0
+    speaks = worker.comms["tp"].index == worker.comms["cp"].index == 0
     places = {text: place for place, text in enumerate(going)}
     while groups := {mb: group for mb, group in groups.items() if group.goes_on}:
         caches = {key: cache for group in groups.values() for key, cache in group.caches.items()}

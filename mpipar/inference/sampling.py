@@ -48,7 +48,7 @@ def best(worker, logits, count: int) -> np.ndarray:
     """
     ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
     offers = ops.top_forward(logits, loss.start, loss.vocab_size, min(count, loss.vocab_size))
-    offers = ops.to_host(worker.comms.tp.all_gather(offers, "best"))  # (tp, N, count, 2)
+    offers = ops.to_host(worker.comms["tp"].all_gather(offers, "best"))  # (tp, N, count, 2)
     if len(offers) == 1:
         return offers[0]
     merged = np.concatenate(list(offers), axis=1)

@@ -1,11 +1,13 @@
 """What the launcher says, and what must be set before NumPy and MPI are loaded.
 
 These are plain functions of plain dictionaries. BLAS reads its thread count, and MPI its settings,
-only once, when they are loaded. So the guard applies the settings first (launch.py).
+only once, when they are loaded. So the guard applies the settings first (`job.session.guard`).
 """
 
+import contextlib
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -25,6 +27,10 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 YIELD_VARIABLES = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",  # MPICH
     "OMPI_MCA_mpi_yield_when_idle": "true",  # Open MPI
+}
+QUIET_VARIABLES = {
+    "UCX_DEBUG_SIGNO": "0",  # else UCX takes SIGHUP for "stop here, and wait for a debugger"
+    "OMPI_MCA_osc": "^ucx",  # else Open MPI warns where there is no UCX; the window needs none
 }
 
 
@@ -92,7 +98,7 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
     bound = environ.get("SLURM_CPUS_PER_TASK", "")
     if launcher.name == "srun" and bound.isdecimal():
         threads = min(num_cores, int(bound))  # srun gives each task its own cores
-    chosen = {}
+    chosen = {name: value for name, value in QUIET_VARIABLES.items() if name not in environ}
     if not any(name in environ for name in THREAD_VARIABLES):
         chosen.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     if local_size > num_cores:
@@ -145,9 +151,36 @@ def started(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
-def scratch(name: str, kind: str) -> Path:
-    """A temporary folder of a job on this host, made when something is written into it."""
-    return Path(tempfile.gettempdir()) / f"mpipar-{kind}-{name}"
+def scratch(name: str) -> Path:
+    """A folder for files of a job on this host, made when something is written into it.
+
+    It lies in the folder that the system makes for each user who logs in, if there is one.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not (os.path.isabs(base) and _is_own(base)):
+        base = tempfile.gettempdir()
+    return Path(base) / f"mpipar-{name}"
+
+
+def own_folder(path: Path) -> None:
+    """Make a folder for this user alone, if it is not there.
+
+    Raises OSError also if what is there is a link, or a folder that others can write into.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not _is_own(path):
+            raise
+
+
+def _is_own(path) -> bool:
+    """Whether this is a folder, no link to one, into which nobody but this user can write."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        return (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+                and not found.st_mode & 0o022)
+    return False
 
 
 def birthplace(launcher: Launcher) -> str:

@@ -1,27 +1,32 @@
 """One error block for one failed job: what went wrong, where, why, and what to do.
 
-If several ranks fail at the same time, a Claim decides which one speaks. It is the first to create
-one file. The file is a hard link to a record that is already complete, so whoever finds it can read
-it. Ranks that come after the file has gone find its exit code in a byte that their host shares.
+If several ranks fail at the same time, one speaks, and the others wait until its abort ends them.
+On a host it is the first, by a word of memory for each rank. Hosts, and ranks that have not started
+MPI, share no memory. There the lower number speaks sooner.
 """
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpipar import errors
 from mpipar.errors import EXIT_CODES, UserError
-from mpipar.files.text import brief, printable
-from mpipar.job.environment import started
+from mpipar.files.replace import replace_file
+from mpipar.files.text import cut, printable
+from mpipar.job.environment import own_folder
 
 MOST_TEXT = 4000  # characters of a sentence of the block: a file's name or value may be long
+SETTLE_SECONDS = 0.05  # for a rank that has seen no failure before, and has not yet told its own
+TURN_SECONDS = 0.6  # in which a block is forwarded, and the abort after it ends the others
+MOST_TURNS = 5  # a failure is told within three seconds
+FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -77,7 +82,7 @@ def show(found: Report, record: Path | None = None) -> None:
                          ("do", (found.do,)), ("record", (str(record or ""),))):
         label = f"{title}:"
         for text in filter(None, texts):
-            shown = printable(brief(text, MOST_TEXT), sys.stderr)
+            shown = printable(cut(text, MOST_TEXT), sys.stderr)
             lines.append(f"  {label:<8}" + shown.replace("\n", "\n" + " " * 10))
             label = ""
     with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the block
@@ -87,76 +92,47 @@ def show(found: Report, record: Path | None = None) -> None:
         sys.stderr.flush()
 
 
-def claim(folders: list[Path], world_rank: int, found: Report) -> tuple[int, bool, Path | None]:
-    """Write the rank's record; return (exit code of the job, whether this rank speaks, record).
+def is_first(words, own: int, code: int) -> tuple[bool, int]:
+    """Whether this rank is the first of its host to fail; and the exit code of the first.
 
-    folders: where records go; the first that can be written is taken. Without any, every rank
-    speaks.
+    words: 64-bit integers that the ranks of a host share, zeros at the start. A rank that fails
+    writes into its own: the moment in microseconds, and the exit code in the lowest byte.
     """
-    text = json.dumps(asdict(found) | {"world_rank": world_rank, "time": time.time()}, indent=1)
-    for folder in folders:
-        record, first = folder / f"rank-{world_rank}.json", folder / "first.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            record.write_text(text + "\n")
-            os.link(record, first)
-        except FileExistsError:
-            return json.loads(first.read_text())["exit_code"], False, record
-        except OSError as problem:
-            if problem.errno in (errno.EPERM, errno.EOPNOTSUPP):  # no hard links here
-                return found.exit_code, True, record
-            with contextlib.suppress(OSError):  # on a full disk it is empty, or cut
-                record.unlink(missing_ok=True)
-            continue
-        return found.exit_code, True, record
-    return found.exit_code, True, None
+    if not any(words):
+        words[own] = time.monotonic_ns() // 1000 << 8 | code
+        time.sleep(SETTLE_SECONDS)
+    first = min((word, place) for place, word in enumerate(words) if word)[1]
+    return first == own, words[first] & 255
 
 
-class Claim:
-    """Which rank ends the job, by files and by a byte that the ranks of a host share.
+def wait_for_turn(number: int) -> None:
+    """Give those with lower numbers, which may fail for the same reason, time to end the job."""
+    time.sleep(TURN_SECONDS * min(number, MOST_TURNS))
 
-    The temporary files go before the launcher has killed all ranks: nobody else would remove them.
-    The byte is memory without a name, which stays until its last rank has gone. It holds the job's
-    exit code, and 0 while nobody ends the job.
+
+def write_record(folder: Path, world_rank: int, found: Report) -> Path | None:
+    """Leave the report in a file of this folder, if it can be written; return its path."""
+    path = folder / f"rank-{world_rank}.json"
+    text = json.dumps(asdict(found) | {"world_rank": world_rank}, indent=1) + "\n"
+    with contextlib.suppress(OSError):
+        own_folder(folder)
+        replace_file(path, [text.encode()], sync=False)
+        return path
+    return None
+
+
+def place(rank: int, size: int, pid: int) -> str:
+    """Which process it is: its rank in a job of several, host and number."""
+    here = f"host {os.uname().nodename} (pid {pid})"
+    return f"rank {rank} of {size} on {here}" if size > 1 else here
+
+
+def leave_code(environ: Mapping[str, str], code: int) -> None:
+    """Write the job's exit code to the file that MPIPAR_EXIT_FILE names; the first rank wins.
+
+    srun itself answers with the highest code of all ranks, 128 + signal for those that it killed.
+    slurm/train.sbatch reads the file, to end with the code of the failure instead.
     """
-
-    def __init__(self):
-        self._byte: int | None = None
-
-    def open(self) -> int:
-        """Make a byte; return the number of its file, or -1 where the system knows no such file."""
-        with contextlib.suppress(OSError, AttributeError):
-            self._byte = os.memfd_create("mpipar-claim")
-            os.write(self._byte, bytes(1))
-            return self._byte
-        return -1
-
-    def share(self, pid: int, start: int, number: int) -> None:
-        """From now on use the byte that a process of this host has made.
-
-        start: see `started`. A process in another container cannot be reached; then files decide.
-        """
-        with contextlib.suppress(OSError):
-            if started(pid) == start:
-                self._byte = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-
-    def _code(self) -> int:
-        return 0 if self._byte is None else os.pread(self._byte, 1, 0)[0]
-
-    def is_taken(self, folders: list[Path]) -> bool:
-        """Whether a rank is already ending the job. It writes the byte before it removes a file."""
-        return any((folder / "first.json").exists() for folder in folders) or self._code() > 0
-
-    def take(self, folders: list[Path], world_rank: int,
-             found: Report) -> tuple[int, bool, Path | None]:
-        """claim(), if no rank of this host was first. The last folder is the temporary one."""
-        if self._byte is None:
-            return claim(folders, world_rank, found)
-        fcntl.lockf(self._byte, fcntl.LOCK_EX)  # the end of a process frees it, too
-        earlier = self._code()
-        code, speaks, record = claim(folders[:-1] if earlier else folders, world_rank, found)
-        if earlier:
-            code, speaks = earlier, False
-        os.pwrite(self._byte, bytes([code]), 0)
-        fcntl.lockf(self._byte, fcntl.LOCK_UN)
-        return code, speaks, record
+    if path := environ.get("MPIPAR_EXIT_FILE"):
+        with contextlib.suppress(OSError), open(path, "x") as file:
+            file.write(f"{code}\n")

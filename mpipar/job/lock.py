@@ -3,22 +3,28 @@
 A lock is a file that names its owner. Two starts at the same moment both try to create it, and only
 one can. A lock outlives an owner that was killed, so the next start decides whether the owner is
 gone. It asks the process table of the same host, or SLURM. The locks of the kernel (flock, fcntl)
-would end with their process. But many shared disks keep them for one host only, or not at all.
+would end with their process. But many shared disks keep them for one host only, or not at all. So
+nothing here asks for one.
 """
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpipar.errors import UsageError
+from mpipar.errors import OutputError, UsageError
+from mpipar.files import own
 from mpipar.files.bounded import parse_json, read_text
+from mpipar.files.text import harmless
 from mpipar.job.environment import host_name, started
 
-NAME, NEXT = "lock", "lock.next"
+NAME = "lock"
+NAMES = re.compile(r"lock(\.next-[0-9a-f]{16})?")  # of all files that this module makes
 WRITE_SECONDS = 1.0  # an owner creates its lock and then writes into it
 SLURM_SECONDS = 20.0  # how long a question to SLURM may take
 
@@ -26,14 +32,25 @@ SLURM_SECONDS = 20.0  # how long a question to SLURM may take
 class RunLock:
     """A lock that this process holds. `note` says whose lock it has taken over, for the log."""
 
-    def __init__(self, path: Path, text: str, note: str = ""):
-        self.path, self.text, self.note = path, text, note
+    def __init__(self, folder: Path, text: str, note: str = ""):
+        self.folder, self.text, self.note = folder, text, note
+
+    def keep(self) -> None:
+        """Lock the folder again if it has lost the lock, as when it was moved and made anew.
+
+        Raises OSError, and OutputError if another job has it.
+        """
+        if not _create(self.folder, NAME, self.text):
+            found = _text_of(self.folder, NAME)
+            if found != self.text:
+                raise OutputError(f"{self.folder}: {_judged(found, os.environ)[0]} has the folder"
+                                  " now, so this job writes no more into it")
 
     def release(self) -> None:
         """Remove the lock, unless another job has taken it over."""
-        with contextlib.suppress(OSError):
-            if self.path.read_text() == self.text:
-                self.path.unlink()
+        with contextlib.suppress(OSError, ValueError):
+            if read_text(NAME, root=self.folder) == self.text:
+                own.remove(self.folder, NAME)
 
 
 def acquire(folder: Path, token: str, take_over: bool = False,
@@ -43,11 +60,11 @@ def acquire(folder: Path, token: str, take_over: bool = False,
     take_over: take the lock also of an owner of which nobody knows whether it is gone.
     Raises OSError if the folder cannot be written to.
     """
-    path, text = folder / NAME, json.dumps(owner(token, environ))
-    while not _create(path, text):
-        if found := _text_of(path):
-            return _taken_over(path, text, found, take_over, environ)
-    return RunLock(path, text)
+    text = json.dumps(owner(token, environ))
+    while not _create(folder, NAME, text):
+        if found := _text_of(folder, NAME):
+            return _taken_over(folder, text, found, take_over, environ)
+    return RunLock(folder, text)
 
 
 def owner(token: str, environ: Mapping[str, str]) -> dict:
@@ -85,7 +102,7 @@ def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
 def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a job has this folder's lock, and may still be there."""
     try:
-        found = _text_of(folder / NAME)
+        found = _text_of(folder, NAME)
         return bool(found) and not why_gone(parse_json(found), environ)
     except (OSError, ValueError, KeyError, TypeError):
         return True
@@ -103,51 +120,74 @@ def _is_over(job: str) -> bool:
     return job not in asked.stdout.split()  # of an array it lists the other tasks too
 
 
-def _taken_over(path: Path, text: str, found: str, take_over: bool,
+def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """(who has written this lock, why that owner is gone or "")."""
+    try:
+        lock = parse_json(text)
+        who = (f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}"
+               + (f", SLURM job {lock['slurm_job']}" if lock["slurm_job"] else ""))
+        return harmless(who), why_gone(lock, environ)
+    except (ValueError, KeyError, TypeError):
+        return "an unknown job", ""
+
+
+def _taken_over(folder: Path, text: str, found: str, take_over: bool,
                 environ: Mapping[str, str]) -> RunLock:
     """The lock, taken from the owner `found`, or UsageError.
 
-    The new lock waits in a file beside the old one and then replaces it. Only one start at a time
-    can create that file. It looks again whether the old lock is still the one that it has judged.
+    The new lock waits in a file beside the old one and then replaces it. The file's name follows
+    from the old lock's text. Only one start at a time can create it, and has the right to replace
+    that lock. It looks again whether the old lock is still the one that it has judged. A start that
+    was killed meanwhile leaves its file. Who finds that owner gone, too, takes its place in the
+    same way.
     """
-    try:
-        lock = parse_json(found)
-        who = (f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}"
-               + (f", SLURM job {lock['slurm_job']}" if lock["slurm_job"] else ""))
-        reason = why_gone(lock, environ)
-    except (ValueError, KeyError, TypeError):
-        who, reason = "an unknown job", ""
-    reason = reason or ("--take-over" if take_over else "")
-    following = path.with_name(NEXT)
-    if take_over:
-        following.unlink(missing_ok=True)
-    if reason and _create(following, text):
-        if _text_of(path) == found:
-            os.replace(following, path)
-            return RunLock(path, text, f"took over the lock of {who} ({reason})")
-        following.unlink()
-        who = "a job that started at the same time"
+    note, passed, last = "", [], found
+    while True:
+        who, reason = _judged(last, environ)
+        reason = reason or ("--take-over" if take_over else "")
+        if not reason:
+            break
+        note = note or f"took over the lock of {who} ({reason})"
+        following = _following(last)
+        if _create(folder, following, text):
+            if _text_of(folder, NAME) == found:
+                os.replace(folder / following, folder / NAME)
+                for name in passed:  # nobody may find them gone while the old lock is there
+                    own.remove(folder, name)
+                return RunLock(folder, text, note)
+            own.remove(folder, following)
+            who = "a job that started at the same time"
+            break
+        passed.append(following)
+        if not (last := _text_of(folder, following)):  # its owner has just lost, or got the lock
+            who = "a job that started at the same time"
+            break
     raise UsageError(
-        f"{path.parent}: {who} writes into it, and one job at a time may: wait for its end, give"
+        f"{folder}: {who} writes into it, and one job at a time may: wait for its end, give"
         " another folder or, if you know that it is gone, add --take-over")
 
 
-def _create(path: Path, text: str) -> bool:
+def _following(text: str) -> str:
+    """The name of the file of whoever takes over the lock with this text."""
+    return f"{NAME}.next-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _create(folder: Path, name: str, text: str) -> bool:
     """Create the file with this text; False if there is one."""
     try:
-        with open(path, "x") as file:
-            file.write(text)
+        with own.create(folder, name) as file:
+            file.write(text.encode())
     except FileExistsError:
         return False
     return True
 
 
-def _text_of(path: Path) -> str:
-    """The text of a lock; "" if it has just been released."""
+def _text_of(folder: Path, name: str) -> str:
+    """The text of a lock; "" if it has just been released. Raises OSError if it is no file."""
     limit = time.monotonic() + WRITE_SECONDS
     while True:
         try:
-            text = read_text(path)
+            text = read_text(name, root=folder)
         except FileNotFoundError:
             return ""
         except ValueError:

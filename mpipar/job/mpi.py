@@ -1,4 +1,4 @@
-"""MPI for the session: the first and the last call, facts of all ranks, and what MPI leaves behind.
+"""MPI for the session: the first and the last call, the ranks of a host, what MPI leaves behind.
 
 mpi4py's own functions for both keep Python's lock, so that no other thread runs until they return.
 MPI_Init waits for all ranks, and so may MPI_Finalize. The watchdog has to run meanwhile. So this
@@ -10,16 +10,34 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
-import itertools
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem
-from mpipar.job.environment import MPICH, Launcher, started
+from mpipar.job.environment import MPICH, Launcher, check_alone, check_library
 
 MAPS = Path("/proc/self/maps")
+LIBRARY = "MPI4PY_LIBMPI"  # if it is set, mpi4py loads this library and no other
+
+
+def start(launcher: Launcher):
+    """Start MPI and return COMM_WORLD. One process alone may lack the library: it gets a OneRank.
+
+    Raises EnvironmentProblem if there are several ranks and no library, or if they are not one job.
+    Comm: with all ranks of the job.
+    """
+    try:
+        MPI = load()
+    except EnvironmentProblem as problem:
+        if launcher.size > 1:
+            raise
+        return OneRank(str(problem))
+    check_library(launcher, MPI.Get_library_version())
+    initialize(MPI)
+    check_alone(launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
+    return MPI.COMM_WORLD
 
 
 def load():
@@ -30,14 +48,18 @@ def load():
         mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise EnvironmentProblem(f"MPI cannot be loaded ({reason}); install one with "
-                                 "pip install '.[mpich]', or load your cluster's MPI") from error
+        reason, cure = str(error).splitlines()[0], "install one with pip install '.[mpich]'"
+        if named := os.environ.get(LIBRARY):
+            reason, cure = f"{reason}: {LIBRARY}={named}", f"unset {LIBRARY}"
+        raise EnvironmentProblem(
+            f"MPI cannot be loaded ({reason}); {cure}, or load your cluster's MPI") from error
     return MPI
 
 
-def library_name() -> str:
-    """Name and version of the MPI library, once it is loaded."""
+def library_name(world) -> str:
+    """Name and version of the library behind the world of a session."""
+    if isinstance(world, OneRank):
+        return "none"
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().split("\n", maxsplit=1)[0].strip("\0 ").split())
@@ -59,40 +81,40 @@ def initialize(MPI) -> None:
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
 
 
-def finalize(MPI) -> None:
+def finalize(world) -> None:
     """MPI_Finalize, while other threads run. Comm: with all ranks of the job."""
+    if isinstance(world, OneRank):
+        return
+    from mpi4py import MPI
+
     ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
 
-def host_processes(communicator, rank: int, number: int) -> dict[int, list[int]]:
-    """{world rank: process id, its start, number} of the ranks on this host.
+def host_ranks(communicator):
+    """The world ranks of this host, the number of this host, and words that its ranks share.
 
-    rank: this world rank. number: any of this rank's, for the others. For the start see `started`.
-    Comm: a split, and an all-gather over the ranks of the host.
+    The words are in the memory of an MPI window, which is the fourth value: 64-bit integers, one
+    for each rank, zeros at the start. Hosts are numbered by their lowest ranks. A OneRank shares
+    no words.
+    Comm: a split, two all-gathers, a barrier.
     """
+    if isinstance(communicator, OneRank):
+        return (0,), 0, None, communicator
     from mpi4py import MPI
 
-    own = [rank, os.getpid(), started(os.getpid()), number]
     host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
-    numbers = array.array("q", [0] * len(own) * host.Get_size())
-    host.Allgather(array.array("q", own), numbers)
+    ranks = array.array("i", [0] * host.Get_size())
+    host.Allgather(array.array("i", [communicator.Get_rank()]), ranks)
+    firsts = array.array("i", [0] * communicator.Get_size())
+    communicator.Allgather(array.array("i", [min(ranks)]), firsts)
+    own_bytes = 0 if host.Get_rank() else 8 * len(ranks)
+    window = MPI.Win.Allocate_shared(own_bytes, 8, comm=host)
+    words = memoryview(window.Shared_query(0)[0]).cast("B").cast("q")
+    if own_bytes:
+        words[:] = array.array("q", [0] * len(ranks))
+    host.Barrier()
     host.Free()
-    return {rank: facts for rank, *facts in zip(*[iter(numbers)] * len(own), strict=True)}
-
-
-def gather_bytes(communicator, own: bytes) -> list[bytes]:
-    """Everybody's bytes, by rank. Comm: an all-gather of a length, and one of the bytes."""
-    lengths = array.array("i", [0] * communicator.Get_size())
-    communicator.Allgather(array.array("i", [len(own)]), lengths)
-    received = bytearray(sum(lengths))
-    communicator.Allgatherv(own, [received, lengths])
-    ends = itertools.accumulate(lengths)
-    return [bytes(received[end - length:end]) for end, length in zip(ends, lengths, strict=True)]
-
-
-def gather_facts(communicator, fact) -> list:
-    """Everybody's JSON-able fact, by rank, on every rank. Comm: two small all-gathers."""
-    return [json.loads(one) for one in gather_bytes(communicator, json.dumps(fact).encode())]
+    return tuple(ranks), sorted({*firsts}).index(min(ranks)), words, window
 
 
 def forget_shared_memory() -> None:

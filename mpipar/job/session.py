@@ -4,8 +4,9 @@ If one rank leaves with a plain exception, the others wait for it for ever. So g
 whole command. Whatever goes wrong on any rank, in any thread, it ends every rank with one error
 block and one exit code:
 
-    guard -> Session.start (MPI) -> command -> Session.finish (all ranks together)
-                 any failure -> Session.fail -> claim -> block -> Abort
+    guard -> supervise (a child goes on) -> Session.start (MPI) -> command -> Session.finish
+                 any failure -> Session.fail -> one rank's block -> Abort
+                 an end without a word -> the parent's block -> Abort
 
 All state is in the Session object, which the command gets as an argument.
 """
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -22,27 +24,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mpipar import errors
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
-from mpipar.job import alike, failure, lock, mpi, status
+from mpipar.job import alike, failure, limits, lock, mpi, status, supervisor
 from mpipar.job.environment import (
     MPICH,
     Launcher,
     Mismatch,
     birthplace,
-    check_alone,
-    check_library,
     host_name,
     presets,
     read_launcher,
     scratch,
 )
 from mpipar.job.heap import keep_heap
-from mpipar.job.siblings import watch_ends
 from mpipar.job.signals import Interruptible, later, listen
-from mpipar.job.streams import open_closed
-from mpipar.job.watch import Watch
+from mpipar.job.streams import open_closed, warn
+from mpipar.job.watchdog import Watchdog
 
-FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
 
 
@@ -57,7 +57,7 @@ class AgreedError(Exception):
 class Session(Interruptible):
     """One process of a job.
 
-    world: COMM_WORLD after start().
+    world: COMM_WORLD after start(), or a OneRank.
     host_ranks: world ranks on this host, ascending.
     host_rank: place of this process among them.
     facts: what must be the same on all ranks, as text by name; start() compares it. Empty for a
@@ -67,7 +67,7 @@ class Session(Interruptible):
     take_over: whether lock() takes also a lock whose owner may still be there (--take-over).
     notes: lines for the log about earlier jobs in the run folder.
     status: this rank's file that says what it does, once there is a run folder.
-    ending: what finish() closes, on this rank, before MPI ends.
+    ending: what finish() closes, on this rank.
     unfinished: a folder that is removed if the process ends at once, or None.
     presets: variables of the environment that guard() has set, because the user had not.
     saved: set to the folder of the final weights once they are written. A stop then loses nothing.
@@ -84,47 +84,43 @@ class Session(Interruptible):
         self.unfinished: Path | None = None
         self.saved = ""
         self.take_over, self.notes, self.presets = False, [], {}
+        self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
         self.status: status.Status | None = None
-        self._leaving = self._killed = False
         self.ending = contextlib.ExitStack()
         self._private = None
-        self._token, self._claim = "", failure.Claim()
-        self._keeps = False  # whether the console has named a record in the temporary folder
+        self._token, self._host = "", 0
+        self._words = self._window = None  # see failure.is_first
+        self._line: socket.socket | None = None  # to the parent
         self._failing = threading.Lock()
-        # Where ranks of this host find each other until they have a run folder.
-        self._name = f"{os.getuid()}-{birthplace(launcher)}"
         size = launcher.size if launcher.size == launcher.local_size else 0
-        self.watch = Watch(scratch(self._name, "hang"), range(size), self.doing, self.fail)
+        # where ranks of this host find each other until they have a run folder
+        self.watch = Watchdog(scratch(f"{os.getuid()}-{birthplace(launcher)}"), range(size),
+                              self.doing, self.fail)
 
     def start(self):
-        """Start MPI, compare the facts of all ranks, and return COMM_WORLD. Once is enough.
+        """Start MPI, compare the facts of all ranks, and return `world`. Once is enough.
 
         Raises EnvironmentProblem if the ranks are not one job; they leave together if they differ.
-        Comm: a broadcast, an all-gather over the ranks of a host, and that of compare().
+        Comm: a broadcast, that of host_ranks(), and that of compare().
         """
         if self.world is not None:
             return self.world
+        if problems := limits.mpi_problems(self.launcher):
+            raise EnvironmentProblem(problems)
         self.watch.start(self.launcher.rank)
-        MPI = mpi.load()
-        check_library(self.launcher, MPI.Get_library_version())
-        mpi.initialize(MPI)
-        check_alone(self.launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
-        self.world = MPI.COMM_WORLD
+        self.world = mpi.start(self.launcher)
+        if isinstance(self.world, OneRank):
+            warn(f"{self.world.why}; going on as rank 0 of 1")
         # a communicator of its own: agree() and finish() must never match the command's messages
         self._private = self.world.Dup()
         token = bytearray(os.urandom(8))
         self._private.Bcast(token, root=0)
-        self._token = self._name = token.hex()
-        own = self.world.Get_rank()
-        others = mpi.host_processes(self._private, own, self._claim.open())
-        self.host_ranks = tuple(sorted(others))
-        self.host_rank = self.host_ranks.index(own)
-        self._claim.share(*others[self.host_ranks[0]])
-        del others[own]
-        watch_ends(others, self.sibling_ended)
+        self._token = token.hex()
+        self.host_ranks, self._host, self._words, self._window = mpi.host_ranks(self._private)
+        self.host_rank = self.host_ranks.index(self.world.Get_rank())
         if self.host_rank == 0:
             mpi.forget_shared_memory()
-        self.watch.folder, self.watch.ranks = scratch(self._name, "hang"), self.host_ranks
+        self.watch.folder, self.watch.ranks = scratch(self._token), self.host_ranks
         if self.facts:
             self.compare(self.facts)
         return self.world
@@ -147,35 +143,24 @@ class Session(Interruptible):
         self.agree(lambda: status.check_shared(folder, self._token, host))
         self.status = self.agree(lambda: status.Status(folder, rank, host))
         self.ending.callback(self.status.close)
+        self._tell_parent(os.fsencode(os.path.abspath(self.status.path)))
         self.run_folder = folder
-        self.watch.folder, self.watch.ranks = folder / "hang", range(self.world.Get_size())
-
-    def sibling_ended(self, rank: int) -> None:
-        """End the job because another rank of this host has ended without a word; in a thread.
-
-        A process that was asked to stop says nothing: the launcher is ending all ranks. Nor does
-        one whose job another rank is ending.
-        """
-        if self._leaving or self.stop_requested or self._claim.is_taken(self._error_folders()):
-            return
-        self._killed = True
-        if self.status is not None:
-            self.status.lost(rank)
-        self.fail(EnvironmentProblem(
-            f"the process of rank {rank} on this host has ended without a word: killed by a signal,"
-            " for example because memory was short"))
+        self.watch.folder = folder / f"hang-{self._token}"
+        self.watch.ranks = range(self.world.Get_size())
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Return if all ranks have the same facts; else world rank 0 shows the table, and they
         leave together.
 
-        Comm: two small all-gathers, and those of all facts if they differ.
+        Comm: one small all-gather, and a gather of all facts if they differ.
         """
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
-        if len(set(mpi.gather_bytes(self._private, digest))) == 1:
+        digests = bytearray(len(digest) * self._private.Get_size())
+        self._private.Allgather(digest, digests)
+        if digests == digest * self._private.Get_size():
             return
-        everybody = mpi.gather_facts(self._private, facts)
-        if self.world.Get_rank() == 0:
+        everybody = gather_facts(self._private, facts)
+        if everybody is not None:
             problem = EnvironmentProblem(["the ranks of this job differ, and must not:",
                                           *alike.differences(everybody)])
             failure.show(failure.error_report(problem, ""))
@@ -225,26 +210,34 @@ class Session(Interruptible):
 
         Raises UsageError if another job has it, and OSError if the lock cannot be written.
         """
-        held = lock.acquire(folder, self._token, self.take_over)
+        held = self.held = lock.acquire(folder, self._token, self.take_over)
         self.notes += filter(None, [held.note])
         self.ending.callback(held.release)
 
-    def finish(self, exit_code: int) -> int:
-        """The regular end, reached by all ranks together; returns the highest of their codes.
+    def leave_mpi(self, exit_code: int) -> int:
+        """The last that all ranks do together; returns the highest of their codes.
 
-        Comm: one all-gather of a byte per rank, then MPI_Finalize.
+        Afterwards a rank may work alone for any time, because nobody waits for it.
+        Comm: one all-gather of a byte per rank, the end of a window, then MPI_Finalize.
         """
         with self._failing:  # a thread that fails never gives it back, and ends this process
             pass
         if self.world is None:
             return exit_code
-        self._leaving = True  # before any rank can end
         exit_code = max(self._gather_code(exit_code))
-        self.ending.close()
+        with self._failing:  # a thread that fails reads them
+            self._words = None
+        self._window.Free()
         self._private.Free()
-        self.world = None  # a Ctrl-C from here on must ask MPI nothing
-        mpi.finalize(mpi.load())
+        world, self.world = self.world, None  # a Ctrl-C from here on must ask MPI nothing
+        mpi.finalize(world)
         self.watch.end()
+        return exit_code
+
+    def finish(self, exit_code: int) -> int:
+        """The regular end; returns the exit code of the job. Comm: that of leave_mpi()."""
+        exit_code = self.leave_mpi(exit_code)
+        self.ending.close()
         return exit_code
 
     def orphaned(self) -> None:
@@ -253,21 +246,17 @@ class Session(Interruptible):
             f"{self.launcher.name} has ended without its ranks (killed?); they end too"))
 
     def _place(self) -> str:
-        here = f"host {os.uname().nodename} (pid {os.getpid()})"
         rank, size = self.launcher.rank, self.launcher.size
         if self.world is not None:
             rank, size = self.world.Get_rank(), self.world.Get_size()
-        if self.world is not None or size > 1:
-            here = f"rank {rank} of {size} on {here}"
-        return ", ".join(filter(None, (here, self.doing())))
+        return ", ".join(filter(None, (failure.place(rank, size, os.getpid()), self.doing())))
 
     def fail(self, error: BaseException, thread: str = ""):
         """End the whole job because of `error`: one block on the console, one exit code. Never
         returns.
 
-        Any thread may call it. Ranks that fail at the same time race for one file. The first prints
-        its block and aborts with its code. The others are silent and take over that code. On
-        several hosts, before the run folder is known, there is one such file for each host.
+        Any thread may call it. Of ranks that fail at the same time one prints its block and aborts
+        with its code; see `failure`. The others are silent and take over that code.
         """
         self._failing.acquire()  # never released: a second failing thread of this rank stops here
         code = errors.EXIT_INTERNAL
@@ -285,23 +274,26 @@ class Session(Interruptible):
         place = "" if starting and isinstance(error, UsageError) else self._place()
         place += f", thread {thread}" if thread else ""
         found = failure.error_report(error, place, self.saved)
-        code, record = found.exit_code, None
-        if starting and (isinstance(error, UsageError) or self.launcher.size == 1):
-            speaks = self.launcher.rank == 0
-        elif isinstance(error, Mismatch):
-            speaks = self.launcher.local_rank == 0
-        else:
-            number = self.launcher.rank if starting else self.world.Get_rank()
-            code, speaks, record = self._claim.take(self._error_folders(), number, found)
+        code, speaks, number = found.exit_code, True, self.launcher.rank
+        rank = number if starting else self.world.Get_rank()
+        if isinstance(error, Mismatch):
+            speaks, number = self.launcher.local_rank == 0, 0
+        elif starting and isinstance(error, UsageError):
+            speaks = number == 0
+        elif self._words is not None:
+            speaks, code = failure.is_first(self._words, self.host_rank, code)
+            number = self._host
         if speaks:
+            failure.wait_for_turn(number)
             # a console that nobody reads must not keep the job alive
             later(ABORT_SECONDS, self._abort, code)
-            self._keeps = bool(found.trace) and record is not None
-            failure.show(found, record if self.run_folder or self._keeps else None)
-            if self.run_folder and not self._killed:
+            record = None
+            if self.run_folder:
+                record = failure.write_record(self.run_folder / "errors", rank, found)
                 status.forget(self.run_folder)
+            failure.show(found, record)
         else:  # the speaker's end also ends this process; if not, it ends by itself
-            time.sleep(ABORT_SECONDS)
+            time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
         return code
 
     def _others_may_wait_in_init(self, error: BaseException) -> bool:
@@ -314,40 +306,36 @@ class Session(Interruptible):
                 and not isinstance(error, UserError | KeyboardInterrupt)
                 and threading.current_thread() is threading.main_thread())
 
-    def _error_folders(self) -> list[Path]:
-        own = [self.run_folder / "errors"] if self.run_folder else []
-        return [*own, scratch(self._name, "errors")]
-
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""
-        if not self._killed:  # what each rank did tells the next start who was killed
-            with contextlib.suppress(OSError):
-                self.ending.close()
-        leave_code(os.environ, code)
+        with contextlib.suppress(OSError):
+            self.ending.close()
+        failure.leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
-        time.sleep(FORWARD_SECONDS)
+        self.say_end()
+        time.sleep(failure.FORWARD_SECONDS)
         shutil.rmtree(self.watch.folder, ignore_errors=True)  # the block has said what is in it
         if self.unfinished is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)
-        if not self._keeps:
-            shutil.rmtree(scratch(self._name, "errors"), ignore_errors=True)
         if self.world is None:
-            if self.launcher.size > 1:
-                mpi.abort_before_start(self.launcher, os.environ, code)
+            mpi.abort_before_start(self.launcher, os.environ, code)
         elif self.launcher.name or self.world.Get_size() > 1:
             self.world.Abort(code)
         os._exit(code)
 
+    def listen_to(self, line: socket.socket) -> None:
+        """Obey signals from now on, also those that the parent tells through its line."""
+        self._line = line
+        listen(self.interrupt, line, self.orphaned)
 
-def leave_code(environ: Mapping[str, str], code: int) -> None:
-    """Write the job's exit code to the file that MPIPAR_EXIT_FILE names; the first rank wins.
+    def say_end(self) -> None:
+        """Tell the parent that this process ends as it should, or has said why it does not."""
+        self._tell_parent(supervisor.END)
 
-    srun itself answers with the highest code of all ranks, 128 + signal for those that it killed.
-    slurm/train.sbatch reads the file, to end with the code of the failure instead.
-    """
-    if path := environ.get("MPIPAR_EXIT_FILE"):
-        with contextlib.suppress(OSError), open(path, "x") as file:
-            file.write(f"{code}\n")
+    def _tell_parent(self, message: bytes) -> None:
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.send(message, socket.MSG_DONTWAIT)
 
 
 def raised(error: BaseException):
@@ -367,6 +355,7 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
     except BrokenPipeError:
         if session.world is not None:
             raise
+        session.say_end()
         os._exit(errors.EXIT_OUTPUT)  # mpipar schedule ... | head: nobody wants to hear more
     except AgreedError as agreed:
         exit_code = agreed.exit_code
@@ -389,11 +378,14 @@ def guard(main: Callable, argv: list[str] | None = None):
     session = Session(read_launcher(os.environ))
     session.presets = chosen
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
-    listen(session.interrupt, session.orphaned if session.launcher.name else None)
     try:
+        if problems := limits.process_problems(session.launcher):
+            raise EnvironmentProblem(problems)
+        session.listen_to(supervisor.supervise(session.launcher))
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
         session.fail(error)
     if exit_code:
-        leave_code(os.environ, exit_code)
+        failure.leave_code(os.environ, exit_code)
+    session.say_end()
     sys.exit(exit_code)

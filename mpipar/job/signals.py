@@ -2,12 +2,13 @@
 
 | signal | before the loop of steps | in it | after it |
 | --- | --- | --- | --- |
-| SIGINT (Ctrl-C), SIGTERM | stop at once | finish the step, save, stop | stop at once |
+| SIGINT (Ctrl-C), SIGTERM, SIGHUP | stop at once | finish the step, save, stop | stop at once |
 | SIGUSR1 | save and stop after the first step | the same | stop at once |
 | a second SIGINT | - | stop at once, without saving | - |
 | SIGUSR2 | save after the first step | finish the step, save, go on | - |
 
-A command without such a loop stops at once. SLURM sends SIGUSR1 before a job's time ends. A run
+A command without such a loop stops at once. A SIGHUP that is ignored at the start stays ignored:
+that is what nohup is for. SLURM sends SIGUSR1 before a job's time ends. A run
 that still starts up then has to leave a checkpoint with which the job goes on.
 """
 
@@ -15,13 +16,17 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVING = signal.SIGUSR2
-LOOK_SECONDS = 1.0  # between two looks whether the parent process is still there
+ORPHANED = 0  # what the parent says instead of a signal's number when the launcher has ended
+MOST_BYTES = 64  # that are read of a pipe of numbers at one time
+SAME_SECONDS = 0.2  # a Ctrl-C reaches this process and its parent, which passes it on: it is one
 
 
 class Interruptible:
@@ -35,7 +40,8 @@ class Interruptible:
     def __init__(self, speaks: bool = True):
         self.speaks = speaks
         self.stop_requested = self.save_requested = False
-        self.will_loop = self._in_loop = self._impatient = False
+        self.will_loop = self._in_loop = False
+        self._ctrl_c: float | None = None  # when the first one came
 
     @contextlib.contextmanager
     def stop_on_request(self):
@@ -60,14 +66,37 @@ class Interruptible:
         early = self.will_loop and number == signal.SIGUSR1
         if not self._in_loop and not early:
             self.fail(KeyboardInterrupt(f"interrupted ({name})"))
-        if number == signal.SIGINT and self._impatient:
-            self.fail(KeyboardInterrupt(f"interrupted twice ({name})"))
-        self._impatient = self._impatient or number == signal.SIGINT
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            self._ctrl_c = now if self._ctrl_c is None else self._ctrl_c
+            if now - self._ctrl_c > SAME_SECONDS:
+                self.fail(KeyboardInterrupt(f"interrupted twice ({name})"))
         if self.speaks and not self.stop_requested:
             # a thread of its own: a console that nobody reads must not stop the signals
             when = "the first step" if early else "this step; a second Ctrl-C stops at once"
             later(0, note, f"{name}: stops after {when}")
         self.stop_requested = True
+
+
+def obeyed() -> set[int]:
+    """The signals that this process listens to."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return {*STOPPING, SAVING} - ({signal.SIGHUP} if nohup else set())
+
+
+def numbers_of(signals: set[int]) -> int:
+    """A descriptor that brings the number of each of these signals that comes, as one byte.
+
+    Blocked ones are let through. (`signal.sigtimedwait` would be shorter. But after a pause of the
+    process, by SIGSTOP, it may answer with a number that is none.)
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    for number in signals:
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    return read_end
 
 
 def note(text: str) -> None:
@@ -84,27 +113,25 @@ def later(seconds: float, function: Callable, *arguments) -> None:
     timer.start()
 
 
-def listen(interrupt: Callable[[int], None], orphaned: Callable[[], None] | None = None) -> None:
+def listen(interrupt: Callable[[int], None], line: socket.socket,
+           orphaned: Callable[[], None]) -> None:
     """Call interrupt(number) for each signal, in a thread, because a Python handler waits until
     MPI returns.
 
-    orphaned: called once when the parent process, the launcher's, has ended. A rank that computes
-    would go on for ever: nobody but the parent ends it.
+    line: brings numbers of signals that have reached the parent, and ORPHANED. orphaned: called
+    then: a rank that computes would go on for ever.
     """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    for number in (*STOPPING, SAVING):
-        signal.signal(number, lambda number, frame: None)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    parent = os.getppid()
+    numbers = obeyed()
+    sources = numbers_of(numbers), line.fileno()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
     def watch():
         while True:
-            ready, _, _ = select.select([read_end], [], [], LOOK_SECONDS)
-            for number in os.read(read_end, 64) if ready else b"":
-                if number in (*STOPPING, SAVING):
-                    interrupt(number)
-            if orphaned is not None and os.getppid() != parent:
-                orphaned()
+            for source in select.select(sources, [], [])[0]:
+                for number in os.read(source, MOST_BYTES):
+                    if number == ORPHANED:
+                        orphaned()
+                    elif number in numbers:
+                        interrupt(number)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()

@@ -11,18 +11,18 @@ import contextlib
 import json
 import mmap
 import os
-import shutil
 import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from mpipar.errors import OutputError
-from mpipar.files.bounded import parse_json, read_bytes
+from mpipar.files import own
+from mpipar.files.bounded import parse_json, read_bytes, read_text
 from mpipar.files.text import harmless
 from mpipar.job import lock
 
-FOLDER, TOKEN = "status", "job"
+FOLDER, TOKEN = "status", "status/job"
 HEAD, LIVE, LOST = 128, struct.Struct("<qd16s"), struct.Struct("<qd")
 SIZE = HEAD + LIVE.size + LOST.size
 MOST_TOLD = 8  # ranks whose last signs are told
@@ -30,7 +30,7 @@ SHARED_SECONDS = 5.0  # how long another host may take to see a new file
 
 
 class LastSign(NamedTuple):
-    """What one file says. lost: the rank whose end this rank has seen, and when; or -1."""
+    """What one file says. lost: the rank whose end was seen, and when; or -1."""
 
     rank: int
     host: str
@@ -46,31 +46,36 @@ class Status:
     """This rank's file, in a folder that `open_folder` has made. Raises OutputError."""
 
     def __init__(self, run_folder: Path, rank: int, host: str):
-        self.path = run_folder / FOLDER / f"rank-{rank:05d}"
+        self.run_folder, self.name = run_folder, f"{FOLDER}/rank-{rank:05d}"
+        self.path = run_folder / self.name
         head = json.dumps({"rank": rank, "host": host[:64], "pid": os.getpid()}).encode()
         try:
-            with open(self.path, "w+b") as file:
+            with own.create(run_folder, self.name) as file:
                 file.write(head.ljust(SIZE, b"\0"))  # without a place on the disk it were SIGBUS
                 file.flush()
                 self._map = mmap.mmap(file.fileno(), SIZE)
         except OSError as error:
             raise OutputError(f"{self.path}: can't be written: {error.strerror}") from None
-        self.lost(-1)
+        LOST.pack_into(self._map, HEAD + LIVE.size, -1, 0.0)
         self.enter(0, "start")
 
     def enter(self, step: int, phase: str) -> None:
         """Note that this rank begins something: one write into memory."""
         LIVE.pack_into(self._map, HEAD, step, time.time(), phase.encode())
 
-    def lost(self, rank: int) -> None:
-        """Note that the process of another rank has ended without a word."""
-        LOST.pack_into(self._map, HEAD + LIVE.size, rank, time.time())
-
     def close(self) -> None:
         """Remove the file: this rank ends as it should."""
         with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
-            self.path.parent.rmdir()  # the last rank succeeds
+            own.remove(self.run_folder, self.name)
+            (self.run_folder / FOLDER).rmdir()  # the last rank succeeds
+
+
+def lost(path: str, rank: int) -> None:
+    """Note in a file that the process of this rank has ended without a word."""
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        os.pwrite(file, LOST.pack(rank, time.time()), HEAD + LIVE.size)
+        os.close(file)
 
 
 def open_folder(run_folder: Path, token: str) -> list[str]:
@@ -78,14 +83,13 @@ def open_folder(run_folder: Path, token: str) -> list[str]:
 
     Only world rank 0 calls it, under the lock of the run folder. Raises OutputError.
     """
-    folder = run_folder / FOLDER
     try:
         words = last_words(signs(run_folder))
-        forget(run_folder)
-        folder.mkdir()
-        (folder / TOKEN).write_text(token)
+        own.remove_tree(run_folder, FOLDER)
+        with own.create(run_folder, TOKEN, make=True) as file:
+            file.write(token.encode())
     except OSError as error:
-        raise OutputError(f"{folder}: can't be made: {error.strerror}") from None
+        raise OutputError(f"{run_folder / FOLDER}: can't be made: {error.strerror}") from None
     return words
 
 
@@ -93,8 +97,8 @@ def check_shared(run_folder: Path, token: str, host: str) -> None:
     """Raise OutputError if this host does not see the run folder that world rank 0 has made."""
     limit = time.monotonic() + SHARED_SECONDS
     while True:
-        with contextlib.suppress(OSError):
-            if (run_folder / FOLDER / TOKEN).read_text() == token:
+        with contextlib.suppress(OSError, ValueError):
+            if read_text(TOKEN, root=run_folder) == token:
                 return
         if time.monotonic() > limit:
             raise OutputError(
@@ -106,13 +110,14 @@ def check_shared(run_folder: Path, token: str, host: str) -> None:
 def close_folder(run_folder: Path) -> None:
     """Remove what world rank 0 has written, and the folder if the files of all ranks are gone."""
     with contextlib.suppress(OSError):
-        (run_folder / FOLDER / TOKEN).unlink(missing_ok=True)
+        own.remove(run_folder, TOKEN)
         (run_folder / FOLDER).rmdir()
 
 
 def forget(run_folder: Path) -> None:
     """Remove the files of all ranks: the job ends, and the console has said why."""
-    shutil.rmtree(run_folder / FOLDER, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        own.remove_tree(run_folder, FOLDER)
 
 
 def signs(run_folder: Path) -> list[LastSign]:
@@ -120,7 +125,7 @@ def signs(run_folder: Path) -> list[LastSign]:
     found = []
     for path in sorted((run_folder / FOLDER).glob("rank-*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
-            content = read_bytes(path, most_bytes=SIZE)
+            content = read_bytes(f"{FOLDER}/{path.name}", most_bytes=SIZE, root=run_folder)
             head = parse_json(content[:HEAD].rstrip(b"\0").decode())
             step, moment, phase = LIVE.unpack_from(content, HEAD)
             found.append(LastSign(
@@ -151,7 +156,8 @@ def last_words(found: list[LastSign]) -> list[str]:
     first = by_rank.get(min(seen)[1]) if seen else None
     if first is not None:
         return [f"{text}: first {_phrase(first)}"]
-    last = sorted(found, key=lambda sign: sign.time)[-MOST_TOLD:]
+    # by step: the time of day may have been set back
+    last = sorted(found, key=lambda sign: (sign.step, sign.time))[-MOST_TOLD:]
     return [f"{text}; nobody has seen which rank was first; their last signs:",
             *(f"  {_phrase(sign)}" for sign in last)]
 

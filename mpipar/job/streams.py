@@ -1,5 +1,6 @@
 """Standard input, output and error that are closed, full, or read by nobody any more."""
 
+import contextlib
 import os
 import sys
 
@@ -25,3 +26,9 @@ def silence_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def warn(text: str) -> None:
+    """Say on stderr what went wrong beside a run that goes on."""
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it: no reason to stop either
+        print(f"mpipar: warning: {text}", file=sys.stderr, flush=True)

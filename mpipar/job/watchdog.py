@@ -1,52 +1,101 @@
-"""The watchdog: a thread per rank that notices and reports when nothing has happened for too long.
+"""The watchdog: a thread per rank that notices when nothing has happened for too long, and why.
 
 It works while the main thread is inside an MPI call, and it uses no MPI itself. A rank that makes
 no progress for `warn` seconds writes what it is doing into a folder. The lowest rank that did so
-reads what the others wrote, and reports. After `stop` seconds it ends the job.
+reads what the others wrote, and reports who waits for whom. After `stop` seconds it ends the job.
 
-The caller says what progress is, how a rank describes itself, and what a report looks like. So this
-file knows neither MPI nor models.
+Progress is what the recorder of a command notes, or any other count of the command. Before a
+command has one, and after, it is any move of the main thread: a rank that waits in MPI does not
+move.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import perf_counter_ns
 
+from mpipar.comm.record import POINT_TO_POINT, place
+from mpipar.errors import HangError
+from mpipar.files import own
+from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.replace import replace_file
+from mpipar.job.environment import own_folder
+from mpipar.job.signals import note
 
+WARN_SECONDS, STOP_SECONDS = 60.0, 600.0  # of a command without --hang-warn and --hang-stop
+START_SECONDS = 60.0  # at the start no limit is shorter: programs come from shared disks
 SETTLE = 1.0  # seconds that the other ranks get to write their states too
 LONGEST_PAUSE = 1.0  # seconds between two looks
+STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
+INSIDE = ("mpipar/comm/", "mpipar/job/")  # places that communicate for others
 
 
 class Watchdog:
-    """The thread of one rank.
+    """The watchdog of one rank, from the first MPI call of a command to the last.
 
-    followed: says what this rank does. Its `progress()` is any value that changes while work goes
-    on, and its `describe()` is the JSON-able state of this rank. Its `limits()` are the seconds
-    until a warning and until the stop, 0 for never. States are written into its `folder`. All of
-    them may change at any time.
-    on_warn(states), on_stop(states): called in the watchdog's thread. states: {world rank: state}
-    of the ranks that wrote one. on_stop runs on the lowest such rank alone, and should not return.
+    warn, stop: seconds without progress; 0: never. folder: where ranks write their states; ranks:
+    those that can write there. All of them may change at any time.
+    where: says what this rank is doing while it follows nothing else.
+    fail: ends the job, called on the lowest rank that has written its state.
     """
 
-    def __init__(self, followed, world_rank: int, *, on_warn: Callable, on_stop: Callable):
-        self.followed, self.world_rank = followed, world_rank
-        self.on_warn, self.on_stop = on_warn, on_stop
+    def __init__(self, folder: Path, ranks: Sequence[int], where: Callable[[], str],
+                 fail: Callable):
+        self.warn, self.stop = WARN_SECONDS, STOP_SECONDS
+        self.folder, self.ranks, self.world_rank = folder, ranks, 0
+        self.begun = False
+        self._progress: Callable = position
+        self._describe: Callable = lambda: state_of(where=where())
+        self._fail = fail
         self._ended = threading.Event()
         self._written: Path | None = None  # this rank's state, while it has one
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, world_rank: int) -> None:
+        """Start the thread, once. The caller sets the limits before."""
+        if self._thread is None and (self.warn or self.stop):
+            self.world_rank = world_rank
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
 
     def end(self) -> None:
+        """End the thread: MPI has ended."""
         self._ended.set()
-        self._thread.join(SETTLE)  # it may be reporting, to a console that nobody reads
+        if self._thread is not None:
+            self._thread.join(SETTLE)  # it may be reporting, to a console that nobody reads
+
+    @contextlib.contextmanager
+    def following(self, progress: Callable, describe: Callable, stop: float | None = None):
+        """Inside, the caller says what this rank does.
+
+        progress(): any value that changes while work goes on. describe(): a `state_of`.
+        stop: the caller's own limit, which comes without a warning.
+        """
+        former = self._progress, self._describe, self.warn, self.stop
+        self._progress, self._describe, self.begun = progress, describe, True
+        if stop is not None:
+            self.warn, self.stop = 0.0, stop
+        try:
+            yield self
+        finally:
+            self._progress, self._describe, self.warn, self.stop = former
+
+    def follow_records(self, recorder, comms, more: Callable = lambda: 0):
+        """following() what a recorder notes. more(): a count that is progress, too."""
+        return self.following(lambda: (marker(recorder), more()), lambda: state_of(recorder, comms))
+
+    def limits(self) -> tuple[float, float]:
+        """Seconds without progress until the warning and until the end of the job."""
+        if self.begun:
+            return self.warn, self.stop
+        return tuple(limit and max(limit, START_SECONDS) for limit in (self.warn, self.stop))
 
     def _watch(self) -> None:
         """Look at the progress again and again.
@@ -56,13 +105,13 @@ class Watchdog:
         """
         last, stuck, warned = None, 0.0, False
         while True:
-            warn, stop = self.followed.limits()
+            warn, stop = self.limits()
             first = min((limit for limit in (warn, stop) if limit), default=0.0)
             pause = min(LONGEST_PAUSE, first / 5) if first else LONGEST_PAUSE
             before = time.monotonic()
             if self._ended.wait(pause):
                 break
-            now = self.followed.progress()
+            now = self._progress()
             if now != last or not first:
                 last, stuck, warned = now, 0.0, False
                 self._withdraw()
@@ -73,33 +122,181 @@ class Watchdog:
             self._write(stuck)
             if warn and not warned and stuck > warn + SETTLE:
                 warned = True
-                self._report(self.on_warn)
+                self._report(warn, lambda lines: note("\n".join(lines)))
             if stop and stuck > stop + SETTLE:
-                self._report(self.on_stop)
+                self._report(stop, lambda lines: self._fail(HangError(lines)))
         self._withdraw()
 
     def _withdraw(self) -> None:
         """Remove this rank's state, which is no longer true because the rank goes on."""
         if self._written is not None:
             with contextlib.suppress(OSError):  # others' states may keep the folder
-                self._written.unlink(missing_ok=True)
-                self._written.parent.rmdir()
+                folder = self._written.parent
+                own.remove(folder.parent, f"{folder.name}/{self._written.name}")
+                folder.rmdir()
             self._written = None
 
     def _write(self, stuck: float) -> None:
         """Write this rank's state; a reader sees either the whole of it or the previous one."""
-        state = {**self.followed.describe(), "stuck_seconds": round(stuck, 1)}
-        path = self.followed.folder / f"rank-{self.world_rank:05d}.json"
+        state = {**self._describe(), "stuck_seconds": round(stuck, 1)}
+        folder, name = self.folder, f"rank-{self.world_rank:05d}.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, [json.dumps(state).encode()], sync=False)
-            self._written = path
+            own_folder(folder)
+            replace_file(f"{folder.name}/{name}", [json.dumps(state).encode()], sync=False,
+                         root=folder.parent)
+            self._written = folder / name
 
-    def _report(self, report: Callable) -> None:
-        """Call report with everybody's state, on the lowest rank that has written one."""
+    def _report(self, limit: float, tell: Callable) -> None:
+        """Tell what everybody's states mean, on the lowest rank that has written one."""
         states = {}
-        for path in sorted(self.followed.folder.glob("rank-*.json")):
+        for path in sorted(self.folder.glob("rank-*.json")):
             with contextlib.suppress(OSError, ValueError):
-                states[int(path.stem.split("-")[1])] = json.loads(path.read_text())
-        if not states or self.world_rank == min(states):
-            report(states or {self.world_rank: self.followed.describe()})
+                states[int(path.stem.split("-")[1])] = parse_json(
+                    read_text(f"{path.parent.name}/{path.name}", root=path.parent.parent))
+        states = states or {self.world_rank: self._describe()}
+        if self.world_rank == min(states):
+            tell([f"no progress for {limit:g} s", *explain(states, self.ranks)])
+
+
+def marker(recorder):
+    """A value that changes with every operation, span and wait of this rank.
+
+    Outside a training step, for example while weights are read, it also changes with every move.
+    """
+    where = recorder.step, recorder.phase, recorder.mb
+    moves = () if recorder.phase in STEP else position()
+    return where, recorder.newest(), moves  # not their number, which stays the same in a full ring
+
+
+def position() -> tuple:
+    """Where the main thread is: any move of it, in any of its functions, changes the value."""
+    frame, found = main_frame(), []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def main_frame():
+    """The innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident)
+
+
+def waiting_record(recorder):
+    """The record of the operation that this rank waits in, or None while it computes."""
+    for record in reversed(recorder.records):
+        if not record.done_ns and record.waited_ns:
+            return record
+    return None
+
+
+def state_of(recorder=None, comms=None, where: str = "") -> dict:
+    """What this rank is doing, as JSON-able values; called from the watchdog's thread.
+
+    where: says it for a rank without a recorder.
+    """
+    main = main_frame()
+    stack = []
+    while main is not None and len(stack) < 12:
+        stack.append(place(main.f_code.co_filename, main.f_lineno) + f" in {main.f_code.co_name}")
+        main = main.f_back
+    if recorder is None:
+        return {"at": where or "start", "counted": False, "inside": None, "stack": stack}
+    record = waiting_record(recorder)
+    inside = None
+    if record is not None:
+        ranks = comms.groups[record.axis].ranks
+        inside = {
+            "operation": record.operation, "name": record.name, "axis": record.axis,
+            "seq": record.seq, "ranks": list(ranks), "source": record.source,
+            "peer": ranks[record.peer] if record.peer >= 0 else None, "stage": record.stage,
+            "mb": record.mb, "phase": record.phase,
+            "seconds": round((perf_counter_ns() - record.waited_ns) * 1e-9, 1),
+        }
+    at = (f"step {recorder.step}, phase {recorder.phase}, stage {recorder.stage},"
+          f" mb {recorder.mb}")
+    return {"at": at, "counted": recorder.phase in STEP, "inside": inside, "stack": stack}
+
+
+def doing(state: dict | None) -> str:
+    """One phrase for what a rank is doing."""
+    if state is None:
+        return "has written nothing: it works, or its process is stopped or gone"
+    inside, at, stack = state["inside"], state["at"], state["stack"]
+    if inside is None:
+        here = stack[0] if stack else "?"
+        if state["counted"]:
+            return f"is in no communication ({at}); its main thread is at {here}"
+        caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
+        return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
+    target = f" {'to' if inside['operation'] == 'send' else 'from'} rank {inside['peer']}" \
+        if inside["peer"] is not None else ""
+    return (f"waits in {inside['operation']} {inside['name']}{target} ({inside['axis']}, {at})"
+            f" for {inside['seconds']} s at {inside['source']}")
+
+
+def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
+    """Lines of a report: incomplete barriers, who is missing from each, and what those ranks do.
+
+    If no rank waits in a barrier, they say what every rank does. ranks: all that could have
+    written a state.
+    """
+    lines, missing_ranks = [], set()
+    barriers = defaultdict(list)
+    for rank, state in sorted(states.items()):
+        inside = state["inside"]
+        if inside is None:
+            continue
+        if inside["operation"] in POINT_TO_POINT:
+            lines.append(f"rank {rank} {doing(state)}")
+            missing_ranks.add(inside["peer"])
+        else:
+            key = (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"],
+                   inside["name"])
+            barriers[key].append(rank)
+    for (axis, ranks, seq, operation, name), arrived in barriers.items():
+        missing = [rank for rank in ranks if rank not in arrived]
+        missing_ranks |= set(missing)
+        lines.append(
+            f"barrier {name} ({operation} {seq} of the {axis} group {list(ranks)}) is incomplete:"
+            f" {names(arrived)} arrived, {names(missing)} missing")
+    lines += [f"late: rank {rank} {doing(states.get(rank))}" for rank in sorted(missing_ranks)
+              if rank not in states or states[rank]["inside"] is None]
+    circle = find_circle(states)
+    if circle:
+        lines.append("a circle of ranks that wait for each other: " + " -> ".join(map(str, circle)))
+    for rank in sorted(missing_ranks & set(states)):
+        lines += [f"  rank {rank}: {frame}" for frame in states[rank]["stack"][:6]]
+    return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in sorted({*ranks, *states})]
+
+
+def names(ranks) -> str:
+    """Ranks as text."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def find_circle(states: dict[int, dict]) -> list[int]:
+    """Ranks each of which waits for the next, the first repeated at the end; empty without a
+    circle.
+    """
+    waits_for = {}
+    for rank, state in states.items():
+        inside = state["inside"]
+        if inside is None:
+            continue
+        if inside["peer"] is not None:
+            waits_for[rank] = inside["peer"]
+            continue
+        same = [other for other, s in states.items() if s["inside"] and other in inside["ranks"]
+                and (s["inside"]["axis"], s["inside"]["seq"]) == (inside["axis"], inside["seq"])]
+        missing = [other for other in inside["ranks"] if other not in same]
+        if missing:
+            waits_for[rank] = missing[0]
+    for start in waits_for:
+        path = [start]
+        while path[-1] in waits_for and waits_for[path[-1]] not in path:
+            path.append(waits_for[path[-1]])
+        if waits_for.get(path[-1]) in path:
+            first = path.index(waits_for[path[-1]])
+            return [*path[first:], path[first]]
+    return []

@@ -9,7 +9,8 @@ stash has a cache of earlier keys and values.
 
 Several heads of queries may share a head of keys and values (grouped-query attention, Ainslie et
 al., arXiv 2305.13245). If there are more ranks of tp than heads of keys and values, neighbours hold
-replicas of one. Each has the gradient that its own queries make, and their group has the sum.
+replicas of one: the group kv. Each has the gradient of keys and values that its own queries make.
+The weights need the sum over the group.
 
 Letters: B batch, T tokens of this rank's rows, D model width, H heads of queries, K heads of keys
 and values, d head width.
@@ -17,8 +18,18 @@ and values, d head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpipar.comm.grid import runs
-from mpipar.layers.linear import Linear, Part
+from mpipar.layers.context import Context
+from mpipar.layers.costs import Barrier, Cost, array, product_cost, term, together, total
+from mpipar.layers.linear import Linear
+from mpipar.layers.rotation import NoRotation, Rotation
+from mpipar.layers.stash import Stash
+from mpipar.ops.signature import Array
+from mpipar.partition import shares
+from mpipar.partition.context import attention_over
+from mpipar.partition.tokens import WholeTokens
 
 
 class Attention:
@@ -27,37 +38,64 @@ class Attention:
     config: a completed DecoderConfig. rotation: turns q and k by their positions.
     """
 
-    def __init__(self, context, name, config, rotation, *, std, out_std):
+    def __init__(self, context: Context, name: str, config: Any,
+                 rotation: Rotation | NoRotation, *, std: float, out_std: float) -> None:
         self.ops, self.name, self.rotation = context.ops, name, rotation
-        self.attention, self.cp = context.attention, context.comms.cp
+        self.attention = context.attention
+        self.cp, self.kv = context.comms["cp"], context.comms["kv"]
         tp, self.head_width = context.tp.size, config.head_dim
         heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
         self.parts = runs((heads, kv_heads, kv_heads))  # heads of q, k and v of this rank
         self.turned = slice(0, heads + kv_heads)
-        cuts, rows = context.held.cuts, config.rows
-        head_shape = config.heads, self.head_width
-        if rows == "in":  # one tensor of equal parts
-            out_shape, out_axis = (3, *head_shape), 1
-        else:
-            kv_shape, out_axis = (config.kv_heads, self.head_width), 0
-            out_shape = [Part(f"{name}.q", head_shape), Part(f"{name}.k", kv_shape, kv_shape[0]),
-                         Part(f"{name}.v", kv_shape, kv_shape[0])]
-        self.qkv = Linear(context, f"{name}.qkv", (config.d_model,), out_shape, cut=cuts[0],
-                          out_axis=out_axis, std=std, bias=config.bias != "none", rows=rows)
+        self.shared = slice(heads, None)
+        cuts, rows = context.pair("pair"), config.rows
+        head_shape, kv_shape = (config.heads, self.head_width), (config.kv_heads, self.head_width)
+        self.qkv = Linear(
+            context, f"{name}.qkv", (config.d_model,), (3, *head_shape) if rows == "in" else {
+                f"{name}.q": (head_shape, "tp"), f"{name}.k": (kv_shape, "kv_heads"),
+                f"{name}.v": (kv_shape, "kv_heads")},
+            cut=cuts[0], out_axis=int(rows == "in"), std=std, bias=config.bias != "none", rows=rows)
         self.proj = Linear(context, f"{name}.proj", head_shape, (config.d_model,), cut=cuts[1],
                            std=out_std, bias=config.bias == "all", rows=rows)
         self.params = [*self.qkv.params, *self.proj.params]
 
-    def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D). Comm: forward of both cuts, and of attention over cp."""
+    @staticmethod
+    def cost(name: str, held: type[WholeTokens], method: str | None, scores: bool) -> Cost:
+        """Its Cost. held: a class of partition/tokens.py. method: of `attention_over`.
+
+        scores: whether it keeps all scores. If not, it keeps two numbers for each query, and where
+        heads were exchanged, the result of all tokens of some heads beside its own.
+        """
+        kept = [array("B*T", "QKK")]
+        if scores:
+            kept.append(array("B*T*A", "h"))
+        else:
+            kept.append(array("B*T", "hh", "s"))
+            kept.append(array("B*T", "Q" if method == "ulysses" else ""))
+        over = attention_over(method).barriers
+        flops = term("B*T*A*Q", 4)
+        inside = Cost(
+            flops=flops, attention=flops, stash=total(kept), barriers=tuple(
+                Barrier(name, phase, kind, array("B*T", widths, number), "cp", phase == "F")
+                for phase, kind, widths, number in over))
+        shared = Barrier(f"{name}.kv", "W", "all_reduce", array("B*T", "KK"), "kv")
+        return together(product_cost(f"{name}.qkv", held.cuts[0], "D", "QKK"), inside,
+                        Cost(barriers=(shared,)),
+                        product_cost(f"{name}.proj", held.cuts[1], "Q", "D"))
+
+    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
+        """y (B, T, D) of x (B, T, D), plus residual.
+
+        Comm: forward of both cuts, and of attention over cp.
+        """
         qkv = self._by_head(self.qkv.forward(x, stash))
         self.rotation.forward(qkv[:, :, self.turned], stash.batch.positions)
         attention = stash.cache or self.attention
         heads, stash[self.name, "saved"] = attention.forward(
             self.ops, *self._split(qkv), stash.batch, self.cp, self.name)
-        return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash)
+        return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash, residual)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dx (B, T, D) of dy (B, T, D).
 
         Comm: backward_input of both cuts, and of attention over cp.
@@ -69,17 +107,24 @@ class Attention:
         self.attention.backward_input(
             self.ops, dheads, saved, stash.batch, self.cp, self.name, self._split(dqkv))
         self.rotation.backward(dqkv[:, :, self.turned], stash.batch.positions)
+        stash[self.name, "dkv"] = dqkv[:, :, self.shared]
         return self.qkv.backward_input(dqkv.reshape(*dqkv.shape[:2], -1), stash)
 
-    def backward_weight(self, stash):
-        """Accumulate the gradients of both products. Comm: backward_weight of both cuts."""
+    def backward_weight(self, stash: Stash) -> None:
+        """Accumulate the gradients of both products.
+
+        Comm: backward_weight of both cuts, and one all_reduce over kv.
+        """
         self.proj.backward_weight(stash)
+        # Only now: dx, which all of tp sums, has counted each part. qkv reads the sum as its dy.
+        shares.add(self.ops, stash.pop((self.name, "dkv")), self.kv, f"{self.name}.kv")
         self.qkv.backward_weight(stash)
 
-    def _by_head(self, x):
+    def _by_head(self, x: Array) -> Array:
         """The view (B, T, heads, d) of x (B, T, heads * d)."""
         return x.reshape(*x.shape[:2], -1, self.head_width)
 
-    def _split(self, packed):
+    def _split(self, packed: Array) -> tuple[Array, Array, Array]:
         """q (B, T, H/tp, d), k and v of an array of all these heads: views, no copy."""
-        return tuple(packed[:, :, part] for part in self.parts)
+        q, k, v = self.parts
+        return packed[:, :, q], packed[:, :, k], packed[:, :, v]

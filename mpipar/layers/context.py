@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mpipar.comm.group import Comms
+from mpipar.comm.group import Comm, Comms
+from mpipar.layers.flat import WHOLE, Sharding
+from mpipar.layers.param import Copies
 from mpipar.layers.recompute import Recomputed
-from mpipar.layers.shards import WHOLE, Sharding
 from mpipar.partition import context_again, context_whole
 from mpipar.partition.context import attention_over
+from mpipar.partition.contracts import ContextCut
 from mpipar.partition.tokens import WholeTokens
 
-
-class Copies(NamedTuple):
-    """Copies of a tensor on other pipeline ranks.
-
-    groups: the groups over which the gradients of all copies are summed. owner: whether norms and
-    files count this rank's copy.
-    """
-
-    groups: tuple[str, ...] = ()
-    owner: bool = True
+if TYPE_CHECKING:
+    from mpipar.layers.contracts import Layer
 
 
 ALONE = Copies()
@@ -39,39 +34,44 @@ class Context:
     those of the stage's parameters. tied: those of a table that the first and the last stage share.
     """
 
-    ops: object
+    ops: Any
     comms: Comms
-    held: WholeTokens | None = None
-    attention: object = context_whole
+    held: WholeTokens = None  # type: ignore[assignment] # see __post_init__
+    attention: ContextCut = context_whole
     again: int = 0
-    attention_again: object = None
+    attention_again: ContextCut | None = None
     sharding: Sharding = WHOLE
     copies: Copies = ALONE
     tied: Copies = ALONE
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.held is None:
-            object.__setattr__(self, "held", WholeTokens(self.ops, self.comms.tp))
+            object.__setattr__(self, "held", WholeTokens(self.ops, self.comms["tp"]))
 
     @property
-    def tp(self):
-        return self.comms.tp
+    def tp(self) -> Comm:
+        return self.comms["tp"]
 
     @property
-    def data(self):
+    def data(self) -> Comm:
         """The group of the ranks that hold the same shard and read different data: dp x cp."""
-        return self.comms.data
+        return self.comms["data"]
 
-    def blocks(self, make, indices) -> list:
-        """A stage's blocks, make(context, index); the first of them make something again."""
-        found = []
+    def blocks(
+        self, make: Callable[[Context, int], list[Layer]], indices: Iterable[int]
+    ) -> list[list[Layer]]:
+        """The layers of each of a stage's blocks; the first blocks make something again.
+
+        make(context, index) gives the layers of the block of this index.
+        """
+        found: list[list[Layer]] = []
         for place, index in enumerate(indices):
             if place >= self.again:
                 found.append(make(self, index))
             elif self.attention_again:
                 found.append(make(replace(self, attention=self.attention_again), index))
             else:
-                found.append(Recomputed(self, make(self, index)))
+                found.append([Recomputed(make(self, index), self.comms.recorder)])
         return found
 
     def pair(self, cut: str) -> tuple[str, str]:
@@ -82,15 +82,16 @@ class Context:
         return self.held.cuts if cut == "pair" else (cut, cut)
 
 
-def made_again(config) -> dict:
+def made_again(config: Any) -> dict[str, Any]:
     """The fields of a Context that say how a Config attends, and what its blocks make again."""
     memory = config.memory
     scores = memory.recompute == "attention"
     every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
-    return {"attention": attention_over(config), "again": every * (memory.recompute != "none"),
-            "attention_again": attention_over(config, context_again) if scores else None}
+    method = config.grid.cp_attention if config.grid.cp > 1 else None
+    return {"attention": attention_over(method), "again": every * (memory.recompute != "none"),
+            "attention_again": attention_over(method, context_again) if scores else None}
 
 
-def recomputed_blocks(config) -> int:
+def recomputed_blocks(config: Any) -> int:
     """How many of the first blocks of a stage a Config makes run forward again."""
     return made_again(config)["again"] if config.memory.recompute == "block" else 0

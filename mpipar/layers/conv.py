@@ -9,34 +9,41 @@ the output's height and width.
 
 from __future__ import annotations
 
+from typing import Any
+
+from mpipar.layers.context import Context
 from mpipar.layers.linear import Linear
+from mpipar.layers.param import Param
+from mpipar.layers.stash import Stash
+from mpipar.ops.signature import Array
 from mpipar.partition import Sizes
+
+PATCH = "*k*k"  # what a patch has besides channels, as `product_cost` takes it
 
 
 class PatchProduct:
-    """The product of every patch of x (B, H, W, C) with w (k*k*C, N), in place of `ops` in a cut.
+    """The `partition.contracts.Product` of every patch of x (B, H, W, C) with w (k*k*C, N).
 
-    name: of the layer, for --trace-ops. size: (H, W), which y's shape does not determine. empty,
-    zeros, copy: those of `ops`, for what a cut does with images.
+    name: of the layer, for --trace-ops. size: (H, W), which y's shape does not determine.
     """
 
-    def __init__(self, ops, name, size, kernel, stride, padding):
+    def __init__(self, ops: Any, name: str, size: tuple[int, int], kernel: int, stride: int,
+                 padding: int) -> None:
         self.ops, self.name, self.size = ops, name, size
         self.window = kernel, stride, padding
-        self.empty, self.zeros, self.copy = ops.empty, ops.zeros, ops.copy
 
-    def matmul(self, x, w):
+    def matmul(self, x: Array, w: Array) -> Array:
         """y (B, P, Q, N)."""
         return self.ops.matmul(self.ops.unfold_forward(x, *self.window), w)
 
-    def matmul_nt(self, dy, w):
+    def matmul_nt(self, dy: Array, w: Array) -> Array:
         """dx (B, H, W, C) of dy (B, P, Q, N)."""
         dpatches = self.ops.matmul_nt(dy, w)
         kernel = self.window[0]
         shape = (dy.shape[0], *self.size, w.shape[0] // kernel**2)
         return self.ops.unfold_backward_input(dpatches, shape, *self.window)
 
-    def matmul_tn_add(self, x, dy, dw):
+    def matmul_tn_add(self, x: Array, dy: Array, dw: Array) -> None:
         """dw (k*k*C, N) += patches^T dy.
 
         The patches are made again rather than kept: they take k*k times the memory of x.
@@ -51,53 +58,55 @@ class Conv(Linear):
     Comm: the barriers of the cut.
     """
 
-    def __init__(self, context, name, size, channels, *, cut, std, kernel=3, stride=1, padding=1):
+    def __init__(self, context: Context, name: str, size: tuple[int, int],
+                 channels: tuple[int, int], *, cut: str, std: float, kernel: int = 3,
+                 stride: int = 1, padding: int = 1) -> None:
         in_shape, out_shape = (kernel, kernel, channels[0]), channels[1:]
         super().__init__(context, name, in_shape, out_shape, cut=cut, std=std, in_axis=2)
         self.product = PatchProduct(context.ops, name, size, kernel, stride, padding)
-        self.sizes = Sizes(None, *channels)  # not of patches: images travel
+        self.sizes = Sizes(0, *channels)  # not of patches: images travel
 
 
 class MaxPool:
     """The largest of each 2 x 2 tile, by channel; a last odd row or column is dropped."""
 
-    params = ()
+    params: tuple[Param, ...] = ()
     width = 2
 
-    def __init__(self, context, name):
+    def __init__(self, context: Context, name: str) -> None:
         self.ops, self.name = context.ops, name
 
-    def forward(self, x, stash):
+    def forward(self, x: Array, stash: Stash) -> Array:
         """y (B, H/2, W/2, C) of x (B, H, W, C)."""
         y, places = self.ops.maxpool_forward(x, self.width)
         stash[self.name, "places"] = places, x.shape
         return y
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dx (B, H, W, C) of dy (B, H/2, W/2, C)."""
         return self.ops.maxpool_backward_input(
             dy, *stash.pop((self.name, "places")), self.width)
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """There is no weight."""
 
 
 class MeanPool:
     """The mean over all places of an image, by channel."""
 
-    params = ()
+    params: tuple[Param, ...] = ()
 
-    def __init__(self, context, name):
+    def __init__(self, context: Context, name: str) -> None:
         self.ops, self.name = context.ops, name
 
-    def forward(self, x, stash):
+    def forward(self, x: Array, stash: Stash) -> Array:
         """y (B, C) of x (B, H, W, C)."""
         stash[self.name, "shape"] = x.shape
         return self.ops.meanpool_forward(x)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dx (B, H, W, C) of dy (B, C)."""
         return self.ops.meanpool_backward_input(dy, stash.pop((self.name, "shape")))
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """There is no weight."""

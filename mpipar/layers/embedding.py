@@ -7,19 +7,37 @@ batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mpipar.layers.context import Context
+from mpipar.layers.costs import Cost, array, token_barriers
 from mpipar.layers.param import Param
+from mpipar.layers.stash import Stash
+from mpipar.ops.signature import Array
+from mpipar.partition.tokens import WholeTokens
+
+if TYPE_CHECKING:
+    from mpipar.layers.contracts import Layer
 
 
 class TokenEmbedding:
     """x = token_table[tokens]. Attention brings the positions in."""
 
-    def __init__(self, context, token_table: Param, seq_len, *, std):
+    def __init__(self, context: Context, token_table: Param, seq_len: int, *,
+                 std: float) -> None:
         self.ops, self.held, self.name = context.ops, context.held, "embedding"
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
         self.params = [self.tokens]
-        self.start = token_table.cut_index * token_table.local_shape[0]
+        self.start = token_table.shard * token_table.local_shape[0]
 
-    def forward(self, x, stash):
+    @staticmethod
+    def cost(held: type[WholeTokens]) -> Cost:
+        """Its Cost. held: a class of partition/tokens.py."""
+        return Cost(kept=array(held.rows, "D"),
+                    barriers=token_barriers("embedding", held, scatter="F", gather="W"))
+
+    def forward(self, x: Array, stash: Stash) -> Array:
         """y (B, T, D) of the tokens held; reads the microbatch's tokens, ignores x.
 
         Comm: held.scatter over tp.
@@ -27,15 +45,15 @@ class TokenEmbedding:
         y = self.ops.embedding_forward(stash.batch.tokens, self.tokens.data, self.start)
         return self.held.scatter(y, self.name)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Keep dy for the tables; no layer below needs a gradient."""
         stash[self.name, "dy"] = dy
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradient of the table. Comm: held.gather over tp."""
         self.of_tokens(stash)
 
-    def of_tokens(self, stash):
+    def of_tokens(self, stash: Stash) -> Array:
         """Accumulate the gradient of the token table; return dy of all tokens (B, T, D).
 
         Comm: held.gather over tp.
@@ -48,22 +66,24 @@ class TokenEmbedding:
 class Embedding(TokenEmbedding):
     """x = token_table[tokens] + position_table[positions]."""
 
-    def __init__(self, context, token_table: Param, seq_len, *, std):
+    def __init__(self, context: Context, token_table: Param, seq_len: int, *,
+                 std: float) -> None:
         super().__init__(context, token_table, seq_len, std=std)
         self.positions = Param(
             context, "embedding.positions", (seq_len, token_table.shape[1]), std=std)
         self.params = [self.tokens, self.positions]
 
-    def forward(self, x, stash):
+    def forward(self, x: Array, stash: Stash) -> Array:
         """y (B, T, D) of the tokens held. Comm: held.scatter over tp."""
         y = super().forward(x, stash)
         positions = self.held.positions(stash.batch.positions)  # (T,), or (B, T): of each row
         return self.ops.position_forward(y, positions, self.positions.data)
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of both tables. Comm: held.gather over tp."""
         dy = self.of_tokens(stash)
         self.ops.position_backward_weight(stash.batch.positions, dy, self.positions.grad)
 
 
-EMBEDDINGS = {"learned": Embedding, "rope": TokenEmbedding}  # --positions
+# --positions
+EMBEDDINGS: dict[str, Callable[..., Layer]] = {"learned": Embedding, "rope": TokenEmbedding}

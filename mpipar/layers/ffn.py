@@ -9,7 +9,11 @@ barriers are those of that pair of cuts. Letters: B batch, T tokens, D model wid
 
 from __future__ import annotations
 
-from mpipar.layers.linear import Linear, Part
+from mpipar.layers.context import Context
+from mpipar.layers.costs import Cost, Sum, array, product_cost, sides, together
+from mpipar.layers.linear import Linear
+from mpipar.layers.stash import Stash
+from mpipar.ops.signature import Array
 
 
 class FeedForward:
@@ -18,41 +22,57 @@ class FeedForward:
     cuts: the names of the two products' cuts. bias, rows: see `Linear`.
     """
 
-    def __init__(self, context, name, d_model, ffn, *, cuts, std, out_std, bias=True, rows="in"):
+    tensors: tuple[str, ...] = ("up",)  # that the first product multiplies by
+
+    def __init__(self, context: Context, name: str, d_model: int, ffn: int, *,
+                 cuts: tuple[str, str], std: float, out_std: float, bias: bool = True,
+                 rows: str = "in") -> None:
         self.ops, self.name = context.ops, name
-        self.up = Linear(context, f"{name}.up", (d_model,), self.wide(ffn), cut=cuts[0], std=std,
-                         bias=bias, rows=rows)
+        wide = {f"{name}.{tensor}": ((ffn,), "tp") for tensor in self.tensors}
+        self.up = Linear(context, f"{name}.up", (d_model,), wide, cut=cuts[0], std=std, bias=bias,
+                         rows=rows)
         self.down = Linear(context, f"{name}.down", (ffn,), (d_model,), cut=cuts[1], std=out_std,
                            bias=bias, rows=rows)
         self.params = [*self.up.params, *self.down.params]
 
-    def wide(self, ffn):
-        """What the first product makes, as `Linear` takes it."""
-        return (ffn,)
+    @classmethod
+    def cost(cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "") -> Cost:
+        """Its Cost. rows, patch: see `product_cost`."""
+        up, down, h = cls._costs(name, cuts, "F", rows, patch)
+        return together(up, Cost(stash=h), down)
 
-    def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
-        return self.down.forward(self._widen(x, stash), stash)
+    @staticmethod
+    def _costs(
+        name: str, cuts: tuple[str, str], wide: str, rows: str, patch: str
+    ) -> tuple[Cost, Cost, Sum]:
+        """The Costs of both products, and the bytes of what the first one makes.
 
-    def recompute(self, x, stash):
+        wide: the letters of its outputs.
+        """
+        return (product_cost(f"{name}.up", cuts[0], "D", wide, rows, patch=patch),
+                product_cost(f"{name}.down", cuts[1], "F", "D", rows, patch=patch, again=False),
+                array(rows, sides(cuts[0], "D", wide)["y"][1]))
+
+    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
+        """y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
+        return self.down.forward(self._widen(x, stash), stash, residual)
+
+    def recompute(self, x: Array, stash: Stash) -> None:
         """Fill the stash as forward does, without the second product. Comm: forward of one cut."""
         self.down.keep(self._widen(x, stash), stash)
 
-    def _widen(self, x, stash):
+    def _widen(self, x: Array, stash: Stash) -> Array:
         """gelu(x @ w_up + b_up). Comm: forward of the first cut."""
-        h = self.up.forward_without_bias(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
+        a, h = self.up.forward_gelu(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
         stash[self.name, "h"] = h
-        if not self.up.biases:
-            return self.ops.gelu_forward(h)
-        return self.ops.bias_gelu_forward(h, self.up.b.data.reshape(-1))  # adds the bias to h
+        return a
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
-        da = self.down.backward_input(dy, stash)
-        dh = self.ops.gelu_backward_input(da, stash.pop((self.name, "h")))
+        dh = self.down.backward_input_gelu(dy, stash.pop((self.name, "h")), stash)
         return self.up.backward_input(dh, stash)
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of both products. Comm: backward_weight of both cuts."""
         self.down.backward_weight(stash)
         self.up.backward_weight(stash)
@@ -65,31 +85,35 @@ class GatedFeedForward(FeedForward):
     backward. What the second product reads is made again with the gradients.
     """
 
-    def wide(self, ffn):
-        """Gate and up side by side, as `Linear` takes them."""
-        return [Part(f"{self.name}.gate", (ffn,)), Part(f"{self.name}.up", (ffn,))]
+    tensors = ("gate", "up")
 
-    def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D). Comm: forward of both cuts."""
-        y = self.down.forward(self._widen(x, stash), stash)
+    @classmethod
+    def cost(cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "") -> Cost:
+        """Its Cost."""
+        up, down, h = cls._costs(name, cuts, "FF", rows, patch)
+        return together(up, Cost(stash=h), down._replace(stash={}, remade=down.stash))
+
+    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
+        """y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
+        y = self.down.forward(self._widen(x, stash), stash, residual)
         self.down.keep_no_longer(stash)
         return y
 
-    def recompute(self, x, stash):
+    def recompute(self, x: Array, stash: Stash) -> None:
         """Fill the stash as forward does, without the second product. Comm: forward of one cut."""
         stash[self.name, "h"] = self._gate_and_up(x, stash)
 
-    def _widen(self, x, stash):
+    def _widen(self, x: Array, stash: Stash) -> Array:
         """silu(gate) * up (B, T, F/tp). Comm: forward of the first cut."""
         h = stash[self.name, "h"] = self._gate_and_up(x, stash)
         return self.ops.swiglu_forward(h)
 
-    def _gate_and_up(self, x, stash):
+    def _gate_and_up(self, x: Array, stash: Stash) -> Array:
         """(B, T, 2, F/tp). Comm: forward of the first cut."""
         h = self.up.forward(x, stash)
         return h.reshape(*h.shape[:-1], 2, -1)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
         da = self.down.backward_input(dy, stash)
         dh, a = self.ops.swiglu_backward_input(da, stash.pop((self.name, "h")))
@@ -97,4 +121,5 @@ class GatedFeedForward(FeedForward):
         return self.up.backward_input(dh.reshape(*dh.shape[:-2], -1), stash)
 
 
-FFNS = {"gelu": FeedForward, "swiglu": GatedFeedForward}  # --activation
+# --activation
+FFNS: dict[str, type[FeedForward]] = {"gelu": FeedForward, "swiglu": GatedFeedForward}

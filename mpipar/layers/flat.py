@@ -1,107 +1,181 @@
-"""The flat buffers of a stage: data, gradients and masters of its parameters, in one order."""
+"""Flat buffers: what a stage keeps of its parameters, each kind in one array, whole or in pieces.
+
+ZeRO shares out what all ranks of the data group would else keep alike (arXiv 1910.02054). Level 1
+shares out master weights and moments, level 3 weights and gradients too. `Sharding` says how; what
+travels then is in `layers/units.py` and `train/gradsync.py`.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from mpipar.layers.shards import WHOLE, packed
+from mpipar.comm.grid import runs
+from mpipar.comm.group import Comm, Pending
+from mpipar.comm.record import Recorder
+from mpipar.layers.param import Param
+from mpipar.ops.signature import Array
+
+
+class Segment(NamedTuple):
+    """A run of a flat buffer that is cut into equal pieces. unit: whose it is."""
+
+    unit: int
+    run: slice
+
+
+class Sharding(NamedTuple):
+    """How ranks share out what stages keep.
+
+    A flat buffer is divided into *segments*, and each segment into equal pieces, one for each rank
+    of the group. A rank owns its piece of every segment: it updates these numbers, and no other
+    rank does.
+
+    level: of ZeRO. comm: the group that shares; with level 0 every rank is alone and keeps all.
+    bucket: most elements of a segment of level 1. whole_grads: whether a rank keeps whole gradients
+    during a step.
+    """
+
+    level: int
+    comm: Comm
+    bucket: int = 1
+    whole_grads: bool = True
+
+    def shares(self, kind: str) -> bool:
+        """Whether a rank keeps its own pieces alone of data, grad, master or a moment."""
+        if kind == "grad":
+            return not self.whole_grads
+        return self.level == 3 if kind == "data" else self.level > 0
+
+    def segments(self, units: dict[int, slice], total: int) -> list[Segment]:
+        """The segments of a flat buffer of `total` elements, in its order.
+
+        units: the run of each unit in the buffer; their lengths are multiples of the ranks.
+        """
+        if self.level == 0:
+            return [Segment(-1, slice(0, total))]
+        limit = self.bucket if self.level == 1 else total
+        size = max(1, limit // self.comm.size) * self.comm.size
+        return [Segment(unit, slice(first, min(first + size, run.stop)))
+                for unit, run in units.items() for first in range(run.start, run.stop, size)]
+
+    def own(self, segments: list[Segment]) -> list[slice]:
+        """This rank's piece of each segment, in the whole buffer."""
+        pieces = []
+        for _, run in segments:
+            length = (run.stop - run.start) // self.comm.size
+            first = run.start + self.comm.index * length
+            pieces.append(slice(first, first + length))
+        return pieces
+
+
+WHOLE = Sharding(0, Comm("alone", (0,), 0, None, Recorder()))  # one rank sends and records nothing
 
 
 class FlatParams:
-    """Data, gradients and master weights of a list of parameters, each kind in one flat buffer.
+    """Data, gradients and optimizer state of some parameters, each kind in one flat buffer.
 
-    Every Param is a view into all three buffers, as far as this rank holds it whole.
+    A stage has one FlatParams for each set of groups over which gradients are partial. So a sum
+    over a group is a sum of whole buffers. Every Param is a view into the buffers, as far as this
+    rank holds it whole.
 
     With 16-bit data, gradients and master weights are float32: an update is often too small to
     change a 16-bit number. Otherwise the master weights are the data.
 
-    Parameters whose gradient needs only the data group come first, then the others by their groups.
-    Inside each, units go from the last to the first, as their gradients are completed. Inside each
-    unit, parameters with decay come first. So an optimizer update is two long runs for each unit,
-    and a bucket of gradients or a group's sum is a slice.
+    Units go from the last to the first, as their gradients are completed. Inside each unit,
+    parameters with decay come first. So an optimizer update is two long runs for each unit, and a
+    bucket of gradients is a slice. Zeros fill each unit's run up to a multiple of the ranks that
+    share. A buffer is either whole, in this order, or it holds the pieces of this rank alone, one
+    behind the other.
 
-    sharding: what ranks share out, see `shards.py`. Then zeros fill each unit's run of equal groups
-    up to a multiple of the ranks. A buffer is either whole, in this order, or it holds the pieces
-    of this rank alone, one behind the other.
-
-    size: elements of all parameters, without those zeros. total: with them; own_size: those that
-    this rank owns. by_groups: (grad_groups, slice) of each run of parameters. by_decay: (decay,
-    slice) of each run. units: {unit: {grad_groups: slice}}, in the order of the buffers.
-
-    segments: what ranks share out one by one, see `shards.py`; own: this rank's piece of each.
-    updates: for each segment, (decay, slice of the own piece) of each run. owned: (segment, slice
-    of the own piece) of the parameters that this rank counts; copies: those of all others. summed:
-    for each segment, the array that holds the own piece of the gradient when all ranks have added
-    theirs.
+    groups: names of the groups over which the gradients are summed; the last one is the data group.
+    size: elements of all parameters, without those zeros. total: with them. units: {unit: slice},
+    in the order of the buffers. segments: what ranks share out one by one; own: this rank's piece
+    of each. updates: for each segment, (decay, slice of the own piece) of each run. counted:
+    (whether this rank counts it in norms, segment, slice of the own piece) of each run; all that it
+    does not count are copies. moments: {kind: buffer}, made by the optimizer. summed: for each
+    segment, the array that holds the own piece of the gradient when all ranks have added theirs.
     """
 
-    def __init__(self, ops, params, sharding=WHOLE):
-        self.ops, self.sharding = ops, sharding
-        self.params = sorted(params, key=lambda p: (
-            len(p.grad_groups), p.grad_groups, -p.unit, not p.decay))
-        largest = max(self.params, key=lambda p: p.size).name if params else "none"
+    def __init__(self, ops: Any, params: Iterable[Param], sharding: Sharding = WHOLE,
+                 groups: tuple[str, ...] = ()):
+        self.ops, self.sharding, self.groups = ops, sharding, groups
+        self.params = sorted(params, key=lambda param: (-param.unit, not param.decay))
+        largest = max(self.params, key=lambda p: p.size).name if self.params else "none"
         # for the error that reports a lack of memory
         self.name = f"{largest} and {len(self.params) - 1} smaller tensors"
-        self.size = sum(p.size for p in self.params)
+        self.size = sum(param.size for param in self.params)
         self._number()
-        self.own_size = own_size = self.total // sharding.count
-        data_size = own_size if sharding.level == 3 else self.total
-        self.data = self.master = ops.zeros((data_size,), label="weights")
-        grad_size = self.total if sharding.whole_grads else own_size
-        self.grad = ops.zeros((grad_size,), ops.statistics, label="gradients")
-        if ops.dtype != ops.statistics:
-            self.master = ops.zeros((own_size,), ops.statistics, label="optimizer")
+        self.moments: dict[str, Array] = {}
+        self.rounds = ops.dtype != ops.statistics  # data is a rounded copy of the masters
+        self.data = self.master = self._zeros("data", ops.dtype, "weights")
+        self.grad = self._zeros("grad", ops.statistics, "gradients")
+        if self.rounds:
+            self.master = self._zeros("master", ops.statistics, "optimizer")
         for kind in ("data", "grad", "master"):
-            buffer = getattr(self, kind)
-            if self.is_whole(buffer):
-                self.place(kind, buffer)
-            else:
+            if self.shares(kind):
                 self.displace(kind, slice(0, self.total))
-        self.summed = self.pieces(self.grad) if not sharding.whole_grads else [
+            else:
+                self.place(kind, getattr(self, kind))
+        self.summed = self.pieces("grad") if self.shares("grad") else [
             self.grad[whole.run.start:whole.run.start + own.stop - own.start]
             for whole, own in zip(self.segments, self.own, strict=True)]
 
     def _number(self) -> None:
         """Find the place of each parameter, the runs, and the segments."""
-        self.starts, start, last = {}, 0, None
+        self.starts: dict[Param, int] = {}
+        start, unit = 0, None
         for param in self.params:
-            run = param.grad_groups, param.unit
-            if run != last:
-                start, last = padded(start, self.sharding.count), run
+            if param.unit != unit:
+                start, unit = padded(start, self.sharding.comm.size), param.unit
             self.starts[param] = start
             start += param.size
-        self.total = padded(start, self.sharding.count)
-        self.by_groups = self._runs(lambda param: param.grad_groups)
-        self.by_decay = self._runs(lambda param: param.decay)
-        self.units: dict[int, dict[tuple[str, ...], slice]] = {}
-        by_unit = self._runs(lambda param: (param.grad_groups, param.unit))
-        for (groups, unit), run in by_unit:
-            self.units.setdefault(unit, {})[groups] = run
-        self.segments = self.sharding.segments(by_unit, self.total)
+        self.total = padded(start, self.sharding.comm.size)
+        self.units = dict(self._runs(attrgetter("unit")))
+        self.segments = self.sharding.segments(self.units, self.total)
         self.own = self.sharding.own(self.segments)
-        self.packed = packed(self.own)
-        self.updates: list[list] = [[] for _ in self.segments]
-        for decay, segment, place in self._within_own(self.by_decay):
+        self.packed = runs([own.stop - own.start for own in self.own])
+        self.updates: list[list[tuple[bool, slice]]] = [[] for _ in self.segments]
+        for decay, segment, place in self._within_own(self._runs(attrgetter("decay"))):
             self.updates[segment].append((decay, place))
-        owners = list(self._within_own(self._runs(lambda param: param.owner)))
-        self.owned, self.copies = (
-            [place for owner, *place in owners if owner == wanted] for wanted in (True, False))
+        self.counted = list(self._within_own(self._runs(attrgetter("owner"))))
 
-    def place(self, kind, buffer, run=None):
-        """Make `kind` of every Param and Joined in a run of the flat order its view of a buffer.
+    def _zeros(self, kind: str, dtype: Any, label: str) -> Array:
+        """A new buffer of a kind: whole, or as large as this rank's pieces."""
+        size = self.total // self.sharding.comm.size if self.shares(kind) else self.total
+        return self.ops.zeros((size,), dtype, label=label)
+
+    def add_moment(self, kind: str) -> None:
+        """Make the buffer of an optimizer's moment, with zeros."""
+        self.moments[kind] = self._zeros(kind, self.ops.statistics, "optimizer")
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """{kind: buffer} of all that an update reads and changes."""
+        return {"master": self.master, **self.moments}
+
+    def shares(self, kind: str) -> bool:
+        """Whether ranks share out a kind of buffer, so that this one has its own pieces alone."""
+        same = kind == "master" and not self.rounds
+        return self.sharding.shares("data" if same else kind)
+
+    def place(self, kind: str, buffer: Array, run: slice | None = None) -> None:
+        """Make `kind` of every Param in a run of the flat order its view of a buffer.
 
         run: what the buffer holds, by default all.
         """
         run = run or slice(0, self.total)
         for param in self.params_in(run):
-            place = self.starts[param] - run.start
-            setattr(param, kind, buffer[place:place + param.size].reshape(param.local_shape))
-            if param.leads:
-                last = param.leads.params[-1]
-                assert self.starts[last] + last.size - self.starts[param] == param.leads.size
-                setattr(param.leads, kind, buffer[place:place + param.leads.size])
+            param.place(kind, buffer, self.starts[param] - run.start)
 
-    def _runs(self, key):
+    def freshen(self, run: slice) -> None:
+        """State that the gradients of the parameters in a run of the flat order are zero."""
+        for param in self.params_in(run):
+            param.fresh = True
+
+    def _runs(self, key: Callable[[Param], Any]) -> list[tuple[Any, slice]]:
         """Contiguous runs of parameters with equal key(param): (key value, slice) of each.
 
         The zeros behind a parameter belong to its run.
@@ -112,7 +186,7 @@ class FlatParams:
             found.append((value, slice(edges[first], edges[number])))
         return found
 
-    def _within_own(self, runs):
+    def _within_own(self, runs: list[tuple[Any, slice]]) -> Iterator[tuple[Any, int, slice]]:
         """Yield (value, segment, slice of the own piece) of the parts of runs that it owns."""
         for value, run in runs:
             for segment, own in enumerate(self.own):
@@ -120,44 +194,39 @@ class FlatParams:
                 if first < stop:
                     yield value, segment, slice(first - own.start, stop - own.start)
 
-    def is_whole(self, buffer) -> bool:
-        """Whether a buffer holds all parameters, and not this rank's pieces alone."""
-        return buffer.size == self.total
-
-    def params_in(self, run) -> list:
+    def params_in(self, run: slice) -> list[Param]:
         """The parameters that lie in a run of the flat order."""
         return [param for param, start in self.starts.items() if run.start <= start < run.stop]
 
     def length(self, segment: int) -> int:
         """Elements of a segment."""
         run = self.segments[segment].run
-        return run.stop - run.start
+        return len(range(run.start, run.stop))
 
     def title(self, segment: int) -> str:
         """The layer of a segment's first parameter, as in block3, for the name of a barrier."""
-        return self.params_in(self.segments[segment].run)[0].name.split(".")[0]
+        name: str = self.params_in(self.segments[segment].run)[0].name
+        return name.split(".", maxsplit=1)[0]
 
-    def displace(self, kind, run) -> None:
-        """Take `kind` from every Param and Joined in a run of the flat order."""
+    def displace(self, kind: str, run: slice) -> None:
+        """Take `kind` from every Param in a run of the flat order."""
         for param in self.params_in(run):
-            setattr(param, kind, None)
-            if param.leads:
-                setattr(param.leads, kind, None)
+            param.displace(kind)
 
-    def views(self, buffer):
-        """Yield (Param, its view of its local shape) of a whole buffer with this order."""
-        for param, start in self.starts.items():
-            yield param, buffer[start:start + param.size].reshape(param.local_shape)
+    def buffer(self, kind: str) -> Array:
+        """The buffer of a kind: data, grad, master or a moment."""
+        return self.moments[kind] if kind in self.moments else getattr(self, kind)
 
-    def piece(self, buffer, segment: int):
+    def piece(self, kind: str, segment: int) -> Array:
         """The own piece of a segment in a buffer."""
-        return buffer[(self.own if self.is_whole(buffer) else self.packed)[segment]]
+        places = self.packed if self.shares(kind) else self.own
+        return self.buffer(kind)[places[segment]]
 
-    def pieces(self, buffer) -> list:
+    def pieces(self, kind: str) -> list[Array]:
         """The own piece of each segment in a buffer."""
-        return [self.piece(buffer, segment) for segment in range(len(self.segments))]
+        return [self.piece(kind, segment) for segment in range(len(self.segments))]
 
-    def parts(self, param, pieces):
+    def parts(self, param: Param, pieces: list[Array]) -> Iterator[tuple[int, Array]]:
         """Yield (first, values) of what own pieces hold of a parameter.
 
         first: place of the values in the flattened array of its local shape.
@@ -168,29 +237,30 @@ class FlatParams:
             if low < high:
                 yield low - start, piece[low - own.start:high - own.start]
 
-    def held(self, buffer):
+    def _held_of(self, param: Param, kind: str) -> Iterable[tuple[int, Array]]:
+        """(first, values) of all that a buffer holds of a parameter; see `parts`."""
+        if self.shares(kind):
+            return self.parts(param, self.pieces(kind))
+        start = self.starts[param]
+        return [(0, self.buffer(kind)[start:start + param.size])]
+
+    def held(self, kind: str) -> Iterator[tuple[Param, int, Array]]:
         """Yield (Param, first, values) of all that a buffer holds; see `parts`."""
-        whole = self.is_whole(buffer)
-        pieces = [] if whole else self.pieces(buffer)
-        for param, start in self.starts.items():
-            if whole:
-                yield param, 0, buffer[start:start + param.size]
-            else:
-                yield from ((param, *part) for part in self.parts(param, pieces))
+        for param in self.params:
+            for first, values in self._held_of(param, kind):
+                yield param, first, values
 
     @property
-    def weights(self) -> list:
-        """The buffers to fill with weights from outside; `publish` makes the rest of them."""
-        same = self.master.size == self.data.size
-        return [self.master] if same else [self.master, self.data]
+    def weights(self) -> list[str]:
+        """The kinds to fill with weights from outside; `publish` makes the rest of them."""
+        same = self.shares("master") == self.shares("data")
+        return ["master"] if same else ["master", "data"]
 
-    def keep(self, param, x) -> None:
+    def keep(self, param: Param, x: Array) -> None:
         """Set what this rank holds of a parameter to its part of x, of the local shape."""
-        flat, start = x.reshape(-1), self.starts[param]
-        for buffer in self.weights:
-            parts = [(0, buffer[start:start + param.size])] if self.is_whole(buffer) else (
-                self.parts(param, self.pieces(buffer)))
-            for first, view in parts:
+        flat = x.reshape(-1)
+        for kind in self.weights:
+            for first, view in self._held_of(param, kind):
                 self.ops.copy(view, flat[first:first + view.size])
 
     def initialize(self, seed: int, spread: float = 0.0) -> None:
@@ -199,8 +269,8 @@ class FlatParams:
         spread: standard deviation around the constant of biases and norms. Training starts them at
         0 and 1. A comparison needs a spread: a zero bias that is counted twice is still zero.
         """
-        for buffer in self.weights:
-            for param, first, view in self.held(buffer):
+        for kind in self.weights:
+            for param, first, view in self.held(kind):
                 if param.fill is not None and not spread:
                     self.ops.fill(view, param.fill)
                     continue
@@ -210,8 +280,29 @@ class FlatParams:
 
     def publish(self) -> None:
         """Round changed master weights to the data, where a rank holds as much of both."""
-        if self.master is not self.data and self.master.size == self.data.size:
+        if self.rounds and self.weights == ["master"]:
             self.ops.copy(self.data, self.master)
+
+    def gather(self, segment: int) -> Pending:
+        """Start to make a segment of whole data equal on all ranks, each of which updated a piece.
+
+        Comm: one all_gather over the ranks that share.
+        """
+        comm = self.sharding.comm
+        parts = self.data[self.segments[segment].run].reshape(comm.size, -1)
+        return comm.iall_gather(parts, "weights.bucket")
+
+
+def flats_of(ops: Any, params: Iterable[Param], sharding: Sharding) -> list[FlatParams]:
+    """One FlatParams for each set of groups over which gradients are partial.
+
+    Those that only the data group sums come first: their sums begin while passes still run.
+    """
+    by_groups: dict[tuple[str, ...], list[Param]] = {}
+    for param in params:
+        by_groups.setdefault(param.grad_groups, []).append(param)
+    return [FlatParams(ops, by_groups[groups], sharding, groups)
+            for groups in sorted(by_groups, key=lambda groups: (len(groups), groups))]
 
 
 def padded(length: int, count: int) -> int:

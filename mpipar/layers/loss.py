@@ -9,7 +9,12 @@ Letters: B batch, T tokens, N = B*T, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from mpipar.layers.context import Context
+from mpipar.layers.costs import Barrier, Cost, array, product_cost, term, token_barriers, total
 from mpipar.layers.param import Param
+from mpipar.layers.stash import Stash
+from mpipar.ops.signature import Array
+from mpipar.partition.tokens import WholeTokens
 
 
 class Head:
@@ -19,12 +24,18 @@ class Head:
     their roles: forward multiplies by the transposed table.
     """
 
-    def __init__(self, context, table: Param):
+    def __init__(self, context: Context, table: Param) -> None:
         self.ops, self.held, self.name = context.ops, context.held, "head"
         self.table = table
         self.params = [table]
 
-    def forward(self, x, stash):
+    @staticmethod
+    def cost(held: type[WholeTokens], rows: str = "B*T") -> Cost:
+        """Its Cost. held: a class of partition/tokens.py. rows: letters of N."""
+        barriers = token_barriers("head", held, scatter="I", gather="F", rows=rows)
+        return product_cost("head", "column", "D", "V", rows)._replace(barriers=barriers)
+
+    def forward(self, x: Array, stash: Stash) -> Array:
         """logits (N, V/tp) of x (B, T, D), the tokens that this rank holds.
 
         Comm: held.gather over tp.
@@ -35,7 +46,7 @@ class Head:
         stash[self.name, "x"] = x
         return self.ops.matmul_nt(x.reshape(-1, x.shape[-1]), self.table.data)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dx (B, T, D) of the tokens held, from dlogits (N, V/tp).
 
         Comm: held.scatter over tp (each rank has only its own rows of the table).
@@ -44,7 +55,7 @@ class Head:
         dx = self.ops.matmul(dy, self.table.data)
         return self.held.scatter(dx.reshape(stash[self.name, "x"].shape), self.name)
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """Accumulate the table's gradient."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
         self.ops.matmul_tn_add(dy, x.reshape(-1, x.shape[-1]), self.table.grad)
@@ -58,15 +69,21 @@ class CrossEntropy:
     loss.
     """
 
-    params = ()
+    params: tuple[Param, ...] = ()
 
-    def __init__(self, context, table: Param):
+    def __init__(self, context: Context, table: Param) -> None:
         self.ops, self.comm, self.name = context.ops, context.tp, "loss"
         self.vocab_size = table.shape[0]
-        self.start = table.cut_index * table.local_shape[0]
+        self.start = table.shard * table.local_shape[0]
         self.scale = 1.0
 
-    def forward(self, logits, stash):
+    @staticmethod
+    def cost(rows: str = "B*T") -> Cost:
+        """Its Cost; the logits and two numbers of each row stay for the input gradient."""
+        return Cost(stash=total((array(rows, "v"), term(f"{rows}*s", 2))),
+                    barriers=(Barrier("loss", "F", "all_gather", term(f"{rows}*s", 3)),))
+
+    def forward(self, logits: Array, stash: Stash) -> Array:
         """Sum of the token losses, a float; without targets the logits unchanged.
 
         Comm: one all_gather over tp.
@@ -75,15 +92,15 @@ class CrossEntropy:
             return logits
         targets = stash.batch.targets.reshape(-1)
         stats = self.ops.cross_entropy_forward(logits, targets, self.start, self.vocab_size)
-        loss, lse = self.ops.cross_entropy_combine(self.comm.all_gather(stats, self.name))
-        stash[self.name, "logits"] = logits, targets, lse
+        loss, sums = self.ops.cross_entropy_combine(self.comm.all_gather(stats, self.name))
+        stash[self.name, "logits"] = logits, targets, sums
         return self.ops.sum(loss)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dlogits (N, V/tp), written over the logits; dy is None."""
-        logits, targets, lse = stash.pop((self.name, "logits"))
+        logits, targets, sums = stash.pop((self.name, "logits"))
         return self.ops.cross_entropy_backward_input(
-            logits, targets, lse, self.start, self.vocab_size, self.scale)
+            logits, targets, sums, self.start, self.vocab_size, self.scale)
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """There is no weight."""

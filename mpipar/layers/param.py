@@ -1,103 +1,151 @@
-"""Parameters: global name, logical shape, cut axis, and the same initial values on any layout."""
+"""Parameters: global name, logical shape, placement, and the same initial values on any layout."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
+from mpipar.comm.grid import Grid, piece, share
+from mpipar.comm.group import Comms
 from mpipar.errors import UsageError
+from mpipar.ops.signature import Array
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) on each dimension of a tensor, without padding
 
 
-class Views:
-    """Has data, grad and master: views into the flat buffers of a stage, set by `FlatParams`."""
+class Copies(NamedTuple):
+    """Copies of a tensor on other pipeline ranks.
 
-    def __getattr__(self, kind):
-        """Called for what has not been set."""
-        if kind not in ("data", "grad", "master"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {kind!r}")
-        raise UsageError(f"{self.name}: has no {kind} yet; before a layer computes, call"
-                         " mpipar.FlatParams(ops, layer.params).initialize(seed)")
+    groups: the groups over which the gradients of all copies are summed. owner: whether norms and
+    files count this rank's copy.
+    """
+
+    groups: tuple[str, ...] = ()
+    owner: bool = True
 
 
-class Param(Views):
+class Held(Protocol):
+    """What a Param asks of a `Context`."""
+
+    @property
+    def comms(self) -> Comms: ...
+
+    @property
+    def copies(self) -> Copies: ...
+
+
+class Param:
     """One tensor of the model, or this rank's shard of it.
 
     name: global name, the same on every layout. shape: logical N-d shape of the whole tensor.
-    cut_axis: the axis that is cut over tp. With None every rank of tp holds a replica.
-    pieces: into how many pieces at most, by default one for each rank of tp. With fewer, neighbours
-    hold replicas of a piece, each makes a part of its gradient, and the group "kv" has their sum.
+    placement: {group of ranks: the dimension of the shape that it cuts}. Ranks of tp that it does
+    not name hold replicas; so do the others of a part of tp that cuts it, such as kv_heads.
     std: standard deviation of the initial normal values. fill: a constant to start from instead.
     decay: whether weight decay applies: to matrices and embeddings, not to biases and norms.
     partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; by
-    default the stage's.
+    default the stage's. multiple: of what the length of a shard is, on each dimension that is cut;
+    zeros fill it up.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward. The last one is the data group, whose ranks read different data. copy_groups: those of
     ranks beside it that hold copies. owner: false for replicas and tied copies, which norms and
-    files must not count again. unit: the unit of the stage that it belongs to, counted from the
-    first; the stage sets it. Layers read data; the optimizer and files use master. A kind that
-    ranks share out is None. leads: the `Joined` that begins with it, or None.
+    files must not count again. box: (start, stop) of this shard on each dimension, without padding.
+    shard: its number among those of the tensor. unit: the unit of the stage that it belongs to,
+    counted from the first; the stage sets it. data, grad, master: views into the flat buffers of a
+    stage, which `FlatParams` places. Layers read data; the optimizer and files use master. A kind
+    that ranks share out is None.
     """
 
-    def __init__(self, context, name, shape, *, cut_axis=None, pieces=None, std=0.0, fill=None,
-                 decay=True, partial_groups=(), copies=None):
-        comm, copies = context.tp, copies or context.copies
+    data: Array
+    grad: Array
+    master: Array
+    fresh: bool  # whether the gradient is still the zeros that a step begins with
+
+    def __init__(self, context: Held, name: str, shape: Iterable[int], *,
+                 placement: Mapping[str, int] | None = None, std: float = 0.0,
+                 fill: float | None = None, decay: bool = True,
+                 partial_groups: tuple[str, ...] = (), copies: Copies | None = None,
+                 multiple: int = 1) -> None:
+        grid, copies = context.comms.grid, copies or context.copies
         self.name = name
         self.shape = tuple(shape)
-        self.cut_axis = cut_axis
-        self.pieces = 1 if cut_axis is None else pieces
-        self.cut_count = self.cut_over(comm.size)
-        replicas = comm.size // self.cut_count
-        self.cut_index = comm.index // replicas
-        self.std = std
+        self.placement = dict(placement or {})
+        assert len({*self.placement.values()}) == len(self.placement), (name, placement)
+        self.std, self.multiple = std, multiple
         self.fill = fill
         self.decay = decay
-        shared = ("kv",) if cut_axis is not None and replicas > 1 else ()
-        self.grad_groups: tuple[str, ...] = (
-            *partial_groups, *shared, *copies.groups, context.data.axis)
-        self.copy_groups = (*copies.groups, *(("tp",) if cut_axis is None else shared))
-        self.owner = copies.owner and comm.index % replicas == 0
+        replicas = grid.uncut("tp", self.placement)
+        data = tuple(context.comms[group].axis for group in grid.uncut("data", self.placement))
+        self.grad_groups: tuple[str, ...] = (*partial_groups, *copies.groups, *data)
+        self.copy_groups = (*copies.groups, *replicas)
+        self.owner = copies.owner and all(grid.place(group) == 0 for group in replicas)
+        local, self.shard = list(self.shape), 0
+        for group, dimension in self.placement.items():
+            local[dimension] = share(local[dimension], grid.size(group), multiple)
+            self.shard = self.shard * grid.size(group) + grid.place(group)
+        self.local_shape, self.size = tuple(local), math.prod(local)
+        self.box = self.box_at(grid, {group: grid.place(group) for group in self.placement})
         self.unit = 0
-        self.leads = None
+        self._places: dict[str, tuple[Array, int]] = {}
 
-    def cut_over(self, ranks: int) -> int:
-        """Into how many pieces this many ranks of tp cut it; each is held by equally many."""
-        return ranks if self.pieces is None else min(ranks, self.pieces)
+    def __getattr__(self, kind: str) -> NoReturn:
+        """Called for what has not been set."""
+        if kind not in ("data", "grad", "master"):
+            raise AttributeError(f"Param has no attribute {kind!r}")
+        raise UsageError(f"{self.name}: has no {kind} yet; before a layer computes, call"
+                         " mpipar.FlatParams(ops, layer.params).initialize(seed)")
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard; the cut axis is padded up so that all shards are equal."""
-        if self.cut_axis is None:
-            return self.shape
-        shape = list(self.shape)
-        shape[self.cut_axis] = -(-shape[self.cut_axis] // self.cut_count)
-        return tuple(shape)
+    def place(self, kind: str, buffer: Array, start: int) -> None:
+        """Make data, grad or master a view of a flat buffer, from `start` on."""
+        self._places[kind] = buffer, start
+        self.fresh = False
+        setattr(self, kind, buffer[start:start + self.size].reshape(self.local_shape))
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.local_shape)
+    def displace(self, kind: str) -> None:
+        """Take data, grad or master away: no rank holds it whole."""
+        self._places.pop(kind, None)
+        setattr(self, kind, None)
 
-    def bounds(self) -> tuple[int, int]:
-        """[start, stop) of this shard on the cut axis, without padding."""
-        if self.cut_axis is None:
-            return 0, self.shape[0]
-        width = self.local_shape[self.cut_axis]
-        start = min(self.cut_index * width, self.shape[self.cut_axis])
-        return start, min(start + width, self.shape[self.cut_axis])
+    def through(self, last: Param, kind: str) -> Array:
+        """The numbers of the flat buffer from this parameter's to those of `last`: a view.
 
-    def initial_run(self, seed: int, spread: float, first: int, count: int, dtype):
+        So a product reads the tensors of a layer, which lie side by side, as one.
+        """
+        buffer, start = self._places.get(kind) or self.__getattr__(kind)
+        same, place = last._places[kind]
+        assert same is buffer, (self.name, last.name)
+        return buffer[start:place + last.size]
+
+    def box_at(self, grid: Grid, places: Mapping[str, int]) -> Box:
+        """(start, stop) on each dimension of the shard at some places of its groups."""
+        found = [(0, length) for length in self.shape]
+        for group, dimension in self.placement.items():
+            part = piece(self.shape[dimension], grid.size(group), places[group], self.multiple)
+            found[dimension] = part.start, part.stop
+        return tuple(found)
+
+    def shards(self, grid: Grid) -> list[dict[str, int]]:
+        """The places of every shard of the tensor on a grid, in the order of their numbers.
+
+        The last group counts fastest.
+        """
+        return grid.places(tuple(self.placement))
+
+    def initial_run(self, seed: int, spread: float, first: int, count: int, dtype: Any) -> Array:
         """`count` initial values, flat, from place `first` of the shard; padding is zero."""
         width = math.prod(self.local_shape[1:])
         rows = slice(first // width, -(-(first + count) // width))
-        values = np.zeros((rows.stop - rows.start, *self.local_shape[1:]), dtype)
+        values: Array = np.zeros((rows.stop - rows.start, *self.local_shape[1:]), dtype)
         for row, one in self.initial_rows(seed, spread, rows):
             values[(row - rows.start, *(slice(n) for n in one.shape))] = one
         return values.reshape(-1)[first - rows.start * width:][:count]
 
-    def initial_rows(self, seed: int, spread: float = 0.0, rows=slice(None)):
+    def initial_rows(self, seed: int, spread: float = 0.0,
+                     rows: slice = slice(None)) -> Iterator[tuple[int, Array]]:
         """Yield (local row, values) for first-axis rows of this shard, without padding.
 
         rows: slice of the rows to make; all by default.
@@ -110,36 +158,13 @@ class Param(Views):
         model, and no rank ever makes more than one row of a tensor it does not own.
         """
         key = int.from_bytes(hashlib.sha256(f"{seed}:{self.name}".encode()).digest()[:16], "little")
-        start, stop = self.bounds()
-        cut_rows = self.cut_axis in (None, 0)
-        first, last = (start, stop) if cut_rows else (0, self.shape[0])
+        (first, stop), *others = self.box
+        inside = tuple(slice(*bounds) for bounds in others)
         bits = np.random.Philox(key=key)
         generator, state = np.random.Generator(bits), bits.state
-        for row in range(first, last)[rows]:
+        for row in range(first, stop)[rows]:
             state["state"]["counter"][1] = row  # the counter is row << 64: rows cannot meet
             bits.state = state
-            values = np.asarray(generator.standard_normal(self.shape[1:]))
-            values = values * self.std if self.fill is None else values * spread + self.fill
-            if not cut_rows and (start, stop) != (0, self.shape[self.cut_axis]):
-                values = np.moveaxis(values, self.cut_axis - 1, 0)[start:stop]
-                values = np.moveaxis(values, 0, self.cut_axis - 1)
-            yield row - first, values
-
-
-class Joined(Views):
-    """Parameters that lie side by side in the flat buffers, seen as one; its views are flat."""
-
-    def __init__(self, params):
-        self.params = params
-        self.size = sum(param.size for param in params)
-        self.name = params[0].name
-        params[0].leads = self
-
-
-def joined(params) -> list:
-    """The parameters of a layer, in their order: those that lie side by side as a Joined.
-
-    Where some have gradients that are partial over other groups, they lie apart.
-    """
-    runs = [list(run) for _, run in itertools.groupby(params, lambda param: param.grad_groups)]
-    return [run[0] if len(run) == 1 else Joined(run) for run in runs]
+            values = np.asarray(generator.standard_normal(self.shape[1:]))[inside]
+            yield row - first, (
+                values * self.std if self.fill is None else values * spread + self.fill)

@@ -7,36 +7,66 @@ no update comes between F and I. Source: Chen et al., arXiv 1604.06174.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from mpipar.layers.stash import Stash
+
+if TYPE_CHECKING:
+    from mpipar.comm.record import Recorder
+    from mpipar.layers.contracts import Layer
+    from mpipar.layers.costs import Cost, Sum
+    from mpipar.ops.signature import Array
 
 
 class Recomputed:
-    """A block that runs forward twice. The second time leaves out the result, which nobody reads.
+    """Layers that run forward twice. The second time leaves out the result, which nobody reads.
 
-    block: has `forward`, `backward_input`, `backward_weight`, `params`, and `recompute(x, stash)`,
-    which fills the stash as forward does.
+    layers: those of a block, first to last.
     """
 
-    def __init__(self, context, block):
-        self.block, self.params = block, block.params
-        self.recorder = context.comms.recorder
+    def __init__(self, layers: Sequence[Layer], recorder: Recorder):
+        self.layers, self.recorder = layers, recorder
+        self.params = [param for layer in layers for param in layer.params]
 
-    def forward(self, x, stash):
-        """y of x. Comm: forward of the block."""
+    @staticmethod
+    def cost(block: Cost, x: Sum) -> Cost:
+        """The Cost of layers of this Cost that keep their input. x: bytes of the input."""
+        return block._replace(stash=x)
+
+    def forward(self, x: Array, stash: Stash) -> Array:
+        """y of x. Comm: forward of the layers."""
         stash[self, "x"] = x
-        return self.block.forward(x, Stash(stash.batch))
+        inner = stash.inner()
+        for layer in self.layers:
+            x = layer.forward(x, inner)
+        return x
 
-    def backward_input(self, dy, stash):
-        """dx of dy. Comm: recompute of the block, in a phase of its own, then backward_input."""
-        inner = Stash(stash.batch)
-        self.recorder.phase = "recompute"
-        self.block.recompute(stash.pop((self, "x")), inner)
-        self.recorder.phase = "I"
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
+        """dx of dy. Comm: forward of the layers, in a phase of its own, then backward_input."""
+        inner = stash.inner()
+        with self.recorder.at("recompute"):
+            run_again(self.layers, stash.pop((self, "x")), inner)
         stash[self, "inner"] = inner
-        return self.block.backward_input(dy, inner)
+        for layer in reversed(self.layers):
+            dy = layer.backward_input(dy, inner)
+        return dy
 
-    def backward_weight(self, stash):
-        """Accumulate the gradients of the block. Comm: backward_weight of the block."""
+    def backward_weight(self, stash: Stash) -> None:
+        """Accumulate the gradients of the layers. Comm: backward_weight of the layers."""
         inner = stash.pop((self, "inner"))
-        self.block.backward_weight(inner)
+        for layer in reversed(self.layers):
+            layer.backward_weight(inner)
         assert not inner, f"the block left {list(inner)} in the stash"
+
+
+def run_again(layers: Sequence[Layer], x: Array, stash: Stash) -> None:
+    """Fill the stash as forward of the layers does; nobody reads the result.
+
+    If the last one has `recompute(x, stash)`, that leaves out what only the result needs: a product
+    and its barrier. Comm: forward of the layers, but for that.
+    """
+    *others, last = layers
+    for layer in others:
+        x = layer.forward(x, stash)
+    getattr(last, "recompute", last.forward)(x, stash)

@@ -9,7 +9,11 @@ et al., arXiv 2104.09864.
 
 from __future__ import annotations
 
-from mpipar.ops.llama_ops import rope_table
+from collections.abc import Callable
+from typing import Any
+
+from mpipar.ops.array_ops import rope_table
+from mpipar.ops.signature import Array
 
 
 class Rotation:
@@ -18,18 +22,18 @@ class Rotation:
     One object serves all blocks of a stage. table: (T, 2, d/2), cosine and sine by position.
     """
 
-    def __init__(self, ops, config):
+    def __init__(self, ops: Any, config: Any) -> None:
         self.ops = ops
         host = rope_table(config.seq_len, config.head_dim, config.rope_theta,
                           config.rope_scaling).astype(ops.statistics)
         self.table = ops.empty(host.shape, ops.statistics, label="buffers")
         ops.copy(self.table, ops.asarray(host))
 
-    def forward(self, x, positions):
+    def forward(self, x: Array, positions: Array) -> None:
         """Turn x in place; positions (T,) of its tokens in their row."""
         self.ops.rope_forward(x, positions, self.table)
 
-    def backward(self, dx, positions):
+    def backward(self, dx: Array, positions: Array) -> None:
         """Turn dx back in place."""
         self.ops.rope_backward_input(dx, positions, self.table)
 
@@ -37,14 +41,16 @@ class Rotation:
 class NoRotation:
     """Leaves queries and keys as they are: the embedding has brought the positions in."""
 
-    def __init__(self, ops, config):
+    def __init__(self, ops: Any, config: Any) -> None:
         pass
 
-    def forward(self, x, positions):
+    def forward(self, x: Array, positions: Array) -> None:
         """Do nothing."""
 
-    def backward(self, dx, positions):
+    def backward(self, dx: Array, positions: Array) -> None:
         """Do nothing."""
 
 
-ROTATIONS = {"learned": NoRotation, "rope": Rotation}  # --positions
+# --positions
+ROTATIONS: dict[str, Callable[..., Rotation | NoRotation]] = {
+    "learned": NoRotation, "rope": Rotation}

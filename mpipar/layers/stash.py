@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
 
-class Stash(dict):
+
+class Stash(dict[tuple[Any, str], Any]):
     """Arrays by (layer name, kind), and the microbatch they belong to, for layers that read it.
 
     cache: what keeps keys and values while text is generated (see partition/context_cached.py).
@@ -12,6 +14,16 @@ class Stash(dict):
     message into a new buffer, which then belongs to the layers.
     """
 
-    def __init__(self, batch=None, cache=None):
+    def __init__(self, batch: Any = None, cache: Any = None) -> None:
         super().__init__()
         self.batch, self.cache = batch, cache
+
+    def inner(self) -> Stash:
+        """An empty stash for a layer within a layer: all of this one's but the arrays.
+
+        A layer that holds another one makes its stash here and nowhere else. So a pass has the same
+        batch, the same cache and whatever comes to them at any depth.
+        """
+        made = Stash()
+        vars(made).update(vars(self))
+        return made

@@ -8,33 +8,22 @@ arXiv 1910.02054; the split backward is why W needs none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from mpipar.comm.group import Pending
+from mpipar.layers.flat import FlatParams
+from mpipar.ops.signature import Array
+
 READERS = ("F", "B", "I")  # kinds of passes that read weights
 
-
-class WholeUnits:
-    """Weights that every rank holds whole: there is nothing to gather.
-
-    stages: {stage: Stage}. comm: the ranks that share the weights out.
-    """
-
-    def __init__(self, ops, stages, comm, recorder):
-        self.ops, self.stages, self.comm, self.recorder = ops, stages, comm, recorder
-
-    def enter(self, passing, unit: int) -> None:
-        """Called before a pass touches a unit. passing: the instruction that runs."""
-
-    def leave(self, passing, unit: int) -> None:
-        """Called when a pass is done with a unit."""
-
-    def unshard(self, stage: int) -> None:
-        """Called before a stage's first pass that reads weights, with --zero-keep stage."""
-
-    def reshard(self, stage: int) -> None:
-        """Called behind its last one."""
+Stages = Mapping[int, Any]  # {stage: Stage}, with its units and flats
+Needs = list[tuple[FlatParams, int]]  # the segments that a unit's layers use, by their numbers
+Posted = list[tuple[Pending, FlatParams, int, Array]]
 
 
-class GatheredUnits(WholeUnits):
-    """Gathers each unit for each pass, into one of two buffers.
+class GatheredUnits:
+    """Gathers each unit for each pass, into one of two buffers. It is the `Weights` of an engine.
 
     A rank that holds several stages runs one pass at a time, so all its stages share the buffers.
     Neighbouring units never share one: those with an odd number have the other one. A tied table
@@ -43,24 +32,22 @@ class GatheredUnits(WholeUnits):
     Comm: per unit and pass, one all_gather for each segment that the unit reads.
     """
 
-    def __init__(self, ops, stages, comm, recorder):
-        super().__init__(ops, stages, comm, recorder)
+    def __init__(self, ops: Any, stages: Stages):
+        self.ops = ops
         self.needs = unit_segments(stages)
-        self.coming: dict = {}  # (stage, unit): what has been posted for it
+        self.coming: dict[tuple[int, int], Posted] = {}  # by (stage, unit)
         self.room = self.make_room()
 
-    def make_room(self) -> list:
+    def make_room(self) -> list[Array]:
         """The two buffers, each as large as the largest unit that it ever holds."""
         sizes = [largest(needs for units in self.needs.values() for needs in units[odd::2])
                  for odd in (0, 1)]
         return [self.ops.empty((size,), label="weights") for size in sizes]
 
-    def enter(self, passing, unit: int) -> None:
+    def enter(self, passing: Any, unit: int) -> None:
         """Wait for the unit's weights, point its layers at them, and post the next unit."""
         if passing.kind not in READERS:
             return
-        if passing.kind != "F":
-            self.recorder.phase = "I"
         stage, step = passing.stage, 1 if passing.kind == "F" else -1
         if (stage, unit) not in self.coming:
             self.post(stage, unit, self.room[unit % 2])
@@ -68,28 +55,35 @@ class GatheredUnits(WholeUnits):
         if 0 <= unit + step < len(self.needs[stage]):
             self.post(stage, unit + step, self.room[(unit + step) % 2])
 
-    def leave(self, passing, unit: int) -> None:
+    def leave(self, passing: Any, unit: int) -> None:
         """Forget where the weights were: the buffer is free for another unit."""
         if passing.kind in READERS:
             self.forget(self.needs[passing.stage][unit])
 
-    def post(self, stage: int, unit: int, room) -> None:
+    def unshard(self, stage: int) -> None:
+        """Called before a stage's first pass that reads weights, with --zero-keep stage."""
+
+    def reshard(self, stage: int) -> None:
+        """Called behind its last one."""
+
+    def post(self, stage: int, unit: int, room: Array) -> None:
         """Start to gather a unit into a buffer. Comm: one all_gather per segment."""
         posted = []
         for flat, number, whole in views_in(room, self.needs[stage][unit]):
-            parts = whole.reshape(self.comm.size, -1)
-            self.ops.copy(parts[self.comm.index], flat.piece(flat.data, number))
-            pending = self.comm.iall_gather(parts, f"{flat.title(number)}.gather")
+            comm = flat.sharding.comm
+            parts = whole.reshape(comm.size, -1)
+            self.ops.copy(parts[comm.index], flat.piece("data", number))
+            pending = comm.iall_gather(parts, f"{flat.title(number)}.gather")
             posted.append((pending, flat, number, whole))
         self.coming[stage, unit] = posted
 
-    def arrive(self, posted) -> None:
+    def arrive(self, posted: Posted) -> None:
         """Wait for what has been posted for a unit, and point the layers at it."""
         for pending, flat, number, whole in posted:
             pending.wait()
             flat.place("data", whole, flat.segments[number].run)
 
-    def forget(self, needs) -> None:
+    def forget(self, needs: Needs) -> None:
         """Take the weights from the layers, so that none reads what a buffer held before."""
         for flat, number in needs:
             flat.displace("data", flat.segments[number].run)
@@ -101,7 +95,8 @@ class KeptUnits(GatheredUnits):
     Comm: per stage and step, one all_gather for each segment that each unit reads.
     """
 
-    def make_room(self) -> list:
+    def make_room(self) -> list[Array]:
+        """None: each stage gets its buffers in each step."""
         return []
 
     def unshard(self, stage: int) -> None:
@@ -109,12 +104,12 @@ class KeptUnits(GatheredUnits):
         for unit, needs in enumerate(self.needs[stage]):
             self.post(stage, unit, self.ops.empty((largest([needs]),), label="weights"))
 
-    def enter(self, passing, unit: int) -> None:
+    def enter(self, passing: Any, unit: int) -> None:
         """Wait for the unit's weights, and point its layers at them."""
         if passing.kind in READERS:
             self.arrive(self.coming[passing.stage, unit])
 
-    def leave(self, passing, unit: int) -> None:
+    def leave(self, passing: Any, unit: int) -> None:
         """Keep the weights."""
 
     def reshard(self, stage: int) -> None:
@@ -124,26 +119,26 @@ class KeptUnits(GatheredUnits):
             del self.coming[stage, unit]
 
 
-UNITS = {None: WholeUnits, "none": GatheredUnits, "stage": KeptUnits}  # by --zero-keep
+UNITS = {"none": GatheredUnits, "stage": KeptUnits}  # by --zero-keep
 
 
-def unit_segments(stages) -> dict:
+def unit_segments(stages: Stages) -> dict[int, list[Needs]]:
     """{stage: [(flat, number of a segment), ...] of each unit}: what the unit's layers use."""
-    homes = {param: (stage.flat, number) for stage in stages.values()
-             for number, segment in enumerate(stage.flat.segments)
-             for param in stage.flat.params_in(segment.run)}
+    homes = {param: (flat, number) for stage in stages.values() for flat in stage.flats
+             for number, segment in enumerate(flat.segments)
+             for param in flat.params_in(segment.run)}
     return {
         number: [list(dict.fromkeys(homes[param] for layer in layers for param in layer.params))
                  for layers in stage.units]
         for number, stage in stages.items()}
 
 
-def largest(units) -> int:
+def largest(units: Iterable[Needs]) -> int:
     """Elements of the segments of the largest of some units."""
     return max((sum(flat.length(number) for flat, number in needs) for needs in units), default=0)
 
 
-def views_in(room, needs):
+def views_in(room: Array, needs: Needs) -> Iterator[tuple[FlatParams, int, Array]]:
     """Yield (flat, number of a segment, view): the segments of a unit, side by side in a buffer."""
     first = 0
     for flat, number in needs:

@@ -16,7 +16,7 @@ from mpipar.layers.loss import CrossEntropy
 from mpipar.learn import readers_file, small_model
 from mpipar.learn.exercise import Asked, Exercise, Verdict
 from mpipar.learn.replaced import replaced
-from mpipar.partition import row
+from mpipar.partition import Sizes, row
 
 CUT = ("forward", "backward_input", "backward_weight")
 MOST = 5  # tensors that are named
@@ -27,9 +27,9 @@ def exercises() -> list[Exercise]:
     """All exercises of this kind."""
     return [
         Exercise(
-            "2c", "Write the weight gradient of a product: copy `backward_weight` of"
-            " `mpipar/partition/column.py` into `my_linear.py`, empty it, and fill it with NumPy"
-            " alone. x is (3, 4), dy is (3, 5), and what you find is added to dw (4, 5)."
+            "2c", "Write the weight gradient of a product: copy `mpipar/partition/column.py`"
+            " to `my_linear.py`, empty its `backward_weight`, and fill it with NumPy alone."
+            " x is (3, 4), dy is (3, 5), and what you find is added to dw (4, 5)."
             " Finite differences judge it.", "--file my_linear.py", judge_weight_gradient,
             original="mpipar/partition/column.py"),
         Exercise(
@@ -131,7 +131,8 @@ def judge_weight_gradient(asked: Asked) -> Verdict:
     dw = before.copy()
     ops = ops_module.make("cpu", "float64")
     with readers_file.blamed(asked.file):
-        function["backward_weight"](ops, x.copy(), dy.copy(), dw, None, "learn")
+        function["backward_weight"](
+            ops, ops, x.copy(), dy.copy(), dw, None, "learn", sizes=Sizes(0, 4, 5))
     expected = finite_differences(x, dy)
     wrong = np.argwhere(~np.isclose(dw - before, expected, rtol=0, atol=1e-9))
     lines = [f"{expected.size - len(wrong)} of {expected.size} numbers of dw are right"]
@@ -167,8 +168,8 @@ def judge_all_reduce(asked: Asked) -> Verdict:
         lambda: readers_file.load(asked.file, ("all_reduce",)))["all_reduce"]
     world, recorder = asked.world, Recorder()
     ops = ops_module.make("cpu", "float64")
-    comms = Comms(Grid(world.rank, tp_size=world.size), ops, recorder, world)
-    comm = comms.tp
+    comms = Comms(Grid(world.rank, {"tp": world.size}), ops, recorder, world)
+    comm = comms["tp"]
     x = np.arange(1.0, NUMBERS * world.size + 1) * 10.0 ** world.rank
     expected = x.copy()
     with readers_file.blamed(asked.file):

@@ -7,14 +7,14 @@ import shlex
 from typing import NamedTuple
 
 from mpipar.comm.grid import AXES, Grid
-from mpipar.config.flags import Parser, add_flags, unknown_flags
+from mpipar.config.flags import Parser, add_flags, parsed
 from mpipar.config.reading import over, read
 from mpipar.config.resolve import resolve
 from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
 from mpipar.files.text import counted
 from mpipar.learn.exercise import Asked, Exercise, Verdict
-from mpipar.pipeline.schedules.catalog import schedule_problems
+from mpipar.pipeline.combinations import RULES
 from mpipar.plan.predict import predict
 
 GB = 10**9
@@ -78,8 +78,7 @@ def config_of(case: Case, words: tuple[str, ...]):
         typed = ["--layout", *typed]
     parser = Parser(prog="mpipar explain", add_help=False)
     add_flags(parser, TAKEN)
-    args, extras = parser.parse_known_args(typed)
-    reading = read(args, unknown_flags(parser, extras))
+    reading = read(*parsed(parser, typed))
     axes = {axis: reading.given.get(axis, 1) for axis in AXES}
     size = math.prod(axes.values())
     microbatches = 2 * axes["pp"]  # enough to fill the pipeline's memory
@@ -91,14 +90,7 @@ def config_of(case: Case, words: tuple[str, ...]):
                         f" {case.devices} devices")
     if problems:
         raise UsageError(problems)
-    return resolve(reading.config, case.devices, [(counts, UsageError)])[0]
-
-
-def counts(config) -> list[str]:
-    """What is wrong with the counts of the schedule."""
-    grid = config.grid
-    return schedule_problems(grid.schedule, grid.pp, grid.num_microbatches, grid.chunks,
-                             grid.group_size)
+    return resolve(reading.config, case.devices, rules=RULES)[0]
 
 
 def fullest(config) -> list[int]:

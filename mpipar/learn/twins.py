@@ -64,7 +64,7 @@ def reduce_doubled():
 
     def finish(self):
         plain(self)
-        self.comms.dp.all_reduce(next(iter(self.stages.values())).flat.grad, "again")
+        self.comms["dp"].all_reduce(self.flats[0].grad, "again")
 
     return replaced(GradSync, finish=finish)
 
@@ -82,13 +82,13 @@ def bias_on_every_rank():
     """A row cut adds its bias before the sum over ranks."""
     plain = Linear.forward
 
-    def forward(self, x, stash):
+    def forward(self, x, stash, residual=None):
         stash[self.name, "x"] = x
         if self.cut is not row:
-            return plain(self, x, stash)
-        y = self.ops.matmul(x, self._matrix("data"))
-        return self.comm.all_reduce(
-            self.ops.bias_forward(y, self.b.data.reshape(-1)), self.name)
+            return plain(self, x, stash, residual)
+        y = self.ops.matmul(x, self.matrix("data"))
+        y = self.comm.all_reduce(self.ops.bias_forward(y, self.bias("data")), self.name)
+        return y if residual is None else self.ops.accumulate(y, residual)
 
     return replaced(Linear, forward=forward)
 
@@ -99,10 +99,9 @@ def tied_twice():
 
     def finish(self):
         plain(self)
-        for stage in self.stages.values():
-            for groups, run in stage.flat.by_groups:
-                if "tie" in groups:
-                    self.comms.by_axis["tie"].all_reduce(stage.flat.grad[run], "again")
+        for flat in self.flats:
+            if "tie" in flat.groups:
+                self.comms["tie"].all_reduce(flat.grad, "again")
 
     return replaced(GradSync, finish=finish)
 
@@ -119,14 +118,14 @@ def tie_forgotten():
 
 def norm_counts_copies():
     """Every rank adds the squares of all that it holds, copies of others included."""
-    plain = GradSync.square_sum
+    plain = GradSync.square_sums
 
-    def square_sum(self):
-        for stage in self.stages.values():
-            stage.flat.owned = [(0, slice(stage.flat.size))]
+    def square_sums(self):
+        for flat in self.flats:
+            flat.counted = [(True, 0, slice(flat.size))]
         return plain(self)
 
-    return replaced(GradSync, square_sum=square_sum)
+    return replaced(GradSync, square_sums=square_sums)
 
 
 def weight_gradient_skipped():

@@ -1,22 +1,46 @@
 """Models as sequences of layers, cut into the stages that a pipeline runs.
 
-A model is a module with `Stage`, `unit_flops`, `describe_model`, `ENTRY` and `CUT`; what it reads
-is in mpipar/data, its form on disk in mpipar/checkpoint.
+A model is a module with `Stage`, `BLOCKS`, `unit_costs`, `letters`, `LETTERS`, `describe_model`,
+`ENTRY` and `CUT`. What it reads is in mpipar/data, its form on disk in mpipar/checkpoint.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Protocol
+
+from mpipar.config.model import ModelConfig
+from mpipar.config.sections import Config
+from mpipar.layers.costs import value
 from mpipar.models import convnet, decoder
-from mpipar.models.stage import balanced_layers
+from mpipar.models.split import Split, UnitFlops, balanced_layers
 
 MODELS = {"decoder": decoder, "convnet": convnet}
 
 
-def model_of(config):
+class Placed(Protocol):
+    """What says which stages each pipeline rank holds, as `pipeline.instructions.Schedule`."""
+
+    @property
+    def stages_by_rank(self) -> Sequence[Sequence[int]]: ...
+
+
+def model_of(config: ModelConfig) -> ModuleType:
     """The module of a ModelConfig's model."""
     return MODELS[config.model]
 
 
-def layer_split(config, schedule) -> tuple[int, ...]:
+def unit_flops(config: ModelConfig) -> UnitFlops:
+    """FLOPs of a ModelConfig's units in a forward, per image or per token."""
+    model, config = model_of(config), config.completed()
+    units, sizes = model.unit_costs(config), model.letters(config, 1, 1, 1) | {"T": 1}
+    return UnitFlops(value(units.entry.flops, sizes),
+                     tuple(value(block.flops, sizes) for block in units.blocks),
+                     value(units.head.flops, sizes))
+
+
+def layer_split(config: Config, schedule: Placed) -> Split:
     """Number of blocks of each stage: --stage-layers, or balanced over the schedule's ranks."""
-    flops = model_of(config.model).unit_flops(config.model)
     return config.grid.stage_layers or balanced_layers(
-        config.model.layers, flops, schedule.stages_by_rank)
+        unit_flops(config.model), schedule.stages_by_rank)

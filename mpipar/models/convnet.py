@@ -11,16 +11,29 @@ from __future__ import annotations
 
 import math
 
-from mpipar.layers.conv import Conv, MaxPool, MeanPool
+from mpipar.comm.grid import share
+from mpipar.config.model import ConvnetConfig
+from mpipar.data.rows import Batch
+from mpipar.layers.context import Context
+from mpipar.layers.contracts import Layer
+from mpipar.layers.conv import PATCH, Conv, MaxPool, MeanPool
+from mpipar.layers.costs import Cost, array, product_cost, together
 from mpipar.layers.ffn import FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
-from mpipar.layers.norm import NORMS
+from mpipar.layers.norm import NORMS, Residual
 from mpipar.layers.param import Param
-from mpipar.models.stage import LayerRun, UnitFlops, stage_parts
-from mpipar.ops.image_ops import out_length
+from mpipar.layers.stash import Stash
+from mpipar.models.stage import BlockKind, LayerRun, UnitCosts, block_costs, stage_parts
+from mpipar.ops.array_ops import out_length
+from mpipar.ops.signature import Array
+from mpipar.partition.tokens import WholeTokens
 
 KERNEL = 3  # every convolution's, with one zero around the image
 ENTRY = "stem"  # what the first stage holds below its blocks
+LETTERS = """\
+B images of a microbatch, D channels of the stream, F channels inside a pair, V classes, d, f and v
+a rank's pieces of D, F and V, S0 and S places of an image before and after the stem, C its
+channels, k width of the kernel, e bytes of a number, s bytes of one in a sum"""
 CUT = "channels, classes"  # what tp divides
 
 
@@ -32,15 +45,17 @@ def deviation(channels: int) -> float:
     return math.sqrt(2 / (KERNEL**2 * channels))
 
 
-def stem_size(config) -> tuple[int, int]:
+def stem_size(config: ConvnetConfig) -> tuple[int, int]:
     """Height and width behind the stem's convolution, before its pooling."""
-    return tuple(out_length(side, KERNEL, config.stem_stride, KERNEL // 2)
-                 for side in config.image_shape[:2])
+    height, width = (out_length(side, KERNEL, config.stem_stride, KERNEL // 2)
+                     for side in config.image_shape[:2])
+    return height, width
 
 
-def stream_size(config) -> tuple[int, int]:
+def stream_size(config: ConvnetConfig) -> tuple[int, int]:
     """(P, Q), the height and width behind the stem's pooling."""
-    return tuple(side // MaxPool.width for side in stem_size(config))
+    height, width = stem_size(config)
+    return height // MaxPool.width, width // MaxPool.width
 
 
 class Stem:
@@ -49,7 +64,7 @@ class Stem:
     Images have few channels, so there is nothing to cut on the input side.
     """
 
-    def __init__(self, context, config):
+    def __init__(self, context: Context, config: ConvnetConfig):
         self.ops, self.name = context.ops, "stem"
         height, width, channels = config.image_shape
         self.conv = Conv(context, "stem", (height, width), (channels, config.channels),
@@ -57,18 +72,25 @@ class Stem:
         self.pool = MaxPool(context, "stem.pool")
         self.params = self.conv.params
 
-    def forward(self, x, stash):
+    @staticmethod
+    def cost() -> Cost:
+        """Its Cost; the images are the microbatch's."""
+        conv = product_cost("stem", "gather", "C", "D", "B*S0", patch=PATCH)
+        return together(conv._replace(stash={}, kept={}, barriers=conv.barriers[:1]), Cost(
+            stash=array("B*S0", "D"), kept=array("B*S0", "D")))
+
+    def forward(self, x: Array, stash: Stash) -> Array:
         """y (B, P, Q, D); reads the microbatch's images, ignores x. Comm: one all_gather."""
         h = self.conv.forward(stash.batch.images, stash)
         stash[self.name, "h"] = h
         return self.pool.forward(self.ops.gelu_forward(h), stash)
 
-    def backward_input(self, dy, stash):
+    def backward_input(self, dy: Array, stash: Stash) -> None:
         """Keep dy for the convolution; nobody needs a gradient of the images."""
         da = self.pool.backward_input(dy, stash)
         stash[self.name, "dy"] = self.ops.gelu_backward_input(da, stash.pop((self.name, "h")))
 
-    def backward_weight(self, stash):
+    def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of the convolution."""
         self.conv.backward_weight(stash)
 
@@ -76,7 +98,10 @@ class Stem:
 class ConvPair(FeedForward):
     """y = down(gelu(up(x))): convolutions from D to F channels and back. Comm: see Linear."""
 
-    def __init__(self, context, name, size, widths, *, cuts, out_std):
+    def __init__(
+        self, context: Context, name: str, size: tuple[int, int], widths: tuple[int, int], *,
+        cuts: tuple[str, str], out_std: float,
+    ):
         self.ops, self.name = context.ops, name
         outer, inner = widths
         self.up = Conv(context, f"{name}.up", size, (outer, inner), cut=cuts[0],
@@ -85,51 +110,54 @@ class ConvPair(FeedForward):
         self.params = [*self.up.params, *self.down.params]
 
 
-class Block:
-    """x = x + pair(norm(x)).
+def pair_block(context: Context, config: ConvnetConfig, index: int) -> list[Layer]:
+    """The layers of a block of two convolutions.
 
-    Comm: one all_reduce over tp forward and one backward, or the barriers of another --ffn-cut.
+    Their barriers: one all_reduce over tp forward and one backward, or those of another --ffn-cut.
     """
-
-    def __init__(self, context, index, config):
-        self.ops = context.ops
-        # Residual branches start smaller so that the stream's variance does not grow with depth.
-        out_std = deviation(config.ffn) / math.sqrt(config.layers)
-        self.norm = NORMS[config.norm](context, f"block{index}.norm", config.channels)
-        self.pair = ConvPair(
-            context, f"block{index}", stream_size(config), (config.channels, config.ffn),
-            cuts=context.pair(config.ffn_cut), out_std=out_std)
-        self.params = [*self.norm.params, *self.pair.params]
-
-    def forward(self, x, stash):
-        """y (B, P, Q, D) of x (B, P, Q, D)."""
-        return self.ops.accumulate(self.pair.forward(self.norm.forward(x, stash), stash), x)
-
-    def recompute(self, x, stash):
-        """Fill the stash as forward does, without the last product and its barrier."""
-        self.pair.recompute(self.norm.forward(x, stash), stash)
-
-    def backward_input(self, dy, stash):
-        """dx (B, P, Q, D) of dy (B, P, Q, D); dy flows around the branch and through it."""
-        dx = self.norm.backward_input(self.pair.backward_input(dy, stash), stash)
-        return self.ops.accumulate(dx, dy)
-
-    def backward_weight(self, stash):
-        """Accumulate all gradients of the block. Comm: backward_weight of the cuts."""
-        self.pair.backward_weight(stash)
-        self.norm.backward_weight(stash)
+    assert config.ffn, "completed"
+    name = f"block{index}"
+    # Residual branches start smaller so that the stream's variance does not grow with depth.
+    out_std = deviation(config.ffn) / math.sqrt(config.layers)
+    norm = NORMS[config.norm](context, f"{name}.norm", config.channels)
+    pair = ConvPair(context, name, stream_size(config), (config.channels, config.ffn),
+                    cuts=context.pair(config.ffn_cut), out_std=out_std)
+    return [Residual(norm, pair)]
 
 
-def unit_flops(config) -> UnitFlops:
-    """FLOPs per image. A convolution takes 2 k^2 times places, channels in and channels out."""
-    wide, stem = math.prod(stream_size(config)), math.prod(stem_size(config))
-    return UnitFlops(
-        2 * KERNEL**2 * stem * config.image_shape[2] * config.channels,
-        2 * (2 * KERNEL**2 * wide * config.channels * config.ffn),
-        2 * config.channels * config.classes)
+def pair_cost(config: ConvnetConfig) -> Cost:
+    """The Cost of a block of two convolutions."""
+    cuts = WholeTokens.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
+    return together(NORMS[config.norm].cost("B*S"), ConvPair.cost("block*", cuts, "B*S", PATCH))
 
 
-def describe_model(config) -> str:
+BLOCKS = {"pair": BlockKind(pair_block, pair_cost)}  # by config.block_kind(index)
+
+
+def unit_costs(config: ConvnetConfig, method: str | None = None, scores: bool = False) -> UnitCosts:
+    """What the units cost. There is no attention, so `method` and `scores` say nothing."""
+    head = together(NORMS[config.norm].cost("B*S"), Head.cost(WholeTokens, "B"),
+                    CrossEntropy.cost("B"))
+    return UnitCosts(Stem.cost(), block_costs(BLOCKS, config), head, array("B*S", "D"))
+
+
+def letters(
+    config: ConvnetConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
+) -> dict[str, float]:
+    """The sizes of LETTERS for a microbatch of `rows` images on a rank, but for e and s.
+
+    table_multiple: see `Ops`; by default no row is padding, as in the FLOPs of the model itself.
+    """
+    assert config.ffn, "completed"
+    return {
+        "B": rows, "S0": math.prod(stem_size(config)), "S": math.prod(stream_size(config)),
+        "C": config.image_shape[2], "k": KERNEL,
+        "D": config.channels, "F": config.ffn, "V": config.classes,
+        "d": share(config.channels, tp), "f": share(config.ffn, tp),
+        "v": share(config.classes, tp, table_multiple)}
+
+
+def describe_model(config: ConvnetConfig) -> str:
     """The sizes of a resolved ModelConfig, for a headline."""
     image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
                                                              stream_size(config)))
@@ -141,23 +169,27 @@ def describe_model(config) -> str:
 class Stage(LayerRun):
     """A stage of the network. Stages share no parameter, so `tables` stays empty."""
 
-    def __init__(self, context, config, stage, stage_layers, tables):
+    def __init__(
+        self, context: Context, config: ConvnetConfig, stage: int, stage_layers: tuple[int, ...],
+        tables: dict[str, Param],
+    ):
         self.shape = (*stream_size(config), config.channels)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
-        units = [[block] for block in context.blocks(
-            lambda context, index: Block(context, index, config), blocks)]
+        units = context.blocks(lambda context, index: BLOCKS[config.block_kind(index)].layers(
+            context, config, index), blocks)
         loss = None
         if is_first:
             units.insert(0, [Stem(context, config)])
         if is_last:
-            table = Param(context, "head.table", (config.classes, config.channels), cut_axis=0,
-                          std=1 / math.sqrt(config.channels))
+            table = Param(context, "head.table", (config.classes, config.channels),
+                          placement={"tp": 0}, std=1 / math.sqrt(config.channels),
+                          multiple=context.ops.table_multiple)
             loss = CrossEntropy(context, table)
             norm = NORMS[config.norm](context, "final_norm", config.channels)
             units.append([norm, MeanPool(context, "mean"), Head(context, table), loss])
         super().__init__(context, stage, units, loss=loss)
 
-    def out_shape(self, batch) -> tuple[int, ...]:
+    def out_shape(self, batch: Batch) -> tuple[int, ...]:
         """Shape of the activations between any two stages, (B, P, Q, D)."""
         return (batch.shape[0], *self.shape)
 

@@ -2,10 +2,10 @@
 
     embedding -> block 0 -> ... -> block L-1 -> final norm -> head -> loss
 
-A pre-norm block is x = x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds
-the embedding, and the last one the final norm, head and loss. GPT-2, Llama and their kin are
-choices of layers: the tables NORMS, EMBEDDINGS, ROTATIONS and FFNS hold them. Letters: B batch, T
-tokens, D model width.
+A block is a list of layers; its index says which row of BLOCKS makes them. A dense block is
+x = x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds the embedding, and
+the last one the final norm, head and loss. GPT-2, Llama and their kin are choices of layers: the
+tables NORMS, EMBEDDINGS, ROTATIONS and FFNS hold them. Letters: B batch, T tokens, D model width.
 """
 
 from __future__ import annotations
@@ -13,109 +13,118 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from mpipar.comm.grid import share
+from mpipar.config.model import DecoderConfig
+from mpipar.data.rows import Batch
 from mpipar.files.text import counted
 from mpipar.layers.attention import Attention
-from mpipar.layers.embedding import EMBEDDINGS
+from mpipar.layers.context import Context
+from mpipar.layers.contracts import Layer
+from mpipar.layers.costs import Cost, array, together
+from mpipar.layers.embedding import EMBEDDINGS, TokenEmbedding
 from mpipar.layers.ffn import FFNS
 from mpipar.layers.loss import CrossEntropy, Head
-from mpipar.layers.norm import NORMS
+from mpipar.layers.norm import NORMS, Norm, Residual
 from mpipar.layers.param import Param
-from mpipar.layers.rotation import ROTATIONS
-from mpipar.models.stage import LayerRun, UnitFlops, stage_parts
-from mpipar.partition.tokens import hold
+from mpipar.layers.rotation import ROTATIONS, NoRotation, Rotation
+from mpipar.models.stage import BlockKind, LayerRun, UnitCosts, block_costs, stage_parts
+from mpipar.partition.tokens import WholeTokens, holder
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
 ENTRY = "embedding"  # what the first stage holds below its blocks
+LETTERS = """\
+B rows of a microbatch, T tokens of each on a rank, A tokens of a whole row, D model width, F ffn
+width, V vocabulary, f and v a rank's pieces of F and V, t its tokens between products where they
+are cut, Q and K widths of a rank's queries and keys, h its heads of queries, e bytes of a number, s
+bytes of one in a sum"""
 CUT = "heads, ffn, vocabulary"  # what tp divides
 TOKENS = "embedding.tokens"  # the table that a tied head shares
 
 
-class Block:
-    """One transformer block.
+def dense_block(
+    context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation
+) -> list[Layer]:
+    """The layers of a pre-norm block whose tokens all pass the same feed-forward network.
 
-    Comm: two all_reduces over tp forward and two backward. With another --ffn-cut than pair, or
-    where the held tokens are cut, the barriers are those of the cuts.
+    Their barriers: two all_reduces over tp forward and two backward. With another --ffn-cut than
+    pair, or where the held tokens are cut, they are those of the cuts.
     """
-
-    def __init__(self, context, index, config, rotation):
-        self.ops = context.ops
-        name = f"block{index}"
-        # As in GPT-2, residual branches start smaller so that the stream's variance does not grow
-        # with depth.
-        out_std = STD / math.sqrt(2 * config.layers)
-        self.norm1 = norm_layer(context, f"{name}.norm1", config)
-        self.attn = Attention(
-            context, f"{name}.attn", config, rotation, std=STD, out_std=out_std)
-        self.norm2 = norm_layer(context, f"{name}.norm2", config)
-        self.ffn = FFNS[config.activation](
-            context, f"{name}.ffn", config.d_model, config.ffn, cuts=context.pair(config.ffn_cut),
-            std=STD, out_std=out_std, bias=config.bias == "all", rows=config.rows)
-        self.layers = [self.norm1, self.attn, self.norm2, self.ffn]
-        self.params = [param for layer in self.layers for param in layer.params]
-
-    def forward(self, x, stash):
-        """y (B, T, D) of x (B, T, D)."""
-        x = self._attend(x, stash)
-        f = self.ffn.forward(self.norm2.forward(x, stash), stash)
-        return self.ops.accumulate(f, x)
-
-    def recompute(self, x, stash):
-        """Fill the stash as forward does, without the last product and its barrier."""
-        x = self._attend(x, stash)
-        self.ffn.recompute(self.norm2.forward(x, stash), stash)
-
-    def _attend(self, x, stash):
-        """x + attention(norm1(x)) (B, T, D)."""
-        a = self.attn.forward(self.norm1.forward(x, stash), stash)
-        return self.ops.accumulate(a, x)
-
-    def backward_input(self, dy, stash):
-        """dx (B, T, D) of dy (B, T, D); dy flows around each branch and through it."""
-        dx = self.norm2.backward_input(self.ffn.backward_input(dy, stash), stash)
-        dx = self.ops.accumulate(dx, dy)
-        du = self.norm1.backward_input(self.attn.backward_input(dx, stash), stash)
-        return self.ops.accumulate(du, dx)
-
-    def backward_weight(self, stash):
-        """Accumulate all gradients of the block. Comm: backward_weight of the cuts."""
-        for layer in reversed(self.layers):
-            layer.backward_weight(stash)
+    assert config.ffn, "completed"
+    name = f"block{index}"
+    # As in GPT-2, residual branches start smaller so that the stream's variance does not grow with
+    # depth.
+    out_std = STD / math.sqrt(2 * config.layers)
+    norm1 = norm_layer(context, f"{name}.norm1", config)
+    attn = Attention(context, f"{name}.attn", config, rotation, std=STD, out_std=out_std)
+    norm2 = norm_layer(context, f"{name}.norm2", config)
+    ffn = FFNS[config.activation](
+        context, f"{name}.ffn", config.d_model, config.ffn, cuts=context.pair(config.ffn_cut),
+        std=STD, out_std=out_std, bias=config.bias == "all", rows=config.rows)
+    return [Residual(norm1, attn), Residual(norm2, ffn)]
 
 
-def norm_layer(context, name: str, config):
+def dense_cost(config: DecoderConfig, method: str | None, scores: bool) -> Cost:
+    """The Cost of a dense block. method, scores: see `Attention.cost`."""
+    held = holder(config.sequence_parallel, config.tp_matmul)
+    cuts = held.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
+    norm = NORMS[config.norm].cost(held.rows)
+    return together(norm, Attention.cost("block*.attn", held, method, scores),
+                    norm, FFNS[config.activation].cost("block*.ffn", cuts))
+
+
+BLOCKS = {"dense": BlockKind(dense_block, dense_cost)}  # by config.block_kind(index)
+
+
+def norm_layer(context: Context, name: str, config: DecoderConfig) -> Norm:
     """The norm over the model width that the config names."""
     return NORMS[config.norm](context, name, config.d_model, config.norm_eps)
 
 
-def shared_table(context, name: str, config, tables) -> Param:
+def shared_table(
+    context: Context, name: str, config: DecoderConfig, tables: dict[str, Param]
+) -> Param:
     """The (V, D) table of this name, cut by vocabulary: token embedding or LM head.
 
     tables: those that this rank already holds. A new table is added to them.
     """
     if name not in tables:
         tied = config.tied and name == TOKENS
-        tables[name] = Param(context, name, (config.vocab_size, config.d_model), cut_axis=0,
-                             std=STD, copies=context.tied if tied else context.copies)
+        tables[name] = Param(
+            context, name, (config.vocab_size, config.d_model), placement={"tp": 0}, std=STD,
+            copies=context.tied if tied else context.copies, multiple=context.ops.table_multiple)
     return tables[name]
 
 
-def unit_flops(config) -> UnitFlops:
-    """FLOPs per token: of a block's products and attention, and of the head 2 D V.
+def unit_costs(config: DecoderConfig, method: str | None = None, scores: bool = False) -> UnitCosts:
+    """What the units cost. method, scores: see `Attention.cost`."""
+    held = holder(config.sequence_parallel, config.tp_matmul)
+    head = together(NORMS[config.norm].cost(held.rows), Head.cost(held), CrossEntropy.cost())
+    return UnitCosts(TokenEmbedding.cost(held), block_costs(BLOCKS, config, method, scores), head,
+                     array(held.rows, "D"))
 
-    Queries and the projection behind attention take 2 D H d each, keys and values 2 D Hkv d each,
-    attention 4 T H d. Each matrix of the feed-forward network takes 2 D F.
+
+def letters(
+    config: DecoderConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
+) -> dict[str, float]:
+    """The sizes of LETTERS for a microbatch of `rows` rows on a rank, but for e and s.
+
+    table_multiple: see `Ops`; by default no row is padding, as in the FLOPs of the model itself.
     """
-    config = config.completed()
-    width, heads = config.d_model, config.heads * config.head_dim
-    keys, matrices = config.kv_heads * config.head_dim, 3 if config.activation == "swiglu" else 2
-    block = (4 * width * (heads + keys) + 2 * matrices * width * config.ffn
-             + 4 * config.seq_len * heads)
-    return UnitFlops(0, block, 2 * width * config.vocab_size)
+    assert config.ffn, "completed"
+    assert config.head_dim, "completed"
+    tokens, heads = config.seq_len // cp, config.heads // tp
+    return {
+        "B": rows, "T": tokens, "t": share(tokens, tp), "A": config.seq_len,
+        "D": config.d_model, "F": config.ffn, "V": config.vocab_size,
+        "d": share(config.d_model, tp), "f": share(config.ffn, tp),
+        "v": share(config.vocab_size, tp, table_multiple), "Q": heads * config.head_dim,
+        "K": share(config.whole_kv_heads, tp) * config.head_dim, "h": heads}
 
 
-def describe_model(config) -> str:
+def describe_model(config: DecoderConfig) -> str:
     """The sizes of a resolved ModelConfig, for a headline, and what is not GPT-2's."""
     one = config.completed()
+    assert one.head_dim, "completed"
     keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""
     width = f" of {one.head_dim}" if one.head_dim * one.heads != one.d_model else ""
     more = [", tied head"] * one.tied + [", RMSNorm"] * (one.norm == "rms") + [
@@ -132,15 +141,19 @@ class Stage(LayerRun):
     one rank, they share one Param. Then the tie is a local sum and needs no message.
     """
 
-    def __init__(self, context, config, stage, stage_layers, tables):
-        held = hold(context.ops, config, context.tp)
+    def __init__(
+        self, context: Context, config: DecoderConfig, stage: int, stage_layers: tuple[int, ...],
+        tables: dict[str, Param],
+    ):
+        kind = holder(config.sequence_parallel, config.tp_matmul)
+        held = (kind if context.tp.size > 1 else WholeTokens)(context.ops, context.tp)
         context = replace(context, held=held)
         self.held, self.width = held, config.d_model
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
         rotation = ROTATIONS[config.positions](context.ops, config)
-        units = [[block] for block in context.blocks(
-            lambda context, index: Block(context, index, config, rotation), blocks)]
+        units = context.blocks(lambda context, index: BLOCKS[config.block_kind(index)].layers(
+            context, config, index, rotation), blocks)
         loss = None
         if is_first:
             table = shared_table(context, TOKENS, config, tables)
@@ -154,7 +167,7 @@ class Stage(LayerRun):
             units.append([norm, Head(context, table), loss])
         super().__init__(context, stage, units, loss=loss, elsewhere=elsewhere)
 
-    def out_shape(self, batch) -> tuple[int, ...]:
+    def out_shape(self, batch: Batch) -> tuple[int, ...]:
         """Shape of the activations that enter or leave this stage, (B, tokens held, D)."""
         batch_size, tokens = batch.shape
         return (batch_size, self.held.length(tokens), self.width)

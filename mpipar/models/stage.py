@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from mpipar.layers.flat import FlatParams
+from mpipar.layers.context import Context
+from mpipar.layers.contracts import Layer
+from mpipar.layers.costs import Cost, Sum
+from mpipar.layers.flat import flats_of
+from mpipar.layers.loss import CrossEntropy
+from mpipar.layers.param import Param
+from mpipar.layers.stash import Stash
+from mpipar.ops.signature import Array
+
+
+class Passing(Protocol):
+    """Who runs a stage's passes and is told where they are: the engine."""
+
+    def enter(self, unit: int) -> None: ...
+    def leave(self, unit: int) -> None: ...
 
 
 class LayerRun:
     """Layers in order, and their parameters in flat buffers; a model's Stage derives from it.
 
-    units: lists of layers, each with forward, backward_input, backward_weight and params. A unit is
-    what comes before the blocks, a block, or what comes after them. loss: the last layer on the
-    last stage, else None. elsewhere: names of parameters that another stage's buffers hold. The
-    model gives in_shape(batch) and out_shape(batch), the shapes of the activations that enter and
-    leave.
+    units: lists of layers. A unit is what comes before the blocks, a block, or what comes after
+    them. flats: see `flats_of`. loss:
+    the last layer on the last stage, else None. elsewhere: names of parameters that another stage's
+    buffers hold. The model gives in_shape(batch) and out_shape(batch), the shapes of the
+    activations that enter and leave.
 
     Every pass takes the object that runs it, `engine`. It calls engine.enter(unit) before it
     touches a unit, and engine.leave(unit) when it is done with it. Units count from the first.
     """
 
-    def __init__(self, context, stage, units, *, loss=None, elsewhere=()):
+    def __init__(
+        self, context: Context, stage: int, units: Sequence[Sequence[Layer]], *,
+        loss: CrossEntropy | None = None, elsewhere: Collection[str] = (),
+    ):
         self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss
         self.recorder = context.comms.recorder
         # There is one Param per name: a tied table may be in two layers here, or belong to another
         # stage's buffers. Its gradient is complete with that of the first unit that has it.
-        own = {}
+        own: dict[str, Param] = {}
         for unit, layers in enumerate(units):
             for param in (param for layer in layers for param in layer.params):
                 if param.name not in elsewhere and param.name not in own:
                     own[param.name] = param
                     param.unit = unit
-        self.flat = FlatParams(context.ops, own.values(), context.sharding)
+        self.flats = flats_of(context.ops, own.values(), context.sharding)
+
+    @property
+    def params(self) -> list[Param]:
+        """The parameters of the stage's buffers."""
+        return [param for flat in self.flats for param in flat.params]
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the loss's backward factor: loss scale / number of targets in the global batch."""
         if self.loss is not None:
             self.loss.scale = scale
 
-    def forward(self, x, stash, engine):
+    def forward(self, x: Array, stash: Stash, engine: Passing) -> Array:
         """Activations for the next stage; on the last stage the sum of the losses."""
         for unit, layers in enumerate(self.units):
             engine.enter(unit)
@@ -47,7 +70,7 @@ class LayerRun:
             engine.leave(unit)
         return x
 
-    def backward_input(self, dy, stash, engine):
+    def backward_input(self, dy: Array, stash: Stash, engine: Passing) -> Array:
         """dx for the stage before; dy is None on the last stage."""
         for unit, layers in self._last_first():
             engine.enter(unit)
@@ -56,7 +79,7 @@ class LayerRun:
             engine.leave(unit)
         return dy
 
-    def backward_weight(self, stash, engine):
+    def backward_weight(self, stash: Stash, engine: Passing) -> None:
         """Accumulate all gradients of the stage; afterwards the stash is empty."""
         for unit, layers in self._last_first():
             engine.enter(unit)
@@ -65,20 +88,19 @@ class LayerRun:
             engine.leave(unit)
         assert not stash, f"stage {self.stage} left {list(stash)} in the stash"
 
-    def backward(self, dy, stash, engine):
+    def backward(self, dy: Array, stash: Stash, engine: Passing) -> Array:
         """Run both halves layer by layer, so that each layer's stash is freed early."""
         for unit, layers in self._last_first():
             engine.enter(unit)
             for layer in reversed(layers):
-                self.recorder.phase = "I"
                 dy = layer.backward_input(dy, stash)
-                self.recorder.phase = "W"
-                layer.backward_weight(stash)
+                with self.recorder.at("W"):
+                    layer.backward_weight(stash)
             engine.leave(unit)
         assert not stash, f"stage {self.stage} left {list(stash)} in the stash"
         return dy
 
-    def _last_first(self):
+    def _last_first(self) -> Iterator[tuple[int, Sequence[Layer]]]:
         """(unit, its layers) from the last unit to the first."""
         return reversed(list(enumerate(self.units)))
 
@@ -90,41 +112,37 @@ def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool,
     return blocks, stage == 0, stage == len(stage_layers) - 1
 
 
-class UnitFlops(NamedTuple):
-    """FLOPs of the products in a model's forward: the layers below the blocks, a block, the head.
+class UnitCosts(NamedTuple):
+    """What the units of a model cost: the layers below the blocks, each block, norm and head.
 
-    They are per image or per token; only their ratios count.
+    stream: bytes of the activations between two units, which are also a message between stages.
     """
 
-    entry: float
-    block: float
-    head: float
+    entry: Cost
+    blocks: tuple[Cost, ...]
+    head: Cost
+    stream: Sum
+
+    @property
+    def block(self) -> Cost:
+        """The Cost of every block, of a model that has one kind."""
+        first, *others = self.blocks
+        assert all(one is first for one in others), "blocks of several kinds"
+        return first
 
 
-def stage_flops(units: UnitFlops, stage_layers, stage: int) -> tuple[float, float]:
-    """FLOPs of a stage's forward: (entry and blocks, head)."""
-    blocks, is_first, is_last = stage_parts(stage, tuple(stage_layers))
-    return len(blocks) * units.block + is_first * units.entry, is_last * units.head
+class BlockKind(NamedTuple):
+    """A kind of block: a row of a model's BLOCKS.
 
-
-def balanced_layers(layers: int, units: UnitFlops, stages_by_rank) -> tuple[int, ...]:
-    """Blocks per stage such that the busiest pipeline rank has as few FLOPs as possible.
-
-    stages_by_rank: the stages that each rank holds. A stage may hold no block.
-
-    Each block in turn goes to the least busy rank, and there to the least busy stage. All blocks
-    cost the same, so no other split has a less busy busiest rank. Of equal ranks the later one
-    takes the block, since the first ranks stash more microbatches. Of equal stages the earlier one
-    takes it.
+    layers(context, config, index, ...) makes the layers of the block of this index, first to last.
+    cost(config, ...) is what they cost. What follows these is the model's own.
     """
-    ranks = list(dict.fromkeys(map(tuple, stages_by_rank)))  # two mirror ranks hold the same stages
-    num_stages = 1 + max(stage for stages in ranks for stage in stages)
-    split, flops = [0] * num_stages, [0] * num_stages
-    flops[0] += units.entry
-    flops[-1] += units.head
-    for _ in range(layers):
-        least_busy = min(reversed(ranks), key=lambda stages: sum(flops[stage] for stage in stages))
-        stage = min(least_busy, key=flops.__getitem__)
-        split[stage] += 1
-        flops[stage] += units.block
-    return tuple(split)
+
+    layers: Callable[..., list[Layer]]
+    cost: Callable[..., Cost]
+
+
+def block_costs(kinds: Mapping[str, BlockKind], config: Any, *more: Any) -> tuple[Cost, ...]:
+    """What each block of a ModelConfig costs. kinds: the BLOCKS of its model; more: its own."""
+    costs = {name: kind.cost(config, *more) for name, kind in kinds.items()}
+    return tuple(costs[config.block_kind(index)] for index in range(config.layers))

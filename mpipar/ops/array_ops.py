@@ -1,8 +1,8 @@
 """Every array function of the layers written plainly, for NumPy and CuPy alike.
 
 These formulas are what runs: CuPy takes the arrays whole, NumPy a tile of rows at a time
-(`numpy_tiles`). A formula may work in place on its own temporaries. It changes no argument unless
-it says so. Results are new C-contiguous arrays, unless the text says otherwise.
+(`numpy_ops`). A formula may work in place on its own temporaries. It changes no argument unless it
+says so. Results are new C-contiguous arrays, unless the text says otherwise.
 
 `name_forward` computes. `name_backward_input` gives the gradient of the input.
 `name_backward_weight` ADDS the gradient of a parameter to the array it is given. Products have
@@ -13,96 +13,108 @@ B batch, T tokens, N tokens of a microbatch (B*T). D model width, H heads, d = D
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from mpipar.ops.array_attention import ArrayAttention
-from mpipar.ops.image_ops import ImageOps
-from mpipar.ops.llama_ops import LlamaOps
-from mpipar.ops.loss_ops import LossOps
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Runs, Shape, ThreeArrays
 
-# GELU, tanh form: 0.5 x (1 + tanh(GELU_A x + GELU_B x^3)); arXiv 1606.08415.
+# GELU, tanh form: 0.5 x (1 + tanh u), u = GELU_A x + GELU_B x^3; arXiv 1606.08415. It is x s(2u)
+# with the logistic function s, whose small values keep their digits: 1 + tanh u would lose them.
 GELU_A = math.sqrt(2.0 / math.pi)
 GELU_B = 0.044715 * GELU_A
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are spread evenly
 
 
-class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
+class ArrayOps(Ops):
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
 
-    takes_16_bits = ()  # functions that compute on 16-bit operands as they are, summing in float32
+    # Functions that compute on 16-bit operands as they are, summing in float32.
+    takes_16_bits: tuple[str, ...] = ()
     checksum_block = 1 << 16  # 32-bit words that a checksum takes at once, widened to 64 bits
-    tiled_head_width = 0  # widest head whose attention keeps a number per query, not its scores
+    tiled_head_width = 0
+    table_multiple = 1
 
-    def __init__(self, xp, dtype, device):
+    def __init__(self, xp: Any, dtype: Any, device: str) -> None:
         self.xp = xp
         self.dtype = self.statistics = np.dtype(dtype)  # of activations; of gradients and sums
         self.device = device
         # A NumPy float64 scalar would widen a float32 array (NEP 50): every scalar is cast by this.
         self.scalar = self.dtype.type
+        self.lowest = np.finfo(self.dtype).min  # the maximum over nothing, of this type
 
     # Memory. `label` says what the bytes are for; only the shape implementation counts them.
 
-    def empty(self, shape, dtype=None, label="stash"):
+    def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return an uninitialised array."""
         return self.xp.empty(shape, self.dtype if dtype is None else dtype)
 
-    def zeros(self, shape, dtype=None, label="stash"):
+    def zeros(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return an array of zeros."""
         return self.xp.zeros(shape, self.dtype if dtype is None else dtype)
 
-    def asarray(self, host):
+    def asarray(self, host: np.ndarray) -> Array:
         """Return a host array as an array of this device, same type (CPU: the same memory)."""
         return self.xp.asarray(host)
 
-    def to_host(self, x):
+    def to_host(self, x: Array) -> np.ndarray:
         """Return x as a NumPy array (on the CPU: x itself)."""
-        return x
+        host: np.ndarray = x
+        return host
 
-    def pinned(self, shape, dtype):
+    def numbers(self, xs: Sequence[Any]) -> list[float]:
+        """Return the results of `sum` and `square_sum` as floats of the host, all in one copy."""
+        return list(map(float, xs))
+
+    def pinned(self, shape: Shape, dtype: Any) -> np.ndarray:
         """Return an uninitialised host array from which copies to the device run fastest."""
         return np.empty(shape, dtype)
 
-    def to_pinned(self, x):
+    def to_pinned(self, x: Array) -> np.ndarray:
         """Return x in such a host array (on the CPU: x itself)."""
         return self.to_host(x)
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
-    def fill(self, x, value):
+    def fill(self, x: Array, value: float) -> None:
         """Set every element of x to value."""
         x[...] = self.scalar(value)
 
-    def copy(self, dst, src):
+    def copy(self, dst: Array, src: Array) -> None:
         """Copy src over dst; both have the same shape."""
         assert dst.shape == src.shape, (dst.shape, src.shape)
         dst[...] = src
 
-    def scale(self, x, factor):
+    def scale(self, x: Array, factor: float) -> Array:
         """Multiply x by a number in place and return it."""
         x *= self.scalar(factor)
         return x
 
-    def accumulate(self, x, y):
+    def accumulate(self, x: Array, y: Array) -> Array:
         """Add y to x in place and return x; both have the same shape."""
         assert x.shape == y.shape, (x.shape, y.shape)
         x += y
         return x
 
-    def add_parts(self, parts):
+    def add_parts(self, parts: Array) -> Array:
         """Return the sum of parts (P, ...) over its first dimension."""
         return parts.sum(axis=0)
 
-    def sum(self, x):
-        """Return the sum of x as a host float, accumulated in float64."""
+    def sum(self, x: Array) -> Any:
+        """Return the sum of x, accumulated in float64, for `numbers` to read.
+
+        It is a float, or on a device an array () in float64, so that nobody waits for it yet.
+        """
         return float(x.sum(dtype=np.float64))
 
-    def square_sum(self, x):
-        """Return the sum of squares of x as a host float, accumulated in float64."""
+    def square_sum(self, x: Array) -> Any:
+        """Return the sum of squares of x, accumulated in float64; see `sum`."""
         return float(self.xp.square(x.astype(np.float64)).sum())
 
-    def checksum(self, x):
+    def checksum(self, x: Array) -> int:
         """Return a 64-bit number of the bits of x, another one if any single element differs.
 
         Word i of each block of 32-bit words is multiplied by odd number i, modulo 2^64: no change
@@ -121,15 +133,15 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
 
     # Sums along one dimension; the functions below use them.
 
-    def _row_sums(self, x):
+    def _row_sums(self, x: Array) -> Array:
         """Return the sum of each row of x (..., D)."""
         return x.sum(axis=-1)
 
-    def _row_dots(self, x, y):
+    def _row_dots(self, x: Array, y: Array) -> Array:
         """Return the sum of each row of x y, both (..., D)."""
         return (x * y).sum(axis=-1)
 
-    def _column_sums(self, x, factors=None):
+    def _column_sums(self, x: Array, factors: Array | None = None) -> Array:
         """Return the sum (D,) over the rows of x (..., D), each times its factor (...)."""
         rows = as_rows(x)
         if factors is not None:
@@ -138,26 +150,56 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
 
     # Products. Of y = x w, dx = dy w^T is `matmul_nt` and dw += x^T dy is `matmul_tn_add`.
 
-    def matmul(self, x, w):
+    def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         return (as_rows(x) @ w).reshape(*x.shape[:-1], w.shape[1])
 
-    def matmul_nt(self, x, w):
+    def matmul_nt(self, x: Array, w: Array) -> Array:
         """Return x w^T: (..., M) and (K, M) give (..., K)."""
         return (as_rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
 
-    def matmul_tn_add(self, x, y, out):
+    def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
         assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
         out += as_rows(x).T @ as_rows(y)
 
-    def bias_forward(self, y, b):
+    def matmul_bias(self, x: Array, w: Array, b: Array, residual: Array | None = None) -> Array:
+        """Return x w + b (..., M), plus residual (..., M) if given."""
+        y = self.matmul(x, w)
+        if residual is None:
+            return self.bias_forward(y, b)
+        return self.bias_residual_forward(y, b, residual)
+
+    def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
+        """Return (GELU of h, h = x w + b), both (..., M)."""
+        h = self.matmul(x, w)
+        return self.bias_gelu_forward(h, b), h
+
+    def matmul_nt_gelu_backward(self, dy: Array, w: Array, h: Array) -> Array:
+        """Return dh = (dy w^T) GELU'(h), (..., K)."""
+        return self.gelu_backward_input(self.matmul_nt(dy, w), h)
+
+    def matmul_tn_add_sums(
+        self, x: Array, y: Array, out: Array, sums: Array, fresh: bool
+    ) -> None:
+        """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,).
+
+        fresh: whether sums is known to be zero, so that it may be overwritten.
+        """
+        self.matmul_tn_add(x, y, out)
+        self.bias_backward_weight(y, sums)
+
+    def bias_forward(self, y: Array, b: Array) -> Array:
         """Add b (M,) to the freshly made y (..., M) in place and return y."""
         assert y.shape[-1:] == b.shape, (y.shape, b.shape)
         y += b
         return y
 
-    def bias_backward_weight(self, dy, db):
+    def bias_residual_forward(self, y: Array, b: Array, residual: Array) -> Array:
+        """Add b (M,) and residual (..., M) to the freshly made y (..., M) in place and return y."""
+        return self.accumulate(self.bias_forward(y, b), residual)
+
+    def bias_backward_weight(self, dy: Array, db: Array) -> None:
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
         db += self._column_sums(dy)
@@ -166,44 +208,87 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
     # it is the result, and `out` says where it lies. x * x * x, never x**3: a power is computed
     # through logarithms, 70 times slower.
 
-    def gelu_forward(self, x, out=None):
-        """Return the tanh form of GELU of x: 0.5 x (1 + tanh(x (A + B x^2)))."""
+    def gelu_forward(self, x: Array, out: Array | None = None) -> Array:
+        """Return the tanh form of GELU of x: x / (1 + exp(-2 x (A + B x^2)))."""
         y = self.xp.multiply(x, x, out=out)
-        y *= GELU_B
-        y += GELU_A
-        y *= x
-        self.xp.tanh(y, out=y)
-        y += 1.0
-        y *= x
-        y *= 0.5
-        return y
+        self._one_plus_exp(self._minus_2u(y, x, out=y))
+        return self.xp.divide(x, y, out=y)
 
-    def gelu_backward_input(self, dy, x, out=None):
-        """Return dx = dy GELU'(x): with t = tanh(u), that is 0.5 (1 + t) (1 + (1 - t) x u')."""
-        slope = x * x  # in the end x u'
-        t = slope * GELU_B
-        t += GELU_A
-        t *= x
-        self.xp.tanh(t, out=t)
-        slope *= 3.0 * GELU_B
-        slope += GELU_A
-        slope *= x
-        dx = self.xp.subtract(1.0, t, out=out)
+    def gelu_backward_input(self, dy: Array, x: Array, out: Array | None = None) -> Array:
+        """Return dx = dy GELU'(x): with s = s(2u), that is s + s (1 - s) x 2u'.
+
+        Far out s (1 - s) is 0 while x and u' are still numbers, up to |x| = 1e19 in float32. The
+        result is NaN beyond.
+        """
+        slope = x * x  # in the end 2u'
+        s = self._minus_2u(slope, x)
+        self._one_plus_exp(s)
+        self.xp.divide(1.0, s, out=s)
+        slope *= 6.0 * GELU_B
+        slope += 2.0 * GELU_A
+        dx = self.xp.subtract(1.0, s, out=out)
+        dx *= s
+        dx *= x
         dx *= slope
-        dx += 1.0
-        t += 1.0
-        dx *= t
-        dx *= 0.5
+        dx += s
         dx *= dy
         return dx
 
-    def bias_gelu_forward(self, x, b):
+    def _minus_2u(self, square: Array, x: Array, out: Array | None = None) -> Array:
+        """Return -2u, given x^2."""
+        z = self.xp.multiply(square, -2.0 * GELU_B, out=out)
+        z += -2.0 * GELU_A
+        z *= x
+        return z
+
+    def _one_plus_exp(self, z: Array) -> None:
+        """Write 1 + exp(z) over z. Its reciprocal is s(-z), 0 where exp(z) is above all numbers."""
+        with np.errstate(over="ignore"):
+            self.xp.exp(z, out=z)
+        z += 1.0
+
+    def bias_gelu_forward(self, x: Array, b: Array) -> Array:
         """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
         return self.gelu_forward(self.bias_forward(x, b))
 
+    # SwiGLU: silu(g) = g s(g), with the logistic function s(g) = 1 / (1 + exp(-g)).
+
+    def swiglu_forward(self, h: Array, out: Array | None = None) -> Array:
+        """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
+        gate = h[..., 0, :]
+        silu = -gate
+        self._one_plus_exp(silu)
+        self.xp.divide(gate, silu, out=silu)
+        return self.xp.multiply(silu, h[..., 1, :], out=out)
+
+    def swiglu_backward_input(
+        self, dy: Array, h: Array, out: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Return (dh (..., 2, F), and silu(gate) up (..., F) once more).
+
+        With s = s(gate): silu' = s + silu (1 - s). Each half of dh is written once: on a CPU, a
+        pass over its gaps takes twice as long as one over a whole array.
+        """
+        gate, up = h[..., 0, :], h[..., 1, :]
+        dh = self.xp.empty(h.shape, h.dtype) if out is None else out
+        s = -gate
+        self._one_plus_exp(s)
+        self.xp.divide(1.0, s, out=s)
+        y = gate * s
+        self.xp.multiply(dy, y, out=dh[..., 1, :])
+        slope = self.scalar(1.0) - s
+        slope *= y
+        slope += s
+        slope *= up
+        self.xp.multiply(slope, dy, out=dh[..., 0, :])
+        y *= up
+        return dh, y
+
     # Norms over the last dimension. LayerNorm is RMSNorm of x - mean, plus b.
 
-    def rmsnorm_forward(self, x, w, eps, out=None):
+    def rmsnorm_forward(
+        self, x: Array, w: Array, eps: float, out: Array | None = None
+    ) -> tuple[Array, Array]:
         """Return (y, rstd): x (..., D) times rstd = 1 / sqrt(mean(x^2) + eps), scaled; rstd (...).
 
         Zhang and Sennrich 2019, arXiv 1910.07467.
@@ -214,7 +299,9 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
         y *= w
         return y, rstd
 
-    def rmsnorm_backward_input(self, dy, x, w, rstd, out=None):
+    def rmsnorm_backward_input(
+        self, dy: Array, x: Array, w: Array, rstd: Array, out: Array | None = None
+    ) -> Array:
         """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
         g = dy * w
         dx = self.xp.multiply(x, rstd[..., None], out=out)  # xhat
@@ -224,26 +311,48 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
         dx *= rstd[..., None]
         return dx
 
-    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
+    def rmsnorm_residual_backward_input(
+        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array
+    ) -> Array:
+        """Return dx + residual, the gradient of what flows through the norm and around it."""
+        return self.accumulate(self.rmsnorm_backward_input(dy, x, w, rstd), residual)
+
+    def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
         """Add the sum of dy xhat to dw (D,)."""
         dw += self._column_sums(dy * x, rstd)
 
-    def layernorm_forward(self, x, w, b, eps, out=None):
-        """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
-        mean = self._row_sums(x) / self.scalar(x.shape[-1])
-        y = self.xp.subtract(x, mean[..., None], out=out)
+    def layernorm_forward(
+        self, x: Array, w: Array, b: Array, eps: float, out: Array | None = None
+    ) -> ThreeArrays:
+        """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...).
+
+        The mean is that of x - first, whose differences are exact where all of x is alike.
+        """
+        y = self.xp.subtract(x, x[..., :1], out=out)
+        mean = self._row_sums(y) / self.scalar(x.shape[-1])
+        y -= mean[..., None]
         _, rstd = ArrayOps.rmsnorm_forward(self, y, w, eps, out=y)
         y += b
-        return y, mean, rstd
+        return y, x[..., 0] + mean, rstd
 
-    def layernorm_backward_input(self, dy, x, w, mean, rstd, out=None):
+    def layernorm_backward_input(
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, out: Array | None = None
+    ) -> Array:
         """Return dx = c - mean(c), where c is the gradient of x - mean."""
         c = self.xp.subtract(x, mean[..., None], out=out)
         ArrayOps.rmsnorm_backward_input(self, dy, c, w, rstd, out=c)
         c -= (self._row_sums(c) / self.scalar(x.shape[-1]))[..., None]
         return c
 
-    def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
+    def layernorm_residual_backward_input(
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, residual: Array
+    ) -> Array:
+        """Return dx + residual, the gradient of what flows through the norm and around it."""
+        return self.accumulate(self.layernorm_backward_input(dy, x, w, mean, rstd), residual)
+
+    def layernorm_backward_weight(
+        self, dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
+    ) -> None:
         """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
         part = x - mean[..., None]
         part *= dy
@@ -252,41 +361,375 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
 
     # Embeddings. A table shard holds the rows of the ids [start, start + rows).
 
-    def embedding_forward(self, ids, table, start):
+    def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
         """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
         local, inside = self._local_rows(ids, start, table.shape[0])
         y = table[local]
         y[~inside] = self.scalar(0.0)
         return y
 
-    def embedding_backward_weight(self, ids, dy, dtable, start):
+    def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
         """Add each row of dy (..., D) to the row of dtable of its id, if this shard holds it."""
         local, inside = self._local_rows(ids, start, dtable.shape[0])
         self.xp.add.at(dtable, local[inside], dy[inside])
 
-    def _local_rows(self, ids, start, rows):
+    def _local_rows(self, ids: Array, start: int, rows: int) -> tuple[Array, Array]:
         """Return (row numbers, 0 where outside; whether the shard holds the id)."""
         local = ids - start
         inside = (local >= 0) & (local < rows)
         return self.xp.where(inside, local, 0), inside
 
-    def position_forward(self, x, positions, table):
+    def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
         """Return x (B, T, D) + table[positions]."""
         return x + table[positions]
 
-    def position_backward_weight(self, positions, dy, dtable):
+    def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
         """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
         self.xp.add.at(dtable, positions, dy.sum(axis=0))
 
+    # Rotary positions.
+
+    def rope_forward(self, x: Array, positions: Array, table: Array) -> Array:
+        """Turn each head of x (B, T, H, d) in place by the angles of its position; return x.
+
+        Number i < d/2 and number i + d/2 of a head are the coordinates of a point. positions (T,),
+        or (B, T) where rows differ. table (P, 2, d/2): cosine and sine of its angle at each
+        position.
+        """
+        self._rotate(x, table[positions, 0], table[positions, 1])
+        return x
+
+    def rope_backward_input(self, dy: Array, positions: Array, table: Array) -> Array:
+        """Turn dy in place by the angles of rope_forward backwards; return dy."""
+        self._rotate(dy, table[positions, 0], -table[positions, 1])
+        return dy
+
+    def _rotate(self, x: Array, cos: Array, sin: Array) -> None:
+        """Turn x (B, T, H, d) in place; cos and sin (T, d/2) or (B, T, d/2)."""
+        assert x.shape[-1] == 2 * cos.shape[-1], (x.shape, cos.shape)
+        points = x.reshape(*x.shape[:-1], 2, -1)
+        turned = points[..., ::-1, :] * self.xp.stack([-sin, sin], axis=-2)[..., None, :, :]
+        x *= self.xp.concatenate([cos, cos], axis=-1)[..., None, :]
+        x += turned.reshape(x.shape)
+
+    # Causal attention. Arguments: q (B, Tq, H, d), k and v (B, Tk, Hkv, d), positions q_pos (Tq,)
+    # and k_pos (Tk,). B rows of a batch, H heads of d elements. Query i sees key j if and only if
+    # k_pos[j] <= q_pos[i]. H is a multiple of Hkv: query head h uses key and value head h // (H /
+    # Hkv). A query that sees no key gives y = 0.
+    #
+    # There are two forms, which differ in what they keep between forward and backward.
+    # `attention_forward` and `attention_backward_input` keep the probabilities: four products
+    # backward. The block form keeps only two numbers of each query, stats (B, H, Tq, 2). They are
+    # the largest score and the sum of exp(score - largest) over the keys. It computes the
+    # probabilities again: five products backward. One number, the log of the sum of exp(score),
+    # would round the sum away beside large scores.
+    #
+    # The keys of one call of the block form may be some of all keys. Then `attention_merge` joins
+    # two results, and gradients are sums. So y, stats and gradients of this form are float32 even
+    # if activations have 16 bits. The caller who has joined them rounds once, by `copy`.
+    #
+    # The largest score of no key is the lowest finite number, `ArrayOps.lowest`, and its sum is 0.
+    # So every finite score counts, and no difference is inf - inf = NaN. A score is rounded like
+    # any other number. At 1e7 in float32 it may be off by 1, and a probability by a factor of e.
+    # Scores beyond the largest number of the type give NaN, or count as hidden if they are
+    # negative.
+
+    def _stacked_products(self, a: Array, b: Array, out: Array | None = None) -> Array:
+        """Return a b for every leading index: (B, H, M, K), (B, H, K, N) give (B, H, M, N).
+
+        out: where to write it, if given; it may be a view.
+        """
+        return self.xp.matmul(a, b, out=out)
+
+    def attention_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
+    ) -> tuple[Array, Any]:
+        """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk), whose hidden part is 0)."""
+        probs = self._causal_softmax(self._dots(q, k), q_pos, k_pos, q.shape[-1] ** -0.5)
+        probs = probs.astype(q.dtype, copy=False)
+        return self._weighted(probs, v, q.dtype), probs
+
+    def attention_backward_input(
+        self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
+        out: ThreeArrays | None = None
+    ) -> ThreeArrays:
+        """Return (dq, dk, dv) of the probabilities that `attention_forward` saved.
+
+        In each row, dscores = probs (dprobs - sum(probs dprobs)). out: three arrays to write to.
+        """
+        results = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
+        factor = self.scalar(q.shape[-1] ** -0.5)
+        dscores = self._softmax_backward(saved, self._dots(dy, v), factor)
+        return self._gradients(dy, q, k, saved, dscores, results)
+
+    def attention_block_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
+    ) -> tuple[Array, Array]:
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without any."""
+        scores = self._visible(self._dots(q, k), q_pos, k_pos, q.shape[-1] ** -0.5)
+        probs, stats = self._normalised(scores)
+        return self._weighted(probs.astype(q.dtype, copy=False), v, self.statistics), stats
+
+    def attention_merge(self, y: Array, stats: Array, y2: Array, stats2: Array) -> None:
+        """Write attention over both sets of keys over y and stats, which are float32 or wider.
+
+        Each sum shrinks by exp(its largest score - the largest of both). The new y is the mean of
+        y and y2, weighted by these sums.
+        """
+        assert y.shape == y2.shape, (y.shape, y2.shape)
+        assert stats.shape == stats2.shape, (stats.shape, stats2.shape)
+        assert y.dtype == stats.dtype == self.statistics, (y.dtype, stats.dtype)
+        top = self.xp.maximum(stats[..., 0], stats2[..., 0])
+        with np.errstate(over="ignore"):  # a difference below all numbers is far enough
+            own, other = (
+                one[..., 1] * self.xp.exp(one[..., 0] - top) for one in (stats, stats2))
+        total = own + other
+        y *= (own / filled(total)).transpose(0, 2, 1)[..., None]
+        y += (other / filled(total)).transpose(0, 2, 1)[..., None] * y2
+        stats[..., 0], stats[..., 1] = top, total
+
+    def attention_delta(self, dy: Array, y: Array) -> Array:
+        """Return delta (B, H, Tq), the sum of dy y over a head; y of all keys."""
+        assert dy.shape == y.shape, (dy.shape, y.shape)
+        delta = (dy * y).sum(axis=-1, dtype=self.statistics)
+        return self.xp.ascontiguousarray(delta.transpose(0, 2, 1))
+
+    def attention_block_backward(
+        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
+        k_pos: Array
+    ) -> ThreeArrays:
+        """Return (dq, dk, dv) as far as they come from these keys; stats and delta are of all keys.
+
+        In each row, probs = exp(scores - largest) / sum and dscores = probs (dprobs - delta): Dao
+        et al. 2022.
+        """
+        factor = self.scalar(q.shape[-1] ** -0.5)
+        scores = self._visible(self._dots(q, k), q_pos, k_pos, factor)
+        probs = self.xp.exp(scores - stats[..., :1]) / filled(stats[..., 1:])
+        dscores = probs * (self._dots(dy, v) - delta[..., None]) * factor
+        out = tuple(self.xp.empty(x.shape, self.statistics) for x in (q, k, v))
+        return self._gradients(dy, q, k, probs.astype(q.dtype, copy=False), dscores, out)
+
+    # The parts of both forms. A group is the query heads that share one key head.
+
+    @staticmethod
+    def _members(q: Array, k: Array) -> list[slice]:
+        """Return a slice of the query heads for each place in a group: one head of each group."""
+        group, rest = divmod(q.shape[2], k.shape[2])
+        assert rest == 0, (q.shape, k.shape)
+        return [slice(first, None, group) for first in range(group)]
+
+    def _dots(self, a: Array, b: Array) -> Array:
+        """Return a b^T (B, H, Tq, Tk) of a (B, Tq, H, d) and b (B, Tk, Hkv, d)."""
+        out = self.xp.empty((a.shape[0], a.shape[2], a.shape[1], b.shape[1]), self.statistics)
+        for one in self._members(a, b):
+            self._stacked_products(
+                _heads_first(a)[:, one], b.transpose(0, 2, 3, 1), out[:, one])
+        return out
+
+    def _visible(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
+        """Return factor scores (B, H, Tq, Tk), -inf where a query does not see a key."""
+        visible = k_pos[None, :] <= q_pos[:, None]
+        return self.xp.where(visible, scores * self.scalar(factor), self.scalar(-np.inf))
+
+    def _normalised(self, scores: Array) -> tuple[Array, Array]:
+        """Return (softmax of each row, 0 in a row of -inf; stats)."""
+        top = self.xp.maximum(scores.max(axis=-1), self.lowest)
+        probs = self.xp.exp(scores - top[..., None])
+        total = probs.sum(axis=-1)
+        probs /= filled(total)[..., None]
+        return probs, self.xp.stack([top, total], axis=-1)
+
+    def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
+        """Return softmax of factor scores over the keys that are seen, 0 elsewhere."""
+        return self._normalised(self._visible(scores, q_pos, k_pos, factor))[0]
+
+    def _softmax_backward(self, probs: Array, dprobs: Array, factor: Any) -> Array:
+        """Return the gradient of the products q k^T."""
+        return probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True)) * factor
+
+    def _weighted(self, probs: Array, v: Array, dtype: Any) -> Array:
+        """Return y = probs v (B, Tq, H, d) in a type."""
+        batch, heads, queries, _ = probs.shape
+        y = self.xp.empty((batch, queries, heads, v.shape[-1]), dtype)
+        for one in self._members(y, v):
+            self._stacked_products(probs[:, one], _heads_first(v), _heads_first(y)[:, one])
+        return y
+
+    def _gradients(
+        self, dy: Array, q: Array, k: Array, probs: Array, dscores: Array, out: Sequence[Array]
+    ) -> ThreeArrays:
+        """Write dq, dk, dv to the arrays `out` and return them."""
+        dq, dk, dv = out
+        dscores = dscores.astype(q.dtype, copy=False)
+        for one in self._members(q, k):
+            self._stacked_products(
+                dscores[:, one], _heads_first(k), _heads_first(dq)[:, one])
+        for rows, right, total in ((dscores, q, dk), (probs, dy, dv)):
+            # A key's gradient is the sum over its group.
+            parts = [self._stacked_products(
+                rows[:, one].transpose(0, 1, 3, 2), _heads_first(right)[:, one],
+                self.xp.empty(_heads_first(total).shape, self.statistics))
+                for one in self._members(q, k)]
+            _heads_first(total)[...] = sum(parts)
+        return dq, dk, dv
+
+    # Loss and choice of tokens over a vocabulary shard. N tokens, V columns of the shard. Columns j
+    # with start + j >= num_valid are padding, worth -inf. The maximum over no columns is the lowest
+    # finite number. So every finite logit counts, and no difference is inf - inf = NaN. A maximum
+    # and a sum of exp(logit - maximum) stay two numbers. Their log-sum-exp, one number, would round
+    # the sum away beside a large maximum.
+
+    def cross_entropy_forward(
+        self, logits: Array, targets: Array, start: int, num_valid: int
+    ) -> Array:
+        """Return stats (N, 3): maximum, sum of exp(logit - maximum), logit of the target or 0.
+
+        logits (N, V), targets (N,) global ids below num_valid. A shard that is all padding gives
+        (the lowest number, 0, 0).
+        """
+        valid = logits[:, : valid_columns(logits, start, num_valid)]
+        stats = self.xp.zeros((logits.shape[0], 3), self.dtype)
+        stats[:, 0] = self.lowest
+        if valid.shape[1]:
+            stats[:, 0] = valid.max(axis=1)
+            stats[:, 1] = self._exp_sums(valid, stats[:, 0])
+            column, inside = self._local_rows(targets, start, valid.shape[1])
+            picked = valid[self.xp.arange(len(targets)), column]
+            stats[:, 2] = self.xp.where(inside, picked, self.scalar(0.0))
+        return stats
+
+    def _exp_sums(self, valid: Array, top: Array) -> Array:
+        """Return the sum of exp(value - top) of each row of valid."""
+        part = valid - top[:, None]
+        return self._row_sums(self.xp.exp(part, out=part))
+
+    def cross_entropy_combine(self, stats: Array) -> tuple[Array, Array]:
+        """Return (loss (N,), sums (N, 2)) from the stats of all shards (shards, N, 3).
+
+        sums: maximum and sum of exp(logit - maximum) over the whole vocabulary.
+        """
+        top = stats[..., 0].max(axis=0)
+        with np.errstate(over="ignore"):  # a difference below all numbers is far enough
+            total = (stats[..., 1] * self.xp.exp(stats[..., 0] - top)).sum(axis=0)
+        loss = top - stats[..., 2].sum(axis=0) + self.xp.log(total)
+        return loss, self.xp.stack([top, total], axis=-1)
+
+    def cross_entropy_backward_input(
+        self, logits: Array, targets: Array, sums: Array, start: int, num_valid: int, scale: float
+    ) -> Array:
+        """Write (softmax - onehot) * scale over logits (padding: 0) and return that array."""
+        columns = valid_columns(logits, start, num_valid)
+        valid = logits[:, :columns]
+        logits[:, columns:] = self.scalar(0.0)
+        self._scaled_softmax(valid, sums, scale)
+        if columns:
+            # One target a row: no index occurs twice. No mask as an index: a GPU's host reads it.
+            column, inside = self._local_rows(targets, start, columns)
+            hit = self.xp.where(inside, self.scalar(scale), self.scalar(0.0))
+            valid[self.xp.arange(len(targets)), column] -= hit
+        return logits
+
+    def _scaled_softmax(self, valid: Array, sums: Array, scale: float) -> None:
+        """Write softmax * scale over valid."""
+        valid -= sums[:, :1]
+        self.xp.exp(valid, out=valid)
+        valid *= self.scalar(scale) / sums[:, 1:]
+
+    def top_forward(self, logits: Array, start: int, num_valid: int, count: int) -> Array:
+        """Return (N, count, 2) float64: the largest logits and their global ids, best first.
+
+        Of equal logits the lowest id comes first. A shard of fewer columns fills up with -inf.
+        The first logit of a row that holds NaN is NaN.
+        """
+        xp, valid = self.xp, logits[:, : valid_columns(logits, start, num_valid)]
+        columns = valid.shape[1]
+        take = min(count, columns)
+        best = xp.empty((logits.shape[0], count, 2), np.float64)
+        best[..., 0], best[..., 1] = -np.inf, start
+        if take:
+            top = valid.max(axis=1)
+            last = top if take == 1 else (
+                xp.partition(valid, columns - take, axis=1)[:, columns - take])
+            for row in range(len(valid)):
+                # Only what reaches the last place is sorted. All that equal it do.
+                ids = xp.nonzero(valid[row] >= last[row])[0]
+                ids = ids[xp.argsort(-valid[row, ids], kind="stable")[:take]]
+                best[row, : len(ids), 0] = valid[row, ids]
+                best[row, : len(ids), 1] += ids
+            best[:, 0, 0] = top  # NaN if any logit is
+        return best
+
+    # Images: patches of a convolution, and pooling. B images, H and W their height and width, k the
+    # width of a square kernel. P and Q are the height and width of the result. C channels come
+    # last, so that a product over channels reads neighbours.
+
+    def unfold_forward(self, x: Array, kernel: int, stride: int, padding: int) -> Array:
+        """Return the patch (k, k, C) under every place of the kernel: (B, P, Q, k*k*C) of x.
+
+        The edges of x (B, H, W, C) are padded with `padding` zeros.
+        """
+        batch, height, width, channels = x.shape
+        sides = [out_length(length, kernel, stride, padding) for length in (height, width)]
+        padded = self.zeros((batch, height + 2 * padding, width + 2 * padding, channels))
+        padded[:, padding:padding + height, padding:padding + width] = x
+        patches = self.empty((batch, *sides, kernel, kernel, channels))
+        for (i, j), view in _windows(padded, sides, kernel, stride):
+            patches[:, :, :, i, j] = view
+        return patches.reshape(batch, *sides, -1)
+
+    def unfold_backward_input(
+        self, dy: Array, shape: Shape, kernel: int, stride: int, padding: int
+    ) -> Array:
+        """Return dx of x's shape (B, H, W, C): each entry sums the patches that hold it."""
+        batch, height, width, channels = shape
+        dpadded = self.zeros((batch, height + 2 * padding, width + 2 * padding, channels))
+        dy = dy.reshape(*dy.shape[:3], kernel, kernel, channels)
+        for (i, j), view in _windows(dpadded, dy.shape[1:3], kernel, stride):
+            self.accumulate(view, dy[:, :, :, i, j])
+        dx = dpadded[:, padding:padding + height, padding:padding + width]
+        return self.xp.ascontiguousarray(dx)
+
+    def maxpool_forward(self, x: Array, width: int) -> tuple[Array, Array]:
+        """Return (y, places): the largest of each width x width tile of x (B, H, W, C), and where
+        it is.
+
+        A rest at the far edges that is smaller than a tile is dropped.
+        """
+        views = [_tile(x, width, *divmod(place, width)) for place in range(width * width)]
+        tiles = self.xp.stack(views)
+        return tiles.max(axis=0), tiles.argmax(axis=0)
+
+    def maxpool_backward_input(self, dy: Array, places: Array, shape: Shape, width: int) -> Array:
+        """Return dx of x's shape: dy where the largest was (the first of equal ones), zero
+        elsewhere.
+        """
+        dx = self.zeros(shape)
+        for place in range(width * width):
+            view = _tile(dx, width, *divmod(place, width))
+            view[...] = self.xp.where(places == place, dy, self.scalar(0.0))
+        return dx
+
+    def meanpool_forward(self, x: Array) -> Array:
+        """Return the mean over the places of x (B, H, W, C): (B, C)."""
+        return x.mean(axis=(1, 2), dtype=np.float64).astype(x.dtype)
+
+    def meanpool_backward_input(self, dy: Array, shape: Shape) -> Array:
+        """Return dx of x's shape (B, H, W, C): an equal share of dy (B, C) for every place."""
+        dx = self.empty(shape)
+        dx[...] = (dy * self.scalar(1.0 / (shape[1] * shape[2])))[:, None, None]
+        return dx
+
     # Updates of flat buffers in place.
 
-    def sgd_step(self, data, grad, lr):
+    def sgd_step(self, data: Array, grad: Array, lr: float) -> None:
         """Subtract lr * grad from data."""
         data -= self.scalar(lr) * grad
 
     def adamw_step(
-        self, data, grad, m, v, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
-    ):
+        self, data: Array, grad: Array, m: Array, v: Array, *, lr: float, beta1: float,
+        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+    ) -> None:
         """Update data, m, v in place; step counts from 1. copy: gets the new data, rounded.
 
         Decay is apart from the gradient, and eps is outside the root. Source: Loshchilov and
@@ -311,8 +754,9 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
             self.copy(copy, data)
 
     def adamw_runs(
-        self, data, grad, m, v, runs, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
-    ):
+        self, data: Array, grad: Array, m: Array, v: Array, runs: Runs, *, lr: float, beta1: float,
+        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+    ) -> None:
         """Update flat buffers as `adamw_step` does; weights of some parts do not decay.
 
         runs: (whether its weights decay, slice) of each part of the buffers.
@@ -324,6 +768,66 @@ class ArrayOps(ArrayAttention, LlamaOps, LossOps, ImageOps):
                 copy=None if copy is None else copy[run])
 
 
-def as_rows(x):
+def as_rows(x: Array) -> Array:
     """Return x (..., K) as a matrix (rows, K)."""
     return x.reshape(-1, x.shape[-1])
+
+
+def filled(total: Array) -> Array:
+    """Return total to divide by: 1 where it is 0, because no key is seen."""
+    return total + (total == 0)
+
+
+def _heads_first(x: Array) -> Array:
+    """Return the view (B, H, T, d) of an array (B, T, H, d)."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def valid_columns(logits: Array, start: int, num_valid: int) -> int:
+    """Return how many leading columns of a shard are not padding."""
+    return min(max(num_valid - start, 0), int(logits.shape[1]))
+
+
+def out_length(length: int, kernel: int, stride: int, padding: int) -> int:
+    """How many places a kernel has along one side of an image."""
+    return (length + 2 * padding - kernel) // stride + 1
+
+
+def _windows(
+    padded: Array, sides: Sequence[int], kernel: int, stride: int
+) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Yield ((i, j), the entries of padded that entry i, j of the kernel meets at its places)."""
+    for i in range(kernel):
+        for j in range(kernel):
+            rows = slice(i, i + stride * (sides[0] - 1) + 1, stride)
+            columns = slice(j, j + stride * (sides[1] - 1) + 1, stride)
+            yield (i, j), padded[:, rows, columns]
+
+
+def _tile(x: Array, width: int, row: int, column: int) -> Array:
+    """Return entry (row, column) of each whole tile of x (B, H, W, C), as a view."""
+    rows, columns = (length // width * width for length in x.shape[1:3])
+    return x[:, row:rows:width, column:columns:width]
+
+
+def rope_table(length: int, width: int, theta: float, scaling: Sequence[float]) -> np.ndarray:
+    """Return cosine and sine (P, 2, d/2) of the angles p f_i at positions p < length, float64."""
+    angles = np.outer(np.arange(length), rope_frequencies(width, theta, scaling))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def rope_frequencies(width: int, theta: float, scaling: Sequence[float]) -> np.ndarray:
+    """Return f_i = theta^(-2i/d) of the d/2 points of a head, float64.
+
+    scaling: (factor, low, high, length) of Llama 3, or () for none. A rotation that turns fewer
+    than `low` times within `length` positions becomes slower by `factor`, one that turns more than
+    `high` times stays. Between them the two are mixed. Source: Dubey et al., arXiv 2407.21783, and
+    Hugging Face's `rope_type: llama3`.
+    """
+    frequencies = theta ** -(np.arange(0, width, 2) / width)
+    if not scaling:
+        return frequencies
+    factor, low, high, length = scaling
+    turns = length * frequencies / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / factor)

@@ -6,7 +6,13 @@ marks the end of each copy, and nobody touches its memory before.
 """
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpipar.ops.signature import Array, Shape
 
 
 class Copies:
@@ -15,15 +21,19 @@ class Copies:
     pinned(shape, dtype) gives page-locked memory.
     """
 
-    def __init__(self, xp, pinned):
+    def __init__(self, xp: Any, pinned: Callable[[Shape, Any], np.ndarray]) -> None:
         self._xp, self._pinned = xp, pinned
         # Streams of the other kind wait for the default stream, where products run.
         self._out = xp.cuda.Stream(non_blocking=True)
         self._in = xp.cuda.Stream(non_blocking=True)
-        self.leaving = deque()  # (event of a copy to the host, what to call behind it), in order
-        self._arriving = []  # (event of a copy to the device, host memory that it reads)
+        # (event of a copy to the host, what to call behind it), in order
+        self.leaving: deque[tuple[Any, Callable[[], object]]] = deque()
+        # (event of a copy to the device, host memory that it reads)
+        self._arriving: list[tuple[Any, np.ndarray]] = []
 
-    def out(self, x, then, host=None):
+    def out(
+        self, x: Array, then: Callable[[np.ndarray], object], host: np.ndarray | None = None
+    ) -> np.ndarray:
         """Queue a copy of x to host memory, and return that; then(host) is called behind it.
 
         host: page-locked memory from `room`, or new memory.
@@ -34,7 +44,7 @@ class Copies:
         self.leaving.append((self._out.record(), partial(then, host)))
         return host
 
-    def hand_over(self, wait=False):
+    def hand_over(self, wait: bool = False) -> None:
         """Make the calls that stand behind finished copies to the host; wait: behind all of them.
 
         They are made in the order of the copies. A rank must wait for all before it blocks in MPI.
@@ -45,18 +55,18 @@ class Copies:
             event.synchronize()
             then()
 
-    def into(self, host, x):
+    def into(self, host: np.ndarray, x: Array) -> Any:
         """Queue a copy of host memory to x; return its event, for `use_after`."""
         x.set(host, stream=self._in)
         event = self._in.record()
         self._arriving.append((event, host))
         return event
 
-    def use_after(self, event):
+    def use_after(self, event: Any) -> None:
         """What is computed from now on comes after the event."""
         self._xp.cuda.get_current_stream().wait_event(event)
 
-    def room(self, shape, dtype):
+    def room(self, shape: Shape, dtype: Any) -> np.ndarray:
         """New page-locked memory. What copies to the device still read is not given back before."""
         self._arriving = [(event, host) for event, host in self._arriving if not event.done]
         return self._pinned(shape, dtype)

@@ -5,99 +5,166 @@ sums between them is one kernel of `ops/cuda`. The kernels read and round operan
 themselves, and compute in float32. There are no such kernels for float64.
 """
 
+from typing import Any
+
 import numpy as np
 
+from mpipar.ops.array_ops import as_rows, valid_columns
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
+from mpipar.ops.cuda.epilogues import BIAS, DGELU, GELU_AUX_BIAS, Epilogues
 from mpipar.ops.cuda.fused import Fused
-from mpipar.ops.cuda.loader import Loader
+from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cuda.tile_model import TileModelAttention
 from mpipar.ops.cupy_ops import CupyOps, cuda_tile
-from mpipar.ops.loss_ops import valid_columns
+from mpipar.ops.functions import EPILOGUES
+from mpipar.ops.signature import Array, ThreeArrays
 
 # The functions beside products that take operands of 16 bits as they are.
 FUSED_16_BITS = (
+    *EPILOGUES,
     "swiglu_forward", "swiglu_backward_input", "rope_forward", "rope_backward_input",
     "bias_backward_weight", "gelu_forward", "bias_gelu_forward", "gelu_backward_input",
     "layernorm_forward", "layernorm_backward_input", "layernorm_backward_weight",
     "rmsnorm_forward", "rmsnorm_backward_input", "rmsnorm_backward_weight",
+    "layernorm_residual_backward_input", "rmsnorm_residual_backward_input",
     "attention_forward", "attention_backward_input", "attention_block_forward", "attention_delta",
     "attention_block_backward", "cross_entropy_forward",
     "cross_entropy_backward_input", "adamw_runs",
 )
 
 
-class FusedOps(Fused, CupyOps):
+# The formulas of CupyOps take `out` besides, which only the driver of tiles gives them.
+class FusedOps(Fused, CupyOps):  # type: ignore[misc]
     """The array functions of `CupyOps` in float32; kernels of `Fused` replace the plain ones."""
 
     takes_16_bits = CupyOps.takes_16_bits + FUSED_16_BITS
     tiled_head_width = MOST_WIDTH
 
-    def __init__(self, gemm="blas", tf32=False, host_rank=0):
+    def __init__(self, gemm: str = "blas", tf32: bool = False, host_rank: int = 0) -> None:
         CupyOps.__init__(self, "float32", gemm, tf32, host_rank)
         loader = Loader(self.xp)
         Fused.__init__(self, self.xp, loader)
         self._tiles = (TileModelAttention(self.xp, loader, cuda_tile()) if gemm == "cuda-tile"
                        else Attention(self.xp, loader))
+        self._epilogues = (Epilogues(self.xp, self._blas, speaks=host_rank == 0)
+                           if gemm == "blas" else None)
 
-    def bias_backward_weight(self, dy, db):
+    # Products with what follows them, where cuBLASLt has both as one.
+
+    def matmul_bias(self, x: Array, w: Array, b: Array, residual: Array | None = None) -> Array:
+        """Return x w + b (..., M), plus residual (..., M) if given."""
+        added = None if residual is None else as_rows(self._whole(residual))
+        y = self._with(BIAS, x, w, bias=self._whole(b), added=added)
+        return super().matmul_bias(x, w, b, residual) if y is None else y
+
+    def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
+        """Return (GELU of h, h = x w + b), both (..., M)."""
+        h = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+        a = self._with(GELU_AUX_BIAS, x, w, bias=self._whole(b), aux=h)
+        if a is not None:
+            return a, h
+        del h
+        return super().matmul_bias_gelu(x, w, b)
+
+    def matmul_nt_gelu_backward(self, dy: Array, w: Array, h: Array) -> Array:
+        """Return dh = (dy w^T) GELU'(h), (..., K)."""
+        dh = self._with(DGELU, dy, w.T, aux=self._whole(h))
+        return super().matmul_nt_gelu_backward(dy, w, h) if dh is None else dh
+
+    def matmul_tn_add_sums(
+        self, x: Array, y: Array, out: Array, sums: Array, fresh: bool
+    ) -> None:
+        """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,).
+
+        The product's kernel overwrites the sums.
+        """
+        made = sums if fresh else self.xp.empty(sums.shape, sums.dtype)
+        if self._epilogues is None or not self._epilogues.with_sums(
+                as_rows(x).T, as_rows(y), out, made):
+            super().matmul_tn_add_sums(x, y, out, sums, fresh)
+        elif not fresh:
+            self.accumulate(sums, made)
+
+    def _with(self, epilogue: int, x: Array, w: Array, **more: Array | None) -> Array | None:
+        """Return x w with an epilogue, or None if there is no such function."""
+        y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+        done = self._epilogues is not None and self._epilogues(
+            epilogue, as_rows(x), w, as_rows(y), **more)
+        return y if done else None
+
+    def bias_backward_weight(self, dy: Array, db: Array) -> None:
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         self.column_sums(dy, db)
 
-    # Attention runs in tiles, which leave only log-sum-exp. If heads are too wide for a tile, it is
-    # the plain formula with whole scores; `kernels.ATTENTION` is the table. Scores are float32
-    # until they are probabilities, whatever the operands are.
+    # Attention runs in tiles, which leave two numbers of each query. If heads are too wide for a
+    # tile, it is the plain formula with whole scores. Scores are float32 until they are
+    # probabilities, whatever the operands are.
 
-    def attention_forward(self, q, k, v, q_pos, k_pos):
-        """Return (y, saved): y itself and lse (B, H, Tq), or probs (B, H, Tq, Tk)."""
+    def attention_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
+    ) -> tuple[Array, Any]:
+        """Return (y, saved): y itself and stats (B, H, Tq, 2), or probs (B, H, Tq, Tk)."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_forward(q, k, v, q_pos, k_pos)
         saved = self._tiles.forward(q, k, v, q_pos, k_pos)
         return saved[0], saved
 
-    def attention_backward_input(self, dy, q, k, v, saved, q_pos, k_pos, *, out=None):
+    def attention_backward_input(
+        self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
+        out: ThreeArrays | None = None
+    ) -> ThreeArrays:
         """Return (dq, dk, dv), written to the three arrays `out` if they are given."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos, out=out)
-        out = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
-        y, lse = saved
+        results = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
+        y, stats = saved
         delta = self._tiles.delta(dy, y)
         return self._tiles.backward(
-            dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos, out=out)
+            dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos, out=results)
 
-    def attention_block_forward(self, q, k, v, q_pos, k_pos):
-        """Return (y (B, Tq, H, d), lse (B, H, Tq)) over these keys; no key: y = 0, lse = -inf."""
+    def attention_block_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
+    ) -> tuple[Array, Array]:
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without any."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_block_forward(q, k, v, q_pos, k_pos)
         return self._tiles.forward(q, k, v, q_pos, k_pos, wide=True)
 
-    def attention_delta(self, dy, y):
+    def attention_delta(self, dy: Array, y: Array) -> Array:
         """Return delta (B, H, Tq), the sum of dy y over a head; y of all keys."""
         return self._tiles.delta(dy, y)
 
-    def attention_block_backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos):
-        """Return (dq, dk, dv) as far as they come from these keys; lse and delta are of all."""
+    def attention_block_backward(
+        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
+        k_pos: Array
+    ) -> ThreeArrays:
+        """Return (dq, dk, dv) as far as they come from these keys; stats and delta are of all."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_block_backward(
-                dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos)
-        return self._tiles.backward(dy, q, k, v, lse, delta, q_pos=q_pos, k_pos=k_pos)
+                dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)
+        return self._tiles.backward(dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)
 
-    def _causal_softmax(self, scores, q_pos, k_pos, factor):
+    def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
         self.causal_softmax_forward(scores, q_pos, k_pos, factor)
         return scores
 
-    def _softmax_backward(self, probs, dprobs, factor):
+    def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
         self.causal_softmax_backward(probs.astype(np.float32, copy=False), dprobs, factor)
         return dprobs
 
     # Loss over a vocabulary shard.
 
-    def cross_entropy_forward(self, logits, targets, start, num_valid):
+    def cross_entropy_forward(
+        self, logits: Array, targets: Array, start: int, num_valid: int
+    ) -> Array:
         """Return stats (N, 3): maximum, sum of exp(logit - maximum), logit of the target or 0."""
         return self.cross_entropy_stats(
             logits, valid_columns(logits, start, num_valid), targets, start)
 
-    def cross_entropy_backward_input(self, logits, targets, lse, start, num_valid, scale):
+    def cross_entropy_backward_input(
+        self, logits: Array, targets: Array, sums: Array, start: int, num_valid: int, scale: float
+    ) -> Array:
         """Write (softmax - onehot) * scale over logits (padding: 0) and return that array."""
         self.cross_entropy_backward(
-            logits, valid_columns(logits, start, num_valid), targets, lse, start, scale)
+            logits, valid_columns(logits, start, num_valid), targets, sums, start, scale)
         return logits

@@ -1,17 +1,22 @@
 """The array functions on a GPU through CuPy: the plain ones, products, and what a device needs."""
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.array_ops import ArrayOps, as_rows
+from mpipar.ops.cuda.embedding import Embedding
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
+from mpipar.ops.cuda.kernels import Loader, num_processors
 from mpipar.ops.cuda.ladder import fitting
-from mpipar.ops.cuda.loader import Loader, num_processors
 from mpipar.ops.cuda.tile_model import TileModelGemm
 from mpipar.ops.cupy_copies import Copies
+from mpipar.ops.signature import Array, Shape
 
 OLDEST_CUPY = 14  # the first that knows bfloat16
 
@@ -27,41 +32,51 @@ class CupyOps(ArrayOps):
 
     copies: those beside the computing stream. All groups of a rank share them.
 
-    Products take operands of 16 bits as they are, whatever `dtype` is.
+    Products and embeddings take operands of 16 bits as they are, whatever `dtype` is.
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
 
-    takes_16_bits = ("matmul", "matmul_nt", "matmul_tn_add")
+    takes_16_bits: tuple[str, ...] = (
+        "matmul", "matmul_nt", "matmul_tn_add", "embedding_backward_weight", "position_forward",
+        "position_backward_weight")
+    table_multiple = 128
     checksum_block = 1 << 22  # few kernels, 64 MiB in between
 
-    def __init__(self, dtype, gemm="blas", tf32=False, host_rank=0):
+    def __init__(
+        self, dtype: Any, gemm: str = "blas", tf32: bool = False, host_rank: int = 0
+    ) -> None:
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")
         assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
         self.copies = Copies(self.xp, self.pinned)
         self._blas = BlasGemm(self.xp, tf32)
-        if gemm == "blas":
-            self._gemm = self._blas
-        elif gemm == "tile":
+        self._gemm: Callable[..., None] = self._blas
+        # Plain CuPy would read masks on the host, and sum by atomics, in another order in each run.
+        self._embedding = Embedding(self.xp, Loader(self.xp, oldest=0))
+        # Without a copy of what they read: that would be as large as all gradients.
+        self._squares = self.xp.ReductionKernel(
+            "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "square_sum")
+        self._descend = self.xp.ElementwiseKernel(
+            "T grad, T lr", "T data", "data -= lr * grad", "sgd_step")
+        if gemm == "tile":
             self._gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
-        else:
-            assert gemm == "cuda-tile", gemm
+        elif gemm == "cuda-tile":
             self._gemm = TileModelGemm(self.xp, cuda_tile())
 
-    def matmul(self, x, w):
+    def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
         self._gemm(as_rows(x), w, as_rows(y))
         return y
 
-    def matmul_nt(self, x, w):
+    def matmul_nt(self, x: Array, w: Array) -> Array:
         """Return x w^T: (..., M) and (K, M) give (..., K)."""
         return self.matmul(x, w.T)
 
-    def matmul_tn_add(self, x, y, out):
+    def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
         self._gemm(as_rows(x).T, as_rows(y), out, accumulate=True)
 
-    def _stacked_products(self, a, b, out=None):
+    def _stacked_products(self, a: Array, b: Array, out: Array | None = None) -> Array:
         """Return a b for every leading index. cuBLAS makes one call per row of the batch, without
         copies.
         """
@@ -71,29 +86,62 @@ class CupyOps(ArrayOps):
             self._blas.stacked(a[i], b[i], out[i])
         return out
 
-    def to_host(self, x):
-        """Return x copied to a NumPy array; waits for the device."""
-        return self.xp.asnumpy(x)
+    def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
+        """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
+        return self._embedding.forward(ids, table, start)
 
-    def pinned(self, shape, dtype):
+    def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
+        """Add each row of dy (..., D) to the row of dtable of its id, if this shard holds it."""
+        self._embedding.backward_weight(ids, dy, dtable, start)
+
+    def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
+        """Return x (B, T, D) + table[positions]."""
+        return self._embedding.position_forward(x, positions, table)
+
+    def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
+        """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
+        self._embedding.backward_weight(positions, dy, dtable, 0)
+
+    def sum(self, x: Array) -> Any:
+        """Return the sum of x, accumulated in float64, as an array () for `numbers` to read."""
+        return x.sum(dtype=np.float64)
+
+    def square_sum(self, x: Array) -> Any:
+        """Return the sum of squares of x, accumulated in float64; see `sum`."""
+        return self._squares(x)
+
+    def numbers(self, xs: Sequence[Any]) -> list[float]:
+        """Return the results of `sum` and `square_sum` as floats of the host, all in one copy."""
+        return list(map(float, self.to_host(self.xp.stack(xs)))) if xs else []
+
+    def sgd_step(self, data: Array, grad: Array, lr: float) -> None:
+        """Subtract lr * grad from data."""
+        self._descend(grad, self.scalar(lr), data)
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """Return x copied to a NumPy array; waits for the device."""
+        host: np.ndarray = self.xp.asnumpy(x)
+        return host
+
+    def pinned(self, shape: Shape, dtype: Any) -> np.ndarray:
         """Return an uninitialised host array in page-locked memory, where copies run fastest."""
         dtype = np.dtype(dtype)
         count = math.prod(shape)
         memory = self.xp.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
-    def to_pinned(self, x):
+    def to_pinned(self, x: Array) -> np.ndarray:
         """Return x copied to page-locked host memory; waits for the device."""
         host = self.pinned(x.shape, x.dtype)
         x.get(out=host)
         return host
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Wait until everything queued on the current stream is done."""
         self.xp.cuda.get_current_stream().synchronize()
 
 
-def cuda_tile():
+def cuda_tile() -> ModuleType:
     """Return the module cuda.tile."""
     try:
         import cuda.tile
@@ -102,10 +150,11 @@ def cuda_tile():
             f"--gemm cuda-tile needs the package cuda-tile, which cannot be imported here "
             f"({error}): install it with pip install '.[tile]', or leave --gemm out"
         ) from error
-    return cuda.tile
+    module: ModuleType = cuda.tile
+    return module
 
 
-def _usable_cupy(host_rank):
+def _usable_cupy(host_rank: int) -> ModuleType:
     """Return the module cupy after one small computation on this process's device."""
     try:
         import cupy
@@ -132,4 +181,5 @@ def _usable_cupy(host_rank):
             f"--device cuda needs a usable GPU, and CuPy cannot compute on one here ({error}): "
             "start on a node with a GPU and its driver, or type --device cpu"
         ) from error
-    return cupy
+    module: ModuleType = cupy
+    return module

@@ -7,87 +7,88 @@ such as products on tensor cores (`takes_16_bits`). Gradients of parameters, sta
 softmax, losses and the optimizer are float32 and never rounded.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
-from mpipar.ops.functions import EXACT_IN_16_BITS, FUNCTIONS, MEMORY
+from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.functions import COMPOSED, EXACT_IN_16_BITS, MEMORY, Ops
+from mpipar.ops.signature import Array, Function, Part, Shape
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 # Facts that the shapes count or the kernels go by, and copies, which change no number.
-FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "recorder", "copies")
+FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "table_multiple",
+         "recorder", "copies")
 
 
-def quiet(function):
-    """The function without warnings: the loss scale deals with values beyond 16 bits."""
-    return np.errstate(over="ignore", invalid="ignore")(function)
-
-
-class MixedOps:
+class MixedOps(Ops):
     """The array functions with activations in `dtype`: "bfloat16" or "float16".
 
     exact: the float32 functions. statistics: the type of gradients, master weights and sums.
     """
 
-    def __init__(self, exact, dtype):
+    def __init__(self, exact: Any, dtype: str) -> None:
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
         self.dtype, self.statistics = DTYPES[dtype], exact.dtype
-        for name in (*MEMORY, *EXACT_IN_16_BITS):
-            if not hasattr(MixedOps, name):
-                setattr(self, name, quiet(getattr(exact, name)))
-        for name in FUNCTIONS.keys() - {*EXACT_IN_16_BITS}:
-            if name in exact.takes_16_bits:
-                setattr(self, name, quiet(getattr(exact, name)))
-            elif not hasattr(MixedOps, name):
-                setattr(self, name, quiet(self._rounded(getattr(exact, name), FUNCTIONS[name])))
+        self._as_they_are = {*MEMORY, *EXACT_IN_16_BITS, *exact.takes_16_bits}
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name in FACTS:
             return getattr(self.exact, name)
         raise AttributeError(f"{name}: the table of functions does not say what becomes of 16 bits")
 
-    def _rounded(self, function, line):
-        """The function on widened arguments, with its activations rounded: results and arguments.
+    # The loss scale deals with values beyond 16 bits.
+    @np.errstate(over="ignore", invalid="ignore")
+    def _call(self, function: Function, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        exact = getattr(self.exact, function.name)
+        if function.name in self._as_they_are:
+            return exact(*arguments, **named)
+        if function.name in COMPOSED:  # of functions here, each of which rounds
+            return getattr(ArrayOps, function.name)(self, *arguments, **named)
+        return self._rounded(exact, function, arguments, named)
+
+    def _rounded(
+        self, exact: Callable[..., Any], function: Function, arguments: tuple[Any, ...],
+        named: dict[str, Any]
+    ) -> Any:
+        """Return what a function gives of widened arguments, its activations rounded: results and
+        arguments.
 
         out: arrays to round all results to, for a function that takes some.
         """
+        out = named.pop("out", None)
+        given = function.bind(arguments, named)
+        wide = {name: self._wide(x) for name, x in given.items()}
+        made = exact(*[wide[name] for name in list(wide)[: len(arguments)]],
+                     **{name: wide[name] for name in named})
+        made = made if isinstance(made, tuple) else (made,)
+        if out is not None:
+            for to, x in zip(out, made, strict=True):
+                self.copy(to, x)
+            return out
+        for part in function.takes:
+            if part.written and wide.get(part.name) is not given.get(part.name):
+                self.copy(given[part.name], wide[part.name])
+        results = tuple(
+            given[part.name] if part.name in given else self._narrow(part, x)
+            for part, x in zip(function.gives, made, strict=False))
+        return results if len(results) > 1 else results[0] if results else None
 
-        def call(*arguments, out=None, **named):
-            given = line.bind(arguments, named)
-            wide = {name: self._wide(x) for name, x in given.items()}
-            made = function(*[wide[name] for name in list(wide)[: len(arguments)]],
-                            **{name: wide[name] for name in named})
-            made = made if isinstance(made, tuple) else (made,)
-            if out is not None:
-                for to, x in zip(out, made, strict=True):
-                    self.copy(to, x)
-                return out
-            for part in line.takes:
-                if part.written and wide.get(part.name) is not given.get(part.name):
-                    self.copy(given[part.name], wide[part.name])
-            results = tuple(
-                given[part.name] if part.name in given else self._narrow(part, x)
-                for part, x in zip(line.gives, made, strict=False))
-            return results if len(results) > 1 else results[0] if results else None
-
-        return call
-
-    def _wide(self, x):
+    def _wide(self, x: Any) -> Any:
         """x in float32 if it is an array of 16 bits."""
         return x.astype(self.statistics) if getattr(x, "dtype", None) == self.dtype else x
 
-    def _narrow(self, part, x):
+    def _narrow(self, part: Part, x: Array) -> Array:
         """Result x of the exact function, rounded if it is an activation."""
         return x if part.kind else x.astype(self.dtype)
 
-    def empty(self, shape, dtype=None, label="stash"):
+    def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return an uninitialised array."""
         return self.exact.empty(shape, self.dtype if dtype is None else dtype, label)
 
-    def zeros(self, shape, dtype=None, label="stash"):
+    def zeros(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return an array of zeros."""
         return self.exact.zeros(shape, self.dtype if dtype is None else dtype, label)
-
-    def bias_gelu_forward(self, x, b):
-        """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
-        return self.gelu_forward(self.bias_forward(x, b))

@@ -9,6 +9,8 @@ reordered, and a product and a sum may be rounded once.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -16,6 +18,8 @@ from numba import types
 from numba.extending import overload
 
 from mpipar.ops.array_ops import GELU_A, GELU_B
+from mpipar.ops.numpy_ops import ROW_RUN, RUN
+from mpipar.ops.signature import Array, Method
 
 ROUND_ONCE, REORDER = {"contract"}, {"contract", "reassoc", "nsz"}
 # ln 2 in two parts; the first has 15 bits, so that a whole number n <= 1074 times it is exact.
@@ -23,29 +27,35 @@ LN2_HIGH = 22713 / 32768
 LN2_LOW = 1.4286068203094173e-06
 
 
-def compiled(relaxed, inline="never"):
+def compiled(relaxed: set[str], inline: Any = "never") -> Callable[[Method], Method]:
     """Return the decorator of a kernel, or of what is inlined into kernels ("always").
 
     Compiled code is kept on disk only if `numba_ops` found a folder for it. Numba's own choice
     would be the folder of this package.
     """
-    return numba.njit(error_model="numpy", fastmath=relaxed, nogil=True, inline=inline,
-                      cache=bool(numba.config.CACHE_DIR))
+    settings: Any = numba.config
+    njit: Any = numba.njit
+    decorator: Callable[[Method], Method] = njit(
+        error_model="numpy", fastmath=relaxed, nogil=True, inline=inline,
+        cache=bool(settings.CACHE_DIR))
+    return decorator
 
 
-def exp(x):
+def exp(x: Any) -> Any:
     """exp(x) of a scalar. Compiled code gets `_exp`, for x that is negative, 0 or hardly above."""
     return math.exp(x)
 
 
 @overload(exp, jit_options={"fastmath": ROUND_ONCE, "error_model": "numpy"})
-def _exp(x):
+def _exp(x: Any) -> Callable[[Any], Any]:
     if x == types.float32:
         return _polynomial_exp(np.float32, np.int32, terms=8, smallest=-87, bits=23, bias=127)
     return _polynomial_exp(np.float64, np.int64, terms=14, smallest=-708, bits=52, bias=1023)
 
 
-def _polynomial_exp(real, whole, terms, smallest, bits, bias):
+def _polynomial_exp(
+    real: Any, whole: Any, terms: int, smallest: int, bits: int, bias: int
+) -> Callable[[Any], Any]:
     """exp(x) = 2^n exp(r), r = x - n ln 2, by the series to r^(terms - 1).
 
     LLVM vectorises the series, but not a call of the library's exp. The terms left out are below a
@@ -56,7 +66,7 @@ def _polynomial_exp(real, whole, terms, smallest, bits, bias):
     half, zero, smallest = real(0.5), real(0), real(smallest)
     bits, bias = whole(bits), whole(bias)
 
-    def implementation(x):
+    def implementation(x: Any) -> Any:
         n = math.floor(x * per_ln2 + half) if x >= smallest else zero  # a NaN makes no exponent
         n = real(n)
         r = x - n * high
@@ -74,7 +84,7 @@ def _polynomial_exp(real, whole, terms, smallest, bits, bias):
 
 
 @compiled(ROUND_ONCE)
-def gelu_forward(x, y):
+def gelu_forward(x: Array, y: Array) -> None:
     """Write x s to y; both flat."""
     a, b = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
     one = x.dtype.type(1.0)
@@ -84,7 +94,7 @@ def gelu_forward(x, y):
 
 
 @compiled(ROUND_ONCE)
-def bias_gelu_forward(x, b, y):
+def bias_gelu_forward(x: Array, b: Array, y: Array) -> None:
     """Add b (M,) to x (N, M) in place, and write GELU of the sum to y."""
     a, c = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
     one = x.dtype.type(1.0)
@@ -97,7 +107,7 @@ def bias_gelu_forward(x, b, y):
 
 
 @compiled(ROUND_ONCE)
-def gelu_backward_input(dy, x, dx):
+def gelu_backward_input(dy: Array, x: Array, dx: Array) -> None:
     """Write dy (s + x s (1 - s) 2u') to dx; all flat."""
     a, b = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
     b3, one = x.dtype.type(6.0 * GELU_B), x.dtype.type(1.0)
@@ -113,7 +123,7 @@ def gelu_backward_input(dy, x, dx):
 
 
 @compiled(ROUND_ONCE)
-def swiglu_forward(h, y):
+def swiglu_forward(h: Array, y: Array) -> None:
     """Write silu(gate) up to y (N, F); h (N, 2, F)."""
     one = h.dtype.type(1.0)
     for i in range(h.shape[0]):
@@ -124,7 +134,7 @@ def swiglu_forward(h, y):
 
 
 @compiled(ROUND_ONCE)
-def swiglu_backward_input(dy, h, dh, y):
+def swiglu_backward_input(dy: Array, h: Array, dh: Array, y: Array) -> None:
     """Write the gradient of h (N, 2, F) to dh, and silu(gate) up to y (N, F)."""
     one = h.dtype.type(1.0)
     for i in range(h.shape[0]):
@@ -145,7 +155,7 @@ def swiglu_backward_input(dy, h, dh, y):
 
 
 @compiled(ROUND_ONCE)
-def rotate(x, cos, sin):
+def rotate(x: Array, cos: Array, sin: Array) -> None:
     """Turn the points of x (B, T, H, d) in place; cos and sin (B, T, d/2)."""
     half = cos.shape[2]
     for b in range(x.shape[0]):
@@ -161,43 +171,66 @@ def rotate(x, cos, sin):
 # Norms. RMSNorm is a LayerNorm whose rows have the mean 0.
 
 
-@compiled(REORDER, "always")
-def _rstd(x, i, m, eps):
-    """1 / sqrt(mean of (x - m)^2 + eps) of row i of x (N, D)."""
-    width, one = x.dtype.type(x.shape[1]), x.dtype.type(1.0)
-    total = x.dtype.type(0.0)
-    for j in range(x.shape[1]):
-        total += (x[i, j] - m) * (x[i, j] - m)
-    return one / np.sqrt(total / width + eps)
+@compiled(REORDER)
+def _sum(row: Array) -> Any:
+    """Return the sum of row (D,), added up in runs: errors grow with their length."""
+    total = row.dtype.type(0.0)
+    for start in range(0, row.size, RUN):
+        some, part = row[start : start + RUN], row.dtype.type(0.0)
+        for j in range(some.size):
+            part += some[j]
+        total += part
+    return total
 
 
 @compiled(REORDER)
-def rmsnorm_forward(x, w, eps, y, rstd):
+def _rstd(row: Array, eps: Any) -> Any:
+    """Return 1 / sqrt(mean of the squares of row (D,) + eps), likewise."""
+    total, one = row.dtype.type(0.0), row.dtype.type(1.0)
+    for start in range(0, row.size, RUN):
+        some, part = row[start : start + RUN], row.dtype.type(0.0)
+        for j in range(some.size):
+            part += some[j] * some[j]
+        total += part
+    return one / np.sqrt(total / row.dtype.type(row.size) + eps)
+
+
+@compiled(ROUND_ONCE)
+def rmsnorm_forward(x: Array, w: Array, eps: Any, y: Array, rstd: Array) -> None:
     """Write x rstd w to y (N, D), and rstd (N,)."""
     for i in range(x.shape[0]):
-        r = _rstd(x, i, x.dtype.type(0.0), eps)
+        r = _rstd(x[i], eps)
         for j in range(x.shape[1]):
             y[i, j] = x[i, j] * r * w[j]
         rstd[i] = r
 
 
-@compiled(REORDER)
-def layernorm_forward(x, w, b, eps, y, mean, rstd):
-    """Normalise and scale the rows of x (N, D) into y; mean and rstd (N,)."""
+@compiled(ROUND_ONCE)
+def layernorm_forward(
+    x: Array, w: Array, b: Array, eps: Any, y: Array, mean: Array, rstd: Array
+) -> None:
+    """Normalise and scale the rows of x (N, D) into y; mean and rstd (N,).
+
+    x - first is written down: no sum may be reordered across it.
+    """
     width = x.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
-        total = x.dtype.type(0.0)
+        first = x[i, 0]
         for j in range(x.shape[1]):
-            total += x[i, j]
-        m = total / width
-        r = _rstd(x, i, m, eps)
+            y[i, j] = x[i, j] - first
+        m = _sum(y[i]) / width
         for j in range(x.shape[1]):
-            y[i, j] = (x[i, j] - m) * r * w[j] + b[j]
-        mean[i], rstd[i] = m, r
+            y[i, j] -= m
+        r = _rstd(y[i], eps)
+        for j in range(x.shape[1]):
+            y[i, j] = y[i, j] * r * w[j] + b[j]
+        mean[i], rstd[i] = first + m, r
 
 
 @compiled(REORDER, "always")
-def _norm_backward_row(dy, x, w, i, m, r, centered, dx):
+def _norm_backward_row(
+    dy: Array, x: Array, w: Array, i: int, m: Any, r: Any, centered: bool, dx: Array
+) -> None:
     """Write r (g - mean(g) - xhat mean(g xhat)), g = dy w, to row i of dx (N, D).
 
     If x was not centered, mean(g) has no part in it.
@@ -214,43 +247,56 @@ def _norm_backward_row(dy, x, w, i, m, r, centered, dx):
 
 
 @compiled(REORDER)
-def rmsnorm_backward_input(dy, x, w, rstd, dx):
+def rmsnorm_backward_input(dy: Array, x: Array, w: Array, rstd: Array, dx: Array) -> None:
     """Write rstd (g - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
     for i in range(x.shape[0]):
         _norm_backward_row(dy, x, w, i, x.dtype.type(0.0), rstd[i], False, dx)
 
 
 @compiled(REORDER)
-def layernorm_backward_input(dy, x, w, mean, rstd, dx):
+def layernorm_backward_input(
+    dy: Array, x: Array, w: Array, mean: Array, rstd: Array, dx: Array
+) -> None:
     """Write rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
     for i in range(x.shape[0]):
         _norm_backward_row(dy, x, w, i, mean[i], rstd[i], True, dx)
 
 
 @compiled(ROUND_ONCE)
-def rmsnorm_backward_weight(dy, x, rstd, dw):
+def rmsnorm_backward_weight(dy: Array, x: Array, rstd: Array, dw: Array) -> None:
     """Add the sum of dy xhat to dw (D,)."""
-    for i in range(x.shape[0]):
-        r = rstd[i]
-        for j in range(x.shape[1]):
-            dw[j] += dy[i, j] * (x[i, j] * r)
+    part = np.empty_like(dw)
+    for start in range(0, x.shape[0], ROW_RUN):
+        part[:] = 0
+        for i in range(start, min(start + ROW_RUN, x.shape[0])):
+            r = rstd[i]
+            for j in range(x.shape[1]):
+                part[j] += dy[i, j] * (x[i, j] * r)
+        dw += part
 
 
 @compiled(ROUND_ONCE)
-def layernorm_backward_weight(dy, x, mean, rstd, dw, db):
+def layernorm_backward_weight(
+    dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
+) -> None:
     """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-    for i in range(x.shape[0]):
-        m, r = mean[i], rstd[i]
-        for j in range(x.shape[1]):
-            dw[j] += dy[i, j] * ((x[i, j] - m) * r)
-            db[j] += dy[i, j]
+    part_dw, part_db = np.empty_like(dw), np.empty_like(db)
+    for start in range(0, x.shape[0], ROW_RUN):
+        part_dw[:], part_db[:] = 0, 0
+        for i in range(start, min(start + ROW_RUN, x.shape[0])):
+            m, r = mean[i], rstd[i]
+            for j in range(x.shape[1]):
+                part_dw[j] += dy[i, j] * ((x[i, j] - m) * r)
+                part_db[j] += dy[i, j]
+        dw += part_dw
+        db += part_db
 
 
 # Softmax. The largest of a row comes from NumPy, whose maximum is vectorised and keeps NaN.
 
 
 @compiled(REORDER)
-def softmax(probs, top, total, first, keys):
+def softmax(probs: Array, top: Array, total: Array, first: int, keys: int) -> None:
     """Write softmax over the leading `keys` scores in the rows from `first` of probs (H, T, T).
 
     top (H, n): the largest of each of these rows. total (H, n): gets its sum of exp(score - top).
@@ -260,10 +306,14 @@ def softmax(probs, top, total, first, keys):
     for h in range(top.shape[0]):
         for i in range(top.shape[1]):
             row_sum = probs.dtype.type(0.0)
-            for j in range(keys):
-                e = exp(probs[h, first + i, j] - top[h, i])
-                probs[h, first + i, j] = e
-                row_sum += e
+            for start in range(0, keys, RUN):
+                row = probs[h, first + i, start : min(start + RUN, keys)]
+                part = probs.dtype.type(0.0)
+                for j in range(row.size):
+                    e = exp(row[j] - top[h, i])
+                    row[j] = e
+                    part += e
+                row_sum += part
             factor = one / row_sum if row_sum != 0 else one  # 0: every key is hidden
             for j in range(keys):
                 probs[h, first + i, j] *= factor
@@ -271,7 +321,7 @@ def softmax(probs, top, total, first, keys):
 
 
 @compiled(REORDER)
-def softmax_backward(dprobs, probs, first):
+def softmax_backward(dprobs: Array, probs: Array, first: int) -> None:
     """Write dscores over dprobs (H, n, keys), of the rows from `first` of probs (H, T, T)."""
     for h in range(dprobs.shape[0]):
         for i in range(dprobs.shape[1]):
@@ -284,25 +334,29 @@ def softmax_backward(dprobs, probs, first):
 
 
 @compiled(REORDER)
-def exp_sum(logits, top, total):
+def exp_sum(logits: Array, top: Array, total: Array) -> None:
     """Write the sum of exp(logit - top) of each row of logits (N, V) to total (N,)."""
     for i in range(logits.shape[0]):
         row = logits.dtype.type(0.0)
-        for j in range(logits.shape[1]):
-            row += exp(logits[i, j] - top[i])
+        for start in range(0, logits.shape[1], RUN):
+            some, part = logits[i, start : start + RUN], logits.dtype.type(0.0)
+            for j in range(some.size):
+                part += exp(some[j] - top[i])
+            row += part
         total[i] = row
 
 
 @compiled(ROUND_ONCE)
-def scaled_softmax(logits, lse, scale):
-    """Write exp(logit - lse) scale over logits (N, V)."""
+def scaled_softmax(logits: Array, sums: Array, scale: Any) -> None:
+    """Write exp(logit - maximum) / sum scale over logits (N, V); both numbers: sums (N, 2)."""
     for i in range(logits.shape[0]):
+        top, factor = sums[i, 0], scale / sums[i, 1]
         for j in range(logits.shape[1]):
-            logits[i, j] = exp(logits[i, j] - lse[i]) * scale
+            logits[i, j] = exp(logits[i, j] - top) * factor
 
 
 @compiled(REORDER)
-def square_sum(x):
+def square_sum(x: Array) -> Any:
     """Return the sum of squares of x (flat), accumulated in float64."""
     total = 0.0
     for i in range(x.size):
@@ -312,7 +366,10 @@ def square_sum(x):
 
 
 @compiled(ROUND_ONCE)
-def adamw_step(data, grad, m, v, beta1, beta2, eps, decay, root, rate):
+def adamw_step(
+    data: Array, grad: Array, m: Array, v: Array, beta1: Any, beta2: Any, eps: Any, decay: Any,
+    root: Any, rate: Any
+) -> None:
     """Update data, m, v (flat): decay = 1 - lr * weight_decay, root and rate: bias correction."""
     one = data.dtype.type(1.0)
     for i in range(data.size):

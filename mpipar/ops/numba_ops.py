@@ -5,15 +5,48 @@ the last bits (order of sums, exp), so nobody gets these functions without askin
 """
 
 import importlib
+from functools import wraps
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
 from mpipar.files.cache import cache_folder
-from mpipar.ops.array_attention import LOWEST
-from mpipar.ops.array_ops import as_rows
-from mpipar.ops.numpy_attention import log_of_sum
+from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.ops.signature import Array, Method, shape_of
+
+
+def in_one_pass(chain: Method) -> Method:
+    """Return the method that runs the kernel of the same name in `numba_kernels`.
+
+    The kernel gets the arguments, and then arrays for the results, with all leading dimensions made
+    one. The shape of the first argument gives those of the results.
+    """
+    function = FUNCTIONS[chain.__name__]
+    letters, made = function.takes[0].dims or (), [part.dims or () for part in function.gives]
+    # Of each argument and result: whether it is a number, and its dimensions beside the leading
+    # ones, None if it has none of these. They are found once, because a call takes microseconds.
+    kinds = [(part.dims is None, len(part.dims or ()) - 1 if part.by_row else None)
+             for part in (*function.takes, *function.gives)]
+
+    @wraps(chain)
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        if named or len(arguments) != len(function.takes):
+            given = function.bind(arguments, named)
+            arguments = tuple(given[part.name] for part in function.takes)
+        shape = arguments[0].shape
+        at = len(shape) - len(letters) + 1
+        sizes = dict(zip(letters, (shape[:at], *shape[at:]), strict=True))
+        results = tuple([np.empty(shape_of(dims, sizes), self.dtype) for dims in made])
+        getattr(self.kernels, function.name)(*[
+            self.scalar(x) if number else x if inner is None
+            else x.reshape(-1, *x.shape[x.ndim - inner :])
+            for x, (number, inner) in zip((*arguments, *results), kinds, strict=True)])
+        return results if len(results) > 1 else results[0] if results else None
+
+    return cast(Method, method)
 
 
 class NumbaOps(NumpyOps):
@@ -23,112 +56,52 @@ class NumbaOps(NumpyOps):
     Raises EnvironmentProblem when Numba is missing.
     """
 
-    def __init__(self, dtype):
+    def __init__(self, dtype: Any) -> None:
         super().__init__(dtype)
         self.kernels = _load_kernels()
 
-    def gelu_forward(self, x):
-        """Return the tanh form of GELU of x."""
-        y = np.empty(x.shape, self.dtype)
-        self.kernels.gelu_forward(x.reshape(-1), y.reshape(-1))
-        return y
+    gelu_forward = in_one_pass(NumpyOps.gelu_forward)
+    gelu_backward_input = in_one_pass(NumpyOps.gelu_backward_input)
+    bias_gelu_forward = in_one_pass(NumpyOps.bias_gelu_forward)
+    swiglu_forward = in_one_pass(NumpyOps.swiglu_forward)
+    swiglu_backward_input = in_one_pass(NumpyOps.swiglu_backward_input)
+    rmsnorm_forward = in_one_pass(NumpyOps.rmsnorm_forward)
+    rmsnorm_backward_input = in_one_pass(NumpyOps.rmsnorm_backward_input)
+    rmsnorm_backward_weight = in_one_pass(NumpyOps.rmsnorm_backward_weight)
+    layernorm_forward = in_one_pass(NumpyOps.layernorm_forward)
+    layernorm_backward_input = in_one_pass(NumpyOps.layernorm_backward_input)
+    layernorm_backward_weight = in_one_pass(NumpyOps.layernorm_backward_weight)
 
-    def bias_gelu_forward(self, x, b):
-        """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
-        y = np.empty(x.shape, self.dtype)
-        self.kernels.bias_gelu_forward(as_rows(x), b, as_rows(y))
-        return y
-
-    def gelu_backward_input(self, dy, x):
-        """Return dx = dy GELU'(x)."""
-        dx = np.empty(x.shape, self.dtype)
-        self.kernels.gelu_backward_input(dy.reshape(-1), x.reshape(-1), dx.reshape(-1))
-        return dx
-
-    def swiglu_forward(self, h):
-        """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
-        y = np.empty((*h.shape[:-2], h.shape[-1]), self.dtype)
-        self.kernels.swiglu_forward(h.reshape(-1, *h.shape[-2:]), as_rows(y))
-        return y
-
-    def swiglu_backward_input(self, dy, h):
-        """Return (dh (..., 2, F), and silu(gate) up (..., F) once more)."""
-        dh, y = np.empty(h.shape, self.dtype), np.empty(dy.shape, self.dtype)
-        pairs = -1, *h.shape[-2:]
-        self.kernels.swiglu_backward_input(
-            as_rows(dy), h.reshape(pairs), dh.reshape(pairs), as_rows(y))
-        return dh, y
-
-    def _rotate(self, x, cos, sin):
+    def _rotate(self, x: Array, cos: Array, sin: Array) -> None:
         assert x.shape[-1] == 2 * cos.shape[-1], (x.shape, cos.shape)
         whole = *x.shape[:2], cos.shape[-1]
         self.kernels.rotate(x, np.broadcast_to(cos, whole), np.broadcast_to(sin, whole))
 
-    def rmsnorm_forward(self, x, w, eps):
-        """Return (y, rstd): x (..., D) times rstd = 1 / sqrt(mean(x^2) + eps), scaled; rstd (...).
-
-        Zhang and Sennrich 2019, arXiv 1910.07467.
-        """
-        y, rstd = np.empty(x.shape, self.dtype), np.empty(x.shape[:-1], self.dtype)
-        self.kernels.rmsnorm_forward(
-            as_rows(x), w, self.scalar(eps), as_rows(y), rstd.reshape(-1))
-        return y, rstd
-
-    def rmsnorm_backward_input(self, dy, x, w, rstd):
-        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
-        dx = np.empty(x.shape, self.dtype)
-        self.kernels.rmsnorm_backward_input(
-            as_rows(dy), as_rows(x), w, rstd.reshape(-1), as_rows(dx))
-        return dx
-
-    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
-        """Add the sum of dy xhat to dw (D,)."""
-        self.kernels.rmsnorm_backward_weight(as_rows(dy), as_rows(x), rstd.reshape(-1), dw)
-
-    def layernorm_forward(self, x, w, b, eps):
-        """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...)."""
-        y = np.empty(x.shape, self.dtype)
-        mean, rstd = np.empty(x.shape[:-1], self.dtype), np.empty(x.shape[:-1], self.dtype)
-        self.kernels.layernorm_forward(
-            as_rows(x), w, b, self.scalar(eps), as_rows(y), mean.reshape(-1), rstd.reshape(-1))
-        return y, mean, rstd
-
-    def layernorm_backward_input(self, dy, x, w, mean, rstd):
-        """Return dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w."""
-        dx = np.empty(x.shape, self.dtype)
-        self.kernels.layernorm_backward_input(
-            as_rows(dy), as_rows(x), w, mean.reshape(-1), rstd.reshape(-1), as_rows(dx))
-        return dx
-
-    def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
-        """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-        self.kernels.layernorm_backward_weight(
-            as_rows(dy), as_rows(x), mean.reshape(-1), rstd.reshape(-1), dw, db)
-
-    def _softmax_tile(self, rows, at, keys):
-        top = rows[:, at, :keys].max(axis=-1, initial=LOWEST)
+    def _softmax_tile(self, rows: Array, at: slice, keys: int) -> tuple[Array, Array]:
+        top = rows[:, at, :keys].max(axis=-1, initial=self.lowest)
         total = np.empty_like(top)
         self.kernels.softmax(rows, top, total, at.start, keys)
-        return log_of_sum(top, total)
+        return top, total
 
-    def _softmax_backward_tile(self, probs, at, dprobs):
+    def _softmax_backward_tile(self, probs: Array, at: slice, dprobs: Array) -> None:
         self.kernels.softmax_backward(dprobs, probs, at.start)
 
-    def _exp_sums(self, valid, top):
+    def _exp_sums(self, valid: Array, top: Array) -> Array:
         total = np.empty(len(valid), self.dtype)
         self.kernels.exp_sum(valid, top, total)
         return total
 
-    def _scaled_softmax(self, valid, lse, scale):
-        self.kernels.scaled_softmax(valid, lse, self.scalar(scale))
+    def _scaled_softmax(self, valid: Array, sums: Array, scale: float) -> None:
+        self.kernels.scaled_softmax(valid, sums, self.scalar(scale))
 
-    def square_sum(self, x):
+    def square_sum(self, x: Array) -> Any:
         """Return the sum of squares of x as a host float, accumulated in float64."""
-        return self.kernels.square_sum(x.reshape(-1))
+        return float(self.kernels.square_sum(x.reshape(-1)))
 
     def adamw_step(
-        self, data, grad, m, v, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
-    ):
+        self, data: Array, grad: Array, m: Array, v: Array, *, lr: float, beta1: float,
+        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+    ) -> None:
         """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
         root, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
         decay = 1.0 - lr * weight_decay
@@ -138,7 +111,7 @@ class NumbaOps(NumpyOps):
             self.copy(copy, data)
 
 
-def _load_kernels():
+def _load_kernels() -> ModuleType:
     """Return the module of the kernels. Each compiles at its first call, in a second or less.
 
     Compiled code is kept in NUMBA_CACHE_DIR, or else in the user's cache folder. If that cannot be
@@ -146,16 +119,17 @@ def _load_kernels():
     """
     try:
         import llvmlite.binding as llvm
-        import numba
+        from numba import config
     except ImportError:
         raise EnvironmentProblem(
             "--kernels numba: Numba is not installed: pip install '.[cpu]', or use "
             "--kernels numpy") from None
-    if not numba.config.CACHE_DIR:
-        numba.config.CACHE_DIR = str(cache_folder("numba") or "")
+    settings: Any = config
+    if not settings.CACHE_DIR:
+        settings.CACHE_DIR = str(cache_folder("numba") or "")
     features = llvm.get_host_cpu_features()
-    if not numba.config.CPU_FEATURES and features.get("avx512f"):
+    if not settings.CPU_FEATURES and features.get("avx512f"):
         # LLVM uses half of these vectors, as on processors that slow down for whole ones. Here the
         # products use whole ones anyway.
-        numba.config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
+        settings.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
     return importlib.import_module("mpipar.ops.numba_kernels")

@@ -1,15 +1,21 @@
 """An array without numbers: shape, type, strides, and a ledger of the bytes that are alive."""
 
+from __future__ import annotations
+
 import math
 import operator
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+
+from mpipar.ops.signature import Shape
 
 MEMORY_LABELS = ("weights", "gradients", "optimizer", "stash", "buffers")
 
 
-def labels_of(peaks):
+def labels_of(peaks: Iterable[Iterable[str]]) -> tuple[str, ...]:
     """Return MEMORY_LABELS and further labels of any {label: bytes}, such as `snapshot`."""
     further = {label for peak in peaks for label in peak} - {*MEMORY_LABELS}
     return (*MEMORY_LABELS, *sorted(further))
@@ -18,20 +24,20 @@ def labels_of(peaks):
 class Ledger:
     """Live bytes by label, and the breakdown at the instant of the largest sum."""
 
-    def __init__(self):
-        self.live = Counter()
-        self.peak = {}
+    def __init__(self) -> None:
+        self.live: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
         self.total = 0
         self.peak_total = 0
 
-    def add(self, label, nbytes):
+    def add(self, label: str, nbytes: int) -> None:
         """Count nbytes more (or, if negative, fewer) under the label."""
         self.live[label] += nbytes
         self.total += nbytes
         if self.total > self.peak_total:
             self.reset_peak()
 
-    def reset_peak(self):
+    def reset_peak(self) -> None:
         """Start a new search for the largest sum, from what is alive now."""
         self.peak_total = self.total
         self.peak = {name: size for name, size in self.live.items() if size}
@@ -42,11 +48,11 @@ class _Block:
 
     __slots__ = ("_ledger", "label", "nbytes")
 
-    def __init__(self, ledger, label, nbytes):
+    def __init__(self, ledger: Ledger, label: str, nbytes: int) -> None:
         self._ledger, self.label, self.nbytes = ledger, label, nbytes
         ledger.add(label, nbytes)
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._ledger.add(self.label, -self.nbytes)
 
 
@@ -58,12 +64,14 @@ class ShapeArray:
 
     __slots__ = ("_block", "_ledger", "dtype", "shape", "strides")
 
-    def __init__(self, ledger, block, shape, dtype, strides):
+    def __init__(
+        self, ledger: Ledger, block: _Block, shape: Shape, dtype: np.dtype, strides: Shape
+    ) -> None:
         self._ledger, self._block = ledger, block
         self.shape, self.dtype, self.strides = shape, dtype, strides
 
     @classmethod
-    def allocate(cls, ledger, shape, dtype, label):
+    def allocate(cls, ledger: Ledger, shape: Shape, dtype: Any, label: str) -> ShapeArray:
         """Return a new C-contiguous array whose bytes are counted under the label."""
         shape, dtype = tuple(operator.index(n) for n in shape), np.dtype(dtype)
         assert all(n >= 0 for n in shape), shape
@@ -71,27 +79,27 @@ class ShapeArray:
         return cls(ledger, block, shape, dtype, _c_strides(shape))
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
 
     @property
-    def size(self):
+    def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
     @property
-    def itemsize(self):
+    def itemsize(self) -> int:
         """Bytes of one element."""
         return self.dtype.itemsize
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of all elements."""
         return self.size * self.itemsize
 
     @property
-    def contiguous(self):
+    def contiguous(self) -> bool:
         """Whether the elements lie in C order without gaps."""
         expected = _c_strides(self.shape)
         return self.size == 0 or all(
@@ -100,37 +108,37 @@ class ShapeArray:
         )
 
     @property
-    def T(self):
+    def T(self) -> ShapeArray:
         """The array with its dimensions reversed."""
         return self.transpose()
 
-    def __len__(self):
+    def __len__(self) -> int:
         assert self.shape, "len() of an array without dimensions"
         return self.shape[0]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"ShapeArray({self.shape}, {self.dtype.name}, {self._block.label!r})"
 
-    def _view(self, shape, strides):
+    def _view(self, shape: Iterable[int], strides: Iterable[int]) -> ShapeArray:
         return ShapeArray(self._ledger, self._block, tuple(shape), self.dtype, tuple(strides))
 
-    def astype(self, dtype):
+    def astype(self, dtype: Any) -> ShapeArray:
         """Return a new array of another type; a wider one is a buffer for one computation."""
         wider = np.dtype(dtype).itemsize > self.itemsize
         label = "buffers" if wider else self._block.label
         return ShapeArray.allocate(self._ledger, self.shape, dtype, label)
 
-    def view(self, dtype):
+    def view(self, dtype: Any) -> ShapeArray:
         """Return the array itself: its memory as another type of the same width."""
         assert np.dtype(dtype).itemsize == self.itemsize, (dtype, self.dtype)
         return self
 
-    def sum(self, axis):
+    def sum(self, axis: int) -> ShapeArray:
         """Return a new array without the first dimension."""
         assert axis == 0, axis
         return ShapeArray.allocate(self._ledger, self.shape[1:], self.dtype, self._block.label)
 
-    def reshape(self, *shape):
+    def reshape(self, *shape: Any) -> ShapeArray:
         """Return a view in another shape, or a new array where NumPy would have to copy."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if -1 in shape:
@@ -142,7 +150,7 @@ class ShapeArray:
             return self._view(shape, _c_strides(shape))
         return ShapeArray.allocate(self._ledger, shape, self.dtype, self._block.label)
 
-    def transpose(self, *axes):
+    def transpose(self, *axes: Any) -> ShapeArray:
         """Return a view with its dimensions in another order (reversed by default)."""
         if len(axes) == 1 and isinstance(axes[0], tuple | list):
             axes = tuple(axes[0])
@@ -151,7 +159,7 @@ class ShapeArray:
         assert sorted(axes) == list(range(self.ndim)), (axes, self.shape)
         return self._view((self.shape[a] for a in axes), (self.strides[a] for a in axes))
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> ShapeArray:
         """Return the view that integers, slices, None and Ellipsis select."""
         items = list(index) if isinstance(index, tuple) else [index]
         used = sum(item is not None and item is not Ellipsis for item in items)
@@ -177,7 +185,7 @@ class ShapeArray:
         return self._view(shape, strides)
 
 
-def _c_strides(shape):
+def _c_strides(shape: Shape) -> Shape:
     """Return the strides in elements of a C-contiguous array."""
     strides, step = [], 1
     for n in reversed(shape):

@@ -6,18 +6,20 @@ count as *scratch*, on request. The table of `functions` gives the shapes and ty
 """
 
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.functions import FUNCTIONS, flops, shape_of
-from mpipar.ops.image_ops import IMAGE_SIZES
-from mpipar.ops.numpy_ops import PRODUCT_TILE
+from mpipar.ops.array_ops import ArrayOps, out_length
+from mpipar.ops.cuda.attention import parts_shape
+from mpipar.ops.functions import EPILOGUES, Ops, flops
+from mpipar.ops.numpy_ops import GAP, PRODUCT_TILE, QUERY_TILE, part_sizes
 from mpipar.ops.shape_array import Ledger, ShapeArray
-from mpipar.ops.shape_attention import ShapeAttention
+from mpipar.ops.signature import Array, Function, Part, Shape, ThreeArrays, shape_of
 
 
-class ShapeOps(ShapeAttention):
+class ShapeOps(Ops):
     """The array functions on `ShapeArray`.
 
     flops: phase -> FLOPs of products (2 M K N each).
@@ -27,79 +29,91 @@ class ShapeOps(ShapeAttention):
     those of `NumpyOps`, with buffers of their own.
     """
 
-    def __init__(self, dtype, recorder=None, like=ArrayOps, keeps_scratch=False):
+    def __init__(
+        self, dtype: Any, recorder: Any = None, like: type[ArrayOps] = ArrayOps,
+        keeps_scratch: bool = False
+    ) -> None:
         self.takes_16_bits, self.tiled_head_width = like.takes_16_bits, like.tiled_head_width
+        self.table_multiple = like.table_multiple
         self.xp = None
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
         self.recorder = recorder
-        self.flops = Counter()
+        self.flops: Counter[str] = Counter()
         self._ledger = Ledger()
-        self._scratch = {} if keeps_scratch else None
+        self._scratch: dict[str, Array] | None = {} if keeps_scratch else None
 
     @property
-    def live(self):
+    def live(self) -> dict[str, int]:
         """Label -> bytes of the arrays that are alive now."""
         return {label: size for label, size in self._ledger.live.items() if size}
 
     @property
-    def peak(self):
+    def peak(self) -> dict[str, int]:
         """Label -> bytes alive at the instant at which their sum was largest."""
         return dict(self._ledger.peak)
 
-    def reset_peak(self):
+    def reset_peak(self) -> None:
         """Start a new search for the largest sum, from what is alive now."""
         self._ledger.reset_peak()
 
-    def _count(self, flops):
+    def _count(self, flops: int) -> None:
         phase = "" if self.recorder is None else self.recorder.phase
         self.flops[phase] += flops
 
     # Memory.
 
-    def empty(self, shape, dtype=None, label="stash"):
+    def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return a new array, its bytes counted under the label until its last view is gone."""
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         dtype = self.dtype if dtype is None else dtype
         return ShapeArray.allocate(self._ledger, shape, dtype, label)
 
-    def zeros(self, shape, dtype=None, label="stash"):
+    def zeros(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return a new array."""
         return self.empty(shape, dtype, label)
 
-    def asarray(self, host):
+    def asarray(self, host: np.ndarray) -> Array:
         """Return an array of the shape and type of a host array; an own array passes through."""
         return host if isinstance(host, ShapeArray) else self.empty(host.shape, host.dtype)
 
-    def to_host(self, x):
+    def to_host(self, x: Array) -> np.ndarray:
         """Return a NumPy array of zeros in the shape of x."""
         return np.zeros(x.shape, x.dtype)
 
-    def pinned(self, shape, dtype):
+    def numbers(self, xs: Sequence[Any]) -> list[float]:
+        """Return a zero for each number."""
+        return [0.0 for _ in xs]
+
+    def pinned(self, shape: Shape, dtype: Any) -> np.ndarray:
         """Return an uninitialised host array."""
         return np.empty(shape, dtype)
 
-    def to_pinned(self, x):
+    def to_pinned(self, x: Array) -> np.ndarray:
         """Return a NumPy array of zeros in the shape of x."""
         return self.to_host(x)
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Do nothing."""
 
-    def _lend(self, name, size):
+    # All functions that have no method here.
+
+    def _lend(self, name: str, size: int) -> None:
         """Count the buffer of this name as `NumpyOps._buffer` keeps it: its largest size yet."""
         if self._scratch is not None and size > getattr(self._scratch.get(name), "size", 0):
             self._scratch[name] = self.empty((size,), label="scratch")
 
-    def matmul_tn_add(self, x, y, out):
+    def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add a product to out, by way of a buffer for a block of its rows."""
         rows, columns = out.shape if out.strides[0] >= out.strides[1] else out.shape[::-1]
         self._lend("product", columns * min(rows, max(64, PRODUCT_TILE // max(1, columns))))
-        function = FUNCTIONS["matmul_tn_add"]
-        return self._call(function, function.bind((x, y, out), {}))
+        super().matmul_tn_add(x, y, out)
 
-    def _call(self, function, given):
-        """Return what a function of the table returns; count its FLOPs and bytes."""
+    def _call(self, function: Function, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Count the FLOPs and bytes of a function, and return what it returns."""
+        if function.name in EPILOGUES and function.name not in self.takes_16_bits:
+            return getattr(ArrayOps, function.name)(self, *arguments, **named)  # one by one
+        given = function.bind(arguments, named)
         sizes = function.sizes(given)
         more, scratch = IMAGE_SIZES.get(function.name, _no_image)(sizes, given)
         for letter, length in more.items():
@@ -112,29 +126,132 @@ class ShapeOps(ShapeAttention):
         del held
         return results if len(results) > 1 else results[0] if results else None
 
-    def _result(self, part, sizes, given, real):
+    def _result(
+        self, part: Part, sizes: Mapping[str, Any], given: Mapping[str, Any], real: list[np.dtype]
+    ) -> Any:
         """Return one result; real: types of the arguments that are real numbers."""
         if part.kind == "host":
             return 0.0
         if part.name in given:
             return given[part.name]
         dtype = {"": real[0], "sum": self.statistics}.get(part.kind, part.kind)
-        return self.empty(shape_of(part.dims, sizes), dtype)
+        return self.empty(shape_of(part.dims or (), sizes), dtype)
+
+    # Attention: FLOPs of the full square, the convention of published model FLOPs.
+
+    def attention_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
+    ) -> tuple[Array, Any]:
+        """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk) or, in tiles, (y, stats)); two products."""
+        scores = self._count_pairs(2, q, k)
+        self._lend_tiles(q, k, "queries", turned=("keys",), of_keys=("values",))
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_forward(q, k, v, q_pos, k_pos)
+        y = self.empty(q.shape, q.dtype)
+        return y, (y, self.empty((*scores[:-1], 2), self.statistics))
+
+    def attention_backward_input(
+        self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
+        out: ThreeArrays | None = None
+    ) -> ThreeArrays:
+        """Return (dq, dk, dv), or `out`; four products."""
+        scores = self._count_pairs(4, q, k)
+        held = self._lend_backward(q, k, "scores")
+        if q.shape[-1] > self.tiled_head_width:
+            assert saved.shape == scores, (saved.shape, scores)
+        if out is None:
+            out = super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)
+        del held
+        for given, x in zip((dy, *out), (q, q, k, v), strict=True):
+            assert given.shape == x.shape, (given.shape, x.shape)
+        return out
+
+    def attention_block_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
+    ) -> tuple[Array, Array]:
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)); two products."""
+        self._count_pairs(2, q, k)
+        self._lend_tiles(q, k, "queries", turned=("keys",), of_keys=("values",),
+                         of_scores=("scores",))
+        return super().attention_block_forward(q, k, v, q_pos, k_pos)
+
+    def attention_block_backward(
+        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
+        k_pos: Array
+    ) -> ThreeArrays:
+        """Return (dq, dk, dv); five products, one of which makes the scores again."""
+        self._count_pairs(5, q, k)
+        held = self._lend_backward(q, k, "scores", "probs")
+        self._lend_tiles(q, k, turned=("turned keys",))
+        results = super().attention_block_backward(
+            dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)
+        del held
+        return results
+
+    def _count_pairs(self, products: int, q: Array, k: Array) -> Shape:
+        """Count products of all queries with all keys; return (B, H, Tq, Tk)."""
+        (batch, queries, heads, width), (keys, kv_heads) = q.shape, k.shape[1:3]
+        assert heads % kv_heads == 0, (heads, kv_heads)
+        self._count(2 * products * batch * heads * queries * keys * width)
+        return batch, heads, queries, keys
+
+    def _lend_backward(self, q: Array, k: Array, *of_scores: str) -> Array | None:
+        """Count the buffers of a backward over the tiles; return those that a GPU gives back."""
+        sums = ("dk", "dv", "part") if q.shape[1] > QUERY_TILE or q.shape[2] > k.shape[2] else (
+            "dk", "dv")  # one product makes each
+        self._lend_tiles(q, k, "queries", "dy", turned=("values",), of_scores=of_scores,
+                         of_keys=("keys", *sums), of_tile=("dq",))
+        if q.shape[-1] > self.tiled_head_width:
+            return None
+        return self.empty(parts_shape(q, k), np.float32, "buffers")
+
+    def _lend_tiles(
+        self, q: Array, k: Array, *of_queries: str, turned: Sequence[str] = (),
+        of_keys: Sequence[str] = (), of_scores: Sequence[str] = (), of_tile: Sequence[str] = ()
+    ) -> None:
+        """Count the buffers for a part, by name: see `NumpyAttention`."""
+        (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
+        rows, own_heads = part_sizes(batch, queries, heads, keys, kv_heads)
+        heads, kv_heads = heads // kv_heads * own_heads, own_heads
+        tile = min(queries, QUERY_TILE)
+        for names, size in (
+            (of_queries, heads * queries * width), (of_tile, heads * tile * width),
+            (of_keys, kv_heads * keys * width), (turned, kv_heads * width * (keys + GAP)),
+            (of_scores, heads * tile * keys),
+        ):
+            for name in names:
+                self._lend(name, rows * size)
 
 
-def _no_image(sizes, given):
+# What the lines of functions cannot say: (sizes that follow from a window, shapes of scratch).
+Sizes: TypeAlias = Mapping[str, Any]
+More: TypeAlias = tuple[dict[str, int], Sequence[Shape]]
+
+
+def _no_image(sizes: Sizes, given: Sizes) -> More:
     """Return (no more sizes, no scratch arrays)."""
     return {}, ()
 
 
-def _counted(function):
-    """Return the method that counts a function of the table."""
-    def method(self, *arguments, **named):
-        return self._call(function, function.bind(arguments, named))
+def _unfold_sizes(sizes: Sizes, given: Sizes) -> More:
+    kernel, stride, padding = (given[name] for name in ("kernel", "stride", "padding"))
+    batch, height, width, channels = (sizes[letter] for letter in "BHWC")
+    more = {"P": out_length(height, kernel, stride, padding),
+            "Q": out_length(width, kernel, stride, padding), "K": kernel * kernel * channels}
+    padded = (batch, height + 2 * padding, width + 2 * padding, channels)
+    # Without padding the gradient is the scratch array itself.
+    return more, [padded] if padding or "dy" not in given else []
 
-    return method
+
+def _maxpool_sizes(sizes: Sizes, given: Sizes) -> More:
+    batch, height, width, channels = (sizes[letter] for letter in "BHWC")
+    side = given["width"]
+    more = {"P": height // side, "Q": width // side}
+    tiles = (side * side, batch, *more.values(), channels)
+    return more, [] if "dy" in given else [tiles]
 
 
-for _name, _function in FUNCTIONS.items():
-    if not hasattr(ShapeOps, _name):  # attention has functions of its own
-        setattr(ShapeOps, _name, _counted(_function))
+IMAGE_SIZES: dict[str, Callable[[Sizes, Sizes], More]] = {
+    "unfold_forward": _unfold_sizes, "unfold_backward_input": _unfold_sizes,
+    "maxpool_forward": _maxpool_sizes, "maxpool_backward_input": _maxpool_sizes,
+}

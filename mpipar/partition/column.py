@@ -5,21 +5,36 @@ each rank's dx = dy @ w^T is only its columns' part of the sum over N. One all-r
 parts.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+from mpipar.partition.contracts import Product, Sizes
+
 shard_axis = 1
 bias_is_cut = True
 tokens_are_cut = False
+barriers = (("I", "all_reduce", "x"),)
 
 
-def forward(ops, x, w, comm, name, sizes=None):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (.., N/q) of x (.., K)."""
-    return ops.matmul(x, w)
+    return product.matmul(x, w)
 
 
-def backward_input(ops, dy, w, comm, name, sizes=None):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (.., K), summed over everybody's columns. Comm: one all_reduce of dx."""
-    return comm.all_reduce(ops.matmul_nt(dy, w), name), dy
+    return comm.all_reduce(product.matmul_nt(dy, w), name), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K, N/q) += x^T dy."""
-    ops.matmul_tn_add(x, dy, dw)
+    product.matmul_tn_add(x, dy, dw)

@@ -1,36 +1,57 @@
 """The cut column_sp with its all-gathers and its reduce-scatter sent in pieces: see ring.py.
 
-While this rank multiplies the tokens of one rank, those of the next are on their way.
+While this rank multiplies the tokens of one rank, those of the next are on their way. The weight
+gradient alone collects all of them first.
 """
 
+from __future__ import annotations
+
 from mpipar.comm.grid import piece, share
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import ring, shares
+from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 1
 bias_is_cut = True
 tokens_are_cut = True
+barriers = (("F", "ring", "x"), ("I", "ring", "x"), ("W", "ring", "x"))
 
 
-def forward(ops, x, w, comm, name, sizes):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (B, T, N/q) of x (B, T/q, K). Comm: one ring of x."""
     y = ops.empty((x.shape[0], sizes.tokens, w.shape[1]))
     for place, block in ring.pieces(ops, x, comm, name):
         own = y[:, piece(sizes.tokens, comm.size, place)]
-        ops.copy(own, ops.matmul(block[:, :own.shape[1]], w))
+        ops.copy(own, product.matmul(block[:, :own.shape[1]], w))
     return y
 
 
-def backward_input(ops, dy, w, comm, name, sizes):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (B, T/q, K), summed over everybody's columns. Comm: one ring of dx."""
-    def product(place):
-        dx = ops.matmul_nt(dy[:, piece(sizes.tokens, comm.size, place)], w)
+    def part(place: int) -> Array:
+        dx = product.matmul_nt(dy[:, piece(sizes.tokens, comm.size, place)], w)
         return shares.pad(ops, dx, 1, share(sizes.tokens, comm.size))
 
-    return ring.total(ops, product, comm, name), dy
+    return ring.total(ops, part, comm, name), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes):
-    """dw (K, N/q) += x^T dy over all tokens. Comm: one ring of x."""
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
+    """dw (K, N/q) += x^T dy over all tokens. Comm: one ring of x.
+
+    One product at the end, because pieces come in another order on each rank. Ranks that hold
+    copies of a weight, such as shared heads of keys, must add up tokens alike.
+    """
+    whole = ops.empty((x.shape[0], sizes.tokens, x.shape[2]), x.dtype, label="buffers")
     for place, block in ring.pieces(ops, x, comm, name):
-        own = dy[:, piece(sizes.tokens, comm.size, place)]
-        ops.matmul_tn_add(block[:, :own.shape[1]], own, dw)
+        own = whole[:, piece(sizes.tokens, comm.size, place)]
+        ops.copy(own, block[:, :own.shape[1]])
+    product.matmul_tn_add(whole, dy, dw)

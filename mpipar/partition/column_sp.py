@@ -5,23 +5,37 @@ all-reduce. A rank keeps only its own tokens of x, so the weight gradient gather
 says what happens if q does not divide T.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import tokens as held
+from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 1
 bias_is_cut = True
 tokens_are_cut = True
+barriers = (("F", "all_gather", "x"), ("I", "reduce_scatter", "x"), ("W", "all_gather", "x"))
 
 
-def forward(ops, x, w, comm, name, sizes):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x."""
-    return ops.matmul(held.gather(ops, x, sizes.tokens, comm, name), w)
+    return product.matmul(held.gather(ops, x, sizes.tokens, comm, name), w)
 
 
-def backward_input(ops, dy, w, comm, name, sizes):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (B, T/q, K), summed over everybody's columns. Comm: one reduce_scatter of dx."""
-    return held.scatter(ops, ops.matmul_nt(dy, w), comm, name), dy
+    return held.scatter(ops, product.matmul_nt(dy, w), comm, name), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K, N/q) += x^T dy over all tokens. Comm: one all_gather of x."""
-    ops.matmul_tn_add(held.gather(ops, x, sizes.tokens, comm, name), dy, dw)
+    product.matmul_tn_add(held.gather(ops, x, sizes.tokens, comm, name), dy, dw)

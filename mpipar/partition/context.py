@@ -13,23 +13,29 @@ the weight gradient, because attention has no weight. So W crosses no barrier of
 text is generated, every rank of the group holds all tokens: see context_cached.py.
 """
 
+from __future__ import annotations
+
 from mpipar.partition import context_gather, context_ring, context_whole
 from mpipar.partition.context_ulysses import Ulysses
+from mpipar.partition.contracts import ContextCut
 
 
-def attention_over(config, whole=context_whole):
-    """What has the two functions for a resolved Config: a module or an object.
+def attention_over(method: str | None, whole: ContextCut = context_whole) -> ContextCut:
+    """What has the two functions: a module or an object.
 
-    whole: those of a rank that holds all tokens, of all heads or of some.
+    method: of a resolved grid; None where every rank holds all tokens. whole: the functions of such
+    a rank, of all heads or of some.
     """
-    methods = {"ring": context_ring, "gather": context_gather, "ulysses": Ulysses(whole)}
-    return methods[config.grid.cp_attention] if config.grid.cp > 1 else whole
+    if method is None:
+        return whole
+    methods: dict[str, ContextCut] = {
+        "ring": context_ring, "gather": context_gather, "ulysses": Ulysses(whole)}
+    return methods[method]
 
 
-def keeps_scores(config, tiled_head_width: int) -> bool:
-    """Whether attention of a resolved Config keeps scores, if it does not make them again.
+def keeps_scores(method: str | None, head_width: int, tiled_head_width: int) -> bool:
+    """Whether attention keeps scores, if it does not make them again.
 
     Parts that are merged keep none, and kernels in tiles none of heads up to `tiled_head_width`.
     """
-    return (config.grid.cp_attention not in ("ring", "gather")
-            and config.model.head_dim > tiled_head_width)
+    return method not in ("ring", "gather") and head_width > tiled_head_width

@@ -1,30 +1,44 @@
 """Attention of a rank that holds all tokens of its rows, and makes the scores again for backward.
 
-It keeps one number for each query and head, the log of the sum of exp(score), in place of all
-probabilities. That takes a product of queries and keys more. For the functions see context.py.
+It keeps two numbers for each query and head, the largest score and the sum of exp(score - largest),
+in place of all probabilities. That takes a product of queries and keys more. For the functions see
+context.py.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.data.rows import Batch
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+from mpipar.partition.contracts import Out, Saved
 from mpipar.partition.shares import rounded
 
+barriers: tuple[tuple[str, str, str, str], ...] = ()
 
-def forward(ops, q, k, v, batch, comm, name):
+
+def forward(
+    ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+) -> tuple[Array, Saved]:
     """y (B, T, H, d)."""
     places = whole_positions(batch)
-    y, lse = ops.attention_block_forward(q, k, v, places, places)
+    y, stats = ops.attention_block_forward(q, k, v, places, places)
     y = rounded(ops, y, q.dtype)
-    return y, (q, k, v, y, lse)
+    return y, (q, k, v, y, stats)
 
 
-def backward_input(ops, dy, saved, batch, comm, name, out):
+def backward_input(
+    ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
+) -> None:
     """Write dq, dk, dv."""
-    q, k, v, y, lse = saved
+    q, k, v, y, stats = saved
     places = whole_positions(batch)
     gradients = ops.attention_block_backward(
-        dy, q, k, v, lse, ops.attention_delta(dy, y), q_pos=places, k_pos=places)
+        dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=places, k_pos=places)
     for to, gradient in zip(out, gradients, strict=True):
         ops.copy(to, gradient)
 
 
-def whole_positions(batch):
+def whole_positions(batch: Batch) -> Array:
     """The positions of all tokens of a row."""
     return batch.positions if batch.all_positions is None else batch.all_positions

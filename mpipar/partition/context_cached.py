@@ -9,6 +9,14 @@ a later slot: what its row holds before is padding. Nobody sees it, because a ro
 at its first slot. Letters: B rows, T new tokens, S slots, Hkv key heads of this rank, d head width.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mpipar.comm.group import Comm
+from mpipar.data.rows import Batch
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition.shares import rounded
 
 
@@ -19,11 +27,13 @@ class Cache:
     new: where the tokens lie that the next forward reads; it must be set before.
     """
 
-    def __init__(self, firsts, slots, new=slice(0)):
+    def __init__(self, firsts: Iterable[int], slots: Array, new: slice = slice(0)) -> None:
         self.firsts, self.slots, self.new = tuple(firsts), slots, new
-        self.kept: dict = {}
+        self.kept: dict[str, tuple[Array, Array]] = {}
 
-    def forward(self, ops, q, k, v, batch, comm, name):
+    def forward(
+        self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+    ) -> tuple[Array, None]:
         """y (B, T, H, d) of q (B, T, H, d), k and v (B, T, Hkv, d), which it keeps."""
         keys, values = self.kept[name] = self.kept.get(name) or self._room(ops, k)
         ops.copy(keys[:, self.new], k)
@@ -42,7 +52,7 @@ class Cache:
             ops.copy(y[row : row + 1], part)
         return y, None
 
-    def _room(self, ops, k):
+    def _room(self, ops: Ops, k: Array) -> tuple[Array, Array]:
         """(keys, values) of a layer: room for all slots (B, S, Hkv, d), nothing in it."""
         batch, _, *head = k.shape
         return tuple(ops.empty((batch, self.slots.shape[0], *head), k.dtype, label="cache")

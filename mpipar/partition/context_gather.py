@@ -5,27 +5,41 @@ layer for a moment. They are gathered again for the backward pass. Source: Dubey
 2407.21783, section 3.3.2.
 """
 
+from __future__ import annotations
+
 from mpipar.comm.grid import held_and_whole
+from mpipar.comm.group import Comm
+from mpipar.data.rows import Batch
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+from mpipar.partition.contracts import Out, Saved
 from mpipar.partition.shares import packed, rounded
 
+barriers = (("F", "all_gather", "KK", "e"), ("I", "all_gather", "KK", "e"),
+            ("I", "reduce_scatter", "KK", "s"))
 
-def forward(ops, q, k, v, batch, comm, name):
+
+def forward(
+    ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+) -> tuple[Array, Saved]:
     """y (B, n, H, d). Comm: one all_gather of k and v together."""
     keys, values = _gathered(ops, k, v, batch, comm, name)
-    y, lse = ops.attention_block_forward(q, keys, values, batch.positions, batch.all_positions)
+    y, stats = ops.attention_block_forward(q, keys, values, batch.positions, batch.all_positions)
     y = rounded(ops, y, q.dtype)
-    return y, (q, k, v, y, lse)
+    return y, (q, k, v, y, stats)
 
 
-def backward_input(ops, dy, saved, batch, comm, name, out):
+def backward_input(
+    ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
+) -> None:
     """Write dq, dk, dv. The sums of dk and dv are float32 even if activations have 16 bits.
 
     Comm: one all_gather of k and v, one reduce_scatter of dk and dv.
     """
-    q, k, v, y, lse = saved
+    q, k, v, y, stats = saved
     keys, values = _gathered(ops, k, v, batch, comm, name)
     dq, *whole = ops.attention_block_backward(
-        dy, q, keys, values, lse, ops.attention_delta(dy, y),
+        dy, q, keys, values, stats, ops.attention_delta(dy, y),
         q_pos=batch.positions, k_pos=batch.all_positions)
     parts = ops.empty((comm.size, 2, *k.shape), whole[0].dtype, label="buffers")
     for place in range(comm.size):
@@ -37,7 +51,9 @@ def backward_input(ops, dy, saved, batch, comm, name, out):
         ops.copy(to, gradient)
 
 
-def _gathered(ops, k, v, batch, comm, name):
+def _gathered(
+    ops: Ops, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+) -> tuple[Array, Array]:
     """(k, v) of all tokens, in the order of the row. Comm: one all_gather."""
     parts = comm.all_gather(packed(ops, k, v), name)  # (size, 2, B, n, Hkv, d)
     rows, _, *head = k.shape

@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round the ring of the ranks, a piece of them at a time.
 
 A rank attends to its own tokens first. Then it attends to each piece that arrives, and merges the
-partial result by its log-sum-exp. Meanwhile the next piece travels.
+partial result by the sums of its softmax. Meanwhile the next piece travels.
 
 Each rank holds a piece from the start of the row and one from its end (see `grid.token_pieces`). So
 all its queries see the first half of an earlier rank's keys. Its second half of queries sees all of
@@ -10,28 +10,40 @@ a later rank's keys. That is the same work for every rank in every step. Sources
 section 3.3.2.
 """
 
+from __future__ import annotations
+
 from mpipar.comm.grid import share
+from mpipar.comm.group import Comm, Pending
+from mpipar.data.rows import Batch
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import ring
+from mpipar.partition.contracts import Out, Saved
 from mpipar.partition.shares import packed, rounded
 
 GRADIENTS = ring.TAG + 1  # the tag of dk and dv, which travel beside k and v
+barriers = (("F", "ring", "KK", "e"), ("I", "ring", "KK", "e"), ("I", "ring_home", "KK", "s"))
 
 
-def forward(ops, q, k, v, batch, comm, name):
+def forward(
+    ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+) -> tuple[Array, Saved]:
     """y (B, n, H, d). Comm: one ring of k and v together."""
     for place, there in ring.pieces(ops, packed(ops, k, v), comm, name):
         queries, keys, where = _seen(ops, batch.positions, place, comm.index)
         part = ops.attention_block_forward(
             q[:, queries], there[0][:, keys], there[1][:, keys], *where)
         if place == comm.index:
-            y, lse = part
+            y, stats = part
         else:
-            ops.attention_merge(y[:, queries], lse[:, :, queries], *part)
+            ops.attention_merge(y[:, queries], stats[:, :, queries], *part)
     y = rounded(ops, y, q.dtype)
-    return y, (q, k, v, y, lse)
+    return y, (q, k, v, y, stats)
 
 
-def backward_input(ops, dy, saved, batch, comm, name, out):
+def backward_input(
+    ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
+) -> None:
     """Write dq, dk, dv.
 
     The sums of dk and dv follow their k and v round the ring. Every rank adds its part. The last
@@ -39,32 +51,32 @@ def backward_input(ops, dy, saved, batch, comm, name, out):
     Comm: one ring of k and v. In it, `size` times, one isend of dk and dv to the next place and
     one irecv from the one before.
     """
-    q, k, v, y, lse = saved
+    q, k, v, y, stats = saved
     delta = ops.attention_delta(dy, y)
-    arriving = leaving = None
+    under_way: list[Pending] = []  # dk and dv that arrive, and those that leave
     for place, there in ring.pieces(ops, packed(ops, k, v), comm, name):
         queries, keys, where = _seen(ops, batch.positions, place, comm.index)
         dq_part, *dkv_part = ops.attention_block_backward(
             dy[:, queries], q[:, queries], there[0][:, keys], there[1][:, keys],
-            lse[:, :, queries], delta[:, :, queries], q_pos=where[0], k_pos=where[1])
-        if arriving is None:  # the own piece comes first
+            stats[:, :, queries], delta[:, :, queries], q_pos=where[0], k_pos=where[1])
+        if not under_way:  # the own piece comes first
             dq, total = dq_part, packed(ops, *dkv_part)
         else:
             ops.accumulate(dq[:, queries], dq_part)
-            total = arriving.wait()
-            leaving.wait()
+            total, _ = [message.wait() for message in under_way]
             for which, part in enumerate(dkv_part):
                 ops.accumulate(total[which][:, keys], part)
         after = ops.empty(total.shape, total.dtype, label="buffers")
-        arriving = comm.irecv(after, comm.neighbor(-1), GRADIENTS, name)
-        leaving = comm.isend(total, comm.neighbor(1), GRADIENTS, name)
-    home = arriving.wait()
-    leaving.wait()
+        under_way = [comm.irecv(after, comm.neighbor(-1), GRADIENTS, name),
+                     comm.isend(total, comm.neighbor(1), GRADIENTS, name)]
+    home, _ = [message.wait() for message in under_way]
     for to, gradient in zip(out, (dq, home[0], home[1]), strict=True):
         ops.copy(to, gradient)
 
 
-def _seen(ops, positions, place, index):
+def _seen(
+    ops: Ops, positions: Array, place: int, index: int
+) -> tuple[slice, slice, tuple[Array, Array]]:
     """(queries of this rank, keys of `place`, their positions) between which attention takes place.
 
     All these queries see all keys of another rank: keys at position 0 say so.

@@ -6,24 +6,38 @@ rank holds one run of tokens, since every rank does the whole triangle of its he
 et al., arXiv 2309.14509.
 """
 
+from __future__ import annotations
+
 from mpipar.comm.grid import piece, runs, share
+from mpipar.comm.group import Comm
+from mpipar.data.rows import Batch
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+from mpipar.partition.contracts import ContextCut, Out, Saved
 
 
 class Ulysses:
     """The two functions, around those of a rank that holds all tokens. whole: their module."""
 
-    def __init__(self, whole):
+    barriers = (("F", "all_to_all", "QKK", "e"), ("F", "all_to_all", "Q", "e"),
+                ("I", "all_to_all", "Q", "e"), ("I", "all_to_all", "QKK", "e"))
+
+    def __init__(self, whole: ContextCut) -> None:
         self.whole = whole
 
-    def forward(self, ops, q, k, v, batch, comm, name):
+    def forward(
+        self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+    ) -> tuple[Array, Saved]:
         """y (B, n, H, d). Comm: two all_to_alls, of q, k and v together, and of y."""
-        whole = _all_tokens(ops, (q, k, v), comm, name)
-        y, saved = self.whole.forward(ops, *whole, batch, comm, name)
         own = ops.empty(q.shape, q.dtype)
+        q, k, v = _all_tokens(ops, (q, k, v), comm, name)
+        y, saved = self.whole.forward(ops, q, k, v, batch, comm, name)
         _own_tokens(ops, (y,), (own,), comm, name)
         return own, saved
 
-    def backward_input(self, ops, dy, saved, batch, comm, name, out):
+    def backward_input(
+        self, ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
+    ) -> None:
         """Write dq, dk, dv. Comm: two all_to_alls, of dy, and of dq, dk and dv together."""
         (dy,) = _all_tokens(ops, (dy,), comm, name)
         whole = tuple(ops.empty(x.shape, x.dtype) for x in saved[:3])
@@ -31,7 +45,7 @@ class Ulysses:
         _own_tokens(ops, whole, out, comm, name)
 
 
-def _all_tokens(ops, arrays, comm, name):
+def _all_tokens(ops: Ops, arrays: Saved, comm: Comm, name: str) -> Saved:
     """Views (B, T, H/q, d) of arrays (B, n, H, d): all tokens of this rank's heads.
 
     Comm: one all_to_all.
@@ -50,7 +64,7 @@ def _all_tokens(ops, arrays, comm, name):
     return tuple(whole[:, :, inside] for inside in heads)
 
 
-def _own_tokens(ops, arrays, out, comm, name):
+def _own_tokens(ops: Ops, arrays: Saved, out: Saved, comm: Comm, name: str) -> None:
     """Write to `out` (B, n, H, d) this rank's tokens of arrays (B, T, H/q, d), of all heads.
 
     Comm: one all_to_all.

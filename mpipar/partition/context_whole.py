@@ -3,17 +3,30 @@
 For the functions see context.py.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.data.rows import Batch
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition.context_again import whole_positions
+from mpipar.partition.contracts import Out, Saved
+
+barriers: tuple[tuple[str, str, str, str], ...] = ()
 
 
-def forward(ops, q, k, v, batch, comm, name):
+def forward(
+    ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+) -> tuple[Array, Saved]:
     """y (B, T, H, d)."""
     places = whole_positions(batch)
     y, probs = ops.attention_forward(q, k, v, places, places)
     return y, (q, k, v, probs)
 
 
-def backward_input(ops, dy, saved, batch, comm, name, out):
+def backward_input(
+    ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
+) -> None:
     """Write dq, dk, dv."""
-    places = whole_positions(batch)
-    ops.attention_backward_input(dy, *saved, places, places, out=out)
+    (q, k, v, probs), places = saved, whole_positions(batch)
+    ops.attention_backward_input(dy, q, k, v, probs, places, places, out=out)

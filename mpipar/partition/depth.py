@@ -6,28 +6,36 @@ summed over the grids, which is one more barrier. Sources: Solomonik and Demmel,
 arXiv 2105.14500.
 """
 
+from __future__ import annotations
+
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import summa
-
-shard_axis = None
-bias_is_cut = True
-tokens_are_cut = False
+from mpipar.partition.contracts import Mesh, Product, Sizes
 
 
-def forward(ops, x, w, mesh, name, sizes=None):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
+) -> Array:
     """y (.., N/q) of x (.., K/q), each 1/(d q) of the rows. Comm: that of summa.forward."""
-    return summa.forward(ops, x, w, mesh, name)
+    return summa.forward(product, ops, x, w, comm, name, sizes=sizes)
 
 
-def backward_input(ops, dy, w, mesh, name, sizes=None):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (.., K/q) of dy (.., N/q). Comm: that of summa.backward_input."""
-    return summa.backward_input(ops, dy, w, mesh, name)
+    return summa.backward_input(product, ops, dy, w, comm, name, sizes=sizes)
 
 
-def backward_weight(ops, x, dy, dw, mesh, name, sizes=None):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Mesh, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K/q, N/q) += x^T dy.
 
     Comm: that of summa.backward_weight, and one all_reduce over depth.
     """
     part = ops.zeros(dw.shape)
-    summa.backward_weight(ops, x, dy, part, mesh, name)
-    ops.accumulate(dw, mesh.depth.all_reduce(part, name))
+    summa.backward_weight(product, ops, x, dy, part, comm, name, sizes=sizes)
+    ops.accumulate(dw, comm.depth.all_reduce(part, name))

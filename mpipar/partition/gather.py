@@ -6,25 +6,39 @@ row cuts take one all-reduce each way for a *pair* of products. The gradients ar
 is here for comparison.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import shares
+from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 1
 bias_is_cut = False
 tokens_are_cut = False
+barriers = (("F", "all_gather", "y"), ("I", "all_reduce", "x"))
 
 
-def forward(ops, x, w, comm, name, sizes):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (.., N) of x (.., K). Comm: one all_gather of y."""
-    pieces = comm.all_gather(ops.matmul(x, w), name)  # (q, .., N/q)
+    pieces = comm.all_gather(product.matmul(x, w), name)  # (q, .., N/q)
     return shares.join(ops, pieces, -1, sizes.outer)
 
 
-def backward_input(ops, dy, w, comm, name, sizes=None):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (.., K), summed over everybody's columns of dy (.., N). Comm: one all_reduce of dx."""
-    dx = ops.matmul_nt(shares.own(ops, dy, -1, comm), w)
+    dx = product.matmul_nt(shares.own(ops, dy, -1, comm), w)
     return comm.all_reduce(dx, name), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K, N/q) += x^T (own columns of dy (.., N))."""
-    ops.matmul_tn_add(x, shares.own(ops, dy, -1, comm), dw)
+    product.matmul_tn_add(x, shares.own(ops, dy, -1, comm), dw)

@@ -6,24 +6,38 @@ own channels of dx, so one all-gather joins them. The gradients are the same. Th
 comparison.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import row, shares
+from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 0
 bias_is_cut = False
 tokens_are_cut = False
+barriers = (("F", "all_reduce", "y"), ("I", "all_gather", "x"))
 
 
-def forward(ops, x, w, comm, name, sizes=None):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (.., N), summed over everybody's channels of x (.., K). Comm: one all_reduce of y."""
-    return row.forward(ops, shares.own(ops, x, -1, comm), w, comm, name)
+    return row.forward(product, ops, shares.own(ops, x, -1, comm), w, comm, name, sizes=sizes)
 
 
-def backward_input(ops, dy, w, comm, name, sizes):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (.., K) of dy (.., N). Comm: one all_gather of dx."""
-    pieces = comm.all_gather(ops.matmul_nt(dy, w), name)  # (q, .., K/q)
+    pieces = comm.all_gather(product.matmul_nt(dy, w), name)  # (q, .., K/q)
     return shares.join(ops, pieces, -1, sizes.inner), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K/q, N) += (own channels of x)^T dy."""
-    ops.matmul_tn_add(shares.own(ops, x, -1, comm), dy, dw)
+    product.matmul_tn_add(shares.own(ops, x, -1, comm), dy, dw)

@@ -7,10 +7,18 @@ is the part that computing hides. Source: Wang et al., Overlap communication wit
 computation via decomposition, ASPLOS 2023.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+
 TAG = 0  # messages of a pair arrive in the order in which they are sent
 
 
-def pieces(ops, x, comm, name):
+def pieces(ops: Ops, x: Array, comm: Comm, name: str) -> Iterator[tuple[int, Array]]:
     """Yield (place, its x) of every rank, from this one backwards; meanwhile the next one comes.
 
     All x have one shape. A piece is valid until the next one is asked for, because two buffers take
@@ -30,21 +38,21 @@ def pieces(ops, x, comm, name):
     yield place, block
 
 
-def total(ops, product, comm, name):
-    """The sum over all ranks of their product(this rank's place).
+def total(ops: Ops, part: Callable[[int], Array], comm: Comm, name: str) -> Array:
+    """The sum over all ranks of their part(this rank's place).
 
-    product(place) makes, into a new array, this rank's part of the sum that belongs to `place`. The
+    part(place) makes, into a new array, this rank's part of the sum that belongs to `place`. The
     sum of each place starts at the next rank and goes once round the ring. Every rank adds its
     part as the sum passes. Activations of 16 bits are rounded at each addition.
     Comm: size - 1 times one isend to the next place and one irecv from the one before.
     """
-    sum_so_far = product(comm.neighbor(-1))
+    sum_so_far = part(comm.neighbor(-1))
     after = ops.empty(sum_so_far.shape, label="buffers")
     for step in range(2, comm.size + 1):
         arriving = comm.irecv(after, comm.neighbor(-1), TAG, name)
         leaving = comm.isend(sum_so_far, comm.neighbor(1), TAG, name)
-        part = product(comm.neighbor(-step))
+        own = part(comm.neighbor(-step))
         arriving.wait()
         leaving.wait()
-        sum_so_far = ops.accumulate(part, after)
+        sum_so_far = ops.accumulate(own, after)
     return sum_so_far

@@ -5,21 +5,36 @@ adds the products. Backward, dy is whole on every rank and each rank makes its o
 so there is no barrier.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+from mpipar.partition.contracts import Product, Sizes
+
 shard_axis = 0
 bias_is_cut = False
 tokens_are_cut = False
+barriers = (("F", "all_reduce", "y"),)
 
 
-def forward(ops, x, w, comm, name, sizes=None):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (.., N), summed over everybody's channels. Comm: one all_reduce of y."""
-    return comm.all_reduce(ops.matmul(x, w), name)
+    return comm.all_reduce(product.matmul(x, w), name)
 
 
-def backward_input(ops, dy, w, comm, name, sizes=None):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (.., K/q) of dy (.., N)."""
-    return ops.matmul_nt(dy, w), dy
+    return product.matmul_nt(dy, w), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes=None):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K/q, N) += x^T dy."""
-    ops.matmul_tn_add(x, dy, dw)
+    product.matmul_tn_add(x, dy, dw)

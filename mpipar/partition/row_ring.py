@@ -3,24 +3,35 @@
 While the sum of one rank's tokens is on its way, this rank multiplies those of the next.
 """
 
+from __future__ import annotations
+
 from mpipar.comm.grid import piece, share
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import ring, shares
+from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 0
 bias_is_cut = False
 tokens_are_cut = True
+barriers = (("F", "ring", "y"), ("I", "ring", "y"))
 
 
-def forward(ops, x, w, comm, name, sizes):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (B, T/q, N), summed over everybody's channels. Comm: one ring of y."""
-    def product(place):
-        y = ops.matmul(x[:, piece(sizes.tokens, comm.size, place)], w)
+    def part(place: int) -> Array:
+        y = product.matmul(x[:, piece(sizes.tokens, comm.size, place)], w)
         return shares.pad(ops, y, 1, share(sizes.tokens, comm.size))
 
-    return ring.total(ops, product, comm, name)
+    return ring.total(ops, part, comm, name)
 
 
-def backward_input(ops, dy, w, comm, name, sizes):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one ring of dy."""
     dx = ops.empty((dy.shape[0], sizes.tokens, w.shape[0]))
     whole = ops.empty((dy.shape[0], sizes.tokens, dy.shape[2]))
@@ -28,10 +39,13 @@ def backward_input(ops, dy, w, comm, name, sizes):
         rows = piece(sizes.tokens, comm.size, place)
         own = whole[:, rows]
         ops.copy(own, block[:, :own.shape[1]])
-        ops.copy(dx[:, rows], ops.matmul_nt(own, w))
+        ops.copy(dx[:, rows], product.matmul_nt(own, w))
     return dx, whole
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K/q, N) += x^T dy over all tokens."""
-    ops.matmul_tn_add(x, dy, dw)
+    product.matmul_tn_add(x, dy, dw)

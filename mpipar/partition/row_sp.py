@@ -4,24 +4,38 @@ Forward, a reduce-scatter sums over the ranks and gives each one its own tokens 
 gathers dy once, for both gradients. shares.py says what happens if q does not divide T.
 """
 
+from __future__ import annotations
+
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import tokens as held
+from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 0
 bias_is_cut = False
 tokens_are_cut = True
+barriers = (("F", "reduce_scatter", "y"), ("I", "all_gather", "y"))
 
 
-def forward(ops, x, w, comm, name, sizes):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> Array:
     """y (B, T/q, N), summed over everybody's channels. Comm: one reduce_scatter of y."""
-    return held.scatter(ops, ops.matmul(x, w), comm, name)
+    return held.scatter(ops, product.matmul(x, w), comm, name)
 
 
-def backward_input(ops, dy, w, comm, name, sizes):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one all_gather of dy."""
     dy = held.gather(ops, dy, sizes.tokens, comm, name)
-    return ops.matmul_nt(dy, w), dy
+    return product.matmul_nt(dy, w), dy
 
 
-def backward_weight(ops, x, dy, dw, comm, name, sizes):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K/q, N) += x^T dy over all tokens."""
-    ops.matmul_tn_add(x, dy, dw)
+    product.matmul_tn_add(x, dy, dw)

@@ -7,27 +7,30 @@ with zeros, and may hold nothing else. Padding stays zero and is dropped when th
 from __future__ import annotations
 
 from mpipar.comm.grid import piece, share
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 
 
-def own(ops, x, axis, comm):
+def own(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
     """This rank's piece of x along an axis: a view, or a copy if it needs padding."""
     length = x.shape[axis]
     return pad(ops, _part(x, axis, piece(length, comm.size, comm.index)), axis,
                share(length, comm.size))
 
 
-def pad(ops, x, axis, length):
+def pad(ops: Ops, x: Array, axis: int, length: int) -> Array:
     """x with zeros up to `length` along an axis; x itself if it is long enough."""
     if x.shape[axis] == length:
         return x
     shape = list(x.shape)
     shape[axis] = length
-    y = ops.zeros(shape, x.dtype, label="buffers")
+    y = ops.zeros(tuple(shape), x.dtype, label="buffers")
     ops.copy(_part(y, axis, slice(x.shape[axis])), x)
     return y
 
 
-def join(ops, pieces, axis, length):
+def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:
     """The whole array, `length` long on an axis, from everybody's pieces (q, ...).
 
     A single piece is returned as it is.
@@ -36,14 +39,14 @@ def join(ops, pieces, axis, length):
         return pieces[0]
     shape = list(pieces.shape[1:])
     shape[axis] = length
-    whole = ops.empty(shape)
+    whole = ops.empty(tuple(shape))
     for place in range(len(pieces)):
         part = _part(whole, axis, piece(length, len(pieces), place))
         ops.copy(part, _part(pieces[place], axis, slice(part.shape[axis])))
     return whole
 
 
-def packed(ops, *arrays):
+def packed(ops: Ops, *arrays: Array) -> Array:
     """Arrays of one shape and type as one new array, for one message."""
     whole = ops.empty((len(arrays), *arrays[0].shape), arrays[0].dtype, label="buffers")
     for place, x in enumerate(arrays):
@@ -51,7 +54,16 @@ def packed(ops, *arrays):
     return whole
 
 
-def rounded(ops, x, dtype):
+def add(ops: Ops, x: Array, comm: Comm, name: str) -> None:
+    """Sum x, perhaps a view with gaps, over a group in place. Comm: one all_reduce."""
+    if comm.size == 1:
+        return
+    whole = ops.empty(x.shape, x.dtype, label="buffers")
+    ops.copy(whole, x)
+    ops.copy(x, comm.all_reduce(whole, name))
+
+
+def rounded(ops: Ops, x: Array, dtype: object) -> Array:
     """x as activations; x itself if it has their type."""
     if x.dtype == dtype:
         return x
@@ -60,6 +72,6 @@ def rounded(ops, x, dtype):
     return y
 
 
-def _part(x, axis, where):
+def _part(x: Array, axis: int, where: slice) -> Array:
     """x[where] on an axis, as a view."""
     return x[(slice(None),) * (axis % x.ndim) + (where,)]

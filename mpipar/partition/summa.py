@@ -15,59 +15,53 @@ SUMMA, 1997.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from mpipar.comm.group import Comm
-
-shard_axis = None
-bias_is_cut = True
-tokens_are_cut = False
-
-
-class Mesh(NamedTuple):
-    """The groups of a rank: its row and column of the q x q grid, and its place in other grids.
-
-    row.index counts along N (and K of x). column.index counts along the rows of x (and K of w).
-    depth: the ranks at the same place of each grid, for the 2.5d cut.
-    """
-
-    row: Comm
-    column: Comm
-    depth: Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+from mpipar.partition.contracts import Mesh, Product, Sizes
 
 
-def forward(ops, x, w, mesh, name, sizes=None):
+def forward(
+    product: Product, ops: Ops, x: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
+) -> Array:
     """y (.., N/q) of x (.., K/q). Comm: q broadcasts of x over row, q of w over column."""
     rows = x.reshape(-1, x.shape[-1])
     y = ops.zeros((rows.shape[0], w.shape[1]))
-    x_blocks, w_blocks = _blocks(ops, rows, mesh.row, name), _blocks(ops, w, mesh.column, name)
+    x_blocks, w_blocks = _blocks(ops, rows, comm.row, name), _blocks(ops, w, comm.column, name)
     for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
         # y += x w, where x is the transpose of x^T.
-        ops.matmul_tn_add(x_block.T, w_block, y)
+        product.matmul_tn_add(x_block.T, w_block, y)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-def backward_input(ops, dy, w, mesh, name, sizes=None):
+def backward_input(
+    product: Product, ops: Ops, dy: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
+) -> tuple[Array, Array]:
     """dx (.., K/q) of dy (.., N/q). Comm: q broadcasts of w over column, q reduces over row."""
     dx = None
-    for root, w_block in enumerate(_blocks(ops, w, mesh.column, name)):
-        part = mesh.row.reduce(ops.matmul_nt(dy, w_block), root, name)
-        dx = part if mesh.row.index == root else dx
+    for root, w_block in enumerate(_blocks(ops, w, comm.column, name)):
+        part = comm.row.reduce(product.matmul_nt(dy, w_block), root, name)
+        dx = part if comm.row.index == root else dx
     return dx, dy
 
 
-def backward_weight(ops, x, dy, dw, mesh, name, sizes=None):
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Mesh, name: str,
+    *, sizes: Sizes,
+) -> None:
     """dw (K/q, N/q) += x^T dy. Comm: q broadcasts of x over row, q reduces over column."""
     rows = x.reshape(-1, x.shape[-1])
-    for root, x_block in enumerate(_blocks(ops, rows, mesh.row, name)):
+    for root, x_block in enumerate(_blocks(ops, rows, comm.row, name)):
         part = ops.zeros(dw.shape)
-        ops.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
-        part = mesh.column.reduce(part, root, name)
-        if mesh.column.index == root:
+        product.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
+        part = comm.column.reduce(part, root, name)
+        if comm.column.index == root:
             ops.accumulate(dw, part)
 
 
-def _blocks(ops, own, comm, name):
+def _blocks(ops: Ops, own: Array, comm: Comm, name: str) -> Iterator[Array]:
     """Everybody's block in group order, in one buffer: use each before you ask for the next.
 
     Comm: one broadcast of each block.

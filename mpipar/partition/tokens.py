@@ -13,15 +13,18 @@ Letters: B batch, T tokens, D width, q ranks of the group. Source: Korthikanti e
 from __future__ import annotations
 
 from mpipar.comm.grid import piece, share
+from mpipar.comm.group import Comm
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.partition import shares
 
 
-def gather(ops, x, tokens, comm, name):
+def gather(ops: Ops, x: Array, tokens: int, comm: Comm, name: str) -> Array:
     """Whole x (B, T, D) of everybody's (B, ceil(T/q), D). Comm: one all_gather."""
     return shares.join(ops, comm.all_gather(x, name), 1, tokens)
 
 
-def scatter(ops, y, comm, name):
+def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
     """This rank's tokens (B, ceil(T/q), D) of the sum of all ranks' y (B, T, D).
 
     Comm: one reduce_scatter.
@@ -39,28 +42,30 @@ class WholeTokens:
 
     cuts: the cuts of the two products of a pair.
     partial_groups: for parameters that work on held tokens, the groups over which their gradients
-    are partial.
+    are partial. rows, gathers, scatters: what `layers/costs.py` calls the tokens held, and the
+    kinds of barriers that `gather` and `scatter` cross; "" is none.
     """
 
-    cuts = ("column", "row")
-    partial_groups = ()
+    cuts: tuple[str, str] = ("column", "row")
+    partial_groups: tuple[str, ...] = ()
+    rows, gathers, scatters = "B*T", "", "all_reduce"
 
-    def __init__(self, ops, comm):
+    def __init__(self, ops: Ops, comm: Comm) -> None:
         self.ops, self.comm = ops, comm
 
-    def length(self, tokens):
+    def length(self, tokens: int) -> int:
         """How many tokens of T this rank holds."""
         return tokens
 
-    def positions(self, positions):
+    def positions(self, positions: Array) -> Array:
         """The positions of the tokens that this rank holds, out of all positions (.., T)."""
         return positions
 
-    def gather(self, x, tokens, name):
+    def gather(self, x: Array, tokens: int, name: str) -> Array:
         """All tokens (B, T, D) of what the ranks hold."""
         return x
 
-    def scatter(self, y, name):
+    def scatter(self, y: Array, name: str) -> Array:
         """What this rank holds of the sum of all ranks' y (B, T, D). Comm: one all_reduce."""
         return self.comm.all_reduce(y, name)
 
@@ -68,33 +73,34 @@ class WholeTokens:
 class CutTokens(WholeTokens):
     """Each rank of the group holds ceil(T/q) tokens; the last ones are padded."""
 
+    cuts = ("column_sp", "row_sp")
     partial_groups = ("tp",)
+    rows, gathers, scatters = "B*t", "all_gather", "reduce_scatter"
 
-    def __init__(self, ops, comm, cuts):
-        super().__init__(ops, comm)
-        self.cuts = cuts
-
-    def length(self, tokens):
+    def length(self, tokens: int) -> int:
         return share(tokens, self.comm.size)
 
-    def positions(self, positions):
+    def positions(self, positions: Array) -> Array:
         """Padding is at position 0, because its gradient is zero."""
         return shares.own(self.ops, positions, -1, self.comm)
 
-    def gather(self, x, tokens, name):
+    def gather(self, x: Array, tokens: int, name: str) -> Array:
         """All tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""
         return gather(self.ops, x, tokens, self.comm, name)
 
-    def scatter(self, y, name):
+    def scatter(self, y: Array, name: str) -> Array:
         """This rank's tokens of the sum of all ranks' y (B, T, D). Comm: one reduce_scatter."""
         return scatter(self.ops, y, self.comm, name)
 
 
-PAIRS = {"plain": ("column_sp", "row_sp"), "ring": ("column_ring", "row_ring")}
+class RingTokens(CutTokens):
+    """Cut tokens, with the barriers of products sent in pieces."""
+
+    cuts = ("column_ring", "row_ring")
 
 
-def hold(ops, config, comm):
-    """How a model with this ModelConfig holds its tokens over a group."""
-    if comm.size == 1 or not config.sequence_parallel:
-        return WholeTokens(ops, comm)
-    return CutTokens(ops, comm, PAIRS[config.tp_matmul])
+def holder(sequence_parallel: bool, matmul: str) -> type[WholeTokens]:
+    """How a model holds its tokens over several ranks. matmul: --tp-matmul."""
+    if not sequence_parallel:
+        return WholeTokens
+    return {"plain": CutTokens, "ring": RingTokens}[matmul]

@@ -22,18 +22,23 @@ from mpipar.pipeline.instructions import (
     Schedule,
     ScheduleError,
     is_compute,
+    lower,
     neighbours,
     on_wire,
     parts,
     receives,
     sends,
 )
+from mpipar.pipeline.placements import PLACEMENTS
 
 NEEDED = {"B": "F", "I": "F", "W": "I"}  # which pass of the stage and microbatch must run before
 RIVAL = {"B": "I", "I": "B"}  # the two forms of a backward exclude each other
 STASH_CHANGE = {"F": 1, "B": -1, "W": -1}  # a stash lives until its last reader
 NEVER = inf  # the position of a part that is missing: behind all others
 Problems = Iterator[tuple[int, str]]  # position, and what is wrong there
+Part = tuple[str, int, int]  # kind, stage, microbatch
+Lane = tuple[int, int, str]  # source, target and direction of messages
+Places = dict[Part, int]  # where in a program a part stands
 
 
 @dataclass(frozen=True)
@@ -73,16 +78,36 @@ def check_programs(schedule: Schedule) -> None:
             raise ScheduleError.at(schedule, pp_rank, position, reason)
 
 
+def check_lanes(schedule: Schedule) -> None:
+    """Raise ScheduleError unless both ends of each lane post its messages in the same order.
+
+    A lane holds the messages of one direction between two ranks. NCCL matches them by their order.
+    The catalog's schedules pass. So this is for one from a file.
+    """
+    posted: dict[str, dict[Lane, list[Message]]] = {"SEND": {}, "RECV": {}}
+    for pp_rank in range(schedule.pp_size):
+        for instr in lower(schedule, pp_rank):
+            if instr.kind in WIRE_KINDS:
+                taken, given = neighbours(schedule, instr)
+                (message,) = taken + given
+                lane = message.source, message.target, message.direction
+                posted[instr.kind[:4]].setdefault(lane, []).append(message)
+    for (source, target, _), messages in posted["SEND"].items():
+        received = posted["RECV"][source, target, messages[0].direction]
+        for one, other in zip(messages, received, strict=True):
+            if one != other:
+                raise ScheduleError(
+                    f"schedule {schedule.name}: rank {source} runs {one.send} where rank {target}"
+                    f" runs {other.receive}, and NCCL matches messages by their order: put both"
+                    " into the same order, or set MPIPAR_NCCL=no to send by MPI")
+
+
 def check_placement(schedule: Schedule) -> None:
     """Raise ScheduleError unless stages, ranks and microbatches fit the placement."""
     p, stages, m = schedule.pp_size, schedule.num_stages, schedule.num_microbatches
-    fits = {
-        "linear": stages == p,
-        "looped": stages % p == 0,
-        "v": stages == 2 * p,
-        "mirror": stages == p and p % 2 == 0 and m % 2 == 0,
-    }
-    if len(schedule.programs) != p or m < 1 or not fits[schedule.placement]:
+    fits = p == len(schedule.programs) and m >= 1 and PLACEMENTS[schedule.placement].fits(
+        p, stages, m)
+    if not fits:
         raise ScheduleError(
             f"schedule {schedule.name}: {stages} stages, {m} microbatches and "
             f"{len(schedule.programs)} programs do not fit the {schedule.placement} placement on "
@@ -92,7 +117,8 @@ def check_placement(schedule: Schedule) -> None:
 
 def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
     """What is wrong with a rank's program by itself; later problems may follow from the first."""
-    program, held, at = schedule.programs[pp_rank], schedule.stages_of(pp_rank), {}
+    program, held = schedule.programs[pp_rank], schedule.stages_of(pp_rank)
+    at: Places = {}
     if not program:
         yield 0, "this rank has nothing to do"
     for position, instr in enumerate(program):
@@ -113,7 +139,7 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
         yield from wire_problems(schedule, at)
 
 
-def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: tuple) -> str | None:
+def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: Part) -> str | None:
     """Why a part cannot stand on this rank; None if it can."""
     kind, stage, mb = part
     wire_kinds = WIRE_KINDS if schedule.wired else ()
@@ -130,7 +156,7 @@ def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: tuple)
     return None if home == pp_rank else f"microbatch {mb} passes stage {stage} on rank {home}"
 
 
-def order_problems(schedule: Schedule, at: dict) -> Problems:
+def order_problems(schedule: Schedule, at: Places) -> Problems:
     """Passes that stand before what they need from this rank, neighbouring stages included."""
     for (kind, stage, mb), position in at.items():
         needed = {}  # what: where
@@ -149,12 +175,12 @@ def order_problems(schedule: Schedule, at: dict) -> Problems:
             if where >= position:
                 yield position, f"needs {what}, which " + (
                     "this rank never runs" if where == NEVER else f"stands at {where}")
-        rival = at.get((RIVAL.get(kind), stage, mb), NEVER)
+        rival = at.get((RIVAL.get(kind, ""), stage, mb), NEVER)
         if rival < position:
             yield position, f"the other form of this backward has run at position {rival}"
 
 
-def missing_parts(schedule: Schedule, pp_rank: int, at: dict) -> Iterator[str]:
+def missing_parts(schedule: Schedule, pp_rank: int, at: Places) -> Iterator[str]:
     """The passes and sums of this rank that its program lacks."""
     for stage in schedule.stages_of(pp_rank):
         for mb in range(schedule.num_microbatches):
@@ -170,16 +196,16 @@ def missing_parts(schedule: Schedule, pp_rank: int, at: dict) -> Iterator[str]:
             yield f"{stage}REDUCE_GRAD"
 
 
-def reduce_problems(at: dict) -> Problems:
+def reduce_problems(at: Places) -> Problems:
     """Sums of a stage's gradients that stand before its last backward."""
     for (kind, stage, _), position in at.items():
         if kind in ("B", "W") and position > (reduced := at["REDUCE_GRAD", stage, -1]):
             yield reduced, f"stage {stage} has a backward at position {position}"
 
 
-def wire_problems(schedule: Schedule, at: dict) -> Problems:
+def wire_problems(schedule: Schedule, at: Places) -> Problems:
     """Messages without their one wire instruction: a receive before the pass or a send after."""
-    wanted = {}  # wire instruction: position of its pass
+    wanted: Places = {}  # wire instruction: position of its pass
     for (kind, stage, mb), position in at.items():
         if kind in COMPUTE_KINDS:
             instr = Instr(kind, stage, mb)

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 
 from mpipar.errors import UsageError
 from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.forms import Number
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
@@ -24,8 +24,8 @@ class Candidate:
     """
 
     name: str
-    makespan: Real | None
-    peak_bytes: Real | None
+    makespan: Number | None
+    peak_bytes: Number | None
     messages: int | None
     verdict: str
 
@@ -34,7 +34,7 @@ def choose_schedule(
     pp_size: int,
     num_microbatches: int,
     costs_of: Callable[[Schedule], Costs],
-    memory_cap_bytes: Real,
+    memory_cap_bytes: Number,
     chunks: int | None = None,
 ) -> tuple[str, tuple[Candidate, ...]]:
     """The name of the shortest schedule under the cap, and all candidates, best first.
@@ -61,7 +61,7 @@ def choose_schedule(
     )
 
 
-def preference(candidate: Candidate) -> tuple[Real, ...]:
+def preference(candidate: Candidate) -> tuple[Number, ...]:
     """The sort key, best first: those that fit before others, then makespan, bytes, messages."""
     numbers = (candidate.makespan, candidate.peak_bytes, candidate.messages)
     return (candidate.verdict != FITS, *(number or 0 for number in numbers))
@@ -72,7 +72,7 @@ def consider_schedule(
     pp_size: int,
     num_microbatches: int,
     costs_of: Callable[[Schedule], Costs],
-    memory_cap_bytes: Real,
+    memory_cap_bytes: Number,
     chunks: int | None,
 ) -> Candidate:
     """Simulate one schedule; only looped schedules use `chunks`, the others fix their own."""

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from numbers import Real
+from typing import Any
 
 from mpipar.errors import UsageError
+from mpipar.pipeline.forms import Number
 
 PER_STAGE = (
     "f", "i", "w", "units", "stash_bytes", "kept_bytes", "transient_bytes", "weight_bytes")
@@ -30,24 +31,24 @@ class Costs:
     weights, gradients and optimizer state of one copy of a stage.
     """
 
-    f: Real | tuple[Real, ...] = 1
-    i: Real | tuple[Real, ...] = 1
-    w: Real | tuple[Real, ...] = 1
-    overlap: Real = 1
-    latency: Real = 0
-    bandwidth: Real | None = None
-    message_bytes: Real = 0
-    eager_bytes: Real | None = None
-    sending: Real = 0
-    units: Real | tuple[Real, ...] = 1
-    cores: Real | None = None
-    sharing: Real = 1
-    stash_bytes: Real | tuple[Real, ...] = 0
-    kept_bytes: Real | tuple[Real, ...] = 0
-    transient_bytes: Real | tuple[Real, ...] = 0
-    weight_bytes: Real | tuple[Real, ...] = 0
+    f: Number | tuple[Number, ...] = 1
+    i: Number | tuple[Number, ...] = 1
+    w: Number | tuple[Number, ...] = 1
+    overlap: Number = 1
+    latency: Number = 0
+    bandwidth: Number | None = None
+    message_bytes: Number = 0
+    eager_bytes: Number | None = None
+    sending: Number = 0
+    units: Number | tuple[Number, ...] = 1
+    cores: Number | None = None
+    sharing: Number = 1
+    stash_bytes: Number | tuple[Number, ...] = 0
+    kept_bytes: Number | tuple[Number, ...] = 0
+    transient_bytes: Number | tuple[Number, ...] = 0
+    weight_bytes: Number | tuple[Number, ...] = 0
 
-    def by_stage(self, name: str, num_stages: int) -> tuple[Real, ...]:
+    def by_stage(self, name: str, num_stages: int) -> tuple[Number, ...]:
         """The values of a per-stage field; raises UsageError unless each stage has one."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
@@ -56,11 +57,11 @@ class Costs:
             raise UsageError(f"costs have {len(value)} values of {name} for {num_stages} stages")
         return value
 
-    def time_on_link(self) -> Real:
+    def time_on_link(self) -> Number:
         """How long a message keeps its link from sending the next one."""
         return 0 if self.bandwidth is None else self.message_bytes / self.bandwidth
 
-    def hop(self) -> Real:
+    def hop(self) -> Number:
         """Time from the end of a pass until its result has arrived by a free link."""
         return self.latency + self.time_on_link()
 
@@ -71,7 +72,7 @@ class Costs:
     def divided(self, parts: int) -> "Costs":
         """The costs of stages that are each 1/parts of these; messages keep their size."""
         share = Fraction(1, parts)
-        scaled = {}
+        scaled: dict[str, Any] = {}
         for name in PER_STAGE:
             value = getattr(self, name)
             many = isinstance(value, tuple)
@@ -85,7 +86,7 @@ class Costs:
         """
         layers = sum(counts)
         ends = [sum(counts[: k + 1]) for k in range(len(counts))]
-        summed = {}
+        summed: dict[str, Any] = {}
         for name in PER_STAGE:
             values = self.by_stage(name, layers)
             join = partial(max, default=0) if name == "transient_bytes" else sum

@@ -20,6 +20,7 @@ from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import shown
 from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
+from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import with_reduce_grad
 
 FORMATS = ("compute_only", "compute_comms")
@@ -37,7 +38,7 @@ WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
 def print_csv(schedule: Schedule, file: TextIO, form: str = "compute_only") -> None:
     """Write a schedule to an open text file, such as standard output."""
     assert form in FORMATS, form
-    if schedule.placement == "mirror":
+    if len(schedule.homes) > 1:
         file.write(MIRROR_LINE + "\n")
     writer = csv.writer(file, lineterminator="\n")
     for pp_rank, program in enumerate(schedule.programs):
@@ -121,14 +122,14 @@ def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> 
     p = len(programs)
     wired = any(instr.kind in WIRE_KINDS for program in programs for instr in program)
     if not any(instr.kind == "REDUCE_GRAD" for program in programs for instr in program):
-        programs = [with_reduce_grad(program) for program in programs]
+        programs = [list(with_reduce_grad(program)) for program in programs]
     schedule = Schedule(
         path.name, p, num_stages, num_microbatches, "mirror", tuple(map(tuple, programs)), wired
     )
     if mirror:
         return schedule
-    fitting = {"linear": num_stages == p, "v": num_stages == 2 * p, "looped": num_stages % p == 0}
-    candidates = [replace(schedule, placement=name) for name, fits in fitting.items() if fits]
+    candidates = [replace(schedule, placement=name) for name, placement in PLACEMENTS.items()
+                  if len(placement.copies) == 1 and placement.fits(p, num_stages, num_microbatches)]
     if not candidates:
         raise UsageError(
             f"{path}: {num_stages} stages on {p} ranks: not one on each rank, nor a multiple"

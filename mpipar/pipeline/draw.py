@@ -1,34 +1,106 @@
-"""A timeline as text: the worker x time grid, and the symbols F_k, B_k in time order.
+"""A timeline as text and as a picture: a row for each worker, a cell for each of its passes.
 
-In the grid a row is a worker (pipeline rank). A cell is as long as its pass and names it: F3, or
-2F3 for stage 2 where a rank holds several stages. Dots are idle time.
+The worker x time grid is made of characters. A cell is as long as its pass and names it: F3, or 2F3
+for stage 2 where a rank holds several stages. Dots are idle time. The symbols F_k, B_k stand in
+time order. The picture is one self-contained SVG. Idle time is hatched there, and an arrow leads
+from the pass that sends a message to the pass that needs it. It is as wide as its passes need,
+follows a light or dark page, and scales with it.
 """
 
+import html
 from bisect import bisect_right
+from collections.abc import Iterator
 from math import ceil, floor, log10
-from numbers import Real
+from typing import NamedTuple
 
-from mpipar.pipeline.instructions import Instr, Schedule, is_compute, parts
-from mpipar.pipeline.simulate import Span, Timeline
+from mpipar.pipeline.forms import Number
+from mpipar.pipeline.instructions import Instr, Schedule, is_compute, neighbours, parts
+from mpipar.pipeline.simulate import Timeline
 
 WIDTH = 100  # characters of a line
 MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatch numbers
+ROW, LEFT, RIGHT, TOP, BOTTOM = 26, 74, 24, 46, 24  # pixels
+CHARACTER, LETTER = 6.2, 8.5  # width of a character in words, and in a label such as 5W0, at 11 px
+NARROWEST, WIDEST = 360, 4000  # width of the part with the passes
+LEGEND, TICK = 24, 56  # space after a legend's text; least distance of two ticks
+MOST_ARROWS = 100  # more of them would hide the passes
+WORDS = {
+    "F": "F forward",
+    "B": "B backward",
+    "I": "I input gradient",
+    "W": "W weight gradient",
+    "OVERLAP_F_B": "F&B overlapped",
+}
+# Each kind of pass has a CSS class. .late marks the second half of a worker's stages.
+STYLE = """
+svg { font: 11px sans-serif; background: #ffffff; }
+text { fill: #222222; } .area { fill: url(#idle); } .pass { stroke: #ffffff; stroke-width: 0.5; }
+.ground { fill: #f0f0f0; } .hatch { stroke: #c4c4c4; stroke-width: 1.5; }
+.message { stroke: #7a1f5c; stroke-width: 1; fill: none; pointer-events: none; }
+.head { fill: #7a1f5c; }
+.pass-text { fill: #111111; text-anchor: middle; pointer-events: none; }
+.F { fill: #9ecae1; } .F.late { fill: #4292c6; } .B { fill: #a1d99b; } .B.late { fill: #41ab5d; }
+.I { fill: #c7e9c0; } .I.late { fill: #74c476; } .W { fill: #fdd0a2; } .W.late { fill: #fd8d3c; }
+.OVERLAP_F_B { fill: #dadaeb; } .OVERLAP_F_B.late { fill: #9e9ac8; }
+@media (prefers-color-scheme: dark) {
+svg { background: #16191d; } text { fill: #d8dce2; } .ground { fill: #24292f; }
+.hatch { stroke: #464d56; } .message { stroke: #ff9ad5; } .head { fill: #ff9ad5; }
+.pass { stroke: #16191d; } .pass-text { fill: #111111; }
+}
+""".strip()
+DEFINITIONS = (
+    '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="6" height="6" class="ground"/>'
+    '<path d="M0 0V6" class="hatch"/></pattern><marker id="head" viewBox="0 0 8 8" refX="7" '
+    'refY="4" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L8 4L0 8Z" '
+    'class="head"/></marker></defs>')
 
 
-def label(timeline: Timeline, instr: Instr) -> str:
-    """The text of a cell: the stage is left out where each rank holds one."""
-    linear = timeline.schedule.placement == "linear"
-    return "&".join(
-        f"{kind}{mb}" if linear else f"{stage}{kind}{mb}" for kind, stage, mb in parts(instr)
-    )
+class Cell(NamedTuple):
+    """A pass that takes time. late: it belongs to the second half of its worker's stages."""
+
+    instr: Instr
+    start: Number
+    end: Number
+    text: str
+    late: bool
 
 
-def compute_spans(timeline: Timeline) -> list[list[Span]]:
-    """The spans that take time, by rank."""
-    return [
-        [span for span in spans if is_compute(span.instr) and span.end > span.start]
-        for spans in timeline.spans
-    ]
+def layout(timeline: Timeline) -> list[list[Cell]]:
+    """The cells of each worker: what every drawing is made of."""
+    rows: list[list[Cell]] = []
+    for held, spans in zip(timeline.schedule.stages_by_rank, timeline.spans, strict=True):
+        late = held[len(held) // 2 + len(held) % 2:] if len(held) > 1 else ()
+        rows.append([Cell(instr, start, end, label(timeline.schedule, instr), instr.stage in late)
+                     for instr, start, end in spans if is_compute(instr) and end > start])
+    return rows
+
+
+def label(schedule: Schedule, instr: Instr) -> str:
+    """The name of a pass: the stage is left out where each rank holds one."""
+    return "&".join(f"{kind}{mb}" if schedule.one_stage_each else f"{stage}{kind}{mb}"
+                    for kind, stage, mb in parts(instr))
+
+
+def round_times(first: Number, last: Number, least: Number) -> Iterator[Number]:
+    """The round times from first to last, at least `least` apart; exact where that is at least 1.
+
+    They are multiples of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ...
+    """
+    power: Number = 10 ** floor(log10(least))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least)
+    k = ceil(first / step)
+    while k * step <= last:
+        yield k * step
+        k += 1
+
+
+def short_number(value: Number) -> str:
+    """A time or size in at most about eight characters; integers in full."""
+    return str(int(value)) if value == int(value) else f"{float(value):.6g}"
+
+
+# As text.
 
 
 def grid(timeline: Timeline, width: int = WIDTH) -> str:
@@ -36,25 +108,25 @@ def grid(timeline: Timeline, width: int = WIDTH) -> str:
 
     Long steps are cut into panels; very long ones show one letter for each slice of time.
     """
-    rows = compute_spans(timeline)
+    rows = layout(timeline)
     heads = [f"worker {pp_rank} " for pp_rank in range(len(rows))]
     head_width = len(max(heads, key=len))
     room = width - head_width
-    single = [span for spans in rows for span in spans if span.instr.kind != "OVERLAP_F_B"]
-    cell = max(len(label(timeline, span.instr)) for span in single) + 1
-    scale = cell / min(span.end - span.start for span in single)
-    columns = -(-round(timeline.makespan * scale) // cell)  # of one cell each
-    panels = -(-columns // max(room // cell, 1))
+    scale: Number
+    single = [cell for row in rows for cell in row if cell.instr.kind != "OVERLAP_F_B"]
+    unit = max(len(cell.text) for cell in single) + 1
+    scale = unit / min(cell.end - cell.start for cell in single)
+    columns = -(-round(timeline.makespan * scale) // unit)  # of one unit each
+    panels = -(-columns // max(room // unit, 1))
     if panels > MAX_PANELS:
         panel, scale = room, room / timeline.makespan
-        lines = [slices(spans, room, timeline.makespan) for spans in rows]
+        lines = [sliced_line(row, room, timeline.makespan) for row in rows]
     else:
-        panel = -(-columns // panels) * cell
-        lines = [cells(timeline, spans, columns * cell, scale, cell) for spans in rows]
+        panel = -(-columns // panels) * unit
+        lines = [named_line(row, columns * unit, scale, unit) for row in rows]
     blocks = []
     for start in range(0, len(lines[0]), panel):
-        ticks = ruler(start, min(panel, len(lines[0]) - start), scale)
-        block = [f"{'time':<{head_width}}{ticks}"]
+        block = [f"{'time':<{head_width}}{ruler(start, min(panel, len(lines[0]) - start), scale)}"]
         block += [
             f"{head:<{head_width}}{line[start : start + panel]}"
             for head, line in zip(heads, lines, strict=True)
@@ -63,50 +135,38 @@ def grid(timeline: Timeline, width: int = WIDTH) -> str:
     return "\n\n".join(blocks)
 
 
-def cells(timeline: Timeline, spans: list[Span], length: int, scale: Real, cell: int) -> str:
-    """One row in which every pass is named."""
-    row = ""
-    for span in spans:
-        start, end = round(span.start * scale), round(span.end * scale)
-        row += idle(start - len(row), cell)
-        text = label(timeline, span.instr)[: end - start - 1]
-        row += text.ljust(end - start - 1, "-") + " "
-    return row + idle(length - len(row), cell)
+def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
+    """A worker's line in which every pass is named; a dot for each unit of idle time."""
+    def idle(length: int) -> str:
+        return (".".ljust(unit) * length)[:length]
+
+    line = ""
+    for cell in row:
+        start, end = round(cell.start * scale), round(cell.end * scale)
+        line += idle(start - len(line))
+        line += cell.text[: end - start - 1].ljust(end - start - 1, "-") + " "
+    return line + idle(length - len(line))
 
 
-def idle(length: int, cell: int) -> str:
-    """That many characters of idle time, a dot for each unit cell."""
-    return (".".ljust(cell) * length)[:length]
-
-
-def slices(spans: list[Span], length: int, makespan: Real) -> str:
-    """One row with the kind of pass in the middle of each slice of time."""
-    starts = [span.start for span in spans]
-    row = []
+def sliced_line(row: list[Cell], length: int, makespan: Number) -> str:
+    """A worker's line with the kind of pass in the middle of each slice of time."""
+    starts = [cell.start for cell in row]
+    line = ""
     for column in range(length):
         time = makespan * (2 * column + 1) / (2 * length)
         k = bisect_right(starts, time) - 1
-        busy = k >= 0 and spans[k].end > time
-        row.append(spans[k].instr.kind[0] if busy else ".")
-    return "".join(row)
+        line += row[k].instr.kind[0] if k >= 0 and row[k].end > time else "."
+    return line
 
 
-def ruler(first: int, length: int, scale: Real) -> str:
+def ruler(first: int, length: int, scale: Number) -> str:
     """Times above the columns first .. first + length - 1, `scale` columns for a unit of time."""
-    step = tick_step(10 / scale)
-    row = [" "] * (length + 10)
-    time = ceil(first / (step * scale)) * step
-    while round(time * scale) < first + length:
+    line = [" "] * (length + 10)
+    for time in round_times(first / scale, (first + length) / scale, 10 / scale):
         column = round(time * scale) - first
-        row[column : column + len(str(time))] = str(time)
-        time += step
-    return "".join(row[:length])
-
-
-def tick_step(least: Real) -> Real:
-    """The first of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ... not below `least`; exact from 1 on."""
-    power = 10 ** floor(log10(least))
-    return next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least)
+        if column < length:
+            line[column : column + len(str(time))] = str(time)
+    return "".join(line[:length])
 
 
 def symbols(timeline: Timeline, width: int = WIDTH) -> str:
@@ -115,12 +175,12 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
     F_3 is the forward of microbatch 3, F_3^2 that of its stage 2. A block shows as many workers as
     fit.
     """
-    rows = compute_spans(timeline)
-    times = sorted({span.start for spans in rows for span in spans})
+    rows = layout(timeline)
+    times = sorted({cell.start for row in rows for cell in row})
     stamps = [short_number(time) for time in times]
     columns = []
-    for pp_rank, spans in enumerate(rows):
-        named = {span.start: symbol(timeline, span.instr) for span in spans}
+    for pp_rank, row in enumerate(rows):
+        named = {cell.start: symbol(timeline.schedule, cell.instr) for cell in row}
         columns.append([f"worker {pp_rank}", *(named.get(time, "") for time in times)])
     head = ["time", *stamps]
     head_width = max(map(len, head)) + 2
@@ -145,7 +205,7 @@ def notation(schedule: Schedule) -> str:
     meanings = ", ".join(text for kind, text in words.items()
                          if kind in kinds or (kind in "FB" and "OVERLAP_F_B" in kinds))
     lines = [f"{meanings}. The column says on which worker."]
-    if schedule.placement != "linear":
+    if not schedule.one_stage_each:
         lines.append("F_k^s is that of stage s, where a worker holds several stages.")
     lines.append("Some textbooks write B_l for block l, with an arrow for the direction.\n"
                  "Their B_l up is F here, in the column of the worker that holds block l.\n"
@@ -153,14 +213,106 @@ def notation(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def symbol(timeline: Timeline, instr: Instr) -> str:
+def symbol(schedule: Schedule, instr: Instr) -> str:
     """F_k, or F_k^stage where a rank holds several stages."""
-    linear = timeline.schedule.placement == "linear"
-    return " & ".join(
-        f"{kind}_{mb}" if linear else f"{kind}_{mb}^{stage}" for kind, stage, mb in parts(instr)
-    )
+    return " & ".join(f"{kind}_{mb}" if schedule.one_stage_each else f"{kind}_{mb}^{stage}"
+                      for kind, stage, mb in parts(instr))
 
 
-def short_number(value: Real) -> str:
-    """A time or size in at most about eight characters; integers in full."""
-    return str(int(value)) if value == int(value) else f"{float(value):.6g}"
+# As a picture.
+
+
+Legend = list[tuple[tuple[str, ...], str]]  # (classes of the boxes, text) of each entry
+
+
+def svg(timeline: Timeline, title: str) -> str:
+    """The picture as text; every box has a tooltip, and names its pass where there is room."""
+    rows = layout(timeline)
+    legend = legend_entries(timeline, rows)
+    width = drawing_width(timeline, rows, legend, title)
+    scale = width / float(timeline.makespan)
+    size = f"{LEFT + width + RIGHT:.0f} {TOP + ROW * len(rows) + BOTTOM}"
+    elements = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img" '
+        'width="{}" height="{}">'.format(*size.split()),
+        f"<title>{escape(title)}</title><style>{STYLE}</style>{DEFINITIONS}",
+        f'<text x="{LEFT}" y="16" style="font-size: 13px">{escape(title)}</text>',
+    ]
+    x = LEFT
+    for names, text in legend:
+        elements += [f'<rect x="{x + 14 * k}" y="24" width="12" height="12" class="{name}"/>'
+                  for k, name in enumerate(names)]
+        x += 14 * len(names) + 2
+        elements.append(f'<text x="{x}" y="34">{escape(text)}</text>')
+        x += ceil(CHARACTER * len(text)) + LEGEND
+    for pp_rank, row in enumerate(rows):
+        y = TOP + ROW * pp_rank
+        elements.append(f'<text x="4" y="{y + 16}">worker {pp_rank}</text>')
+        area = f'x="{LEFT}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
+        elements.append(f'<rect {area} class="area"/>')
+        for cell in row:
+            elements += box(cell, y, scale)
+    elements += arrows(timeline.schedule, rows, scale)
+    least = max(TICK, CHARACTER * (len(short_number(timeline.makespan)) + 2) + 8) / scale
+    elements += [f'<text x="{LEFT + float(time) * scale:.2f}" y="{TOP + ROW * len(rows) + 14}"'
+              f' text-anchor="middle">{short_number(time)}</text>'
+              for time in round_times(0, timeline.makespan, least)]
+    return "\n".join([*elements, "</svg>", ""])
+
+
+def escape(text: str) -> str:
+    """Text inside an element. xml.sax.saxutils has the same, and loads urllib in every start."""
+    return html.escape(text, quote=False)
+
+
+def legend_entries(timeline: Timeline, rows: list[list[Cell]]) -> Legend:
+    """An entry for each kind of pass, with both shades where both are drawn."""
+    used: dict[str, set[bool]] = {}
+    for cell in (cell for row in rows for cell in row):
+        used.setdefault(cell.instr.kind, set()).add(cell.late)
+    entries: Legend = [(tuple(f"{kind}{' late' * late}" for late in sorted(used[kind])), text)
+                       for kind, text in WORDS.items() if kind in used]
+    if any(len(shades) > 1 for shades in used.values()):
+        entries.append(((), "darker: later stages of a worker"))
+    if any(timeline.global_bubble):
+        entries.append((("area",), "idle"))
+    return entries
+
+
+def drawing_width(timeline: Timeline, rows: list[list[Cell]], legend: Legend, title: str) -> float:
+    """Pixels for the passes; all labels fit unless that takes more than WIDEST."""
+    needed = max((LETTER * len(cell.text) + 4) * float(timeline.makespan / (cell.end - cell.start))
+                 for row in rows for cell in row)
+    words = sum(14 * len(names) + 2 + ceil(CHARACTER * len(text)) + LEGEND
+                for names, text in legend)
+    return max(NARROWEST, words - LEGEND, 1.2 * CHARACTER * len(title), min(needed, WIDEST))
+
+
+def arrows(schedule: Schedule, rows: list[list[Cell]], scale: float) -> list[str]:
+    """An arrow for each message between workers, from the end of a pass to the start of another."""
+    cells = [cell for row in rows for cell in row]
+    ends = {message: cell.end for cell in cells for message in neighbours(schedule, cell.instr)[1]}
+    found = []
+    for cell in cells:
+        for message in neighbours(schedule, cell.instr)[0]:
+            if message.is_remote:
+                down = message.target > message.source
+                y1 = TOP + ROW * message.source + (ROW - 4) * down
+                y2 = TOP + ROW * message.target + (ROW - 4) * (not down)
+                x1, x2 = (LEFT + float(time) * scale for time in (ends[message], cell.start))
+                found.append(f'<path class="message" marker-end="url(#head)" '
+                             f'd="M{x1:.1f} {y1}L{x2:.1f} {y2}"/>')
+    return found if len(found) <= MOST_ARROWS else []
+
+
+def box(cell: Cell, y: int, scale: float) -> list[str]:
+    """The elements of one pass."""
+    left, width = LEFT + float(cell.start) * scale, float(cell.end - cell.start) * scale
+    area = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
+    tip = f"{escape(cell.text)}: {short_number(cell.start)} to {short_number(cell.end)}"
+    kind = f"pass {cell.instr.kind}{' late' * cell.late}"
+    elements = [f'<rect {area} class="{kind}"><title>{tip}</title></rect>']
+    if width >= LETTER * len(cell.text) + 2:
+        place = f'x="{left + width / 2:.2f}" y="{y + 15}"'
+        elements.append(f'<text {place} class="pass-text">{escape(cell.text)}</text>')
+    return elements

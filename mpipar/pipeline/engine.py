@@ -11,19 +11,27 @@ progress, and there the sum of a unit's gradients starts as soon as they are com
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpipar.layers.stash import Stash
-from mpipar.pipeline.instructions import Instr, Schedule, neighbours, parts
+from mpipar.pipeline.check import check_lanes
+from mpipar.pipeline.instructions import Instr, Message, Schedule, neighbours, parts
 
-# Messages that travel up belong to forward, those that travel down to input gradients.
-PHASE_OF = {"F": "F", "B": "I"}
+if TYPE_CHECKING:
+    from mpipar.comm.group import Comm, Pending
+    from mpipar.comm.record import Recorder
+    from mpipar.ops.signature import Array
+
+Key = tuple[int, int]  # stage, microbatch
+
 FORWARD_ONLY = "eval"  # the phase, and the kind of the spans, of passes without a backward
 NAME_OF = {"F": "activations", "B": "gradients"}
 
 
-def forward_only(schedule: Schedule, mbs) -> Schedule:
+def forward_only(schedule: Schedule, mbs: Collection[int]) -> Schedule:
     """The forward passes of a schedule on some of its microbatches, in its order.
 
     Evaluation and generation run them.
@@ -35,7 +43,7 @@ def forward_only(schedule: Schedule, mbs) -> Schedule:
     return replace(schedule, programs=programs, wired=False)
 
 
-def last_backwards(program) -> set[Instr]:
+def last_backwards(program: Sequence[Instr]) -> set[Instr]:
     """The last B or W of each stage of a program, which completes the stage's gradients."""
     last = {}
     for instr in program:
@@ -43,6 +51,46 @@ def last_backwards(program) -> set[Instr]:
             if kind in ("B", "W"):
                 last[stage] = Instr(kind, stage, mb)
     return set(last.values())
+
+
+class Stage(Protocol):
+    """What the engine runs: a run of layers, as `models.stage.LayerRun`.
+
+    Each pass takes the engine, and calls its `enter` and `leave` around each of its units.
+    """
+
+    def in_shape(self, batch: Any) -> tuple[int, ...]: ...
+    def forward(self, x: Array, stash: Stash, engine: Engine, /) -> Array: ...
+    def backward(self, dy: Array, stash: Stash, engine: Engine, /) -> Array: ...
+    def backward_input(self, dy: Array, stash: Stash, engine: Engine, /) -> Array: ...
+    def backward_weight(self, stash: Stash, engine: Engine, /) -> None: ...
+
+
+class Gradients(Protocol):
+    """Who sums gradients over ranks, as `train.gradsync.GradSync`."""
+
+    def begin_unit(self, stage: int, unit: int) -> None: ...
+    def end_unit(self, stage: int, unit: int, last: bool) -> None: ...
+    def start(self, stage: int) -> None: ...
+    def test(self) -> None: ...
+
+
+class Weights(Protocol):
+    """Who gathers weights before a pass reads them, as `layers.units.GatheredUnits`."""
+
+    def enter(self, passing: Instr, unit: int) -> None: ...
+    def leave(self, passing: Instr, unit: int) -> None: ...
+    def unshard(self, stage: int) -> None: ...
+    def reshard(self, stage: int) -> None: ...
+
+
+class WholeWeights:
+    """Weights that every rank holds whole, so that there is nothing to gather."""
+
+    def enter(self, passing: Instr, unit: int) -> None: ...
+    def leave(self, passing: Instr, unit: int) -> None: ...
+    def unshard(self, stage: int) -> None: ...
+    def reshard(self, stage: int) -> None: ...
 
 
 class Engine:
@@ -53,7 +101,8 @@ class Engine:
     when a pass enters and leaves a unit, see `layers/units.py`.
     """
 
-    def __init__(self, ops, stages, schedule, comm, recorder, gradsync, weights):
+    def __init__(self, ops: Any, stages: dict[int, Stage], schedule: Schedule, comm: Comm,
+                 recorder: Recorder, gradsync: Gradients, weights: Weights):
         self.ops, self.stages, self.schedule = ops, stages, schedule
         self.comm, self.recorder, self.gradsync = comm, recorder, gradsync
         self.weights = weights
@@ -61,8 +110,12 @@ class Engine:
         if comm.size > 1:
             highest = self._tag("B", self.last_stage, schedule.num_microbatches)
             assert highest <= comm.max_tag(), (highest, comm.max_tag())
+        if comm.wire.in_order:
+            for one in (schedule, forward_only(schedule, range(schedule.num_microbatches))):
+                check_lanes(one)
 
-    def run(self, program, get_batch, training=True, caches=None):
+    def run(self, program: Sequence[Instr], get_batch: Callable[[int], Any], training: bool = True,
+            caches: dict[Key, Any] | None = None) -> dict[int, Array]:
         """Run one program; return the last stage's outputs by microbatch, {} where it is elsewhere.
 
         get_batch(mb) gives the rows of a microbatch. With training=False nothing is kept for a
@@ -72,13 +125,34 @@ class Engine:
         """
         self.get_batch, self.training, self.caches = get_batch, training, caches or {}
         self.forward = "F" if training else FORWARD_ONLY
-        self.stashes, self.inbox, self.outbox = {}, {}, {}
-        self.sending, self.outputs, self.batches = [], {}, {}
-        self.passing, self.last_passes = None, last_backwards(program)
+        self.stashes: dict[Key, Stash] = {}
+        self.inbox: dict[Message, Pending] = {}  # pending receives
+        self.outbox: dict[Message, Array] = {}  # made here, and not yet taken or sent
+        self.sending: list[Pending] = []
+        self.outputs: dict[int, Array] = {}
+        self.batches: dict[int, Any] = {}
+        self.last_passes = last_backwards(program)
+        # What runs an instruction, by kind, and in which phase. Messages that travel up belong to
+        # forward, those that travel down to input gradients. A whole backward begins with its I.
+        actions: dict[str, tuple[Callable[[Instr], None], str]] = {
+            "F": (self._forward, self.forward),
+            "B": (self._backward, "I"),
+            "I": (self._backward_input, "I"),
+            "W": (self._backward_weight, "W"),
+            "OVERLAP_F_B": (self._overlapped, "F"),
+            "RECV_F": (self._receive, self.forward),
+            "SEND_F": (self._send, self.forward),
+            "RECV_B": (self._receive, "I"),
+            "SEND_B": (self._send, "I"),
+            "UNSHARD": (self._unshard, self.forward),
+            "RESHARD": (self._reshard, self.forward),
+            "REDUCE_GRAD": (self._reduce_grad, "sync"),
+        }
         for instr in program:
-            self.recorder.stage, self.recorder.mb = instr.stage, instr.mb
-            getattr(self, f"_{instr.kind.lower()}")(instr)
-            self._progress()
+            action, phase = actions[instr.kind]
+            with self.recorder.at(phase, instr.stage, instr.mb):
+                action(instr)
+                self._progress()
         for send in self.sending:
             send.wait()
         self.sending = []
@@ -86,14 +160,14 @@ class Engine:
         assert not left, f"the program ended with {left} unused"
         return self.outputs
 
-    def enter(self, unit):
+    def enter(self, unit: int) -> None:
         """Called by a stage before a pass of one of its units, between two layers."""
         self._progress()
         self.weights.enter(self.passing, unit)
         if self.passing.kind in ("B", "W"):
             self.gradsync.begin_unit(self.passing.stage, unit)
 
-    def leave(self, unit):
+    def leave(self, unit: int) -> None:
         """Called by a stage after a pass of one of its units.
 
         After a stage's last backward (B or W), the gradients of the unit are complete.
@@ -102,7 +176,7 @@ class Engine:
         if self.passing.kind in ("B", "W"):
             self.gradsync.end_unit(self.passing.stage, unit, self.passing in self.last_passes)
 
-    def _progress(self):
+    def _progress(self) -> None:
         """Let messages move: MPI may do that only while it is called.
 
         A device's copies to the host are handed to MPI here. Finished sends free their arrays.
@@ -112,7 +186,7 @@ class Engine:
             receive.test()
         self.gradsync.test()
 
-    def _batch(self, mb):
+    def _batch(self, mb: int) -> Any:
         """The rows of a microbatch; reading them is a span of its own."""
         if mb not in self.batches:
             start = perf_counter_ns()
@@ -120,43 +194,28 @@ class Engine:
             self.recorder.span("data", start, self.recorder.stage, mb)
         return self.batches[mb]
 
-    def _tag(self, direction, stage, mb):
+    def _tag(self, direction: str, stage: int, mb: int) -> int:
         """A unique tag for each message: of two ranks, next and previous are the same neighbour."""
         return (stage * self.schedule.num_microbatches + mb) * 2 + (direction == "B")
 
-    # Wire instructions. inbox: pending receives by message. outbox: arrays by message that were
-    # made here and are not yet taken or sent.
+    # Wire instructions.
 
-    def _recv_f(self, instr):
-        self._receive(instr)
-
-    def _recv_b(self, instr):
-        self._receive(instr)
-
-    def _send_f(self, instr):
-        self._send(instr)
-
-    def _send_b(self, instr):
-        self._send(instr)
-
-    def _receive(self, instr):
+    def _receive(self, instr: Instr) -> None:
         """Post the receive of a stage's input, into a buffer that then belongs to the stage."""
         (message,), _ = neighbours(self.schedule, instr)
-        self.recorder.enter(PHASE_OF[message.direction] if self.training else FORWARD_ONLY)
         shape = self.stages[message.stage].in_shape(self._batch(message.mb))
         buffer = self.ops.empty(shape, label="buffers")
         self.inbox[message] = self.comm.irecv(
             buffer, message.source, self._tag(*message[:3]), NAME_OF[message.direction])
 
-    def _send(self, instr):
+    def _send(self, instr: Instr) -> None:
         """Post the send of a stage's result."""
         _, (message,) = neighbours(self.schedule, instr)
-        self.recorder.enter(PHASE_OF[message.direction] if self.training else FORWARD_ONLY)
         self.sending.append(self.comm.isend(
             self.outbox.pop(message), message.target, self._tag(*message[:3]),
             NAME_OF[message.direction]))
 
-    def _take(self, instr):
+    def _take(self, instr: Instr) -> Array:
         """A stage's input, received or left by a stage of this rank; None at the model's ends."""
         for message in neighbours(self.schedule, instr)[0]:
             if message.is_remote:
@@ -164,18 +223,17 @@ class Engine:
             return self.outbox.pop(message)
         return None
 
-    def _give(self, instr, x):
+    def _give(self, instr: Instr, x: Array) -> None:
         """Leave a pass's result for its send, or for another stage of this rank."""
         for message in neighbours(self.schedule, instr)[1]:
             self.outbox[message] = x
 
     # Compute instructions.
 
-    def _f(self, instr):
+    def _forward(self, instr: Instr) -> None:
         stage, mb = instr.stage, instr.mb
         x = self._take(instr)
         stash = Stash(self._batch(mb), self.caches.get((stage, mb)))
-        self.recorder.enter(self.forward)
         start = self._begin(instr)
         y = self.stages[stage].forward(x, stash, self)
         self._span(self.forward, start, stage, mb)
@@ -185,7 +243,7 @@ class Engine:
             self.outputs[mb] = y
         self._give(instr, y)
 
-    def _b(self, instr):
+    def _backward(self, instr: Instr) -> None:
         stage, mb = instr.stage, instr.mb
         dy = self._take(instr)
         start = self._begin(instr)
@@ -193,44 +251,40 @@ class Engine:
         self._span("B", start, stage, mb)
         self._give(instr, dx)
 
-    def _i(self, instr):
+    def _backward_input(self, instr: Instr) -> None:
         stage, mb = instr.stage, instr.mb
         dy = self._take(instr)
-        self.recorder.enter("I")
         start = self._begin(instr)
         dx = self.stages[stage].backward_input(dy, self.stashes[stage, mb], self)
         self._span("I", start, stage, mb)
         self._give(instr, dx)
 
-    def _w(self, instr):
-        self.recorder.enter("W")
+    def _backward_weight(self, instr: Instr) -> None:
         start = self._begin(instr)
         self.stages[instr.stage].backward_weight(self.stashes.pop((instr.stage, instr.mb)), self)
         self._span("W", start, instr.stage, instr.mb)
 
-    def _overlap_f_b(self, instr):
+    def _overlapped(self, instr: Instr) -> None:
         """F of one microbatch, then B of another: one process cannot overlap them."""
         forward, backward = (Instr(*part) for part in parts(instr))
-        self._f(forward)
-        self.recorder.stage, self.recorder.mb = backward.stage, backward.mb
-        self._b(backward)
+        self._forward(forward)
+        with self.recorder.at("I", backward.stage, backward.mb):
+            self._backward(backward)
 
-    def _unshard(self, instr):
-        self.recorder.enter("F")
+    def _unshard(self, instr: Instr) -> None:
         self.weights.unshard(instr.stage)
 
-    def _reshard(self, instr):
+    def _reshard(self, instr: Instr) -> None:
         self.weights.reshard(instr.stage)
 
-    def _reduce_grad(self, instr):
-        self.recorder.enter("sync")
+    def _reduce_grad(self, instr: Instr) -> None:
         self.gradsync.start(instr.stage)
 
-    def _begin(self, instr):
+    def _begin(self, instr: Instr) -> int:
         """Note which pass runs now; return the instant."""
         self.passing = instr
         return perf_counter_ns()
 
-    def _span(self, kind, start, stage, mb):
+    def _span(self, kind: str, start: int, stage: int, mb: int) -> None:
         self.ops.synchronize()  # a span ends when the device is done, not when the work is queued
         self.recorder.span(kind, start, stage, mb)

@@ -10,11 +10,11 @@ message leaves, a pass of its sender gets the core less what sending takes of it
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
-from numbers import Real
 from typing import NamedTuple
 
 from mpipar.pipeline.check import circle
 from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.forms import Number
 from mpipar.pipeline.instructions import (
     WIRE_KINDS,
     Instr,
@@ -31,8 +31,8 @@ class Span(NamedTuple):
     """When one instruction ran; REDUCE_GRAD and wire instructions take no time."""
 
     instr: Instr
-    start: Real
-    end: Real
+    start: Number
+    end: Number
 
 
 class Events:
@@ -42,18 +42,19 @@ class Events:
     when, and the number of messages sent. Where messages are a rendezvous, programs must be wired.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, duration: Callable[[Instr], Real]):
+    def __init__(self, schedule: Schedule, costs: Costs, duration: Callable[[Instr], Number]):
         self.schedule, self.costs, self.duration = schedule, costs, duration
         ranks = range(schedule.pp_size)
         self.position, self.messages = [0 for _ in ranks], [0 for _ in ranks]
         self.spans: list[list[Span]] = [[] for _ in ranks]
-        self.now = self.work = 0  # work: what every computing rank has been given up to now
-        self.computing: dict[int, Real] = {}  # rank: the start of its pass
-        self.ends: list[tuple[Real, int, int]] = []  # a heap: work at the end, rank, parts left
-        self.arrivals: list[tuple[Real, int, Message]] = []  # a heap, in order of departure
+        self.now: Number = 0
+        self.work: Number = 0  # what every computing rank has been given up to now
+        self.computing: dict[int, Number] = {}  # rank: the start of its pass
+        self.ends: list[tuple[Number, int, int]] = []  # a heap: work at the end, rank, parts left
+        self.arrivals: list[tuple[Number, int, Message]] = []  # a heap, in order of departure
         self.arrived: set[Message] = set()  # and not yet taken
         self.waiting: dict[Message, int] = {}  # the rank that waits for it
-        self.free: dict[tuple[int, int], Real] = {}  # when a link has sent what it was given
+        self.free: dict[tuple[int, int], Number] = {}  # when a link has sent what it was given
         self.departures = 0
         self.units = costs.by_stage("units", schedule.num_stages)
         self.rendezvous = costs.is_rendezvous()
@@ -80,19 +81,21 @@ class Events:
     # Ranks that compute at the same time get equal shares of the cores. Those that wait, or have
     # ended their program, sleep.
 
-    def _slowdown(self) -> Real:
+    def _slowdown(self) -> Number:
         """How much longer a pass takes now than on a core of its own."""
+        if self.costs.cores is None:
+            return 1
         ranks_per_core = len(self.computing) / self.costs.cores
         return ranks_per_core * self.costs.sharing if ranks_per_core > 1 else 1
 
-    def _next_end(self) -> Real:
+    def _next_end(self) -> Number:
         """When the next pass ends if no other begins."""
         work = self.ends[0][0]
         if self.costs.cores is None:
             return work
         return self.now + max(0, work - self.work) * self._slowdown()
 
-    def _pass_time(self, until: Real) -> None:
+    def _pass_time(self, until: Number) -> None:
         if self.costs.cores is None:
             self.work = until
         else:
@@ -133,7 +136,7 @@ class Events:
         work += self._sending(pp_rank, work)
         heappush(self.ends, (self.work + work, pp_rank, left))
 
-    def _sending(self, pp_rank: int, work: Real) -> Real:
+    def _sending(self, pp_rank: int, work: Number) -> Number:
         """What a part of a pass takes longer because messages of its rank are leaving meanwhile."""
         share = self.costs.sending
         if not share:
@@ -152,7 +155,7 @@ class Events:
             self._done(pp_rank, self.computing.pop(pp_rank))
             self._go_on(pp_rank)
 
-    def _done(self, pp_rank: int, start: Real) -> None:
+    def _done(self, pp_rank: int, start: Number) -> None:
         """Note the end of the rank's instruction, and hand over what it sends."""
         instr = self.schedule.programs[pp_rank][self.position[pp_rank]]
         self.spans[pp_rank].append(Span(instr, start, self.now))

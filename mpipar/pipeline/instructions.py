@@ -4,10 +4,13 @@ The words are those of torch.distributed.pipelining, and so is the text form: 2F
 forward, microbatch 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 from mpipar.errors import UsageError
+from mpipar.pipeline.placements import PLACEMENTS
 
 COMPUTE_KINDS = frozenset(("F", "B", "I", "W", "OVERLAP_F_B"))
 WIRE_KINDS = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
@@ -51,10 +54,8 @@ def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
 class Schedule:
     """One training step of a pipeline as a value: for each pipeline rank its instructions in order.
 
-    placement: which rank holds a stage. linear: stage s is on rank s. looped: s is on rank s mod
-    pp_size. v: rank r holds r and 2*pp_size-1-r. mirror: each stage has two copies, on rank s for
-    the first half of the microbatches and on rank pp_size-1-s for the second half. wired: the
-    programs state their own sends and receives, as a schedule from a file may; see lower.
+    placement: which rank holds a stage, a row of PLACEMENTS. wired: the programs state their own
+    sends and receives, as a schedule from a file may; see lower.
     """
 
     name: str
@@ -65,30 +66,32 @@ class Schedule:
     programs: tuple[tuple[Instr, ...], ...]
     wired: bool = False
 
+    @cached_property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """The pipeline rank of each stage, for each copy of the model in turn."""
+        return PLACEMENTS[self.placement].homes(self.pp_size, self.num_stages)
+
+    @cached_property
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages whose weights each rank holds, ascending."""
+        held: list[set[int]] = [set() for _ in range(self.pp_size)]
+        for copy in self.homes:
+            for stage, pp_rank in enumerate(copy):
+                held[pp_rank].add(stage)
+        return tuple(tuple(sorted(stages)) for stages in held)
+
+    @property
+    def one_stage_each(self) -> bool:
+        """Whether the rank tells the stage."""
+        return len(self.homes) == 1 and self.num_stages == self.pp_size
+
     def rank_of(self, stage: int, mb: int) -> int:
         """The pipeline rank on which stage handles microbatch mb."""
-        if self.placement == "linear":
-            return stage
-        if self.placement == "looped":
-            return stage % self.pp_size
-        if self.placement == "v":
-            return stage if stage < self.pp_size else 2 * self.pp_size - 1 - stage
-        return stage if 2 * mb < self.num_microbatches else self.pp_size - 1 - stage
+        return self.homes[mb * len(self.homes) // self.num_microbatches][stage]
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages whose weights pp_rank holds, ascending."""
-        if self.placement == "linear":
-            return (pp_rank,)
-        if self.placement == "looped":
-            return tuple(range(pp_rank, self.num_stages, self.pp_size))
-        if self.placement == "v":
-            return (pp_rank, 2 * self.pp_size - 1 - pp_rank)
-        return tuple(sorted({pp_rank, self.pp_size - 1 - pp_rank}))
-
-    @property
-    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """stages_of every rank."""
-        return tuple(map(self.stages_of, range(self.pp_size)))
+        return self.stages_by_rank[pp_rank]
 
 
 class ScheduleError(UsageError):
@@ -208,7 +211,7 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
     return lowered
 
 
-def with_weights_kept(program) -> list[Instr]:
+def with_weights_kept(program: Sequence[Instr]) -> list[Instr]:
     """A program with UNSHARD before each stage's first pass that reads weights, and RESHARD behind
     its last one. W reads none.
     """

@@ -8,11 +8,11 @@ Fractions. `Costs` says what else can be given.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Real
 
 from mpipar.pipeline.check import check_programs, peak_stash
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.events import Events, Span
+from mpipar.pipeline.forms import Number
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
 
 
@@ -27,16 +27,16 @@ class Timeline:
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
     peak_stash: tuple[int, ...]
-    peak_stash_bytes: tuple[Real, ...]
+    peak_stash_bytes: tuple[Number, ...]
     messages: tuple[int, ...]
 
     @property
-    def makespan(self) -> Real:
+    def makespan(self) -> Number:
         """From the first pass anywhere to the end of the last pass anywhere."""
         return max(spans[-1].end for spans in self.spans)
 
     @property
-    def busy(self) -> tuple[Real, ...]:
+    def busy(self) -> tuple[Number, ...]:
         """The time each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
@@ -46,12 +46,12 @@ class Timeline:
         return tuple(float(busy / self.makespan) for busy in self.busy)
 
     @property
-    def global_bubble(self) -> tuple[Real, ...]:
+    def global_bubble(self) -> tuple[Number, ...]:
         """The time each rank idles, from the first pass anywhere to the last anywhere."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
-    def span_bubble(self) -> tuple[Real, ...]:
+    def span_bubble(self) -> tuple[Number, ...]:
         """The time each rank idles between its own first and last pass."""
         return tuple(
             spans[-1].end - next(span.start for span in spans if is_compute(span.instr)) - busy
@@ -80,27 +80,28 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     tuple(peak_stash_bytes(schedule, costs)), tuple(events.messages))
 
 
-def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Real]:
+def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Number]:
     """The function from a compute instruction to its cost."""
     f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
     b = [cost_i + cost_w for cost_i, cost_w in zip(i, w, strict=True)]
     cost = {"F": f, "B": b, "I": i, "W": w}
 
-    def duration(instr: Instr) -> Real:
+    def duration(instr: Instr) -> Number:
         total = sum(cost[kind][stage] for kind, stage, _ in parts(instr))
         return total * costs.overlap if instr.kind == "OVERLAP_F_B" else total
 
     return duration
 
 
-def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Real]:
+def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Number]:
     """The most bytes each rank keeps for backward passes at once."""
     stash = costs.by_stage("stash_bytes", schedule.num_stages)
     kept = costs.by_stage("kept_bytes", schedule.num_stages)
     transient = costs.by_stage("transient_bytes", schedule.num_stages)
-    peaks = []
+    peaks: list[Number] = []
     for program in schedule.programs:
-        held = peak = 0
+        held: Number = 0
+        peak: Number = 0
         for instr in program:
             for kind, stage, _ in parts(instr):
                 if kind == "F":

@@ -1,14 +1,16 @@
 """How long one block and one head take on a rank: closed forms over shapes and a machine.
 
 A product takes a start, its FLOPs over a rate, and its bytes over another. The
-rest of a block crosses memory a counted number of times. Letters: n tokens of a microbatch on a
-rank, D F a k h as in shape.py, t ranks of tp.
+rest of a block crosses memory a counted number of times. The layers say which products and barriers
+there are, and `Shape.letters` how large they are.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
+from mpipar.layers.costs import Barrier, Cost, Letters, array, value
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, all_reduce, exchange
 from mpipar.plan.layout import Layout
@@ -22,6 +24,11 @@ LOGITS = 7  # how often a loss moves each logit, forward and backward
 BACKWARD = 2.5  # FLOPs of fused attention backward, over those forward: scores are made again
 SLOWED = 1.2  # seconds that products lose for a second of transfers beside them
 SUM_OF_PARTS = 1.2  # a reduce-scatter and an all-gather over an all-reduce of the same bytes
+BESIDE = 0.5  # of gathers for weight gradients: they run beside other products
+
+# Bytes of what crosses memory: what widens, q, logits, and scores where they lie in memory.
+BYTES = {widths: array("B*T", widths) for widths in ("f", "ff", "Q", "v")} | {
+    "scores": array("B*T*A", "h")}
 
 
 class Times(NamedTuple):
@@ -39,9 +46,6 @@ class Times(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
-    def plus(self, other: Times) -> Times:
-        return Times(*(one + two for one, two in zip(self, other, strict=True)))
-
 
 class BlockTimes(NamedTuple):
     """Passes of a block. again: what recomputation adds to `i`. head: all passes of the head."""
@@ -53,9 +57,9 @@ class BlockTimes(NamedTuple):
     head: float
 
     @property
-    def all(self) -> Times:
-        """A forward and a whole backward."""
-        return self.f.plus(self.i).plus(self.w).plus(self.again)
+    def total(self) -> float:
+        """Seconds of a forward and a whole backward."""
+        return self.f.total + self.i.total + self.w.total + self.again.total
 
 
 def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack) -> float:
@@ -65,82 +69,88 @@ def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack
             + stack.number_bytes * (m * k + k * n + m * n) / (cluster.product_gbytes_s * 1e9))
 
 
+def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> list[float]:
+    """Seconds of the products of some layers: forward, input gradient, weight gradient."""
+    found = [0.0] * 3
+    for rows, inner, outer in cost.products:
+        n = prod(map(sizes.__getitem__, rows.split("*")))
+        depth, columns = (sum(map(sizes.__getitem__, side)) for side in (inner, outer))
+        for way, order in enumerate(((n, columns, depth), (n, depth, columns),
+                                     (columns, depth, n))):
+            found[way] += product_seconds(*order, cluster, stack)
+    return found
+
+
+def barrier_seconds(barrier: Barrier, sizes: Letters, cluster: Cluster, ranks: int) -> float:
+    """Seconds of a barrier of tp; halves of an all-reduce take longer than half of it."""
+    whole = all_reduce(cluster, barrier.payload(sizes, ranks), ranks)
+    return whole if barrier.kind == "all_reduce" else whole / 2 * SUM_OF_PARTS
+
+
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:
     """The passes of one block on one microbatch, and those of the head."""
-    t, width, size = layout.tp, shape.width, stack.number_bytes
-    n = layout.rows * shape.tokens / layout.cp
-    shapes = ((shape.qkv / t, width), (width, shape.attended / t), (shape.up / t, width),
-              (width, shape.ffn / t))
-    products = [sum(product_seconds(*order(columns, depth), cluster, stack)
-                    for columns, depth in shapes)
-                for order in (lambda columns, depth: (n, columns, depth),
-                              lambda columns, depth: (n, depth, columns),
-                              lambda columns, depth: (columns, depth, n))]
-    attention, scores = attention_seconds(shape, layout, cluster, stack)
-    whole = n / t if layout.sequence_parallel else n
+    sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes)
+    units = shape.costs(layout.sequence_parallel)
+    cost = units.block
+    products = product_times(cost, sizes, cluster, stack)
+    attention, scores = attention_seconds(cost, sizes, cluster, stack)
     memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
-    elementwise = [size * (STREAM[way] * whole * width + WIDE[way] * n * shape.up / t
-                           + HEADS[way] * n * shape.attended / t) / memory for way in (0, 1)]
+    *_, (_, _, up), _ = cost.products  # of qkv, the projection, what widens, and what narrows
+    wide, heads = (value(BYTES[columns], sizes) for columns in (up, "Q"))
+    stream = value(units.stream, sizes)
+    elementwise = [(STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads) / memory
+                   for way in (0, 1)]
     start = cluster.layer_us * 1e-6
-    tp = 2 * all_reduce(cluster, n * width * size, t)
-    if layout.sequence_parallel:
-        tp *= SUM_OF_PARTS
-    cp = context_seconds(shape, layout, cluster, stack, attention)
-    f = Times(products[0], attention[0], elementwise[0] + scores[0], start, tp, cp[0])
-    i = Times(products[1], attention[1], elementwise[1] + scores[1], start, tp, cp[1])
-    # With tokens that are cut, the weight gradients need the whole inputs: they are gathered again,
-    # beside other products.
-    w = Times(products[2], starts=start, tp=tp / 4 if layout.sequence_parallel else 0.0)
+    tp = {phase: sum(barrier_seconds(one, sizes, cluster, layout.tp) for one in cost.barriers
+                     if (one.axis, one.phase) == ("tp", phase)) for phase in "FIW"}
+    cp = context_seconds(cost, sizes, layout, cluster, attention)
+    f = Times(products[0], attention[0], elementwise[0] + scores[0], start, tp["F"], cp[0])
+    i = Times(products[1], attention[1], elementwise[1] + scores[1], start, tp["I"], cp[1])
+    w = Times(products[2], starts=start, tp=tp["W"] * BESIDE)
     again = {"none": Times(), "block": f,
              "attention": Times() if stack.fused else Times(
                  attention=attention[0], elementwise=scores[0])}[layout.recompute]
-    if layout.zero > 1:
-        f, i = with_gathers(shape, layout, cluster, stack, (f, i.plus(w).plus(again), i))
-    return BlockTimes(f, i, w, again, head_seconds(shape, layout, cluster, stack, tp))
+    block = BlockTimes(f, i, w, again, head_seconds(units.head, sizes, cluster, stack) + tp["F"])
+    return with_gathers(shape, layout, cluster, stack, block) if layout.zero > 1 else block
 
 
-def attention_seconds(shape, layout, cluster, stack):
+def attention_seconds(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack):
     """((forward, backward) seconds of its products, and of crossing memory with its scores).
 
     Fused attention computes the half of the square that is seen.
     """
-    t, c = layout.tp, layout.cp
-    flops = 4 * layout.rows * (shape.tokens / c) * shape.tokens * shape.attended / t
+    flops = value(cost.attention, sizes)
     rate = cluster.attention_tflops * 1e12 * stack.attention
     if stack.fused:
         return (flops / 2 / rate, BACKWARD * flops / 2 / rate), (0.0, 0.0)
-    scores = layout.rows * shape.heads / t * (shape.tokens / c) * shape.tokens * stack.number_bytes
+    scores = value(BYTES["scores"], sizes)
     memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
     return (flops / rate, 2 * flops / rate), tuple(count * scores / memory for count in SCORES)
 
 
-def context_seconds(shape, layout, cluster, stack, attention):
+def context_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster, attention):
     """(forward, backward) seconds that a ring of keys and values adds to attention."""
     if layout.cp == 1:
         return 0.0, 0.0
-    pair = 2 * layout.rows * shape.tokens / layout.cp * shape.kv_heads * shape.head_dim
-    hops = (layout.cp - 1) * exchange(
-        cluster, pair / layout.tp * stack.number_bytes, layout.tp)
+    ring = next(one for one in cost.barriers if (one.axis, one.phase) == ("cp", "F"))
+    hops = (layout.cp - 1) * exchange(cluster, ring.payload(sizes, layout.cp), layout.tp)
     return max(0.0, hops - attention[0]), max(0.0, 2 * hops - attention[1])
 
 
-def head_seconds(shape, layout, cluster, stack, tp) -> float:
-    """Forward and backward of the head and the loss on one microbatch."""
-    n, columns = layout.rows * shape.tokens / layout.cp, shape.vocab / layout.tp
-    products = sum(product_seconds(*sizes, cluster, stack) for sizes in (
-        (n, columns, shape.width), (n, shape.width, columns), (columns, shape.width, n)))
-    moved = LOGITS * stack.number_bytes * n * columns
-    return products + moved / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise) + tp
+def head_seconds(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> float:
+    """Forward and backward of the head and the loss on one microbatch, without barriers."""
+    products = sum(product_times(head, sizes, cluster, stack))
+    moved = LOGITS * value(BYTES["v"], sizes)
+    return products + moved / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise)
 
 
-def with_gathers(shape, layout, cluster, stack, passes) -> tuple[Times, Times]:
-    """(forward, input gradient) with what sharded weights add to them.
+def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes:
+    """The passes with what sharded weights add to them.
 
-    passes: forward, whole backward, input gradient. Weights are gathered for both; gradients are
-    summed behind the backward. Transfers run beside the products of neighbouring blocks, and slow
-    them down. Weights that stay for the step are gathered for its first microbatch alone.
+    Weights are gathered for forward and backward; gradients are summed behind the backward.
+    Transfers run beside the products of neighbouring blocks, and slow them down. Weights that stay
+    for the step are gathered for its first microbatch alone.
     """
-    forward, backward, i = passes
     elements = shape.block_parameters / layout.tp
     gather = all_gather(
         cluster, elements * stack.number_bytes, layout.data_ranks, layout.data_stride)
@@ -150,5 +160,7 @@ def with_gathers(shape, layout, cluster, stack, passes) -> tuple[Times, Times]:
     def added(moved: float, beside: float) -> float:
         exposed = max(0.0, moved - beside) if stack.overlap else moved
         return often * (exposed + SLOWED * (moved - exposed))
-    return (forward._replace(gathers=added(gather, forward.total)),
-            i._replace(gathers=added(gather + scatter, backward.total)))
+    f, i = block.f, block.i
+    backward = i.total + block.w.total + block.again.total
+    return block._replace(f=f._replace(gathers=added(gather, f.total)),
+                          i=i._replace(gathers=added(gather + scatter, backward)))

@@ -23,7 +23,7 @@ from mpipar.plan.measure import unit_counts
 from mpipar.plan.sharing import EQUAL_SHARES
 from mpipar.plan.step import StepEstimate, schedule_costs, step_estimate
 from mpipar.plan.step_time import TIE, shortest
-from mpipar.train.worker import configured_schedule
+from mpipar.train.build import configured_schedule
 
 
 class Scheduled(NamedTuple):

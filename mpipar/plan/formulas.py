@@ -1,30 +1,91 @@
 """The closed forms of a step's barriers: what they carry and how often they come.
 
-Each model has a module of its own with `payload`, `layer`, `ends` and `replicated`. The factors are
-those of ring algorithms, per rank.
+The layers say what they cost for one microbatch (layers/costs.py). Here it is added up for the
+stages of a rank. The factors are those of ring algorithms, per rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 import numpy as np
 
+from mpipar import models
+from mpipar.comm.record import family
+from mpipar.data.rows import rows_per_microbatch
 from mpipar.layers.context import recomputed_blocks
-from mpipar.models.stage import stage_parts
-from mpipar.plan import convnet_formulas, decoder_formulas
+from mpipar.layers.costs import KINDS, Barrier, Letters, Sum, total, value
+from mpipar.models.stage import UnitCosts, stage_parts
+from mpipar.ops import shapes_for
+from mpipar.partition.context import keeps_scores
 
 FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q",
            "all_to_all": "(q-1)/q"}
-FORMULAS = {"decoder": decoder_formulas, "convnet": convnet_formulas}
+# By kind of barrier: how often a rank sends what the Barrier says, a number and a factor.
+SENT = {"all_reduce": (2, "(q-1)/q"), "all_to_all": (1, "(q-1)/q"), "all_gather": (1, "(q-1)"),
+        "reduce_scatter": (1, "(q-1)"), "ring": (1, "(q-1)"), "ring_home": (1, "q")}
 
 
-def payload(name: str, operation: str, config, itemsize: int, group_size: int,
-            ) -> tuple[str, int] | None:
-    """(formula, bytes) of an operation's payload; None where there is no formula."""
-    return FORMULAS[config.model.model].payload(
-        name, operation, config, itemsize, group_size)
+def units_of(config) -> tuple[UnitCosts, Letters]:
+    """What the units of a resolved config's model cost, and the sizes of a rank."""
+    model, grid, (e, s) = models.model_of(config.model), config.grid, bytes_of_numbers(config)
+    method, scores = grid.cp_attention if grid.cp > 1 else None, False
+    ops = shapes_for(config.run, None)
+    if config.model.whole_heads and config.memory.recompute != "attention":
+        scores = keeps_scores(method, config.model.head_dim, ops.tiled_head_width)
+    sizes = model.letters(config.model, rows_per_microbatch(config), grid.tp, grid.cp,
+                          ops.table_multiple)
+    return model.unit_costs(config.model, method, scores), sizes | {"e": e, "s": s}
+
+
+def text(form: Sum) -> str:
+    """The formula of a Sum; what differs in one width alone is put together."""
+    groups: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for (*rows, width, number), often in form.items():
+        groups.setdefault(("*".join(rows), number), []).append((often, width))
+    found = []
+    for (rows, number), widths in groups.items():
+        (often, width), *others = widths
+        if others:
+            inside = [f"{often:.0f}{width}" if often > 1 else width for often, width in widths]
+            found.append(f"{rows}*({' + '.join(inside)})*{number}")
+        else:
+            found.append((f"{often:.0f}*" if often > 1 else "") + f"{rows}*{width}*{number}")
+    return " + ".join(found)
+
+
+def sent_text(barriers: Iterable[Barrier]) -> str:
+    """The formula of what a rank sends in some barriers."""
+    factors: dict[str, list[Sum]] = {}
+    for barrier in barriers:
+        often, factor = SENT[barrier.kind]
+        factors.setdefault(factor, []).extend([barrier.carries] * often)
+    return " + ".join(
+        (f"{often:.0f}" if often > 1 else "") + f"{factor} * {'*'.join(letters)}"
+        for factor, sums in factors.items() for letters, often in total(sums).items())
+
+
+def payload_text(barrier: Barrier) -> str:
+    """The formula of one operation's payload."""
+    return "q * " * (KINDS[barrier.kind].pieces(2) == 2) + text(barrier.carries)
+
+
+def payload(record, config, group_size: int) -> tuple[str, float] | None:
+    """(formula, bytes) of a record's payload; None if no layer knows of it, as of sums of a step.
+
+    Of several barriers of a name and phase, it is that whose numbers have the record's bytes.
+    """
+    units, sizes = units_of(config)
+    if record.name in ("activations", "gradients"):
+        return text(units.stream), value(units.stream, sizes)
+    phase = "F" if record.phase == "recompute" else record.phase
+    found = ((payload_text(barrier), barrier.payload(sizes, group_size))
+             for cost in (units.entry, *units.blocks[:1], units.head) for barrier in cost.barriers
+             if (barrier.name, barrier.phase) == (family(record.name), phase)
+             and record.operation in KINDS[barrier.kind].operations)
+    return next((one for one in found if sizes[one[0][-1]] == record.dtype.itemsize), None)
 
 
 def sent(record) -> str:
@@ -34,7 +95,8 @@ def sent(record) -> str:
 
 def letters(config) -> str:
     """What the letters and words of the formulas mean, for a reader of `mpipar explain`."""
-    found = f"{FORMULAS[config.model.model].LETTERS},\nN numbers of this rank's parameters"
+    found = (f"{models.model_of(config.model).LETTERS},\n"
+             "N numbers of this rank's parameters")
     if config.memory.zero:
         found += ", x ranks that share them out, one segment after the other"
     if config.memory.zero == 3:
@@ -59,41 +121,81 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
     the number of microbatches. A schedule whose ranks hold a second stage for the other direction
     sends half of the microbatches each way.
     """
-    stages, mirror = schedule.stages_of(grid.pp_rank), schedule.placement == "mirror"
+    stages, mirror = schedule.stages_of(grid.place("pp")), schedule.placement == "mirror"
     parts = [stage_parts(stage, stage_layers) for stage in stages]
     m = config.grid.num_microbatches // (1 + mirror), "m/2" if mirror else "m"
-    found = {}
-    if grid.tp_size > 1:
-        found["tp"] = _tensor_parallel(config, parts, *m, grid.tp_size, prediction)
-    if grid.pp_size > 1:
+    found = {axis: _layers(config, axis, parts, *m, len(prediction.groups[axis]))
+             for axis in ("tp", "cp", "kv") if len(prediction.groups.get(axis, ())) > 1}
+    if grid.size("pp") > 1:
         # Neighbouring stages on one rank need no message. A mirror's stages are of two directions.
         hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
                    for stage in stages for other in (stage - 1, stage + 1))
-        text, size = payload("activations", "send", config, bytes_of_numbers(config)[0], 2)
+        units, sizes = units_of(config)
+        stream = units.stream
         found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
-                               f"{m[1]} * {hops} * {text}", m[0] * hops * size)
-    if grid.cp_size > 1:
-        itemsizes = bytes_of_numbers(config)
-        first = decoder_formulas.context(config, *itemsizes, grid.cp_size)
-        again = decoder_formulas.context_again(config, itemsizes[0], grid.cp_size)
-        first = first[0], f"({first[1]})", first[2]
-        calls, calls_text, size, text = _blocks(parts, config, first, again)
-        found["cp"] = Expected(f"{m[1]} * ({calls_text})", m[0] * calls,
-                               f"{m[1]} * ({text})", m[0] * size)
-    kv_heads = config.model.whole_kv_heads
-    if 0 < kv_heads < grid.tp_size:
-        numbers = [decoder_formulas.shared(config, len(part[0])) for part in parts]
-        sharing = grid.tp_size // kv_heads
-        found["kv"] = Expected(
-            "1 for each stage with blocks", sum(count > 0 for count in numbers),
-            "2(q-1)/q * gradients of keys and values",
-            2 * (sharing - 1) / sharing * sum(numbers) * bytes_of_numbers(config)[1])
-    copies = grid.dp_size * grid.cp_size
+                               f"{m[1]} * {hops} * {text(stream)}",
+                               m[0] * hops * value(stream, sizes))
+    if sums := _sums(config, prediction):
+        found["tp"] = _plus(found["tp"], sums)
+    copies = grid.size("dp") * grid.size("cp")
     if copies > 1:
-        found["data" if grid.cp_size > 1 else "dp"] = _data(config, prediction, copies, *m)
+        found["data" if grid.size("cp") > 1 else "dp"] = _data(config, prediction, copies, *m)
     if grid.world_size > 1:
         found["world"] = Expected("1 (the norm)", 1)
     return found
+
+
+def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
+    """The Expected of an axis that layers cross: blocks, those that run again, and the ends."""
+    units, sizes = units_of(config)
+    counts = [len(part[0]) for part in parts]
+    block = [one for one in units.block.barriers if one.axis == axis]
+    again = [one for one in block if one.again]
+    ends = [one for place, cost in ((1, units.entry), (2, units.head)) for part in parts
+            for one in cost.barriers * part[place] if one.axis == axis]
+    runs = [("L", sum(counts), block),
+            ("R", sum(min(count, recomputed_blocks(config)) for count in counts), again)]
+    calls = [f"{_calls(barriers, q)}{letter}" for letter, count, barriers in runs if count]
+    bytes_sent = [f"{letter} * ({sent_text(barriers) or 0})"
+                  for letter, count, barriers in runs if count]
+    if axis == "tp" and bytes_sent:
+        bytes_sent[0] = "L * one block"  # which has a row of its own
+    calls += [f"{_calls(ends, q)}"] * bool(ends)
+    bytes_sent += [sent_text(ends)] * bool(ends)
+    runs.append(("", 1, ends))
+    return Expected(f"{m_text} * ({' + '.join(calls) or 0})",
+                    m * sum(count * _calls(barriers, q) for _, count, barriers in runs),
+                    f"{m_text} * ({' + '.join(bytes_sent) or 0})",
+                    m * sum(count * _sent(barriers, sizes, q) for _, count, barriers in runs))
+
+
+def _calls(barriers: list[Barrier], q: int) -> int:
+    return sum(one.calls(q) for one in barriers)
+
+
+def _sent(barriers: list[Barrier], sizes: Letters, q: int) -> int:
+    return sum(one.sent(sizes, q) for one in barriers)
+
+
+def _sums(config, prediction) -> Expected | None:
+    """The Expected of sums of gradients of norms over tp: each rank has those of its tokens.
+
+    They come once per stage; what is shared out, once per segment, as a rank's piece of it.
+    """
+    lengths = [length for groups, length in prediction.segments if "tp" in groups]
+    if not lengths:
+        return None
+    copies = config.grid.dp * config.grid.cp if config.memory.zero else 1
+    q, over = config.grid.tp, "/(dp*cp)" if config.memory.zero else ""
+    numbers = sum(length // copies for length in lengths)
+    return Expected(f"{len(lengths)}", len(lengths), f"2(q-1)/q * norms{over}",
+                    2 * (q - 1) / q * numbers * bytes_of_numbers(config)[1])
+
+
+def _plus(one: Expected, two: Expected) -> Expected:
+    """Both together."""
+    return Expected(f"{one.calls_formula} + {two.calls_formula}", one.calls + two.calls,
+                    f"{one.sent_formula} + {two.sent_formula}", one.sent + two.sent)
 
 
 def _data(config, prediction, group_size: int, m: int, m_text: str) -> Expected:
@@ -107,65 +209,21 @@ def _data(config, prediction, group_size: int, m: int, m_text: str) -> Expected:
     if memory.zero == 0:  # the number of calls depends on buckets and further groups
         return Expected(sent_formula="2(q-1)/q * gradients",
                         sent=2 * factor * prediction.num_params * sum_itemsize)
-    segments = [one for stage in prediction.segments.values() for one in stage]
-    numbers = sum(run.stop - run.start for *_, run in segments)
+    numbers = sum(length for _, length in prediction.segments)
     if memory.zero == 1:
-        return Expected("2 segments", 2 * len(segments), "(q-1)/q * (gradients + weights)",
+        return Expected("2 segments", 2 * len(prediction.segments),
+                        "(q-1)/q * (gradients + weights)",
                         factor * numbers * (sum_itemsize + itemsize))
     lengths = [one for units in prediction.reads.values() for unit in units for one in unit]
     gathers, gathers_text = (1, "") if memory.gathers == "stage" else (2 * m, f"2*{m_text} ")
-    calls, sums, text = len(segments), numbers, "gradients"
+    calls, sums, words = len(prediction.segments), numbers, "gradients"
     calls_text = f"{gathers_text}reads + segments"
     if memory.keeps_pieces_of_gradients:
-        calls, sums, text = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
+        calls, sums, words = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
         calls_text = f"{gathers_text}reads + {m_text} reads"
     return Expected(calls_text, gathers * len(lengths) + calls,
-                    f"(q-1)/q * ({gathers_text}weights + {text})",
+                    f"(q-1)/q * ({gathers_text}weights + {words})",
                     factor * (gathers * sum(lengths) * itemsize + sums * sum_itemsize))
-
-
-def _tensor_parallel(config, parts, m: int, m_text: str, group_size: int,
-                     prediction) -> Expected:
-    """The Expected of tp: blocks, ends, and the sums of replicated gradients.
-
-    These come once per stage; what is shared out, once per segment, as a rank's piece of it.
-    """
-    module, sizes = FORMULAS[config.model.model], bytes_of_numbers(config)
-    first, last = (sum(part[end] for part in parts) for end in (1, 2))
-    count, _, sent_once = module.layer(config, sizes[0], group_size)
-    calls, calls_text, size, text = _blocks(
-        parts, config, (count, "one block", sent_once),
-        module.again(config, sizes[0], group_size))
-    ends = module.ends(config, first, last, *sizes, group_size)
-    end_calls = sum(end[0] for end in ends)
-    texts = ([text] if text else []) + [end[1] for end in ends]
-    numbers = [module.replicated(config, len(part[0]), part[2]) for part in parts]
-    sums, text_of_sums = sum(count > 0 for count in numbers), "2(q-1)/q * norms"
-    if config.memory.zero and sums:
-        copies, text_of_sums = config.grid.dp * config.grid.cp, "2(q-1)/q * norms/(dp*cp)"
-        numbers = [(one.run.stop - one.run.start) // copies
-                   for segments in prediction.segments.values() for one in segments
-                   if "tp" in one.groups]
-        sums = len(numbers)
-    return Expected(
-        f"{m_text} * ({calls_text} + {end_calls})" + (f" + {sums}" if sums else ""),
-        m * (calls + end_calls) + sums,
-        f"{m_text} * ({' + '.join(texts)})" + (f" + {text_of_sums}" if sums else ""),
-        m * (size + sum(end[2] for end in ends))
-        + 2 * (group_size - 1) / group_size * sum(numbers) * sizes[1])
-
-
-def _blocks(parts, config, first, again) -> tuple[int, str, float, str]:
-    """(calls, their formula, bytes sent, their formula) of a rank's blocks and a microbatch.
-
-    first, again: (calls, formula, bytes) of both passes of a block, and of its recomputation.
-    """
-    counts = [len(part[0]) for part in parts]
-    blocks, twice = sum(counts), sum(min(count, recomputed_blocks(config)) for count in counts)
-    texts = [f"L * {first[1]}"] * (blocks > 0) + [f"R * ({again[1]})"] * (twice > 0)
-    return (blocks * first[0] + twice * again[0],
-            f"{first[0]}L" + (f" + {again[0]}R" if twice else ""),
-            blocks * first[2] + twice * again[2], " + ".join(texts))
 
 
 def bytes_of_numbers(config) -> tuple[int, int]:
@@ -174,9 +232,11 @@ def bytes_of_numbers(config) -> tuple[int, int]:
     return itemsize, max(itemsize, 4)
 
 
-def layer(config, itemsize: int, group_size: int) -> tuple[int, str, float]:
-    """(calls, formula, bytes that a rank sends) over tp for one block and microbatch."""
-    return FORMULAS[config.model.model].layer(config, itemsize, group_size)
+def layer(config, q: int) -> Expected:
+    """The Expected of tp for both passes of one block and microbatch."""
+    units, sizes = units_of(config)
+    barriers = [one for one in units.block.barriers if one.axis == "tp"]
+    return Expected("", _calls(barriers, q), sent_text(barriers), _sent(barriers, sizes, q))
 
 
 def one_block(records) -> list:

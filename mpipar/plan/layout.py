@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpipar.pipeline.schedules.catalog import FAMILIES, Family
+from mpipar.pipeline.schedules.families import FAMILIES, Family
 from mpipar.plan.shape import Shape
 
-# Schedules of published runs, and those here that keep as much of as many microbatches.
-STANDS_FOR = {"zb-1p": "zb-h1", "zb-2p": "zb-h2", "none": "1f1b"}
+# The row of each schedule here, and of those of published runs that one here stands for.
+BY_NAME = FAMILIES | {name: family._replace(bubble=bubble) for family in FAMILIES.values()
+                      for name, bubble in family.published.items()}
 
 
 class Layout(NamedTuple):
@@ -68,7 +69,7 @@ class Layout(NamedTuple):
     @property
     def family(self) -> Family:
         """How the schedule is made."""
-        return FAMILIES[STANDS_FOR.get(self.schedule, self.schedule)]
+        return BY_NAME[self.schedule]
 
     @property
     def folded(self) -> bool:

@@ -28,7 +28,7 @@ def save(machine: Machine, path: str) -> None:
     """Write the file, whole or not at all. Raises OutputError if it cannot be written."""
     text = json.dumps({"schema": SCHEMA, **asdict(machine)}, indent=1) + "\n"
     try:
-        replace_file(Path(path), [text.encode()])
+        replace_file(path, [text.encode()])
     except OSError as error:
         raise OutputError(f"{path}: {error.strerror}") from error
 

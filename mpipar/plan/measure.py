@@ -177,8 +177,8 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
     worker = Worker(plain, grid, ops, Recorder(), mpi_world)
     worker.initialize()
-    times = in_turns(mpi_world, grid.pp_rank * grid.dp_size + grid.dp_rank,
-                     grid.pp_size * grid.dp_size, grid.cp_size * grid.tp_size,
+    times = in_turns(mpi_world, grid.place("pp") * grid.size("dp") + grid.place("dp"),
+                     grid.size("pp") * grid.size("dp"), grid.size("cp") * grid.size("tp"),
                      lambda: measure_times(worker, repeats))
     cores = cores_of(mpi_world).cores
     share = pipeline_cores(config.grid, cores)

@@ -104,14 +104,14 @@ def measure_links(ops, mpi_world) -> tuple[tuple[Curve, ...], tuple[Eager, ...]]
     counts = sorted({2, *divisors(size)[1:]})
     groups = {f"of {count}": [tuple(range(first, first + count))
                               for first in range(0, size - count + 1, count)] for count in counts}
-    comms = Comms(Grid(mpi_world.rank, dp_size=size), ops, Recorder(), mpi_world,
+    comms = Comms(Grid(mpi_world.rank, {"dp": size}), ops, Recorder(), mpi_world,
                   partitions=groups)
     sums, links = {}, []
     for nbytes in SIZES:
         shape = (nbytes // ops.statistics.itemsize,)
         x, y = (ops.zeros(shape, ops.statistics, label="buffers") for _ in range(2))
         for name in groups:
-            comm = comms.by_axis[name]
+            comm = comms[name]
             if comm.size > 1:
                 for operation, run in SUMS.items():
                     sums.setdefault(f"{operation} {name}", []).append(

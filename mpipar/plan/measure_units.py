@@ -78,14 +78,14 @@ def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) 
     """
     worker = Worker(config, Grid.of(config.grid, mpi_world.rank), ops, Recorder(), mpi_world)
     worker.initialize()
-    params, found = sum(stage.flat.size for stage in worker.stages.values()), []
+    params, found = sum(flat.size for flat in worker.flats), []
 
     def run() -> float:
         seconds = []
         for step in range(1, updates + 2):
             start = perf_counter()
             worker.gradsync.zero()
-            worker.gradsync.square_sum()
+            ops.numbers([part for part, _ in worker.gradsync.square_sums()])
             worker.gradsync.clip(2.0, 1.0)
             worker.optimizer.step(1e-4, step)
             ops.synchronize()

@@ -16,7 +16,7 @@ from mpipar.pipeline.costs import Costs
 from mpipar.plan.block_time import BlockTimes, block_times
 from mpipar.plan.cluster import Cluster
 from mpipar.plan.collectives import exchange
-from mpipar.plan.footprint import GIB, Footprint, rank_footprint
+from mpipar.plan.footprint import GIB, Footprint, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages, rank_parameters
 from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.search import Question, layouts, search
@@ -132,7 +132,7 @@ def least_seconds(question: Question, layout: Layout, kinds: tuple[Kind, ...]) -
     """A bound of the step from below: all blocks at the speed of all stages together."""
     shape, stack = question.shape, question.stack
     each = layout.ranks // layout.pp
-    speed = sum(kind.ranks // each / block_times(shape, layout, kind.cluster, stack).all.total
+    speed = sum(kind.ranks // each / block_times(shape, layout, kind.cluster, stack).total
                 for kind in kinds)
     return layout.num_microbatches * shape.layers / speed
 
@@ -159,8 +159,8 @@ def judged(question: Question, layout: Layout, kinds: tuple[Kind, ...],
 
 def memory_of(question: Question, layout: Layout, counts: tuple[int, ...]) -> tuple:
     """The Footprint of each pipeline rank."""
-    return tuple(rank_footprint(question.shape, layout, question.stack, rank, counts)
-                 for rank in range(layout.pp))
+    return tuple(rank_footprints(
+        question.shape, layout, question.stack, counts, range(layout.pp)))
 
 
 def room(question: Question, layout: Layout, by_rank: list[Kind]) -> list[int]:
@@ -179,7 +179,7 @@ def shares(layers: int, layout: Layout, blocks: list[BlockTimes],
     counts = [1] * layout.pp
     if min(most) < 1 or sum(most) < layers:
         return None
-    seconds = [block.all.total for block in blocks]
+    seconds = [block.total for block in blocks]
     heads = [(rank == layout.last_rank) * blocks[rank].head for rank in range(layout.pp)]
     queue = [(2 * seconds[rank] + heads[rank], rank) for rank in range(layout.pp)
              if most[rank] > 1]

@@ -60,7 +60,7 @@ def kinds_table(question: Question, one: Uneven) -> str:
         block = block_times(question.shape, one.layout, kind.cluster, question.stack)
         rows.append((
             f"{kind.ranks} x {kind.cluster.name}", f"{own[0]} to {own[-1]}",
-            in_runs(one.counts[rank] for rank in own), f"{1e3 * block.all.total:.2f}",
+            in_runs(one.counts[rank] for rank in own), f"{1e3 * block.total:.2f}",
             f"{max(one.memory[rank].total for rank in own) / GIB:.1f}", f"{kind.gib:.1f}",
             kind.cluster.basis))
     return table(rows)

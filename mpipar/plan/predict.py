@@ -24,8 +24,9 @@ class Prediction:
 
     peak_bytes: {label: bytes} at the instant of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
-    num_params: of its stages, without padding. segments: {stage: segments of its buffers}, see
-    `layers/shards.py`. reads: {stage: [lengths of the segments that a unit reads, ...]}.
+    num_params: of its stages, without padding. segments: (groups, length) of each segment of its
+    flat buffers, see `layers/flat.py`. reads: {stage: [lengths of the segments that a unit
+    reads, ...]}.
     """
 
     world_rank: int
@@ -34,7 +35,7 @@ class Prediction:
     recorder: Recorder
     groups: dict
     num_params: int
-    segments: dict
+    segments: list
     reads: dict
 
     @property
@@ -54,8 +55,9 @@ def predict(config, world_rank: int) -> Prediction:
     worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
                       {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
-                      sum(stage.flat.size for stage in worker.stages.values()),
-                      {number: stage.flat.segments for number, stage in worker.stages.items()},
+                      sum(flat.size for flat in worker.flats),
+                      [(flat.groups, flat.length(number)) for flat in worker.flats
+                       for number in range(len(flat.segments))],
                       {number: [[flat.length(segment) for flat, segment in needs]
                                 for needs in units]
                        for number, units in unit_segments(worker.stages).items()})

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mpipar.plan.cluster import MACHINES, STACKS, Cluster, Stack, load_cluster
 from mpipar.plan.footprint import footprint
-from mpipar.plan.layout import Layout
+from mpipar.plan.layout import BY_NAME, Layout
 from mpipar.plan.shape import Shape
 from mpipar.plan.step_time import StepTime, step_time
 
@@ -86,12 +86,14 @@ def layout_of(row: dict[str, str]) -> Layout:
     dp, rows = int(row["dp"]), int(row["mbs"])
     microbatches = max(1, round(int(row["gbs"]) / (dp * rows)))
     zero = {"0": 0, "1": 1, "2": 2, "3": 3}.get(row["zero"], 1)
+    chunks, schedule = int(row["chunks"] or 1), row["schedule"].partition("?")[0].partition(" ")[0]
+    if chunks > 1 and not BY_NAME[schedule].looped:  # such as 1f1b with chunks
+        schedule = "interleaved"
     if zero == 2 and row["system"] == "MegaScale":  # shards what 1 shards, and gathers no weights
         zero = 1
     return Layout(
         dp, int(row["pp"]), int(row["cp"] or 1), int(row["tp"]), rows, microbatches,
-        row["schedule"].partition("?")[0].partition(" ")[0], int(row["chunks"] or 1),
-        row["seq_par"] == "1", RECOMPUTE.get(row["recompute"], "none"), zero)
+        schedule, chunks, row["seq_par"] == "1", RECOMPUTE.get(row["recompute"], "none"), zero)
 
 
 def shape_of(row: dict[str, str]) -> Shape | None:

@@ -10,7 +10,7 @@ from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
 from mpipar.files.text import counted
 from mpipar.plan.confirm import Confirmed, Job, command_line
-from mpipar.plan.footprint import GIB, RESERVE, Footprint, footprint, rank_footprint
+from mpipar.plan.footprint import GIB, RESERVE, Footprint, footprint, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.published import nearest_runs
@@ -137,8 +137,9 @@ def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, St
     layout, shape, stack = best.layout, question.shape, question.stack
     counts = blocks_of_stages(shape.layers, layout.stages)
     times = rank_times(shape, layout, question.cluster, stack, Pipelines().simulated)
-    return [(layout.blocks_of(rank, counts), rank_footprint(shape, layout, stack, rank, counts),
-             times[rank]) for rank in range(layout.pp)]
+    memory = rank_footprints(shape, layout, stack, counts, range(layout.pp))
+    return [(layout.blocks_of(rank, counts), memory[rank], times[rank])
+            for rank in range(layout.pp)]
 
 
 def stage_tables(question: Question, best: Candidate) -> list[str]:

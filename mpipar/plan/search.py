@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mpipar.config.layout import cuts_heads, divisors
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.footprint import GIB, Footprint, footprint
 from mpipar.plan.layout import Layout
@@ -21,7 +22,7 @@ from mpipar.plan.shape import Shape
 from mpipar.plan.step_time import TIE, StepTime, shortest, step_time
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
 MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which a row is worth cutting
 TOLD = 1000  # layouts between two calls of `tell`
@@ -143,25 +144,19 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
         yield "1f1b", 1
         return
     for name in given(question.fixed, "schedule", SCHEDULES):
-        if name == "interleaved":
-            for chunks in given(question.fixed, "chunks", CHUNKS):
-                if pp * chunks > question.shape.layers:
-                    rejected["more stages than blocks"] += 1
-                elif m % pp:
-                    rejected["interleaved needs a multiple of pp microbatches"] += 1
-                else:
-                    yield name, chunks
-        elif name == "zb-v":
-            if 2 * pp > question.shape.layers:
+        family = FAMILIES[name]
+        own = (family.stages_per_rank,)
+        for chunks in given(question.fixed, "chunks", CHUNKS) if family.looped else own:
+            if chunks > 1 and pp * chunks > question.shape.layers:
                 rejected["more stages than blocks"] += 1
-            elif m < 2 * pp:
-                rejected["zb-v needs 2 pp microbatches"] += 1
+            elif family.grouped and m % pp:
+                rejected[f"{name} needs a multiple of pp microbatches"] += 1
+            elif m < pp:
+                rejected["fewer microbatches than pipeline ranks"] += 1
+            elif not family.looped and m < pp * chunks:
+                rejected[f"{name} needs {chunks} pp microbatches"] += 1
             else:
-                yield name, 2
-        elif m < pp:
-            rejected["fewer microbatches than pipeline ranks"] += 1
-        else:
-            yield name, 1
+                yield name, chunks
 
 
 def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:

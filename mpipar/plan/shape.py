@@ -6,9 +6,21 @@ There are a heads of queries and k of keys and values, each of width h.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
-GATED = ("swiglu",)  # activations whose network has a third product
+from mpipar.config.model import DecoderConfig
+from mpipar.layers.costs import Letters, value
+from mpipar.layers.ffn import FFNS
+from mpipar.models.decoder import unit_costs
+from mpipar.models.stage import UnitCosts
+
+# {(activation, whether tokens are cut over tp, whether scores lie in memory): what units cost}. A
+# rank's tokens of cp go round a ring.
+COSTS = {
+    (activation, parallel, scores): unit_costs(
+        DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel), "ring", scores)
+    for activation, parallel, scores in product(FFNS, (False, True), (False, True))}
 MFU_RULES = {
     "model": "3 x forward of all products and of attention over the whole square; the head once",
     "causal": "attention over the half of the square that a token may see",
@@ -44,25 +56,26 @@ class Shape(NamedTuple):
             model.vocab_size, model.seq_len, getattr(model, "activation", "gelu"), model.tied,
             model.seq_len if learned else 0)
 
-    @property
-    def up(self) -> int:
-        """Columns of the product that widens: 2F where a gate doubles it."""
-        return self.ffn * (2 if self.activation in GATED else 1)
+    def costs(self, parallel: bool = False, scores: bool = False) -> UnitCosts:
+        """What the units cost: a row of COSTS. An activation without a gate is as GELU."""
+        activation = self.activation if self.activation in FFNS else "gelu"
+        return COSTS[activation, parallel, scores]
+
+    def letters(self, rows: float = 1, tp: int = 1, cp: int = 1, number: float = 1) -> Letters:
+        """The sizes of a rank for `costs`, without padding to whole numbers.
+
+        rows: of a microbatch. number: bytes of one. Statistics of norms do not count.
+        """
+        tokens = self.tokens / cp
+        return {
+            "B": rows, "T": tokens, "t": tokens / tp, "A": self.tokens, "D": self.width,
+            "f": self.ffn / tp, "v": self.vocab / tp, "Q": self.heads * self.head_dim / tp,
+            "K": self.kv_heads * self.head_dim / tp, "h": self.heads / tp, "e": number, "s": 0}
 
     @property
-    def qkv(self) -> int:
-        """Columns of the product that makes queries, keys and values."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
-    def attended(self) -> int:
-        """Width of all query heads together, which is D but for models with another head width."""
-        return self.heads * self.head_dim
-
-    @property
-    def block_parameters(self) -> int:
+    def block_parameters(self) -> float:
         """Weights of the products of a block; biases and norms are less than a thousandth."""
-        return self.width * (self.qkv + self.attended + self.up + self.ffn)
+        return value(self.costs().block.weights, self.letters())
 
     @property
     def table_parameters(self) -> int:
@@ -81,10 +94,10 @@ class Shape(NamedTuple):
         values of a token take 4Tah forward over the whole square. Source: arXiv 2104.04473
         appendix, with the products of grouped heads and of a gate.
         """
-        products = 2 * self.block_parameters
+        products, sizes = 2 * self.block_parameters, self.letters() | {"T": 1}
         if rule == "whole-heads":
             products += 4 * self.width * (self.heads - self.kv_heads) * self.head_dim
-        attention = 4 * self.tokens * self.attended * (0.5 if rule == "causal" else 1)
+        attention = value(self.costs().block.attention, sizes) * (0.5 if rule == "causal" else 1)
         head = 2 * self.vocab * self.width * (2 if rule == "embedding" else 1)
         again = {"none": 0, "attention": attention, "block": products + attention}[recompute]
         forwards = 3 * (products + attention) + (again if rule == "hardware" else 0)

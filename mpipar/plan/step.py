@@ -20,7 +20,7 @@ from mpipar.plan.machine import HOP, SENDING, STREAM, Machine
 from mpipar.plan.measure import unit_counts, unit_memory
 from mpipar.plan.predict import Prediction, predict
 from mpipar.plan.sharing import crowding, pipeline_cores, sharing_note
-from mpipar.train.worker import configured_schedule
+from mpipar.train.build import configured_schedule
 
 BUCKET = "grads.bucket"  # a sum that is posted first and waited for later
 OF_ZERO = (".gather", ".scatter")  # ends of the names of what ZeRO-3 sends, posted too
@@ -73,16 +73,18 @@ def measured_units(machine: Machine, config):
 def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     """The costs of a config by unit, as the simulator of schedules reads them.
 
-    A number of rows without a measurement counts in proportion to the nearest measured one. Raises
-    UsageError if the machine's file lacks this model.
+    A number of rows without a measurement counts in proportion to the nearest measured one, and a
+    block in proportion to its FLOPs. Raises UsageError if the machine's file lacks this model.
     """
     units = measured_units(machine, config)
     factor = microbatch_rows(config) / units.rows
-    once = units.block  # the machine's file has blocks that run forward once
+    once = units.block  # the machine's file has the mean of blocks that run forward once
     twice = replace(once, i=once.i + once.f)
     split = models.layer_split(config, configured_schedule(config.grid))
-    blocks = [twice if place < recomputed_blocks(config) else once
-              for count in split for place in range(count)]
+    again = [place < recomputed_blocks(config) for count in split for place in range(count)]
+    flops = models.unit_flops(config.model).blocks
+    blocks = [(twice if runs_again else once).scaled(one * len(flops) / sum(flops))
+              for runs_again, one in zip(again, flops, strict=True)]
     parts = [units.embedding, *blocks, units.head]
     parts = [passes.scaled(factor) for passes in parts]
     return Costs(f=tuple(passes.f for passes in parts), i=tuple(passes.i for passes in parts),
@@ -141,7 +143,7 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     ranks do the same work.
     """
     grids = [Grid.of(config.grid, place) for place in range(Grid.of(config.grid, 0).world_size)]
-    grids = [grid for grid in grids if grid.dp_rank == grid.tp_rank == grid.cp_rank == 0]
+    grids = [grid for grid in grids if not any(map(grid.place, ("dp", "cp", "tp")))]
     steps = [predict(config, grid.world_rank) for grid in grids]
     units, outside = measured_units(machine, config), set()
     if units.rows != microbatch_rows(config):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from mpipar.pipeline.forms import Letters
 from mpipar.plan.block_time import BlockTimes, block_times
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, exchange
@@ -89,7 +90,7 @@ def rank_time(shape, layout, cluster, stack, rank: int, block: BlockTimes,
     return StepTime(
         m * blocks * compute_of(block) + head, m * blocks * block.again.total,
         m * blocks * tp_of(block), m * blocks * (block.f.cp + block.i.cp),
-        passes - m * blocks * block.all.total - head,
+        passes - m * blocks * block.total - head,
         hop_seconds(shape, layout, cluster, stack),
         m * blocks * (block.f.gathers + block.i.gathers)
         + sum_seconds(shape, layout, cluster, stack, elements),
@@ -98,7 +99,7 @@ def rank_time(shape, layout, cluster, stack, rank: int, block: BlockTimes,
 
 def busy_seconds(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
     """Seconds that each pipeline rank computes. The last stage also has the head."""
-    m, whole = layout.num_microbatches, block.all.total
+    m, whole = layout.num_microbatches, block.total
     found = [m * whole * layout.blocks_of(rank, counts) for rank in range(layout.pp)]
     found[layout.last_rank] += m * block.head
     return found
@@ -112,8 +113,7 @@ def closed(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
 
 def compute_of(block: BlockTimes) -> float:
     """Computing of a block's three passes, without what runs again."""
-    once = block.f.plus(block.i).plus(block.w)
-    return once.total - once.tp - once.cp - once.gathers
+    return sum(one.total - one.tp - one.cp - one.gathers for one in (block.f, block.i, block.w))
 
 
 def tp_of(block: BlockTimes) -> float:
@@ -124,20 +124,13 @@ def tp_of(block: BlockTimes) -> float:
 def bubble_of(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
     """Seconds that each pipeline rank waits: the stages before it, forward and back.
 
-    A schedule that splits the backward fills the way back with weight gradients. zb-2p fills both
-    ways, because the next step begins before this one has ended everywhere.
+    The schedule's row says what that costs for each block before: its bubble on two ranks.
     """
     f, i, w = block.f.total, block.i.total + block.again.total, block.w.total
-    back = {"zb-1p": max(0.0, i - w), "zb-h1": max(0.0, i - w), "zb-2p": -f, "zb-h2": 0.0,
-            "interleaved-zb": max(0.0, i - w)}.get(layout.schedule, i + w)
-    there, found = 0, []
-    for count in counts[:layout.pp]:
-        found.append(there * (f + back))
-        there += count
-    if layout.schedule in ("gpipe", "1f1b", "none") or layout.chunks > 1 or layout.pp == 1:
-        return found
-    # Their last rank does not set the pace: every rank has the same gap somewhere.
-    return [found[-1]] * layout.pp
+    gap = layout.family.bubble.value(Letters(2, layout.num_microbatches, 1, f, i, w))
+    found = [gap * sum(counts[:rank]) for rank in range(layout.pp)]
+    # With a split backward no last rank sets the pace: every rank has the same gap somewhere.
+    return [found[-1]] * layout.pp if layout.family.split else found
 
 
 def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:

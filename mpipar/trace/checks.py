@@ -18,12 +18,12 @@ from mpipar.errors import UserError
 from mpipar.files.text import shown
 from mpipar.files.typed import built
 from mpipar.pipeline.check import check
+from mpipar.pipeline.combinations import MOST_PASSES
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
-from mpipar.pipeline.schedules.catalog import MOST_PASSES
+from mpipar.pipeline.placements import PLACEMENTS
 
 MOST_RANKS = 1 << 17
-PLACEMENTS = ("linear", "looped", "v", "mirror")
 LATEST = 1 << 62  # ns; differences of times still fit 64 bits
 # The types of a line's values. `site` and `cut` are places in the head's list of sites.
 RECORD = (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str, int, int)

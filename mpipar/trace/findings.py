@@ -16,7 +16,7 @@ from statistics import mean, median
 from mpipar import models
 from mpipar.comm.record import PASSES
 from mpipar.config.model import model_config
-from mpipar.models.stage import balanced_layers, stage_flops
+from mpipar.models.split import balanced_layers, stage_flops
 from mpipar.trace import pop
 from mpipar.trace.causes import Cause, Causes, Cost
 from mpipar.trace.idle_pipeline import one_at_a_time
@@ -70,7 +70,7 @@ class Passes:
         self.steps = [_by_step(own) for own in segments]
         self.segments = segments
         self.model, self.split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
-        self.units = models.model_of(self.model).unit_flops(self.model)
+        self.units = models.unit_flops(self.model)
 
     def ms(self, rank: RankTrace) -> float:
         """Milliseconds per step that a rank computes, without blocked time."""
@@ -78,8 +78,9 @@ class Passes:
 
     def flops(self, rank: RankTrace) -> tuple[float, float]:
         """(of the blocks, of the head) in all traced forward passes of a rank."""
-        costs = [stage_flops(self.units, self.split, span.stage)
-                 for span in rank.spans if span.kind == "F" and span.stage in rank.stages]
+        stages = stage_flops(self.units, self.split)
+        costs = [stages[span.stage] for span in rank.spans
+                 if span.kind == "F" and span.stage in rank.stages]
         blocks, head = (sum(values) for values in zip(*costs, strict=True)) if costs else (0, 0)
         return blocks, head
 
@@ -164,7 +165,7 @@ def stages(work: Passes) -> list[Finding]:
     if lost < LARGE_SHARE * (trace.end - trace.start) * 1e-6 / trace.num_steps:
         return []
     held = [members[0].stages for _, members in sorted(places.items())]
-    balanced = balanced_layers(work.model.layers, work.units, held)
+    balanced = balanced_layers(work.units, held)
     cure = "" if list(balanced) == list(work.split) else (
         f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
     if ratio(blocks) < NOTABLE:

@@ -16,7 +16,7 @@ from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Record, Span
 from mpipar.config.model import model_config
 from mpipar.console.tables import describe_stage
-from mpipar.models.decoder import unit_flops
+from mpipar.models import unit_flops
 from mpipar.models.stage import stage_parts
 from mpipar.pipeline.instructions import lower, neighbours
 from mpipar.pipeline.schedules.catalog import make_schedule
@@ -73,14 +73,14 @@ class Simulator:
         sizes = {axis: dict(run.layout).get(axis, 1) for axis in AXES}
         self.sizes = sizes
         world_size = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
-        self.grids = [Grid(rank, **{f"{axis}_size": size for axis, size in sizes.items()})
+        self.grids = [Grid(rank, sizes)
                       for rank in range(world_size)]
         self.schedule = make_schedule(run.schedule, sizes["pp"], run.microbatches)
         split = MODEL["layers"] // sizes["pp"]
         self.stage_layers = run.stage_layers or (split,) * sizes["pp"]
         self.model = MODEL | {"vocab_size": run.vocab_size}
         units = unit_flops(model_config(self.model))
-        self.head_ms = run.block_ms * units.head / units.block
+        self.head_ms = run.block_ms * units.head / units.blocks[0]
         self.arrivals = defaultdict(dict)  # of a meeting or message: {rank: when it came}
         self.ends = {}  # of a meeting or message: when its data have travelled
         self.free = defaultdict(float)  # of a link: when it has carried all before
@@ -90,8 +90,8 @@ class Simulator:
         for rank, grid in enumerate(self.grids):
             groups = {axis: grid.group(axis) for axis in AXES} | {"world": tuple(range(world_size))}
             self.ranks.append(RankTrace(
-                rank, f"host{rank}", {axis: grid.axis_rank(axis) for axis in AXES},
-                self.schedule.stages_of(grid.pp_rank), groups, []))
+                rank, f"host{rank}", {axis: grid.place(axis) for axis in AXES},
+                self.schedule.stages_of(grid.place("pp")), groups, []))
         running = {rank: self._program(rank) for rank in range(world_size)}
         while running:  # a generator yields until what it waits for has come
             for rank in list(running):
@@ -188,7 +188,7 @@ class Simulator:
                 extra = self._planted("data", rank) if len(read) == 1 else 0.0
                 self._span("data", rank, self._work(rank, DATA_MS, extra), instr.stage, instr.mb)
 
-        for instr in lower(schedule, grid.pp_rank):
+        for instr in lower(schedule, grid.place("pp")):
             taken, given = neighbours(schedule, instr)
             if instr.kind.startswith("RECV"):
                 reading(instr)

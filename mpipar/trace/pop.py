@@ -150,22 +150,9 @@ def whole_steps(trace: Trace) -> set[int]:
 
 
 def pass_facts(trace: Trace) -> list[dict]:
-    """What `bubble.span_facts` gives for a live recorder, for every rank of a trace."""
-    facts, whole = [], whole_steps(trace)
-    for rank in trace.ranks:
-        passes, busy, pipeline = defaultdict(list), defaultdict(float), {}
-        for span in rank.spans:
-            if span.step not in whole:
-                continue
-            seconds = (span.end_ns - span.start_ns) * 1e-9
-            if span.kind in PASSES:
-                passes[f"{span.kind}{span.stage}"].append(seconds)
-                busy[span.step] += seconds
-            elif span.kind == "pipeline":
-                pipeline[span.step] = seconds
-        facts.append({"busy": dict(busy), "pipeline": pipeline, "passes": {
-            key: sum(values) / len(values) for key, values in passes.items()}})
-    return facts
+    """The `bubble.span_facts` of every rank of a trace."""
+    whole = whole_steps(trace)
+    return [bubble.span_facts(rank.spans, whole) for rank in trace.ranks]
 
 
 def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:

@@ -8,6 +8,7 @@ clock and starts at zero.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import traceback
@@ -19,20 +20,23 @@ from pathlib import Path
 from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Record, Span
+from mpipar.console.series import lines_of
 from mpipar.errors import DataError, UsageError
-from mpipar.files.bounded import open_regular, parse_json, problems_as, read_json, read_text
+from mpipar.files import own
+from mpipar.files.bounded import open_regular, parse_json, problems_as, read_json
+from mpipar.files.replace import replace_file
 from mpipar.files.text import brief, shown
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
-from mpipar.trace.checks import LineCheck, check_head, check_meta
+from mpipar.trace.checks import LineCheck, Meta, ScheduleFacts, check_head, check_meta
 
 SCHEMA = 3
-META_KEYS = ("world_size", "rank_order", "layout", "schedule", "stages", "stage_layers", "model",
-             "batch_size", "dtype", "clock")
-SCHEDULE_FIELDS = ("name", "pp_size", "num_stages", "num_microbatches", "placement", "wired")
+METRICS = "metrics.jsonl"  # of a run folder
+META = "trace/meta.json"  # likewise: what the files of all ranks have in common
+META_KEYS = (*Meta.__dataclass_fields__, "model")
 LEAST_CORE_WAIT = 0.1  # of the traced time, to be told
 
-MOST_META, MOST_LINE, MOST_METRICS = 64 << 20, 16 << 20, 1 << 30  # bytes
+MOST_META, MOST_LINE = 64 << 20, 16 << 20  # bytes
 MOST_NAMED = 8  # files in a message
 MIXED = "the files of trace/ must be of one run"
 HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
@@ -143,25 +147,21 @@ class Trace:
 def schedule_json(schedule: Schedule) -> dict:
     """A Schedule as values for JSON; `Trace.schedule` is the inverse."""
     programs = [[str(instr) for instr in program] for program in schedule.programs]
-    return {name: getattr(schedule, name) for name in SCHEDULE_FIELDS} | {"programs": programs}
+    return {name: getattr(schedule, name) for name in ScheduleFacts.__dataclass_fields__} | {
+        "programs": programs}
 
 
-def rank_path(folder: Path, world_rank: int) -> Path:
-    """The file of one rank in a run folder."""
-    return folder / "trace" / f"rank-{world_rank:05d}.jsonl"
-
-
-def meta_path(folder: Path) -> Path:
-    """The file of a run folder that says what all ranks' files have in common."""
-    return folder / "trace" / "meta.json"
+def rank_name(world_rank: int) -> str:
+    """The file of one rank, in a run folder."""
+    return f"trace/rank-{world_rank:05d}.jsonl"
 
 
 def remove(folder: Path, world_rank: int) -> None:
     """Remove what this rank has written of a trace that is of no use."""
     with suppress(OSError):  # other ranks may still have files there
-        rank_path(folder, world_rank).unlink(missing_ok=True)
+        own.remove(folder, rank_name(world_rank))
         if world_rank == 0:
-            meta_path(folder).unlink(missing_ok=True)
+            own.remove(folder, META)
         (folder / "trace").rmdir()
 
 
@@ -182,20 +182,16 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
         "operation_fields": LayerOperation._fields, "sites": list(sites),
         "lines": len(records) + len(spans) + len(operations),
     }
-    path = rank_path(folder, head["world_rank"])
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(head) + "\n")
-        for letter, entries in (("r", rows), ("s", spans), ("o", operations)):
-            file.writelines(json.dumps([letter, *entry]) + "\n" for entry in entries)
+    lines = itertools.chain([head], ([letter, *entry] for letter, entries in (
+        ("r", rows), ("s", spans), ("o", operations)) for entry in entries))
+    replace_file(rank_name(head["world_rank"]), (
+        f"{json.dumps(line)}\n".encode() for line in lines), sync=False, root=folder)
 
 
 def write_meta(folder: Path, meta: dict) -> None:
     """Write trace/meta.json; world rank 0 alone calls it."""
-    path = meta_path(folder)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"mpipar_trace": SCHEMA, **meta}, indent=1) + "\n",
-                    encoding="utf-8")
+    text = json.dumps({"mpipar_trace": SCHEMA, **meta}, indent=1) + "\n"
+    replace_file(META, [text.encode()], sync=False, root=folder)
 
 
 def read(folder: str | Path) -> Trace:
@@ -208,41 +204,42 @@ def read(folder: str | Path) -> Trace:
         raise DataError(f"{folder}: no such run folder; {HOW_TO}")
     if not (folder / "trace").is_dir():
         raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
-    meta, clock, grids = _load(meta_path(folder))
-    paths = [rank_path(folder, rank) for rank in range(len(grids))]
-    missing = [path.name for path in paths if not path.exists()]
+    meta, clock, grids = _load(folder)
+    paths = [folder / rank_name(rank) for rank in range(len(grids))]
+    missing = [path.name for path in paths if not os.path.lexists(path)]
     if missing:
         more = ", ..." if len(missing) > MOST_NAMED else ""
         raise DataError(f"{folder / 'trace'}: {', '.join(missing[:MOST_NAMED])}{more} missing of"
                         f" {len(paths)} ranks; {_why_missing(folder)}")
-    ranks = [_read_rank(path, clock, grid, len(meta["stages"]))
-             for path, grid in zip(paths, grids, strict=True)]
+    ranks = [_read_rank(folder, clock, grid, len(meta["stages"])) for grid in grids]
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: has other steps than {paths[0].name}: {MIXED}")
-    return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder / "metrics.jsonl"))
+    return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder))
 
 
 def _why_missing(folder: Path) -> str:
     """What kept ranks from writing their files: the failure of the run, if it left a record."""
     try:
-        first = read_json(folder / "errors" / "first.json")
-        return f"the run failed before they were written: {shown(first['what'][0])}"
-    except (DataError, TypeError, LookupError):
+        name = min(path.name for path in (folder / "errors").glob("rank-*.json"))
+        record = read_json(f"errors/{name}", root=folder)
+        return f"the run failed before they were written: {shown(record['what'][0])}"
+    except (DataError, TypeError, LookupError, ValueError):
         return ("a rank writes its file after the last traced step: is the run still going, or is"
                 " the folder on a disk that not all hosts share?")
 
 
-def _load(path: Path) -> tuple[dict, CommonClock, list[Grid]]:
+def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
     """meta.json, and from it the common clock and the place of each rank."""
-    value = read_json(path, cure=HOW_TO, most_bytes=MOST_META)
+    value = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
+    path = folder / META
     missing = [key for key in META_KEYS if key not in _checked(path, value)]
     if missing:
         raise DataError(f"{path}: {', '.join(missing)} missing; {HOW_TO}")
     try:
         check_meta(value)
-        sizes = {f"{axis}_size": value["layout"][axis] for axis in AXES}
-        grids = [Grid(rank, **sizes, order=tuple(value["rank_order"]))
+        sizes = {axis: value["layout"][axis] for axis in AXES}
+        grids = [Grid(rank, sizes, tuple(value["rank_order"]))
                  for rank in range(value["world_size"])]
         return value, CommonClock.from_json(value["clock"]), grids
     except (ValueError, AttributeError) as error:
@@ -257,11 +254,12 @@ def _checked(path: Path, head) -> dict:
     return head
 
 
-def _read_rank(path: Path, clock: CommonClock, grid: Grid, num_stages: int) -> RankTrace:
+def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) -> RankTrace:
     """One rank's file, with times translated to the common clock."""
-    number = 0
+    name, number = rank_name(grid.world_rank), 0
+    path = folder / name
     try:
-        with open_regular(path) as file:
+        with open_regular(name, folder) as file:
             lines = _lines(file)
             head = check_head(_checked(path, next(lines, None)), num_stages, grid.world_size)
             number, check = 1, LineCheck(head, num_stages)
@@ -298,7 +296,7 @@ def _read_rank(path: Path, clock: CommonClock, grid: Grid, num_stages: int) -> R
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != grid.world_rank or any(
             (trace.place.get(axis), trace.groups.get(axis))
-            != (grid.axis_rank(axis), grid.group(axis))
+            != (grid.place(axis), grid.group(axis))
             for axis in AXES):
         raise DataError(f"{path}: not of rank {grid.world_rank} ({grid.describe()}) in the layout"
                         f" of meta.json: {MIXED}")
@@ -344,18 +342,12 @@ def _lines(file):
         yield parse_json(line.decode())
 
 
-def _read_metrics(path: Path) -> list[dict]:
+def _read_metrics(folder: Path) -> list[dict]:
     """The complete lines of metrics.jsonl; a job that still runs may be writing the last one."""
-    found = []
-    if not path.exists():
-        return found
+    found, path = [], folder / METRICS
     with problems_as(DataError, str(path)):
-        lines = read_text(path, most_bytes=MOST_METRICS).split("\n")
-    for number, line in enumerate(lines[:-1], 1):
-        with problems_as(DataError, f"{path}, line {number}"):
-            value = parse_json(line)
-        if not isinstance(value, dict) or type(value.get("step")) is not int or not isinstance(
-                value.get("loss"), int | float):
-            raise DataError(f"{path}, line {number}: has no step and loss")
-        found.append(value)
+        for number, (_, value) in enumerate(lines_of(folder, METRICS), 1):
+            if value is None:
+                raise DataError(f"{path}, line {number}: has no step, loss and numbers")
+            found.append(value)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,33 +13,13 @@ from mpipar import models
 from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
-from mpipar.console.output import warn
+from mpipar.config.run import trace_steps
 from mpipar.console.tables import describe_stage
+from mpipar.job.streams import warn
 from mpipar.trace import trace_file
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
 SHORTEST_GC_NS = 100_000  # shorter collections are many and hold nobody up
-
-
-def trace_steps(text: str | None) -> tuple[int, int] | None:
-    """(first, last) of --trace FIRST:LAST or --trace STEP; None for any other text."""
-    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text or "")
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    return (first, last) if 1 <= first <= last else None
-
-
-def trace_problems(config) -> list[str]:
-    """What is wrong with --trace and --trace-ops."""
-    text, steps = config.run.trace, config.train.steps
-    if text is None:
-        return (["--trace-ops: times the steps of --trace; add for example --trace 10:12"]
-                if config.run.trace_ops else [])
-    chosen = trace_steps(text)
-    if chosen is None:
-        return [f"--trace {text}: must be FIRST:LAST, two step numbers from 1 on, as in 10:12"]
-    if chosen[1] > steps:
-        return [f"--trace {text}: the run has --steps {steps}; use for example --trace {steps}"]
-    return []
 
 
 def core_wait_ns() -> int:
@@ -165,7 +144,7 @@ class Tracer:
         groups = {axis: comm.ranks for axis, comm in worker.comms.groups.items()}
         head = {
             "world_rank": worker.grid.world_rank, "host": os.uname().nodename, "pid": os.getpid(),
-            "place": {axis: worker.grid.axis_rank(axis) for axis in AXES},
+            "place": {axis: worker.grid.place(axis) for axis in AXES},
             "stages": sorted(worker.stages), "groups": groups,
             "steps": self.steps, "complete": complete, "cores": sorted(os.sched_getaffinity(0)),
             "core_wait_ns": core_wait_ns() - self.core_wait,
@@ -183,7 +162,7 @@ class Tracer:
         entry = models.model_of(config.model).ENTRY
         return {
             "world_size": worker.grid.world_size, "rank_order": worker.grid.order,
-            "layout": {axis: worker.grid.axis_size(axis) for axis in AXES},
+            "layout": {axis: worker.grid.size(axis) for axis in AXES},
             "schedule": trace_file.schedule_json(worker.schedule),
             "stage_layers": list(worker.stage_layers),
             "stages": [describe_stage(stage, worker.stage_layers, entry)

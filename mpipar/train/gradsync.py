@@ -1,39 +1,56 @@
-"""Gradient synchronization: sums over the groups that hold partial gradients, the norm, and
-clipping.
+"""Gradient synchronization: sums over the groups that hold partial gradients, the norm, clipping,
+and the loss scale.
 
-Gradients lie in one flat buffer per stage. Most are partial over the data group only: the ranks
-that read different tokens, dp x cp. These are cut into buckets, each of one unit. A unit's
-all-reduces start as soon as its last weight gradient is done, while the units below it and other
-stages still compute. A tied table can lie on two pipeline ranks. It is first summed over those two
-(group "tie"), then over the data group, after everything else. An earlier sum would make one end
-wait for the other's backward.
+Each stage has a flat buffer of gradients for each set of groups over which they are partial. Most
+are partial over the data group only: the ranks that read different tokens, dp x cp. These are cut
+into buckets, each of one unit. A unit's all-reduces start as soon as its last weight gradient is
+done, while the units below it and other stages still compute. Others are partial over a further
+group too, such as the two ends of the pipeline that hold a tied table. They are summed after
+everything else, over that group last. An earlier sum would make one member wait for the other's
+backward.
+
+Where the ranks of the data group share gradients out (ZeRO), each gets the sums of its own pieces.
 """
 
 from __future__ import annotations
 
-from mpipar.train.non_finite import seen
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpipar.comm.group import Comms, Pending
+from mpipar.comm.record import Recorder
+from mpipar.config.run import RunConfig
+from mpipar.layers.flat import FlatParams
+from mpipar.layers.units import largest, unit_segments, views_in
+from mpipar.models.stage import LayerRun
+from mpipar.ops.signature import Array
 
 
 class GradSync:
-    """Owns the pending all-reduces of one step.
+    """Owns the pending all-reduces of one step. It is the `Gradients` of an engine.
 
     comms: the groups of this rank. stages: {stage: Stage}.
     """
 
-    def __init__(self, ops, stages, comms, recorder, bucket_bytes):
+    def __init__(self, ops: Any, stages: Mapping[int, LayerRun], comms: Comms, recorder: Recorder,
+                 bucket_bytes: int):
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
+        # In one order on every rank: sums over further groups come in it.
+        self.flats: list[FlatParams] = [
+            flat for number in sorted(stages) for flat in stages[number].flats]
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
-        self.pending = []
+        self.pending: list[Pending] = []
         self.started: set[tuple[int, int]] = set()  # (stage, unit)
-        # All ranks of the data group have the same sums, and one of them counts these.
-        self.counts = comms.data.index == 0
 
     def start(self, stage: int) -> None:
         """Post what is left of a stage's finished gradients.
 
         Comm: that of `start_unit`, for each unit that has not been started.
         """
-        for unit in self.stages[stage].flat.units:
+        for unit in dict.fromkeys(unit for flat in self.stages[stage].flats for unit in flat.units):
             if (stage, unit) not in self.started:
                 self.start_unit(stage, unit)
 
@@ -56,35 +73,38 @@ class GradSync:
         Comm: that of `post`.
         """
         self.started.add((stage, unit))
-        phase, self.recorder.phase = self.recorder.phase, "sync"
-        self.post(self.stages[stage].flat, unit)
-        self.recorder.phase = phase
+        with self.recorder.at("sync"):
+            for flat in self.stages[stage].flats:
+                if len(flat.groups) == 1 and unit in flat.units:
+                    self.post(flat, unit)
 
-    def post(self, flat, unit: int) -> None:
-        """Comm: one all_reduce per bucket over the data group."""
-        for groups, run in flat.units.get(unit, {}).items():
-            data = self.comms.by_axis[groups[-1]]
-            if len(groups) > 1 or data.size == 1:
-                continue
-            for first in range(run.start, run.stop, self.bucket):
-                piece = flat.grad[first:min(first + self.bucket, run.stop)]
-                self.pending.append(data.iall_reduce(piece, "grads.bucket"))
+    def post(self, flat: FlatParams, unit: int) -> None:
+        """Post a unit's sums over the data group. Comm: one all_reduce per bucket."""
+        run, data = flat.units[unit], self.comms[flat.groups[-1]]
+        if data.size == 1:
+            return
+        for first in range(run.start, run.stop, self.bucket):
+            piece = flat.grad[first:min(first + self.bucket, run.stop)]
+            self.pending.append(data.iall_reduce(piece, "grads.bucket"))
+
+    def post_late(self, flat: FlatParams) -> None:
+        """Post a buffer's sums over the data group after all others. Comm: one all_reduce."""
+        self.pending.append(self.comms[flat.groups[-1]].iall_reduce(flat.grad, "grads.late"))
 
     def finish(self) -> None:
-        """Return when every gradient is the sum over all its groups.
+        """Return when every gradient, or this rank's piece of it, is the sum over all its groups.
 
-        Comm: waits for the buckets; then, per run of parameters with further groups, one all_reduce
-        over each of its groups.
+        Comm: that of `post_late` for each flat buffer with further groups; then, for each of its
+        sums, one all_reduce over each of these groups.
         """
+        further = [flat for flat in self.flats if len(flat.groups) > 1]
+        for flat in further:
+            self.post_late(flat)
         self.wait()
-        for stage in sorted(self.stages):
-            flat = self.stages[stage].flat
-            for groups, run in flat.by_groups:
-                *earlier, data = groups
-                for group in earlier:
-                    self.comms.by_axis[group].all_reduce(flat.grad[run], f"grads.{group}")
-                if earlier:
-                    self.comms.by_axis[data].all_reduce(flat.grad[run], "grads.late")
+        for flat in further:
+            for summed in flat.summed:
+                for group in flat.groups[:-1]:
+                    self.comms[group].all_reduce(summed, f"grads.{group}")
 
     def wait(self) -> None:
         """Return when nothing is pending any more."""
@@ -99,23 +119,24 @@ class GradSync:
 
     def zero(self) -> None:
         """Set all gradients to zero, before the first backward of a step."""
-        for stage in self.stages.values():
-            self.ops.fill(stage.flat.grad, 0)
+        for flat in self.flats:
+            self.ops.fill(flat.grad, 0)
+            flat.freshen(slice(0, flat.total))
 
-    def square_sum(self) -> float:
-        """This rank's share of the squared gradient norm; not finite if any gradient here is not.
+    def counts(self, flat: FlatParams) -> bool:
+        """Whether this rank counts the sums of a buffer: one of the data group, which all have."""
+        return self.comms[flat.groups[-1]].index == 0
 
-        Only owned parameters count, and of equal sums those of one rank. All others are read too,
-        because a copy may be the only one with a number that is not finite. That costs no time.
-        While the first rank adds up its squares, the others do the same.
+    def square_sums(self) -> list[tuple[Any, bool]]:
+        """This rank's squared gradients: (sum of a part of them, whether it counts in the norm).
+
+        The sums are for `ops.numbers` to read. Only owned parameters count, and of equal sums those
+        of one rank. All others are read too, because a copy may be the only one with a number that
+        is not finite. That costs no time. While the first rank adds up its squares, the others do
+        the same.
         """
-        total = 0.0
-        for stage in self.stages.values():
-            flat = stage.flat
-            for counts, places in ((self.counts, flat.owned), (False, flat.copies)):
-                for segment, place in places:
-                    total += seen(self.ops.square_sum(flat.summed[segment][place]), counts)
-        return total
+        return [(self.ops.square_sum(flat.summed[segment][place]), owned and self.counts(flat))
+                for flat in self.flats for owned, segment, place in flat.counted]
 
     def unscale(self, loss_scale: float) -> None:
         """Divide all gradients by the factor that multiplied the loss."""
@@ -128,17 +149,154 @@ class GradSync:
             self._scale(limit / (norm + 1e-6))
 
     def _scale(self, factor: float) -> None:
-        for stage in self.stages.values():
-            for summed in stage.flat.summed:
+        for flat in self.flats:
+            for summed in flat.summed:
                 self.ops.scale(summed, factor)
 
 
-def agree(ops, comms, values: list[float], name: str) -> list[float]:
+class ScatterSync(GradSync):
+    """Each rank keeps whole gradients during a step, and at its end the sums of its pieces.
+
+    All ranks of a further group own the same pieces of what they sum.
+    """
+
+    def counts(self, flat: FlatParams) -> bool:
+        """No two ranks of the data group have the same piece, so each counts its own."""
+        return True
+
+    def post(self, flat: FlatParams, unit: int) -> None:
+        """Post a unit's sums over the data group. Comm: one reduce_scatter per segment."""
+        self.pending += [self.scatter(flat, flat.grad[segment.run], "grads.bucket")
+                         for segment in flat.segments if segment.unit == unit]
+
+    def scatter(self, flat: FlatParams, grad: Array, name: str) -> Pending:
+        """Post the sum of a segment of gradients. Comm: one reduce_scatter over the data group."""
+        data = flat.sharding.comm
+        return data.ireduce_scatter(grad.reshape(data.size, -1), name)
+
+    def post_late(self, flat: FlatParams) -> None:
+        """Post a buffer's sums over the data group. Comm: one reduce_scatter per segment."""
+        self.pending += [self.scatter(flat, flat.grad[segment.run], "grads.late")
+                         for segment in flat.segments]
+
+
+class PieceSync(ScatterSync):
+    """A rank keeps its pieces of the gradients alone.
+
+    Each pass makes the gradients of a unit in one scratch buffer. They are summed over the data
+    group, and each rank adds its piece to what it has. So a step sends all gradients once for each
+    microbatch. The next pass that makes gradients waits until the buffer is free.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.needs = unit_segments(self.stages)
+        size = largest(unit for units in self.needs.values() for unit in units)
+        self.scratch = self.ops.zeros((size,), self.ops.statistics, label="gradients")
+        self.scattered: list[tuple[Pending, FlatParams, int]] = []  # the last: of the segment
+
+    def begin_unit(self, stage: int, unit: int) -> None:
+        """Wait until the scratch buffer is free, and give it to the unit."""
+        self.collect()
+        self.ops.fill(self.scratch, 0)
+        for flat, number, part in views_in(self.scratch, self.needs[stage][unit]):
+            flat.place("grad", part, flat.segments[number].run)
+            flat.freshen(flat.segments[number].run)
+
+    def end_unit(self, stage: int, unit: int, last: bool) -> None:
+        """Post the sums of the unit's gradients. Comm: one reduce_scatter per segment."""
+        with self.recorder.at("sync"):
+            for flat, number, part in views_in(self.scratch, self.needs[stage][unit]):
+                flat.displace("grad", flat.segments[number].run)
+                pending = self.scatter(flat, part, f"{flat.title(number)}.scatter")
+                self.scattered.append((pending, flat, number))
+
+    def post(self, flat: FlatParams, unit: int) -> None:
+        """Nothing is left to post: every pass has posted what it made."""
+
+    def post_late(self, flat: FlatParams) -> None:
+        """Nothing is late either."""
+
+    def collect(self) -> None:
+        """Wait for the sums that are under way, and add this rank's part of each to its piece."""
+        for pending, flat, number in self.scattered:
+            self.ops.accumulate(flat.summed[number], pending.wait()[0])
+        self.scattered = []
+
+    def wait(self) -> None:
+        """Return when nothing is pending any more, and every sum is in its piece."""
+        self.collect()
+        super().wait()
+
+    def test(self) -> None:
+        """Let pending sums progress; they are collected in their order."""
+        for pending, *_ in self.scattered:
+            pending.test()
+
+
+def seen(value: float, counts: bool) -> float:
+    """What a rank adds to a sum of all ranks: its value if that counts or is not finite, else 0."""
+    return value if counts or not math.isfinite(value) else 0.0
+
+
+def seen_sum(parts: Iterable[tuple[float, bool]]) -> float:
+    """What a rank adds up to of parts: (value, whether it counts)."""
+    return sum(seen(value, counts) for value, counts in parts)
+
+
+def agree(ops: Any, comms: Comms, values: list[float], name: str) -> list[float]:
     """Sum a few numbers over all ranks: the one scalar barrier of a step.
 
     Comm: one all_reduce over world.
     """
-    import numpy as np
-
+    if comms.world.size == 1:  # not to a device and back
+        return values
     x = ops.asarray(np.array(values, dtype=np.float64))
     return [float(value) for value in ops.to_host(comms.world.all_reduce(x, name))]
+
+
+class LossScale:
+    """The factor of a float16 loss, without which most gradients would round to zero.
+
+    The smallest float16 number is 6e-8. A power of two multiplies the loss before the backward
+    pass, and the summed gradients are divided by it. If any rank finds a gradient that is not
+    finite, all ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and
+    interval are those of PyTorch's GradScaler.
+
+    `value` halves after a step that overflowed and doubles after `interval` good ones. Every rank
+    has the same value, because `update` tells all of them the same. dynamic: false for types with
+    the range of float32, whose scale stays 1. skipped: number of steps so far without an update.
+    """
+
+    FIRST, INTERVAL = 2.0**16, 2000  # PyTorch's
+    SMALLEST = 1.0  # gradients that overflow at this scale are not the scale's fault
+
+    def __init__(self, run: RunConfig):
+        self.dynamic = run.dtype == "float16"
+        self.value: float = (run.loss_scale or self.FIRST) if self.dynamic else 1.0
+        self.interval = run.loss_scale_interval or self.INTERVAL
+        self.good = self.skipped = 0
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale. overflow: whether this step's gradients overflowed on any rank."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.value, self.good = self.value / 2, 0
+            self.skipped += 1
+            return
+        self.good += 1
+        if self.good == self.interval:
+            self.value, self.good = self.value * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        """All that later steps depend on, for a checkpoint."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.value, self.good, self.skipped = (state[name] for name in ("value", "good", "skipped"))
+
+    def can_skip(self) -> bool:
+        """Whether a smaller scale could help a step whose gradients are not finite."""
+        return self.dynamic and self.value > self.SMALLEST

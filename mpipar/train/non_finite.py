@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.layers.flat import FlatParams
+from mpipar.ops.signature import Array
 
 SHOWN = 3  # tensors of a report, and ranks of a tensor
+PiecesOf = Callable[[FlatParams], list[Array]]
+Losses = dict[int, Any]  # by microbatch
+Facts = dict[str, Any]
 
 
-def is_finite(*values: float) -> bool:
-    """Whether none of the values is NaN or infinite."""
-    return all(math.isfinite(value) for value in values)
-
-
-def seen(value: float, counts: bool) -> float:
-    """What a rank adds to a sum of all ranks: its value if that counts or is not finite, else 0."""
-    return value if counts or not is_finite(value) else 0.0
-
-
-def bad_numbers(worker, pieces_of, losses) -> dict:
+def bad_numbers(worker: Any, pieces_of: PiecesOf, losses: Losses) -> Facts:
     """What is not finite on this rank, by {"losses": [mb, value], "tensors": [rows]}.
 
     pieces_of(flat) picks the arrays, one for each segment. losses: {microbatch: loss}. A row is
-    stage, unit, name, how many numbers, index of the first in the whole tensor. Rows come in the
-    order in which a backward pass makes the gradients.
+    stage, unit, name, how many numbers, index of the first in the whole tensor.
     """
     rows = []
-    for number, stage in worker.stages.items():
-        pieces = pieces_of(stage.flat)
-        for param in stage.flat.params:
-            bad = [first + place for first, values in stage.flat.parts(param, pieces)
+    for number, flat in ((number, flat) for number, stage in worker.stages.items()
+                         for flat in stage.flats):
+        pieces = pieces_of(flat)
+        for param in flat.params:
+            bad = [first + place for first, values in flat.parts(param, pieces)
                    for place in np.flatnonzero(~np.isfinite(worker.ops.to_host(values)))]
             if bad:
                 first = [int(place) for place in np.unravel_index(bad[0], param.local_shape)]
-                if param.cut_axis is not None:
-                    first[param.cut_axis] += param.bounds()[0]
+                first = [place + start for place, (start, _) in zip(first, param.box, strict=True)]
                 rows.append([number, param.unit, param.name, len(bad), first])
-    rows.sort(key=lambda row: (-row[0], -row[1]))
-    bad_losses = [[mb, value] for mb, value in losses.items() if not is_finite(value)]
+    bad_losses = [[mb, value] for mb, value in losses.items() if not math.isfinite(value)]
     return {"place": worker.grid.describe(), "losses": bad_losses, "tensors": rows}
 
 
-def describe(title: str, facts: list[dict]) -> list[str]:
+def describe(title: str, facts: list[Facts]) -> list[str]:
     """Lines that name the losses and the first tensors that are not finite.
 
     title: what the tensors' numbers are. facts: by rank.
@@ -67,11 +62,11 @@ def describe(title: str, facts: list[dict]) -> list[str]:
     return found
 
 
-def report(worker, title, pieces_of, losses=()) -> list[str]:
+def report(worker: Any, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
     """`describe` of all ranks, on every rank. For the arguments see `bad_numbers`.
 
     Comm: a gather of facts and a broadcast of text over the world, without records.
     """
-    facts = gather_facts(worker.mpi_world, bad_numbers(worker, pieces_of, dict(losses)))
+    facts = gather_facts(worker.mpi_world, bad_numbers(worker, pieces_of, losses))
     text = broadcast_text(worker.mpi_world, "\n".join(describe(title, facts) if facts else []))
     return text.splitlines()

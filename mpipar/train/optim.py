@@ -1,79 +1,123 @@
-"""Optimizers over flat buffers of master weights.
+"""Optimizers over flat buffers of master weights, and the learning rate of a step.
 
-A rank updates its own piece of each segment (see `layers/shards.py`), which is everything where
-nothing is shared out. Behind each update the ranks that share gather the new weights.
+A rank updates its own piece of each segment (see `layers/flat.py`), which is everything where
+nothing is shared out.
 
 Weight decay is decoupled. It applies to matrices and embedding tables, not to biases and norms.
 """
 
 from __future__ import annotations
 
-TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of what `state` gives
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from mpipar.config.train import TrainConfig
+from mpipar.layers.flat import FlatParams
+
+TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of FlatParams.state
+
+
+class Optimizer(Protocol):
+    """What a step and a checkpoint know of an optimizer. kinds: the names of its moments."""
+
+    kinds: ClassVar[tuple[str, ...]]
+
+    def __init__(self, ops: Any, flats: Sequence[FlatParams], config: TrainConfig): ...
+    def step(self, lr: float, step: int) -> None: ...
 
 
 class Sgd:
     """master -= lr * grad.
 
-    SGD has no moments and no decay, so a wrong gradient scale shows at once.
+    SGD has no moments and no decay, so a wrong gradient scale shows at once. flats: all FlatParams
+    of the rank; their moments belong to the optimizer.
     """
 
-    kinds = ()  # of moments
+    kinds: ClassVar[tuple[str, ...]] = ()  # of moments
 
-    def __init__(self, ops, stages, config, shared):
-        self.ops, self.stages, self.config, self.shared = ops, stages, config, shared
+    def __init__(self, ops: Any, flats: Sequence[FlatParams], config: TrainConfig):
+        self.ops, self.flats, self.config = ops, flats, config
+        for kind in self.kinds:
+            for flat in flats:
+                flat.add_moment(kind)
 
     def step(self, lr: float, step: int) -> None:
         """Update all parameters of this rank; step counts from 1.
 
-        Comm: where ranks share master weights, but not weights: one all-gather per segment.
+        Comm: where ranks share master weights, but not weights: `FlatParams.gather` per segment.
         """
         pending = []
-        for number, stage in self.stages.items():
-            flat = stage.flat
-            for segment, (*_, run) in enumerate(flat.segments):
-                self.update(number, flat, segment, lr, step)
-                if flat.is_whole(flat.data):
-                    parts = flat.data[run].reshape(self.shared.size, -1)
-                    pending.append(self.shared.iall_gather(parts, "weights.bucket"))
+        for flat in self.flats:
+            for segment in range(len(flat.segments)):
+                self.update(flat, segment, lr, step)
+                if not flat.shares("data"):
+                    pending.append(flat.gather(segment))
         for one in pending:
             one.wait()
 
-    def update(self, number: int, flat, segment: int, lr: float, step: int) -> None:
-        """Update the own piece of a segment of stage `number`, and round it to the data."""
-        master, data = flat.piece(flat.master, segment), flat.piece(flat.data, segment)
+    def update(self, flat: FlatParams, segment: int, lr: float, step: int) -> None:
+        """Update the own piece of a segment, and round it to the data."""
+        master, data = flat.piece("master", segment), flat.piece("data", segment)
         self.ops.sgd_step(master, flat.summed[segment], lr)
-        if flat.data is not flat.master:
+        if flat.rounds:
             self.ops.copy(data, master)
-
-    def state(self) -> dict:
-        """{kind: {stage: flat buffer}} of all buffers that an update reads and changes."""
-        return {"master": {number: stage.flat.master for number, stage in self.stages.items()}}
 
 
 class AdamW(Sgd):
     """Adam with decoupled weight decay (arXiv 1711.05101), with two moments per parameter."""
 
-    kinds = ("m", "v")
+    kinds: ClassVar[tuple[str, ...]] = ("m", "v")
 
-    def __init__(self, ops, stages, config, shared):
-        super().__init__(ops, stages, config, shared)
-        self.moments = {
-            kind: {number: ops.zeros((stage.flat.own_size,), ops.statistics, label="optimizer")
-                   for number, stage in stages.items()}
-            for kind in self.kinds}
-
-    def update(self, number: int, flat, segment: int, lr: float, step: int) -> None:
+    def update(self, flat: FlatParams, segment: int, lr: float, step: int) -> None:
         config = self.config
-        moments = (self.moments[kind][number] for kind in self.kinds)
         master, data, m, v = (
-            flat.piece(buffer, segment) for buffer in (flat.master, flat.data, *moments))
+            flat.piece(kind, segment) for kind in ("master", "data", *self.kinds))
         self.ops.adamw_runs(
             master, flat.summed[segment], m, v, flat.updates[segment], lr=lr, beta1=config.beta1,
             beta2=config.beta2, eps=config.eps, weight_decay=config.weight_decay, step=step,
-            copy=None if flat.data is flat.master else data)
-
-    def state(self) -> dict:
-        return super().state() | self.moments
+            copy=data if flat.rounds else None)
 
 
-OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": Sgd, "adamw": AdamW}
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Learning rate of `step`, which counts from 1: a linear warm-up, then as --lr-schedule says.
+
+    It falls from `lr` to min_lr_ratio * lr, which it has in the last step.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    start, low = fall_start(config), config.min_lr_ratio * config.lr
+    if config.lr_schedule == "constant" or step <= start:
+        return config.lr
+    done = min(1.0, (step - start) / max(1, config.steps - start))
+    return low + (config.lr - low) * fall(config.lr_schedule, done)
+
+
+def fall_start(config: TrainConfig) -> int:
+    """The last step with the peak learning rate before it falls."""
+    if config.lr_schedule != "wsd":
+        return config.warmup_steps
+    return max(config.warmup_steps, config.steps - max(1, round(config.decay_ratio * config.steps)))
+
+
+def fall(name: str, done: float) -> float:
+    """Which share of the fall from peak to last learning rate is left when `done` of it is over.
+
+    Both go from 0 to 1. cosine: arXiv 1608.03983, without restarts. wsd (warm-up, stable, decay):
+    1 - sqrt, which arXiv 2405.18392 found best for a short fall behind a constant rate.
+    """
+    if name == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    return 1 - (math.sqrt(done) if name == "wsd" else done)
+
+
+def of_new_length(config: TrainConfig) -> str:
+    """What becomes of the learning rate of a run that goes on with another number of steps."""
+    if config.lr_schedule == "constant":
+        return "the learning rate stays what it is"
+    if config.lr_schedule == "wsd":
+        return f"the learning rate has its peak up to step {fall_start(config)}, and falls then"
+    return "the learning rate of each further step is that of the new length"

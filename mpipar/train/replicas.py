@@ -9,23 +9,27 @@ further apart without any error.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from operator import itemgetter
 from time import perf_counter
 
 import numpy as np
 
-from mpipar.checkpoint.params import all_params
 from mpipar.checkpoint.save import place_among_copies
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.errors import DriftError
 from mpipar.files.text import counted
+from mpipar.layers.param import Param
+from mpipar.ops.signature import Array
 from mpipar.train.optim import TITLES
+from mpipar.train.worker import Worker
 
 DRIFT = ("copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
          " at fault, or hosts compute differently: go on from an older checkpoint, or accept it"
          " with --check-replicas 0")
 SHOWN = 5  # pieces of a report
+PieceOf = tuple[str, str, int]  # kind, name, shard
 
 
 class Replicas:
@@ -37,31 +41,30 @@ class Replicas:
     comparisons, and the time that all of them took.
     """
 
-    def __init__(self, worker):
+    def __init__(self, worker: Worker):
         self.worker = worker
-        self.kinds = tuple(self.state())
+        # What is whole on every rank: with --zero 1 the weights, with --zero 3 nothing.
+        level = worker.config.memory.zero
+        self.kinds = {0: ("master", *worker.optimizer.kinds), 1: ("master",), 3: ()}[level]
         pieces = [(param.name, shard)
-                  for _, param in all_params(worker.config.model, worker.stage_layers)
-                  for shard in range(param.cut_over(worker.grid.tp_size))]
+                  for _, param in worker.all_params
+                  for shard in range(len(param.shards(worker.grid)))]
         self.places = {(kind, *piece): place
                        for place, (kind, piece) in enumerate(product(self.kinds, pieces))}
         self.count, self.seconds = 0, 0.0
 
-    def state(self) -> dict:
-        """{kind: {stage: buffer}} of what is whole on every rank: with --zero 3 nothing."""
-        level = self.worker.config.memory.zero
-        if level == 0:
-            return self.worker.optimizer.state()
-        return {} if level == 3 else {
-            "master": {number: stage.flat.data for number, stage in self.worker.stages.items()}}
+    def pieces(self) -> Iterator[tuple[PieceOf, Param, Array]]:
+        """Yield ((kind, name, shard), param, numbers) of each piece here."""
+        for kind in self.kinds:
+            for flat in self.worker.flats:
+                for param, _, values in flat.held("data" if flat.shares(kind) else kind):
+                    yield (kind, param.name, param.shard), param, values
 
-    def checksums(self) -> dict[tuple, int]:
+    def checksums(self) -> dict[PieceOf, int]:
         """(kind, name, shard) -> 64-bit checksum of each piece here that has copies elsewhere."""
-        ops, state = self.worker.ops, self.state()
-        return {(kind, param.name, param.cut_index): ops.checksum(view)
-                for kind in self.kinds for number, stage in self.worker.stages.items()
-                for param, view in stage.flat.views(state[kind][number])
-                if place_among_copies(self.worker.comms, param)[1] > 1}
+        worker = self.worker
+        return {piece: worker.ops.checksum(view) for piece, param, view in self.pieces()
+                if place_among_copies(worker.comms, param)[1] > 1}
 
     def check(self, step: int) -> None:
         """Raise DriftError on every rank if any two copies of a piece differ.
@@ -74,13 +77,13 @@ class Replicas:
         if not self.places:
             return
         worker, recorder, start = self.worker, self.worker.recorder, perf_counter()
-        recorder.phase, recorder.stage, recorder.mb = "check", -1, -1
-        mine = self.checksums()
-        ends = np.zeros((2, len(self.places)), np.uint64)
-        for piece, checksum in mine.items():
-            ends[:, self.places[piece]] = checksum, ~np.uint64(checksum)
-        ends = worker.ops.to_host(
-            worker.comms.world.all_reduce(worker.ops.asarray(ends), "check.replicas", "max"))
+        with recorder.at("check"):
+            mine = self.checksums()
+            ends = np.zeros((2, len(self.places)), np.uint64)
+            for piece, checksum in mine.items():
+                ends[:, self.places[piece]] = checksum, ~np.uint64(checksum)
+            ends = worker.ops.to_host(
+                worker.comms.world.all_reduce(worker.ops.asarray(ends), "check.replicas", "max"))
         differs = (ends[0] != ~ends[1]) & ends.any(axis=0)
         drifted = [piece for piece, place in self.places.items() if differs[place]]
         self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - start
@@ -93,28 +96,42 @@ class Replicas:
         return ("all copies of tensors were equal: compared"
                 f" {counted(self.count, 'time')}, {each:.1f} ms each")
 
-    def _report(self, step, drifted, mine) -> list[str]:
+    def _report(self, step: int, drifted: list[PieceOf], mine: dict[PieceOf, int]) -> list[str]:
         """Lines that name each piece that drifted and its ranks, by what they hold.
 
-        Pieces that differ on the fewest ranks come first. A fault spreads, because gradients are
-        then made with other weights, and where it began it is alone.
+        A fault spreads, because gradients are then made with other weights. Where it began, it is
+        alone and large. So pieces that differ on the fewest ranks come first. Of those it is the
+        piece whose sums are the furthest apart, relative to its numbers.
         Comm: see `check`.
         """
         worker, found = self.worker, []
-        facts = gather_facts(worker.mpi_world, [mine.get(piece) for piece in drifted]) or []
-        for (kind, name, shard), *checksums in zip(drifted, *facts, strict=True) if facts else ():
+        sums = self._sums(drifted)
+        facts = gather_facts(worker.mpi_world, [
+            [mine[piece], *sums[piece]] if piece in mine else None for piece in drifted]) or []
+        for (kind, name, shard), *held in zip(drifted, *facts, strict=True) if facts else ():
             ranks: dict[int, list[int]] = {}
-            for world_rank, checksum in enumerate(checksums):
-                if checksum is not None:
-                    ranks.setdefault(checksum, []).append(world_rank)
+            for world_rank, fact in enumerate(held):
+                if fact is not None:
+                    ranks.setdefault(fact[0], []).append(world_rank)
+            _, totals, sizes = zip(*filter(None, held), strict=True)
+            apart = (max(totals) - min(totals)) / (min(sizes) or 1.0)
             parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
             sides = " unlike ".join(_ranks_text(part) for part in parts)
             cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
-            found.append((len(parts[0]), f"{TITLES[kind]} of {name}{cut}: {sides}"))
-        lines = [line for _, line in sorted(found, key=itemgetter(0))]
+            found.append((len(parts[0]), -apart, f"{TITLES[kind]} of {name}{cut}: {sides}"))
+        lines = [line for *_, line in sorted(found, key=itemgetter(0, 1))]
         more = [f"and {len(lines) - SHOWN} others"] if len(lines) > SHOWN else []
         text = "\n".join([f"step {step}: {DRIFT}", *lines[:SHOWN], *more])
         return broadcast_text(worker.mpi_world, text).splitlines()
+
+    def _sums(self, pieces: list[PieceOf]) -> dict[PieceOf, tuple[float, float]]:
+        """The sum of each of these pieces here, and the sum of its absolute values."""
+        found = {}
+        for piece, _, view in self.pieces():
+            if piece in pieces:
+                values = np.asarray(self.worker.ops.to_host(view), np.float64)
+                found[piece] = float(values.sum()), float(np.abs(values).sum())
+        return found
 
 
 def _ranks_text(ranks: list[int]) -> str:

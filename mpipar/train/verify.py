@@ -6,7 +6,9 @@ batch as one microbatch. So it shares no schedule, message or reduction with the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +18,14 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.weights import stream
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
+from mpipar.config.sections import Config
 from mpipar.train.worker import Worker
 
 SPREAD = 0.02  # of biases and norms: a bias of zero that is counted twice is still zero
+Tensors = dict[str, np.ndarray]  # by name
+StepTensors = tuple[float, float, Tensors, Tensors]  # loss, norm, gradients, weights
 TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ by less
 
 
@@ -39,26 +45,25 @@ class Difference:
     expected: float
 
 
-def serial_config(config):
+def serial_config(config: Config) -> Config:
     """The same model and rows on one rank, as one microbatch, of which everything is kept."""
-    grid = replace(config.grid, dp=1, pp=1, cp=1, tp=1, cp_attention=None, schedule="naive",
-                   schedule_csv=None, chunks=None, group_size=None, stage_layers=None,
-                   num_microbatches=1)
+    grid = GridConfig(dp=1, pp=1, tp=1, schedule="naive", num_microbatches=1)
     return replace(config, grid=grid, memory=MemoryConfig())
 
 
-def full_tensors(worker, kind: str) -> dict[str, np.ndarray]:
+def full_tensors(worker: Worker, kind: str) -> Tensors:
     """Whole tensors by name on world rank 0, an empty dict elsewhere. kind: master or grad.
 
     Comm: see `checkpoint.stream`.
     """
-    blocks: dict[str, list] = {}
+    blocks: dict[str, list[np.ndarray]] = {}
     for name, _, block in stream(worker, kind):
         blocks.setdefault(name, []).append(block)
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 
 
-def step_tensors(config, part, grid, mpi_world=None, host_rank=0, recorder=None):
+def step_tensors(config: Config, part: Any, grid: Grid, mpi_world: Any = None, host_rank: int = 0,
+                 recorder: Recorder | None = None) -> StepTensors:
     """Run one step; return (loss, norm, gradients, weights after the update) as whole tensors.
 
     recorder: gets what this rank sends.
@@ -79,7 +84,7 @@ def step_tensors(config, part, grid, mpi_world=None, host_rank=0, recorder=None)
     return loss, norm, gradients, weights
 
 
-def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
+def differences(kind: str, actual: Tensors, expected: Tensors) -> list[Difference]:
     """The largest difference of every tensor.
 
     It is ok where |a-b| <= TOLERANCE * max(max|b|, 1e-3 * g). g is the largest |b| of all tensors.
@@ -97,13 +102,15 @@ def differences(kind: str, actual: dict, expected: dict) -> list[Difference]:
     return found
 
 
-def one_rank_tensors(config, part):
+def one_rank_tensors(config: Config, part: Any) -> StepTensors:
     """`step_tensors` of one rank, which every layout must equal."""
     return step_tensors(serial_config(config), part, Grid(0))
 
 
-def compare_with_one_rank(config, part, mpi_world=None, expected=one_rank_tensors,
-            host_rank=0, recorder=None) -> list[Difference]:
+def compare_with_one_rank(
+        config: Config, part: Any, mpi_world: Any = None,
+        expected: Callable[[Config, Any], StepTensors] = one_rank_tensors, host_rank: int = 0,
+        recorder: Recorder | None = None) -> list[Difference]:
     """All differences between this layout and one rank, on world rank 0; an empty list elsewhere.
 
     config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: a function

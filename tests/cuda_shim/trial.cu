@@ -38,7 +38,8 @@ template <int Threads> __global__ void half_waits(float *x) {
 
 template <int Threads> __global__ void sums(const float *x, float *block, float *warp, float *top) {
     int i = blockIdx.x * Threads + threadIdx.x;
-    block[i] = block_sum<Threads>(x[i]);
+    float once = block_sum<Threads>(x[i]);  // some threads read it while others begin anew
+    block[i] = block_sum<Threads>(once) / Threads;
     warp[i] = warp_sum(x[i]);
     top[i] = warp_max(x[i]);
 }

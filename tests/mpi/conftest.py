@@ -23,9 +23,30 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpipar.comm import group
+
 TEST_LIMIT = float(os.environ.get("MPIPAR_TEST_LIMIT", "100"))  # seconds for one test
 HARNESS = MPI.COMM_WORLD.Dup()  # for this file's own messages: they must not meet those of a test
 NAME = f"rank {HARNESS.Get_rank()} of {HARNESS.Get_size()}"
+
+
+CORES: dict[tuple[int, ...], object] = {}
+cores_of = group.cores_of
+
+
+def known_cores(mpi_world):
+    """`cores_of`, asked once for the same ranks: each of some thousand workers asks."""
+    if mpi_world is None:
+        return cores_of(None)
+    members = mpi_world.Get_group()
+    ranks = tuple(MPI.Group.Translate_ranks(members, None, MPI.COMM_WORLD.Get_group()))
+    members.Free()
+    if ranks not in CORES:
+        CORES[ranks] = cores_of(mpi_world)
+    return CORES[ranks]
+
+
+group.cores_of = known_cores
 
 
 def say(text: str) -> None:

@@ -123,10 +123,9 @@ def computed_once(config, part):
     """
     assert part is tokens()
     serial = serial_config(config)
-    grid = replace(serial.grid, rank_order=GridConfig().rank_order)
     model = replace(serial.model, sequence_parallel=False, tp_matmul="plain", ffn_cut="pair")
     run = replace(serial.run, sync_sends=False)
-    return _step_on_one_rank(replace(serial, grid=grid, model=model, run=run))
+    return _step_on_one_rank(replace(serial, model=model, run=run))
 
 
 def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors) -> None:

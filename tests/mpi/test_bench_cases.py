@@ -113,13 +113,11 @@ def test_loops_in_c_move_the_same_payload(monkeypatch):
 @pytest.mark.parametrize("transport", ["staged", "mpi-cuda", "nccl"])
 def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", fake_nccl)
     monkeypatch.setattr(fake_cupy.cuda, "nccl", fake_nccl, raising=False)
     ops = ops_module.make("cuda", "float64")
-    everybody, job = (tuple(range(WORLD.size)),), Job("float64", transport=transport)
+    job = Job("float64", transport=transport)
     chosen = [one for one in sections() if job.ways(one)]
-    if transport == "nccl":  # the stand-in has the world's group alone
-        chosen = [one for one in chosen
-                  if one.groups == everybody and not one.title.startswith(TwoLevel.name)]
     if transport == "staged" and WORLD.size == 2:  # products run while a copy is under way
         monkeypatch.setitem(overlap.SIDES, "cuda", 8)
         chosen += plans.overlapped([one for one in chosen if one.title == "ring"], 2)

@@ -3,20 +3,29 @@
 Bytes and memory equal the formulas, and planted bugs are caught.
 """
 
+import runpy
 import tracemalloc
 from operator import attrgetter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import REPOSITORY
 from small_model import WORLD, poison_unwritten
 
+from bench.docs.commands import FILE
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
-from mpipar.comm.grid import piece, share
-from mpipar.comm.group import Comm
+from mpipar.comm.grid import Grid, piece, share
+from mpipar.comm.group import Comm, Comms
 from mpipar.comm.record import Recorder, Sums
-from mpipar.partition import ring, shares, tokens
+from mpipar.layers.context import Context
+from mpipar.layers.conv import Conv
+from mpipar.layers.flat import FlatParams
+from mpipar.layers.linear import Linear
+from mpipar.layers.stash import Stash
+from mpipar.partition import CUTS, MESH_CUTS, ring, shares, tokens
 
 TOLERANCE = 1e-12
 HERE = cases(WORLD.size)
@@ -86,7 +95,7 @@ BROKEN = {
     "reduce": (Comm, lambda self, x, root, name: x if self.index == root else None, {"2d", "2.5d"}),
     "pieces": (ring, lambda ops, x, comm, name: ((i, x) for i in range(comm.size)),
                {"column_ring", "row_ring"}),
-    "total": (ring, lambda ops, product, comm, name: product(comm.index),
+    "total": (ring, lambda ops, part, comm, name: part(comm.index),
               {"column_ring", "row_ring"}),
 }
 
@@ -202,7 +211,7 @@ def memory_of(case, product):
     x, w, y = local_sizes(product)
     side, pieces = q - 1, min(2, q - 1)  # pieces of a ring that belong to other ranks
     last_row, last_column, place = (
-        (product.comm.row.index, product.comm.column.index, 0) if cut in ("2d", "2.5d")
+        (product.comm.row.index, product.comm.column.index, 0) if cut in MESH_CUTS
         else (side, side, product.comm.index))
     x_part, y_part = (1 + (last < side) for last in (last_row, last_column))
     w_panel, x_panel = w * (q > 1), x * (q > 1)
@@ -210,7 +219,7 @@ def memory_of(case, product):
     # This rank's channels of a whole array are copied where they need padding.
     x_copy, y_copy = (nbytes * ((place + 1) * width > length) for nbytes, width, length in zip(
         (x_piece, y_piece), product.w.shape, product.sizes[2:], strict=True))
-    if q == 1 and cut not in ("2d", "2.5d"):
+    if q == 1 and cut not in MESH_CUTS:
         return None
     return {
         "column": (y, x, 0),
@@ -222,7 +231,7 @@ def memory_of(case, product):
         "column_sp": (q * x + max(q * x, y), 2 * q * x + x, 2 * q * x),
         "row_sp": (2 * q * y + y, q * y + max(q * y, x), 0),
         # y and one piece's product beside the pieces; a sum going, a sum coming, a part being made
-        "column_ring": (y + pieces * x + y // q, (3 if side else 2) * x, pieces * x),
+        "column_ring": (y + pieces * x + y // q, (3 if side else 2) * x, (q + pieces) * x),
         "row_ring": ((3 if side else 2) * y, x + q * y + pieces * y + x // q, 0),
         # a block of each that travels; a result being made, and perhaps the finished own one
         "2d": (y + x_panel + w_panel, w_panel + x_part * x, x_panel + y_part * w),
@@ -256,3 +265,65 @@ def test_memory_follows_the_formula(case):
     comms.close()
     for have, want in zip(measured, expected, strict=True):
         assert 0.95 * want <= have <= 1.05 * want + 2**16, (measured, expected)
+
+
+# Layers whose second one has the cut: of matrices, and of patches of images 5 wide and 5 high.
+PAIRS = {"linear": (Linear, [((6,), (23,)), ((23,), (5,))], (4, 3, 6)),
+         "conv": (Conv, [((5, 5), (6, 23)), ((5, 5), (23, 5))], (2, 5, 5, 6))}
+
+
+def pair_of_layers(comms, kind, cuts):
+    """(y, dx, {name: (the Param, its gradient)}) of two layers with these cuts. Comm: theirs."""
+    ops, (layer, sizes, shape) = ops_module.make("cpu", "float64"), PAIRS[kind]
+    first, second = (layer(Context(ops, comms), f"{number}", *size, cut=cut, std=0.3)
+                     for number, (cut, size) in enumerate(zip(cuts, sizes, strict=True)))
+    params = [*first.params, *second.params]
+    FlatParams(ops, params).initialize(seed=1, spread=0.1)
+    rng, stash = np.random.default_rng(0), Stash()
+    y = second.forward(first.forward(rng.standard_normal(shape), stash), stash)
+    dx = first.backward_input(second.backward_input(rng.standard_normal(y.shape), stash), stash)
+    for one in (second, first):
+        one.backward_weight(stash)
+    return y, dx, {param.name: (param, param.grad) for param in params}
+
+
+def wrong_results(kind, cuts) -> set[str]:
+    """The results of a pair of layers on all ranks that differ from those of one rank."""
+    ops = ops_module.make("cpu", "float64")
+    comms = Comms(Grid(WORLD.rank, {"tp": WORLD.size}), ops, Recorder(), WORLD)
+    y, dx, grads = pair_of_layers(comms, kind, cuts)
+    comms.close()
+    whole_y, whole_dx, whole_grads = pair_of_layers(Comms.solo(ops), kind, cuts)
+    found = {"y": (y, whole_y), "dx": (dx, whole_dx)}
+    for name, (param, grad) in grads.items():
+        held = tuple(slice(stop - start) for start, stop in param.box)
+        there = tuple(slice(start, stop) for start, stop in param.box)
+        found[name] = (grad[held], whole_grads[name][1][there])
+    return {name for name, (have, want) in found.items()
+            if not np.allclose(have, want, rtol=0, atol=1e-10)}
+
+
+@pytest.fixture
+def add_here(monkeypatch, tmp_path):
+    """The cut of docs/how-to/add-a-cut.md, in the table."""
+    page = (REPOSITORY / "docs" / "how-to" / "add-a-cut.md").read_text(encoding="utf-8")
+    (tmp_path / "add_here.py").write_text(dict(FILE.findall(page))["add_here.py"])
+    cut = SimpleNamespace(**runpy.run_path(str(tmp_path / "add_here.py")))
+    monkeypatch.setitem(CUTS, "add_here", cut)
+    return cut
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(
+    "cuts", [("column", "row"), ("gather", "gather"), ("reduce", "reduce"), ("column", "add_here")],
+    ids=str)
+def test_a_cut_goes_with_matrices_and_with_patches(kind, cuts, add_here):
+    assert wrong_results(kind, cuts) == set()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", PAIRS)
+def test_a_cut_of_the_how_to_that_adds_nothing_is_caught(kind, add_here, monkeypatch):
+    monkeypatch.setattr(add_here, "forward", lambda product, ops, x, w, comm, name, *, sizes:
+                        product.matmul(x, w))
+    assert "y" in wrong_results(kind, ("column", "add_here"))

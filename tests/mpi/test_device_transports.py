@@ -124,7 +124,7 @@ def test_only_the_own_piece_of_a_gather_leaves_the_device(cuda_aware, monkeypatc
     monkeypatch.setattr(Copies, "out", lambda self, x, *more: (
         left.append(x.nbytes), COPY_OUT(self, x, *more))[1])
     ops, here = ops_module.make("cuda", "float64"), WORLD.rank
-    comms = Comms(Grid(here, dp_size=WORLD.size), ops, Recorder(), WORLD)
+    comms = Comms(Grid(here, {"dp": WORLD.size}), ops, Recorder(), WORLD)
     pieces = np.full((WORLD.size, 3), np.nan)
     pieces[here] = here
     x = ops.asarray(pieces)

@@ -86,10 +86,8 @@ def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
     worker.train_step(1, lambda mb: rows.train(1, mb))
 
     def state():
-        return {(kind, stage): np.asarray(buffer).tobytes()
-                for kind, buffers in worker.optimizer.state().items()
-                for stage, buffer in buffers.items()} | {
-                    stage: part.flat.grad.tobytes() for stage, part in worker.stages.items()}
+        return [np.asarray(buffer).tobytes() for flat in worker.flats
+                for buffer in (flat.grad, *flat.state.values())]
 
     before, recorder = state(), worker.recorder
     losses_before, counters = dict(worker.losses), recorder.counters

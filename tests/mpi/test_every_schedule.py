@@ -22,9 +22,11 @@ from small_model import (
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, share
 from mpipar.comm.record import Recorder
+from mpipar.layers.norm import Residual
 from mpipar.pipeline.schedules.catalog import SCHEDULES, schedule_problems
 from mpipar.plan.predict import predict
-from mpipar.train.worker import Worker, holders
+from mpipar.train.build import holders
+from mpipar.train.worker import Worker
 
 LAYOUTS = {1: [(1, 1, 1)], 2: [(1, 2, 1)], 4: [(1, 4, 1), (1, 2, 2), (2, 2, 1)], 8: [(2, 2, 2)]}
 pytestmark = pytest.mark.ranks(*LAYOUTS)
@@ -91,7 +93,7 @@ def test_tie_and_mirror_sums(name, layout, num_microbatches):
     schedule, pp = worker.schedule, layout[1]
     ends = holders(schedule, (0, schedule.num_stages - 1))
     ties = [counter for key, counter in recorder.counters.items() if key.axis == "tie"]
-    member = len(ends) > 1 and worker.grid.pp_rank in ends
+    member = len(ends) > 1 and worker.grid.place("pp") in ends
     assert [counter.calls for counter in ties] == [1] * member
     if schedule.placement == "v":
         assert len(ends) == 1
@@ -101,8 +103,8 @@ def test_tie_and_mirror_sums(name, layout, num_microbatches):
     mirror = [counter for key, counter in recorder.counters.items() if key.axis == "mirror"]
     assert bool(mirror) == mirrored
     # Copies count once: the owned elements of all ranks add up to one model.
-    owned = sum(param.size for stage in worker.stages.values() for param in stage.flat.params
-                if param.owner and worker.grid.dp_rank == 0)
+    owned = sum(param.size for stage in worker.stages.values() for param in stage.params
+                if param.owner and worker.grid.place("dp") == 0)
     total = WORLD.allreduce(owned)
     alone, _ = one_rank_worker(config)
     tp, D = layout[2], MODEL.d_model
@@ -114,7 +116,7 @@ def one_rank_worker(config):
     from mpipar.train.verify import serial_config
 
     worker = Worker(serial_config(config), Grid(0), ops_module.make("cpu", "float64"), Recorder())
-    return sum(stage.flat.size for stage in worker.stages.values()), worker
+    return sum(flat.size for flat in worker.flats), worker
 
 
 @of_every_schedule
@@ -140,8 +142,7 @@ def test_weight_gradients_are_really_postponed(name, layout, num_microbatches):
     assert kinds["F"] == program["F"] + overlaps
     assert kinds["B"] == program["B"] + overlaps
     blocks = sum(
-        hasattr(layer, "ffn") for stage in worker.stages.values() for unit in stage.units
-        for layer in unit)
+        isinstance(unit[0], Residual) for stage in worker.stages.values() for unit in stage.units)
     mirrored = 2 if worker.schedule.placement == "mirror" else 1
     dp, _, tp = layout
     tokens_done = config.train.batch_size * MODEL.seq_len // dp // mirrored

@@ -142,9 +142,9 @@ def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
     worker.close()
     mine = {}
     for stage in worker.stages.values():
-        for param in stage.flat.params:
+        for param in stage.params:
             both = param.data.tobytes() + param.master.tobytes()
-            mine[param.name, param.cut_index] = hashlib.sha256(both).hexdigest()
+            mine[param.name, param.shard] = hashlib.sha256(both).hexdigest()
     seen = {}
     for ranks in WORLD.allgather(mine):
         for key, digest in ranks.items():
@@ -216,8 +216,8 @@ def overflow_on_rank_1(monkeypatch, at_step):
 
     def unscale(self, loss_scale):
         if WORLD.rank == 1 and self.recorder.step in at_step:
-            flat = next(iter(self.stages.values())).flat
-            segment, place = [*flat.owned, *flat.copies][-1]
+            flat = self.flats[-1]
+            _, segment, place = flat.counted[-1]
             flat.summed[segment][place][-1] = math.inf
         plain(self, loss_scale)
 
@@ -231,9 +231,9 @@ def skip_together(layout, zero=0):
         memory=MemoryConfig(zero=zero)))
     problem, skipped, scales = "", [], []
     for number in range(1, 8):
-        before = [stage.flat.master.copy() for stage in worker.stages.values()]
+        before = [flat.master.copy() for flat in worker.flats]
         result = step(number)
-        after = [stage.flat.master for stage in worker.stages.values()]
+        after = [flat.master for flat in worker.flats]
         same = all((a == b).all() for a, b in zip(before, after, strict=True))
         skipped.append(result.skipped)
         scales.append(result.loss_scale)

@@ -21,6 +21,7 @@ from mpipar.comm.grid import Grid, share
 from mpipar.comm.record import Recorder, Sums
 from mpipar.console.memory import PeakMemory
 from mpipar.data.rows import Rows
+from mpipar.layers.norm import Residual
 from mpipar.plan.predict import predict
 from mpipar.train.worker import Worker
 
@@ -80,7 +81,7 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
 
 
 def blocks_of(worker):
-    return [[layer for unit in stage.units for layer in unit if hasattr(layer, "ffn")]
+    return [[unit for unit in stage.units if isinstance(unit[0], Residual)]
             for stage in worker.stages.values()]
 
 
@@ -91,14 +92,14 @@ def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
     worker, recorder = real_step(config)
     totals = recorder.totals("axis", "name", "operation")
     mb_bytes = 8 * config.train.batch_size // (dp * 5) * MODEL.seq_len * MODEL.d_model
-    below, above = worker.grid.pp_rank > 0, worker.grid.pp_rank < pp - 1
+    below, above = worker.grid.place("pp") > 0, worker.grid.place("pp") < pp - 1
     sends = totals.get(("pp", "activations", "send"), Sums())[:2]
     assert sends == (5 * above, 5 * above * mb_bytes)
     sends = totals.get(("pp", "gradients", "send"), Sums())[:2]
     assert sends == (5 * below, 5 * below * mb_bytes)
     tie = totals.get(("tie", "grads.tie", "all_reduce"), Sums()).calls
     assert tie == (pp > 1 and (not below or not above))
-    grads = sum(stage.flat.size * stage.flat.grad.itemsize for stage in worker.stages.values())
+    grads = sum(flat.size * flat.grad.itemsize for flat in worker.flats)
     reduced = sum(counter.payload_bytes for key, counter in totals.items() if key[0] == "dp")
     assert reduced == (grads if dp > 1 else 0)
     world = [counter.calls for key, counter in totals.items() if key[0] == "world"]

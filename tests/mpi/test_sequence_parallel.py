@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from small_model import (
     LAYOUTS,
@@ -14,17 +13,12 @@ from small_model import (
     last,
     poison_unwritten,
     small_config,
-    tokens,
-    two_workers,
     with_sync_sends,
 )
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
-from mpipar.data.rows import Rows
-from mpipar.inference.generate import continue_one
-from mpipar.inference.sampling import Sampling
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition.tokens import CutTokens
 from mpipar.plan.measure import measure_costs
@@ -138,29 +132,6 @@ def test_padding_that_is_not_zero(monkeypatch, tp_matmul):
 
 
 # --- the other commands
-
-@both_matmuls
-@all_layouts
-def test_text_is_that_of_one_rank(layout, tp_matmul):
-    """One new token: fewer than there are ranks to hold it."""
-    worker, alone = two_workers(small_config(layout, model=cut_model(tp_matmul)))
-    found = list(continue_one(worker, [5], Sampling(9, 0.7, seed=3)))
-    assert WORLD.allgather(found) == [found] * WORLD.size
-    assert found == list(continue_one(alone, [5], Sampling(9, 0.7, seed=3)))
-    worker.close()
-
-
-@both_matmuls
-@all_layouts
-def test_held_out_loss_is_that_of_one_rank(layout, tp_matmul):
-    config = small_config(layout, model=cut_model(tp_matmul))
-    losses = []
-    for worker in two_workers(config):
-        rows = Rows(worker.ops, tokens(), worker.config, worker.grid)
-        losses.append(worker.evaluate(rows)[0])
-        worker.close()
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)
-
 
 @both_matmuls
 @pytest.mark.ranks(4)

@@ -124,7 +124,7 @@ def test_pipeline_messages_carry_a_share(layout):
     config = small_config(layout, 5, model=cut_model())
     worker, recorder = real_step(config)
     size = 8 * config.train.batch_size // (dp * 5) * share(MODEL.seq_len, tp) * MODEL.d_model
-    above = worker.grid.pp_rank < pp - 1
+    above = worker.grid.place("pp") < pp - 1
     totals = recorder.totals("axis", "name", "operation")
     sends = totals.get(("pp", "activations", "send"), Sums())[:2]
     assert sends == (5 * above, 5 * above * size)

@@ -61,7 +61,7 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
     monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(group, "cores_of", lambda world: Cores(2, crowded))
     monkeypatch.setattr(group, "finish_passes_first", lambda: None)
-    comms = group.Comms(Grid(WORLD.rank, pp_size=2, dp_size=2),
+    comms = group.Comms(Grid(WORLD.rank, {"pp": 2, "dp": 2}),
                         ops_module.make("cpu", "float64"), measure.Recorder(), WORLD)
     comm = comms.groups[axis]
     last = comm.index == comm.size - 1

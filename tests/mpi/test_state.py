@@ -57,9 +57,8 @@ class Trainer:
 
     def bytes(self):
         """All numbers of this rank's state and of the layers' weights."""
-        return [stage.flat.data.tobytes() for stage in self.worker.stages.values()] + [
-            buffer.tobytes() for buffers in self.worker.optimizer.state().values()
-            for buffer in buffers.values()]
+        return [buffer.tobytes() for flat in self.worker.flats
+                for buffer in (flat.data, *flat.state.values())]
 
 
 def assert_everywhere(right, what):

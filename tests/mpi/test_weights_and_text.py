@@ -62,7 +62,7 @@ def test_imported_model_computes_what_gpt2_computes(layout, tied, folder):
     outputs = worker.forward([0], lambda mb: batch)
     assert bool(outputs) == (worker.schedule.num_stages - 1 in worker.stages)
     if outputs:
-        parts = worker.comms.tp.all_gather(outputs[0], "test.logits")  # (tp, N, V/tp)
+        parts = worker.comms["tp"].all_gather(outputs[0], "test.logits")  # (tp, N, V/tp)
         logits = np.concatenate(list(parts), axis=1)[:, :MODEL.vocab_size]
         assert_close(logits, gpt2.logits(tensors, MODEL.heads, ids), 1e-12, "logits")
     worker.close()
@@ -103,8 +103,8 @@ def test_stages_without_blocks_are_written_and_read(layout, schedule, split, fol
     checkpoint.save(worker, folder / "here")
     WORLD.Barrier()
     checkpoint.load(again, str(folder / "here"))
-    for stage, each in worker.stages.items():
-        assert np.array_equal(again.stages[stage].flat.data, each.flat.data), stage
+    for flat, other in zip(worker.flats, again.flats, strict=True):
+        assert np.array_equal(other.data, flat.data), flat.name
     again.close()
     if WORLD.rank == 0:
         alone = worker_of(config, alone=True)
@@ -144,8 +144,8 @@ def test_mpipars_own_form_has_the_same_bytes_on_every_layout(layout, folder, mon
     checkpoint.save(worker, folder / "here")
     WORLD.Barrier()
     checkpoint.load(again, str(folder / "here"))
-    for number, stage in worker.stages.items():
-        np.testing.assert_array_equal(again.stages[number].flat.data, stage.flat.data)
+    for flat, other in zip(worker.flats, again.flats, strict=True):
+        np.testing.assert_array_equal(other.data, flat.data)
     worker.close()
     again.close()
     if WORLD.rank == 0:
@@ -179,20 +179,16 @@ def text_of(worker, prompt, temperature, seed=3, count=9):
     return list(continue_one(worker, prompt, Sampling(count, temperature, seed)))
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("layout", HERE, ids=str)
-def test_text_is_that_of_one_rank(layout, temperature, folder):
+def test_text_fills_the_model_and_is_gpt2_s(temperature, folder):
+    """test_generation.py compares other layouts with one rank."""
     tensors = random_tensors()
     write(folder, tensors)
-    config = config_of(layout)
-    worker, alone = worker_of(config), worker_of(config, alone=True)
-    for each in (worker, alone):
-        checkpoint.load(each, str(folder))
+    worker = worker_of(config_of(HERE[0]))
+    checkpoint.load(worker, str(folder))
     for name, prompt in PROMPTS.items():
         found = text_of(worker, prompt, temperature)
-        everywhere = WORLD.allgather(found)
-        assert everywhere == [found] * WORLD.size, "ranks saw different tokens"
-        assert found == text_of(alone, prompt, temperature), name
         assert len(prompt) + len(found) == MODEL.seq_len + 1, "the model is full"
         if temperature == 0:
             expected = gpt2.greedy(tensors, MODEL.heads, prompt, len(found), MODEL.seq_len)

@@ -1,8 +1,8 @@
 """ZeRO: every layout equals one rank, sends what is predicted, and has its twins."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from small_model import (
     WORLD,
@@ -13,24 +13,21 @@ from small_model import (
     poison_unwritten,
     real_step,
     small_config,
-    tokens,
-    two_workers,
     with_sync_sends,
 )
 
 from mpipar.comm.group import Pending
+from mpipar.comm.record import NO_ENTRY
+from mpipar.comm.transport import Done
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import DecoderConfig
-from mpipar.data.rows import Rows
+from mpipar.layers.flat import Sharding
 from mpipar.layers.recompute import Recomputed
-from mpipar.layers.shards import Sharding
-from mpipar.layers.stash import Stash
 from mpipar.layers.units import GatheredUnits, largest
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.plan.predict import predict
+from mpipar.train.gradsync import GradSync, PieceSync, ScatterSync
 from mpipar.train.optim import Sgd
-from mpipar.train.scatter import PieceSync, ScatterSync
-from mpipar.train.verify import TOLERANCE, differences, full_tensors
 
 pytestmark = pytest.mark.ranks(2, 4, 8)
 # 4 heads of width 3; 8 tokens are 2 pieces for each of up to 4 ranks.
@@ -53,7 +50,8 @@ CASES = {
     8: [((2, 2, 1), 2, "interleaved", MODEL, ONE), ((2, 2, 2), 1, "zb-h1", HELD, ONE)],
 }
 HERE = CASES.get(WORLD.size, [])
-# A small part is for every session, by place; the slow ones run all, and each schedule with each.
+# A small part is for every session, by place; the slow ones run all, and predict each schedule with
+# each. Lives compare the numbers of these pairs with one rank's.
 FIRST = {2: (0, 2, 3, 4), 4: (1, 6, 7, 8), 8: (0,)}.get(WORLD.size, ())
 EVERY = [((3 - cp, 2, 1), cp, schedule, MODEL, memory)
          for number, schedule in enumerate(SCHEDULES)
@@ -82,27 +80,9 @@ def config_for(case, num_microbatches=4, **train):
     return replace(config, memory=memory, train=replace(config.train, **train))
 
 
-@everything
+@every_case
 def test_layout_equals_one_rank(case):
     assert_equals_one_rank(with_sync_sends(config_for(case)), expected=computed_once)
-
-
-@every_case
-def test_three_steps_with_clipping_equal_one_rank(case):
-    config = config_for(case, optimizer="adamw", lr=0.01, clip=0.05)
-    found = []
-    for worker in two_workers(config):
-        rows = Rows(worker.ops, tokens(), worker.config, worker.grid)
-        results = [worker.train_step(step, lambda mb, rows=rows, step=step: rows.train(step, mb))
-                   for step in (1, 2, 3)]
-        assert results[0].grad_norm > 0.05
-        found.append(({"losses and norms": np.array([[one.loss, one.grad_norm]
-                                                     for one in results])},
-                      full_tensors(worker, "master")))
-        worker.close()
-    wrong = [one for here, alone in zip(*found, strict=True) if here and alone
-             for one in differences("", here, alone) if one.error > 100 * TOLERANCE]
-    assert not WORLD.bcast([f"{one.name}: {one.error:.1e}" for one in wrong])
 
 
 @everything
@@ -137,7 +117,7 @@ def test_weights_gradients_and_state_follow_the_closed_forms():
     for memory in (ONE, THREE, PIECES):
         config = config_for(((2, 1, 1), 1, "1f1b", MODEL, memory), optimizer="adamw")
         found = predict(config, WORLD.rank)
-        total = 8 * sum(run.stop - run.start for _, _, run in found.segments[0])
+        total = 8 * sum(length for _, length in found.segments)
         units = [8 * sum(lengths) for lengths in found.reads[0]]
         two, one = max(units[::2]) + max(units[1::2]), max(units)
         assert found.peak_bytes["optimizer"] == 2 * total // 2
@@ -158,19 +138,18 @@ def assert_caught(memory, number=2):
 def test_own_piece_off_by_one(monkeypatch, memory):
     plain = Sharding.own
     monkeypatch.setattr(Sharding, "own", lambda self, segments: plain(
-        self._replace(index=(self.index + 1) % self.count), segments))
+        self._replace(comm=SimpleNamespace(
+            index=(self.comm.index + 1) % self.comm.size, size=self.comm.size)), segments))
     assert_caught(memory)
 
 
 @pytest.mark.ranks(2)
 def test_weights_gathered_before_the_update(monkeypatch):
     def step(self, lr, step):
-        for number, stage in self.stages.items():
-            flat = stage.flat
-            for segment, (*_, run) in enumerate(flat.segments):
-                self.shared.iall_gather(
-                    flat.data[run].reshape(self.shared.size, -1), "weights.bucket").wait()
-                self.update(number, flat, segment, lr, step)
+        for flat in self.flats:
+            for segment in range(len(flat.segments)):
+                flat.gather(segment).wait()
+                self.update(flat, segment, lr, step)
 
     monkeypatch.setattr(Sgd, "step", step)
     assert_caught(ONE)
@@ -178,13 +157,7 @@ def test_weights_gathered_before_the_update(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_norm_of_the_first_rank_s_pieces(monkeypatch):
-    plain = ScatterSync.square_sum
-
-    def square_sum(self):
-        self.counts = self.comms.data.index == 0
-        return plain(self)
-
-    monkeypatch.setattr(ScatterSync, "square_sum", square_sum)
+    monkeypatch.setattr(ScatterSync, "counts", GradSync.counts)
     assert_caught(ONE)
 
 
@@ -204,14 +177,14 @@ def test_no_gather_before_the_input_gradient(monkeypatch):
     plain = GatheredUnits.post
 
     def post(self, stage, unit, room):
-        if self.recorder.phase == "F":
+        if self.needs[stage][unit][0][0].sharding.comm.recorder.phase == "F":
             plain(self, stage, unit, room)
             return
         first, posted = 0, []
         for flat, number in self.needs[stage][unit]:
             whole = room[first:first + flat.length(number)]
             first += whole.size
-            posted.append((Pending(None, None, whole), flat, number, whole))
+            posted.append((Pending(Done(), list(NO_ENTRY), whole), flat, number, whole))
         self.coming[stage, unit] = posted
 
     monkeypatch.setattr(GatheredUnits, "post", post)
@@ -226,7 +199,7 @@ def test_means_in_place_of_sums(monkeypatch, memory):
 
     def finish(self):
         plain(self)
-        self._scale(1 / self.comms.data.size)
+        self._scale(1 / self.comms["data"].size)
 
     monkeypatch.setattr(sync, "finish", finish)
     assert_caught(memory)
@@ -257,9 +230,10 @@ def test_weight_gradients_of_a_stash_that_another_microbatch_made(monkeypatch):
 
     def backward_weight(self, stash):
         stash.pop((self, "inner"))
-        inner = Stash(stash.batch)
+        inner = stash.inner()
         inner.update(newest[self])
-        self.block.backward_weight(inner)
+        for layer in reversed(self.layers):
+            layer.backward_weight(inner)
 
     monkeypatch.setattr(Recomputed, "backward_input", backward_input)
     monkeypatch.setattr(Recomputed, "backward_weight", backward_weight)

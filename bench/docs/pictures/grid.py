@@ -8,7 +8,6 @@ from math import sqrt
 from bench.docs.pictures import shapes
 from bench.docs.pictures.drawing import Drawing
 from mpipar.comm.grid import AXES, Grid
-from mpipar.commands.memory_limit import num_ranks
 from mpipar.console.tables import nbytes
 from mpipar.plan.predict import predict
 
@@ -22,18 +21,18 @@ WORDS = {"dp": "dp: sums of gradients", "pp": "pp: activations and their gradien
 
 def place_of(grid: Grid) -> tuple[float, float]:
     """The corner of a rank: pp down, tp and cp across, dp into the depth where these are there."""
-    inner, depth = grid.cp_rank * grid.tp_size + grid.tp_rank, grid.dp_rank
-    layers = grid.dp_size - 1
-    if grid.tp_size * grid.cp_size == 1:
-        inner, depth, layers = grid.dp_rank, 0, 0
+    inner, depth = grid.place("cp") * grid.size("tp") + grid.place("tp"), grid.place("dp")
+    layers = grid.size("dp") - 1
+    if grid.size("tp") * grid.size("cp") == 1:
+        inner, depth, layers = grid.place("dp"), 0, 0
     x = LEFT + (WIDE + ACROSS + SHIFT * layers) * inner + SHIFT * depth
-    return x, TOP + (HIGH + DOWN + DEPTH * layers) * grid.pp_rank + DEPTH * depth
+    return x, TOP + (HIGH + DOWN + DEPTH * layers) * grid.place("pp") + DEPTH * depth
 
 
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
     config = shapes.config_of(words)
-    steps = [predict(config, rank) for rank in range(num_ranks(config.grid))]
+    steps = [predict(config, rank) for rank in range(config.grid.num_ranks)]
     grids = [Grid.of(config.grid, step.world_rank) for step in steps]
     most = {axis: max(bytes_of(step).get(axis, 0) for step in steps) for axis in AXES}
     axes = [axis for axis in AXES if getattr(config.grid, axis) > 1]

@@ -63,7 +63,7 @@ def watch(config, world_rank: int, recorder: Watching) -> Watching:
 
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
-    config, rank = shapes.config_of(words), shapes.parser().parse_args(words).rank or 0
+    config, rank = shapes.config_of(words), shapes.context_of(words).args.rank or 0
     seen = watch(config, rank, Watching()).seen
     labels = [label for label in labels_of(live for _, _, live in seen)
               if any(live.get(label) for _, _, live in seen)]

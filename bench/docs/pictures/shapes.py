@@ -8,15 +8,14 @@ from mpipar import cli
 from mpipar.comm.grid import AXES
 from mpipar.commands.explain import of_named_axes
 from mpipar.commands.resolve import resolve
-from mpipar.config.reading import read
 
 SMALL = ("--layers", "1", "--num-microbatches", "1", "--batch-size", "4")
-parser = partial(cli.command_parser, "explain")
+context_of = partial(cli.context_of, None, "explain")
 
 
 def config_of(words: list[str]):
     """The resolved config of the flags of `mpipar explain`. Raises UsageError."""
-    return resolve(*of_named_axes(read(parser().parse_args(words), [])))[0]
+    return resolve(*of_named_axes(context_of(words).reading))[0]
 
 
 def layout_words(config) -> str:

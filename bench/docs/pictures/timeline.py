@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from mpipar import cli
-from mpipar.commands.schedule import parse_costs, title
-from mpipar.errors import UsageError
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.schedules.catalog import make_schedule, schedule_problems
+from mpipar.commands.schedule import costs_of, title
+from mpipar.pipeline.draw import svg
+from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import Timeline, simulate
-from mpipar.pipeline.svg import svg
 
 
 def timeline_of(words: list[str]) -> Timeline:
     """The simulated step that the words of `mpipar schedule` describe. Raises UsageError."""
-    args = cli.command_parser("schedule").parse_args(words)
-    counts = (args.name, args.pp, args.num_microbatches, args.chunks, args.group_size)
-    if args.name is None or (found := schedule_problems(*counts)):
-        raise UsageError(found if args.name else "name a schedule")
-    return simulate(make_schedule(*counts), costs_of(args))
-
-
-def costs_of(args) -> Costs:
-    """The costs of --costs and --latency; without them a pass takes 1 and a message nothing."""
-    return parse_costs(args.costs or "1,1,1", args.latency or "0")
+    args = cli.context_of(None, "schedule", words).args
+    schedule = make_schedule(
+        args.name, args.pp, args.num_microbatches, args.chunks, args.group_size)
+    return simulate(schedule, costs_of(args))
 
 
 def draw(words: list[str], root) -> tuple[str, str]:

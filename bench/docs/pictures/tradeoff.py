@@ -5,9 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from bench.docs.pictures.drawing import CHARACTER, Drawing
-from bench.docs.pictures.timeline import costs_of
 from mpipar import cli
-from mpipar.commands.schedule import cost_words
+from mpipar.commands.schedule import cost_words, costs_of
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
 
@@ -30,7 +29,7 @@ def points_of(p: int, m: int, costs) -> dict[tuple[float, float], list[str]]:
 
 def draw(words: list[str], root) -> tuple[str, str]:
     """The picture and its alt text."""
-    args = cli.command_parser("schedule").parse_args(words)
+    args = cli.context_of(None, "schedule", [*words, "--compare"]).args
     p, m, costs = args.pp, args.num_microbatches, costs_of(args)
     points = points_of(p, m, costs)
     stashes, bubbles = zip(*points, strict=True)

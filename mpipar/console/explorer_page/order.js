@@ -26,10 +26,12 @@ function withReduceGrad(program) {
   return found;
 }
 
-/** One training step: for each worker its passes in order. For placement see instructions.py. */
+/** One training step: for each worker its passes in order. homes: for each copy of the model the
+    worker of each stage, from pipeline/placements.py; the copies pass equal shares of the
+    microbatches. */
 class Schedule {
-  constructor({ name, p, stages, m, placement, programs }) {
-    Object.assign(this, { name, p, stages, m, placement });
+  constructor({ name, p, m, homes, programs }) {
+    Object.assign(this, { name, p, m, homes, stages: homes[0].length });
     this.programs = programs.map(program => typeof program === "string"
       ? program.split(" ").map(readPass) : program);
   }
@@ -38,24 +40,20 @@ class Schedule {
   changed(programs) { return new Schedule({ ...this, programs }); }
 
   rankOf(stage, mb) {
-    if (this.placement === "linear") return stage;
-    if (this.placement === "looped") return stage % this.p;
-    if (this.placement === "v") return stage < this.p ? stage : 2 * this.p - 1 - stage;
-    return 2 * mb < this.m ? stage : this.p - 1 - stage;
+    const copy = Math.floor(mb * this.homes.length / this.m);
+    return this.homes[Math.min(copy, this.homes.length - 1)][stage];
   }
 
   stagesOf(rank) {
-    if (this.placement === "linear") return [rank];
-    if (this.placement === "v") return [rank, 2 * this.p - 1 - rank];
-    if (this.placement === "mirror")
-      return [...new Set([rank, this.p - 1 - rank])].sort((a, b) => a - b);
-    return Array.from({ length: this.stages / this.p }, (_, chunk) => rank + chunk * this.p);
+    return this.homes[0].map((_, stage) => stage).filter(stage =>
+      this.homes.some(copy => copy[stage] === rank));
   }
 
   /** What a text names a pass: the stage is left out where each worker holds one. */
   label(pass) {
+    const alone = this.homes.length === 1 && this.stages === this.p;
     return pass.parts.map(({ kind, stage, mb }) =>
-      this.placement === "linear" ? `${kind}${mb}` : `${stage}${kind}${mb}`).join("&");
+      alone ? `${kind}${mb}` : `${stage}${kind}${mb}`).join("&");
   }
 
   message(direction, stage, mb) {
@@ -84,6 +82,6 @@ class Schedule {
   /** The lines of a CSV file, which mpipar schedule --from-csv reads. */
   csv() {
     const rows = this.programs.map(program => program.map(pass => pass.text).join(","));
-    return [...this.placement === "mirror" ? [page.mirrorLine] : [], ...rows, ""].join("\n");
+    return [...this.homes.length > 1 ? [page.mirrorLine] : [], ...rows, ""].join("\n");
   }
 }

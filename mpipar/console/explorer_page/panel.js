@@ -36,8 +36,8 @@ class Panel {
     if (this.choice === "own" || this.choice === "measured")
       this.schedule = new Schedule(page.own.schedule);
     else if (Array.isArray(orders[key]))
-      this.schedule = new Schedule({ name: this.choice, p, m, stages: p * this.chunkSelect.value,
-        placement: family.placement, programs: orders[key] });
+      this.schedule = new Schedule({ name: this.choice, p, m, programs: orders[key],
+        homes: page.homes[`${family.placement} ${p} ${this.chunkSelect.value}`] });
     else this.refused = this.choice && orders[key];
   }
 

@@ -75,9 +75,9 @@ def run(name: str, world) -> tuple[list[str], float]:
     """
     example = EXAMPLES[name]
     ops, recorder, board = ops_module.make("cpu", "float64"), Recorder(), Board()
-    grid = Grid(world.rank, **{f"{example.axis}_size": world.size})
+    grid = Grid(world.rank, {example.axis: world.size})
     comms = Comms(grid, ops, recorder, world)
-    comm = ShownComm(comms.by_axis[example.axis], board)
+    comm = ShownComm(comms[example.axis], board)
     off = example.run(Case(ops, comm, comms.alone, recorder, board, NoBoard()))
     facts = gather_facts(world, {"notes": board.notes, "off": max(off, default=0.0)})
     comms.close()

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpipar.comm.grid import piece
 from mpipar.learn.examples.wires import difference
-from mpipar.partition import column, row
+from mpipar.partition import Sizes, column, row
 
 X = np.array([[1.0, 2.0], [3.0, 1.0]])  # two tokens
 W_UP = np.array([[1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 1.0, -1.0]])
@@ -32,20 +32,20 @@ def ffn(case) -> list[float]:
         part = piece(W_UP.shape[1], group.size, group.index)
         up, down = W_UP[:, part].copy(), W_DOWN[part].copy()
         d_up, d_down = np.zeros_like(up), np.zeros_like(down)
-        ops = case.ops
+        ops, up_sizes, down_sizes = case.ops, Sizes(0, *W_UP.shape), Sizes(0, *W_DOWN.shape)
         board.note("x, whole on each rank: two tokens of two numbers", X)
         board.note("w_up: each rank holds some columns", up)
-        h = column.forward(ops, X, up, group, "ffn.up")
+        h = column.forward(ops, ops, X, up, group, "ffn.up", sizes=up_sizes)
         board.note("h = x w_up: each rank has its columns, without a barrier", h)
         board.note("w_down: each rank holds the rows that fit its h", down)
-        y = row.forward(ops, h, down, group, "ffn.down")
+        y = row.forward(ops, ops, h, down, group, "ffn.down", sizes=down_sizes)
         board.say("backward, from dy")
         board.note("dy, whole on each rank", DY)
-        dh, _ = row.backward_input(ops, DY, down, group, "ffn.down")
+        dh, _ = row.backward_input(ops, ops, DY, down, group, "ffn.down", sizes=down_sizes)
         board.note("dh = dy w_down^T: each rank makes its columns, without a barrier", dh)
-        dx, _ = column.backward_input(ops, dh, up, group, "ffn.up")
-        row.backward_weight(ops, h, DY, d_down, group, "ffn.down")
-        column.backward_weight(ops, X, dh, d_up, group, "ffn.up")
+        dx, _ = column.backward_input(ops, ops, dh, up, group, "ffn.up", sizes=up_sizes)
+        row.backward_weight(ops, ops, h, DY, d_down, group, "ffn.down", sizes=down_sizes)
+        column.backward_weight(ops, ops, X, dh, d_up, group, "ffn.up", sizes=up_sizes)
         board.note("gradient of w_down = h^T dy: each rank has that of its rows", d_down)
         board.note("gradient of w_up = x^T dh: each rank has that of its columns", d_up)
         return y, dx, d_up, d_down
@@ -63,18 +63,21 @@ def attention(case) -> list[float]:
         part = piece(HEADS, group.size, group.index)
         w = W_QKV.reshape(4, 3, HEADS)[:, :, part].reshape(4, -1).copy()
         board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
-        qkv = column.forward(case.ops, TOKENS[None], w, group, "attn.qkv")
+        ops = case.ops
+        qkv = column.forward(
+            ops, ops, TOKENS[None], w, group, "attn.qkv", sizes=Sizes(0, *W_QKV.shape))
         q, k, v = (np.ascontiguousarray(one)[..., None]
                    for one in np.moveaxis(qkv.reshape(1, 2, 3, -1), 2, 0))
         for name, x, matrix in zip("qkv", (q, k, v), np.split(w, 3, axis=1), strict=True):
             board.note(f"w_{name} of its own heads, a column for each", matrix)
             board.note(f"{name} = x w_{name}", x[0, :, :, 0])
         places = np.arange(2)
-        y, _ = case.ops.attention_forward(q, k, v, places, places)
+        y, _ = ops.attention_forward(q, k, v, places, places)
         board.note("what its heads attend to: token 1 sees tokens 0 and 1, token 0 only itself",
                    y[0, :, :, 0])
         board.note("w_proj: the rows of its own heads", W_PROJ[part])
-        return row.forward(case.ops, y.reshape(1, 2, -1), W_PROJ[part].copy(), group, "attn.proj")
+        return row.forward(ops, ops, y.reshape(1, 2, -1), W_PROJ[part].copy(), group, "attn.proj",
+                           sizes=Sizes(0, *W_PROJ.shape))
 
     return [difference(heads(case.comm, case.board), heads(case.alone, case.silent))]
 
@@ -90,12 +93,12 @@ def vocabulary(case) -> list[float]:
         board.say("a token's three numbers: largest logit, sum of exp(logit - largest),"
                   " logit of its target (or 0)")
         stats = ops.cross_entropy_forward(logits, TARGETS, part.start, LOGITS.shape[1])
-        losses, lse = ops.cross_entropy_combine(group.all_gather(stats, "loss"))
+        losses, sums = ops.cross_entropy_combine(group.all_gather(stats, "loss"))
         board.note("loss of each token: log of the whole sum of exp, minus the target's logit",
                    losses[None])
         scale = 1 / len(TARGETS)
         gradient = ops.cross_entropy_backward_input(
-            logits, TARGETS, lse, part.start, LOGITS.shape[1], scale)
+            logits, TARGETS, sums, part.start, LOGITS.shape[1], scale)
         board.note("gradient of its logits: (softmax - 1 at the target) / tokens", gradient)
         return losses, gradient, part
 

@@ -57,7 +57,7 @@ def ring_messages(nbytes: int, ranks: int) -> list[int]:
     """Bytes of each message that a rank sends in a ring all-reduce, counted on shapes."""
     recorder = Recorder()
     ops = ops_module.make("shapes", "float32", recorder)
-    comm = Comms(Grid(0, tp_size=ranks), ops, recorder).tp
+    comm = Comms(Grid(0, {"tp": ranks}), ops, recorder)["tp"]
     piece = (nbytes // 4 // ranks,)
     total = ring.total(ops, lambda place: ops.empty(piece), comm, "sum")
     for _ in ring.pieces(ops, total, comm, "piece"):

@@ -11,7 +11,7 @@ import numpy as np
 from mpipar.comm.grid import share, token_pieces
 from mpipar.learn.exercise import Exercise, Number, numbers, plain
 from mpipar.learn.questions.counted import MIB, predicted, ring_messages, sent, simulated
-from mpipar.train.loss_scale import LossScale
+from mpipar.train.gradsync import LossScale
 
 STATES = ("weights", "gradients", "optimizer")  # labels of what a rank keeps between steps
 LATENCY_S, RATE = 20e-6, 3e9  # of a hop, and bytes per second

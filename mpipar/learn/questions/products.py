@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from mpipar import ops as ops_module
@@ -86,10 +88,10 @@ def barriers_of_a_step(cut: str):
 def combined_loss():
     """Combined as every rank does it."""
     ops = ops_module.make("cpu", "float64")
-    losses, lse = ops.cross_entropy_combine(np.array(STATISTICS)[:, None, :])
+    losses, ((largest, total),) = ops.cross_entropy_combine(np.array(STATISTICS)[:, None, :])
     return [Number("loss", float(losses[0]), 0.005)], (
         "the sum of exp over both, relative to 2.0, is 1.5 + 2.0 exp(1.0 - 2.0) = 2.236; its"
-        f" logarithm is {float(lse[0]):.3f}, and the target's logit 1.0 is subtracted")
+        f" logarithm is {largest + math.log(total):.3f}, and the target's logit 1.0 is subtracted")
 
 
 def gradient_bytes():
@@ -103,7 +105,7 @@ def gradient_bytes():
 
 def neighbours_of_five():
     """From the groups of rank 5."""
-    grid = Grid(5, pp_size=2, dp_size=2, tp_size=2)
+    grid = Grid(5, {"pp": 2, "dp": 2, "tp": 2})
     found = []
     for axis in ("dp", "tp", "pp"):
         other, = set(grid.group(axis)) - {5}

@@ -58,7 +58,7 @@ def exercises() -> list[Exercise]:
 
 def place_of_a_rank():
     """Of the default order of axes."""
-    found = Grid(0, pp_size=2, dp_size=2, tp_size=2).at(pp=1, dp=0, tp=1)
+    found = Grid(0, {"pp": 2, "dp": 2, "tp": 2}).at(pp=1, dp=0, tp=1)
     return [Number("world rank", found)], (
         f"pp is the outermost axis and tp the innermost: (1 * 2 + 0) * 2 + 1 = {found}")
 
@@ -86,8 +86,8 @@ def three_products():
     x, w, dy = (ops.empty(shape) for shape in ((2, 64, 128), (128, 512), (2, 64, 512)))
     for phase, product in (("F", lambda: ops.matmul(x, w)), ("I", lambda: ops.matmul_nt(dy, w)),
                            ("W", lambda: ops.matmul_tn_add(x, dy, ops.zeros(w.shape)))):
-        recorder.enter(phase)
-        product()
+        with recorder.at(phase):
+            product()
     return [Number(phase, ops.flops[phase]) for phase in "FIW"], (
         "each multiplies three widths, 2 * 64 tokens, 128 and 512, and counts a product and a sum")
 

@@ -16,32 +16,44 @@
 // What one update changes; 1 - beta comes from the host, where it is exact.
 struct Moments { float beta1, rest1, beta2, rest2, decay, rate, root, eps; };
 
-__device__ inline float adamw_update(long long i, float *data, const float *grad, float *m,
+template <int Width, typename Index>
+__device__ inline Pack<Width> update(At<Width, Index> at, float *data, const float *grad, float *m,
                                      float *v, const Moments &by) {
-    float g = grad[i];
-    float first = by.beta1 * m[i] + by.rest1 * g, second = by.beta2 * v[i] + by.rest2 * (g * g);
-    m[i] = first;
-    v[i] = second;
-    return data[i] = by.decay * data[i] - by.rate * first / (sqrtf(second) * by.root + by.eps);
+    auto g = load(grad, at), old = load(data, at), old_m = load(m, at), old_v = load(v, at);
+    auto first = store(m, at, [&](int i) { return by.beta1 * old_m[i] + by.rest1 * g[i]; });
+    auto second = store(v, at, [&](int i) {
+        return by.beta2 * old_v[i] + by.rest2 * (g[i] * g[i]);
+    });
+    return store(data, at, [&](int i) {
+        return by.decay * old[i] - by.rate * first[i] / (sqrtf(second[i]) * by.root + by.eps);
+    });
+}
+
+// A run of the buffers; `copies` get the new parameters, rounded to their type.
+template <typename... Copy>
+__device__ inline void update_run(const long long *run, float *data, const float *grad, float *m,
+                                  float *v, Moments by, Copy *...copies) {
+    long long first = run[0], count = run[1] - first;
+    if (!run[2]) by.decay = 1.0f;
+    data += first, grad += first, m += first, v += first;
+    bool wide = fits<WIDE<float>>(count, data, grad, m, v, copies + first...);
+    for_each_of_grid<WIDE<float>>(wide, count, [&](auto at) {
+        [[maybe_unused]] auto now = update(at, data, grad, m, v, by);
+        (store(copies + first, at, [&](int i) { return now[i]; }), ...);
+    });
 }
 
 __global__ void adamw(const long long *runs, float *data, const float *grad, float *m, float *v,
                       float beta1, float rest1, float beta2, float rest2, float decay, float rate,
                       float root, float eps) {
-    const long long *run = runs + 3 * blockIdx.y;
-    Moments by = {beta1, rest1, beta2, rest2, run[2] ? decay : 1.0f, rate, root, eps};
-    for_each_element(run[0], run[1],
-                     [&](long long i) { adamw_update(i, data, grad, m, v, by); });
+    update_run(runs + 3 * blockIdx.y, data, grad, m, v,
+               {beta1, rest1, beta2, rest2, decay, rate, root, eps});
 }
 
-// The same, and the new parameters rounded to a 16-bit type.
 template <typename Copy>
 __global__ void adamw_with_copy(const long long *runs, float *data, const float *grad, float *m,
                                 float *v, float beta1, float rest1, float beta2, float rest2,
                                 float decay, float rate, float root, float eps, Copy *copy) {
-    const long long *run = runs + 3 * blockIdx.y;
-    Moments by = {beta1, rest1, beta2, rest2, run[2] ? decay : 1.0f, rate, root, eps};
-    for_each_element(run[0], run[1], [&](long long i) {
-        copy[i] = from_float<Copy>(adamw_update(i, data, grad, m, v, by));
-    });
+    update_run(runs + 3 * blockIdx.y, data, grad, m, v,
+               {beta1, rest1, beta2, rest2, decay, rate, root, eps}, copy);
 }

@@ -1,65 +1,83 @@
 """Causal attention in tiles, as functions of device arrays: the scores are never in memory.
 
-Plain multiply-adds take float32 arrays, tensor cores take bfloat16 and float16. Sums, statistics
-and `lse` are float32. Letters as in `array_attention`. d is at most MOST_WIDTH, and Hkv may be any
+Plain multiply-adds take float32 arrays, tensor cores take bfloat16 and float16. Sums and `stats`
+are float32. Letters as in `array_ops`. d is at most MOST_WIDTH, and Hkv may be any
 divisor of H.
 """
 
-from collections import namedtuple
-from math import ceil, e, log, log2
+from collections.abc import Sequence
+from math import ceil, e, log2
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cuda.ladder import C_TYPES
+from mpipar.ops.signature import Array, Shape, ThreeArrays
 
 # Bytes of an element: kernel: width of a tile: its rows, its columns, and how many blocks a
 # processor has enough registers for. A narrower head is filled up with zeros. No block needs more
 # than 99 KiB of shared memory, which compute capabilities 8.6 and 8.9 have.
 TILES = {
-    4: {"flash_forward": {32: (64, 32, 3), 64: (64, 32, 3), 128: (64, 32, 2)},
-        "flash_dq": {32: (64, 32, 2), 64: (64, 32, 2), 128: (48, 16, 2)},
-        "flash_dkv": {32: (64, 32, 2), 64: (64, 32, 2), 128: (48, 16, 2)}},
-    2: {"flash_forward": {32: (128, 64, 2), 64: (128, 32, 2), 128: (128, 64, 1)},
-        "flash_dq": {32: (64, 32, 2), 64: (64, 32, 2), 128: (64, 32, 2)},
-        "flash_dkv": {32: (64, 32, 2), 64: (64, 32, 2), 128: (64, 16, 2)}},
+    4: {"flash_forward": {32: (64, 32, 3), 64: (64, 32, 3), 128: (64, 16, 2)},
+        "flash_backward": {32: (64, 64, 2), 64: (64, 32, 2), 128: (32, 16, 3)}},
+    2: {"flash_forward": {32: (128, 64, 2), 64: (128, 32, 2), 128: (128, 32, 1)},
+        "flash_backward": {32: (128, 64, 1), 64: (128, 64, 1), 128: (64, 16, 2)}},
 }
+# Backward sums dq in parts (see `flash_backward.cu`): as many as give BLOCKS blocks, a few for each
+# processor of the largest GPUs, but at most MOST_PARTS, for each takes 4 bytes per element of q.
+BLOCKS, MOST_PARTS = 512, 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDTHS = (32, 64, 128)
 MOST_WIDTH = WIDTHS[-1]
 DELTA_THREADS = 128
-LOG2_E, LN_2 = log2(e), log(2)
-FILES = {"flash_forward": "flash_forward.cu", "flash_dq": "flash_backward.cu",
-         "flash_dkv": "flash_backward.cu"}
-
-# rows: of a block.
-Tile = namedtuple("Tile", "file name rows shared_bytes")
+LOG2_E = log2(e)
+FILES = {"flash_forward": "flash_forward.cu", "flash_backward": "flash_backward.cu"}
 
 
-def tile(kernel, dtype, width):
+class Tile(NamedTuple):
+    """A kernel for heads of some width: its name expression, and its tile."""
+
+    file: str
+    name: str
+    rows: int
+    columns: int
+    width: int
+    shared_bytes: int
+
+
+def tile(kernel: str, dtype: str, width: int) -> Tile:
     """Return the Tile of a kernel of TILES for heads of `width`, by NumPy's name of the type."""
     itemsize = ITEM_BYTES[dtype]
     width = next(one for one in WIDTHS if width <= one)
     rows, columns, blocks = TILES[itemsize][kernel][width]
     name = f"{kernel}<{C_TYPES[dtype]}, {width}, {rows}, {columns}, {blocks}>"
-    in_shared = rows + 2 * columns if kernel == "flash_forward" else 2 * rows + 4 * columns
-    scratch = rows * (columns + 4) if itemsize == 4 else 0
-    shared_bytes = in_shared * (width * itemsize + 16) + scratch * itemsize
-    return Tile(FILES[kernel], name, rows, shared_bytes)
+    row_bytes, backward = width * itemsize + 16, kernel == "flash_backward"
+    shared_bytes = ((2 if backward else 1) * rows + 4 * columns) * row_bytes
+    if itemsize == 4 or backward:  # a tile of rows by columns
+        shared_bytes += rows * (columns * itemsize + 16)
+    if backward:  # numbers of queries
+        shared_bytes += 2 * columns * 16
+    return Tile(FILES[kernel], name, rows, columns, width, shared_bytes)
 
 
-def delta_name(y_dtype, dtype):
+def of_parts(chosen: Tile) -> Tile:
+    """Return the Tile of flash_dq, which adds the parts that a flash_backward has made."""
+    return chosen._replace(name=chosen.name.replace("flash_backward", "flash_dq"), shared_bytes=0)
+
+
+def parts_shape(q: Array, k: Array) -> Shape:
+    """Return the shape of the float32 parts of dq; of shapes alone, so any GPU sums alike."""
+    batch, queries, heads, width = q.shape
+    keys, kv_heads = k.shape[1:3]
+    chosen = tile("flash_backward", q.dtype.name, width)
+    parts = min(ceil(keys / chosen.rows), ceil(BLOCKS / (batch * kv_heads)), MOST_PARTS)
+    return (parts, batch, heads, ceil(queries / chosen.columns) * chosen.columns, chosen.width)
+
+
+def delta_name(y_dtype: str, dtype: str) -> str:
     """Return the name expression of flash_delta for y and dy of these types."""
     return f"flash_delta<{C_TYPES[y_dtype]}, {C_TYPES[dtype]}, {DELTA_THREADS}>"
-
-
-def used():
-    """Return file -> name expressions of what `Attention` runs."""
-    pairs = {(y_dtype, dtype) for dtype in ITEM_BYTES for y_dtype in ("float32", dtype)}
-    files = {"flash_backward.cu": tuple(delta_name(*pair) for pair in sorted(pairs))}
-    for kernel, file in FILES.items():
-        files[file] = files.get(file, ()) + tuple(
-            tile(kernel, dtype, width).name for dtype in ITEM_BYTES for width in WIDTHS)
-    return files
 
 
 class Attention:
@@ -67,22 +85,27 @@ class Attention:
     otherwise.
     """
 
-    def __init__(self, xp, loader):
+    def __init__(self, xp: Any, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
 
-    def forward(self, q, k, v, q_pos, k_pos, wide=False):
-        """Return (y (B, Tq, H, d), lse (B, H, Tq)) of q (B, Tq, H, d), k and v (B, Tk, Hkv, d).
+    def forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, wide: bool = False
+    ) -> tuple[Array, Array]:
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) of q (B, Tq, H, d), k, v (B, Tk, Hkv, d).
 
         Views of a packed (B, T, 3, H, d) array are taken as they are. So are the first keys of a
         longer array. wide: y is float32, whatever the type of q.
         """
-        y, lse = self._xp.empty(q.shape, np.float32 if wide else q.dtype), self._row_values(q)
+        y = self._xp.empty(q.shape, np.float32 if wide else q.dtype)
+        stats = self._row_values(q, 2)
         sizes, arrays = self._arguments(q, k, v)
-        self._walk("flash_forward", q, q, *sizes, *arrays, self._ids(q_pos), self._ids(k_pos),
-                   q.shape[-1] ** -0.5, int(wide), y, lse)
-        return y, lse
+        chosen = tile("flash_forward", q.dtype.name, q.shape[-1])
+        self._start(chosen, ceil(q.shape[1] / chosen.rows) * q.shape[0] * q.shape[2], *sizes,
+                    *arrays, self._ids(q_pos), self._ids(k_pos), q.shape[-1] ** -0.5, int(wide),
+                    y, stats)
+        return y, stats
 
-    def delta(self, dy, y):
+    def delta(self, dy: Array, y: Array) -> Array:
         """Return delta (B, H, Tq), the sum of dy y over a head; y of dy's type or float32."""
         batch, queries, heads, width = y.shape
         delta, rows = self._row_values(y), batch * queries * heads
@@ -92,40 +115,44 @@ class Attention:
                             (rows, queries, heads, width, y, dy, delta))
         return delta
 
-    def backward(self, dy, q, k, v, lse, delta, *, q_pos, k_pos, out=None):
+    def backward(
+        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
+        k_pos: Array, out: Sequence[Array] | None = None
+    ) -> ThreeArrays:
         """Return (dq, dk, dv) of what `forward` and `delta` returned, in float32.
 
         out: where to write them instead, three arrays of q's type or of float32. They may be views
         of a packed array.
         """
-        out = out or tuple(self._xp.empty(x.shape, np.float32) for x in (q, k, v))
-        wide = int(out[0].dtype == np.float32)
-        (dq,), dq_stride, _ = self._alike(True, out[0])
-        (dk, dv), dkv_stride, _ = self._alike(True, *out[1:])
+        results = out or tuple(self._xp.empty(x.shape, np.float32) for x in (q, k, v))
+        wide = int(results[0].dtype == np.float32)
+        (dq,), dq_stride, _ = self._alike(True, results[0])
+        (dk, dv), dkv_stride, _ = self._alike(True, *results[1:])
         sizes, arrays = self._arguments(q, k, v)
-        given = (*arrays, self._xp.ascontiguousarray(dy), self._ids(q_pos), self._ids(k_pos),
-                 q.shape[-1] ** -0.5, lse, delta, wide)
-        self._walk("flash_dq", q, q, *sizes, dq_stride, *given, dq)
-        self._walk("flash_dkv", q, k, *sizes, dkv_stride, *given, dk, dv)
-        for asked, made in zip(out, (dq, dk, dv), strict=True):
+        (batch, queries, heads, width), factor = q.shape, q.shape[-1] ** -0.5
+        chosen = tile("flash_backward", q.dtype.name, width)
+        parts = self._xp.empty(parts_shape(q, k), np.float32)
+        self._start(chosen, len(parts) * batch * k.shape[2], *sizes, dkv_stride, len(parts),
+                    *arrays, self._xp.ascontiguousarray(dy), self._ids(q_pos), self._ids(k_pos),
+                    factor, *map(self._xp.ascontiguousarray, (stats, delta)), wide, parts, dk, dv)
+        self._start(of_parts(chosen), ceil(queries / chosen.columns) * batch * heads, queries,
+                    heads, width, dq_stride, len(parts), parts, factor, wide, dq)
+        for asked, made in zip(results, (dq, dk, dv), strict=True):
             if made is not asked:
                 asked[...] = made
-        return out
+        return results[0], results[1], results[2]
 
-    def _row_values(self, q):
-        """Return an uninitialised float32 for each row of each head, (B, H, Tq)."""
+    def _row_values(self, q: Array, *more: int) -> Array:
+        """Return uninitialised float32 numbers for each row of each head, (B, H, Tq, ...)."""
         batch, queries, heads, _ = q.shape
-        return self._xp.empty((batch, heads, queries), np.float32)
+        return self._xp.empty((batch, heads, queries, *more), np.float32)
 
-    def _walk(self, kernel, q, rows, *arguments):
-        """Start a kernel with a block for each tile of each head of `rows` (B, T, heads, d)."""
-        batch, tokens, heads, width = rows.shape
-        chosen = tile(kernel, q.dtype.name, width)
-        self._loader.launch(chosen.file, chosen.name,
-                            (ceil(tokens / chosen.rows) * batch * heads,), (2 * chosen.rows,),
-                            arguments, chosen.shared_bytes)
+    def _start(self, chosen: Tile, blocks: int, *arguments: Any) -> None:
+        """Start a kernel with two threads for each row of its tile: a warp has 16 rows."""
+        self._loader.launch(chosen.file, chosen.name, (blocks,), (2 * chosen.rows,), arguments,
+                            chosen.shared_bytes)
 
-    def _arguments(self, q, k, v):
+    def _arguments(self, q: Array, k: Array, v: Array) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
         """Return (sizes and strides as the kernels take them, the arrays, copied if necessary)."""
         _, queries, heads, width = q.shape
         keys, kv_heads = k.shape[1:3]
@@ -135,7 +162,7 @@ class Attention:
         return (queries, keys, heads, kv_heads, width, q_stride, kv_stride,
                 np.int64(kv_apart)), (q, k, v)
 
-    def _alike(self, whole, *arrays):
+    def _alike(self, whole: bool, *arrays: Array) -> tuple[tuple[Array, ...], int, int]:
         """Return (arrays, values from token to token, values from sequence to sequence).
 
         The arrays are copied unless all have the same strides and their heads have no gaps. whole:
@@ -152,6 +179,6 @@ class Attention:
             apart = tokens * row
         return arrays, row // item, apart // item
 
-    def _ids(self, x):
+    def _ids(self, x: Array) -> Array:
         assert x.dtype == np.int64, x.dtype
         return self._xp.ascontiguousarray(x)

@@ -28,6 +28,8 @@ template <typename A> constexpr bool is_same<A, A> = true;
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 __device__ inline float infinity() { return __int_as_float(0x7f800000); }
+// The maximum over nothing: every finite number is at least that, and no difference is inf - inf.
+__device__ inline float lowest() { return __int_as_float(0xff7fffff); }
 
 // To float and back; back rounds to nearest even.
 __device__ inline float to_float(float x) { return x; }

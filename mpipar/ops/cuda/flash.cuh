@@ -9,10 +9,14 @@
 #include "common.cuh"
 #include "mma.cuh"
 
-constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // exp2f and log2f are the fast ones
+constexpr float LOG2_E = 1.44269504f;  // exp2f is the fast one
 constexpr long long LAST = 0x7fffffffffffffffLL;  // later than any token
 
 __device__ inline int lane_id() { return threadIdx.x % 32; }
+
+// The score that a product of a query and a key makes. Both directions must round it alike, because
+// they take the largest score from it: so no compiler may put the product into a difference.
+__device__ inline float score_of(float product, float factor) { return __fmul_rn(factor, product); }
 
 // Who sees whom. Sign 1: rows are queries, and see a column whose position is at most their own;
 // Sign -1: rows are keys. If the sign is put before all positions, one comparison serves both.
@@ -31,23 +35,62 @@ __device__ inline Span span_of(const long long *positions, int first, int count)
     return span;
 }
 
+// Whether a row sees a column. Asked for elements, but only of tiles that are seen in part.
+__device__ inline bool sees(long long row, long long column) { return column <= row; }
+
 // A tile of columns; whole: every row sees all of it.
 struct Visit { int first; bool whole; };
 
-// The first tile from `from` on in which some row sees some column; first = count if there is none.
-template <int Columns, int Sign>
-__device__ inline Visit next_visit(const long long *positions, int from, int count, Span rows) {
-    for (; from < count; from += Columns) {
-        bool seen = false, hidden = false;
-        for (int j = from + lane_id(); j < from + Columns; j += 32) {
-            long long at = j < count ? Sign * positions[j] : LAST;
-            seen |= at <= rows.high;
-            hidden |= at > rows.low;
-        }
-        if (__any_sync(FULL_MASK, seen)) return {from, !__any_sync(FULL_MASK, hidden)};
+// The tiles of columns in which some row of a block sees some column, one after another. The block
+// looks at 32 tiles at once, each warp at some of them, and keeps two bits of each. So it reads a
+// position once, and a step of its walk asks neither memory nor other lanes. Rows: of the block, a
+// warp has 16.
+template <int Rows, int Columns, int Sign> struct Visits {
+    static constexpr int WARPS = Rows / 16;
+    const long long *row_pos;
+    int first_row, rows;
+    const long long *column_pos;
+    int columns;
+    int looked = 0;  // columns before this one have been looked at
+    unsigned seen = 0, whole = 0;
+
+    // The next tile; first = columns if there is none. All threads of the block must call it.
+    __device__ Visit next() {
+        while (seen == 0 && looked < columns) look();
+        if (seen == 0) return {columns, false};
+        int tile = __ffs(seen) - 1;
+        seen &= seen - 1;
+        return {looked - (32 - tile) * Columns, (whole >> tile & 1) != 0};
     }
-    return {count, false};
-}
+
+    __device__ void look() {
+        __shared__ unsigned found[WARPS][2];
+        unsigned own[2] = {0, 0};
+        Span span = span_of<Rows, Sign>(row_pos, first_row, rows);
+        #pragma unroll 4
+        for (int tile = threadIdx.x / 32; tile < 32; tile += WARPS) {
+            int first = looked + tile * Columns;
+            bool any = false, all = true;
+            for (int j = first + lane_id(); j < first + Columns; j += 32) {
+                long long at = j < columns ? Sign * column_pos[j] : LAST;
+                any |= at <= span.high;
+                all &= at <= span.low;
+            }
+            own[0] |= unsigned(__any_sync(FULL_MASK, any) != 0) << tile;
+            own[1] |= unsigned(__any_sync(FULL_MASK, !all) == 0) << tile;
+        }
+        __syncthreads();  // what the last look found is no longer read
+        if (lane_id() == 0)
+            for (int i = 0; i < 2; ++i) found[threadIdx.x / 32][i] = own[i];
+        __syncthreads();  // all warps have said what they found
+        seen = whole = 0;
+        for (int warp = 0; warp < WARPS; ++warp) {
+            seen |= found[warp][0];
+            whole |= found[warp][1];
+        }
+        looked += 32 * Columns;
+    }
+};
 
 // The (tokens, width) rows of one head, `stride` values from one to the next.
 template <typename T> struct HeadRows {
@@ -90,6 +133,7 @@ template <typename T, int Rows, int Width> struct RowTile {
     // Start to copy the rows from `first` on; zeros beyond the head's width and tokens.
     template <int Threads> __device__ void fetch(const HeadRows<const T> &from, int first) const {
         bool aligned = from.stride % FEW == 0 && reinterpret_cast<size_t>(from.x) % 16 == 0;
+        #pragma unroll 1  // few turns; registers are scarce
         for (int e = FEW * threadIdx.x; e < Rows * Width; e += FEW * Threads) {
             int row = first + e / Width, column = e % Width;
             T *to = values + e / Width * STRIDE + column;
@@ -104,7 +148,37 @@ template <typename T, int Rows, int Width> struct RowTile {
         }
     }
 
-    __device__ const T *warp_rows() const { return values + threadIdx.x / 32 * 16 * STRIDE; }
+};
+
+// A warp's 16 rows of a tile as the left side of products: read from shared memory at each use ...
+template <typename T, int Width> struct WarpRows {
+    static constexpr int STRIDE = Width + 16 / sizeof(T), UNROLL = 2;
+    const T *rows;
+
+    template <int Rows> __device__ explicit WarpRows(const RowTile<T, Rows, Width> &tile)
+        : rows(tile.values + threadIdx.x / 32 * 16 * STRIDE) {}
+
+    // The piece A of an mma whose k begins at `k`.
+    __device__ void piece(unsigned (&a)[4], int k) const {
+        load_matrices<false>(a, rows + lane_id() % 16 * STRIDE + lane_id() / 16 * 8 + k);
+    }
+};
+
+// ... or once, into registers. Those of float32 stay where they are: there are too many.
+template <typename T, int Width> struct HeldRows {
+    static constexpr int UNROLL = Width / 16;  // an index of registers has to be known
+    unsigned a[Width / 16][4];
+
+    template <int Rows> __device__ explicit HeldRows(const RowTile<T, Rows, Width> &tile) {
+        WarpRows<T, Width> from(tile);
+        for (int k = 0; k < Width / 16; ++k) from.piece(a[k], 16 * k);
+    }
+    __device__ void piece(unsigned (&to)[4], int k) const {
+        for (int i = 0; i < 4; ++i) to[i] = a[k / 16][i];
+    }
+};
+template <int Width> struct HeldRows<float, Width> : WarpRows<float, Width> {
+    using WarpRows<float, Width>::WarpRows;
 };
 
 // On tensor cores; the layout is that of D in mma.cuh. sum[n][e] is row(slot(e)), column(n, e);
@@ -118,17 +192,16 @@ template <typename T, int N, int Run> struct Piece {
     __device__ static int row(int slot) { return lane_id() / 4 + 8 * slot; }
     __device__ static int column(int n, int e) { return 8 * n + lane_id() % 4 * 2 + e % 2; }
 
-    // Add left right^T: 16 rows of left, N rows of right, both in shared memory.
-    template <int Rows, int Width>
-    __device__ void add_dots(const RowTile<T, Rows, Width> &left,
-                             const RowTile<T, N, Width> &right) {
+    // Add left right^T: 16 rows of left (WarpRows or HeldRows), N rows of right.
+    template <typename Left, int Width>
+    __device__ void add_dots(const Left &left, const RowTile<T, N, Width> &right) {
         constexpr int STRIDE = Width + 8;
         int lane = lane_id(), odd = lane / 8 % 2, upper = lane / 16;
-        const T *own = left.warp_rows() + lane % 16 * STRIDE + 8 * upper;
         const T *other = right.values + (lane % 8 + 8 * upper) * STRIDE + 8 * odd;
+        #pragma unroll Left::UNROLL
         for (int k = 0; k < Width; k += 16) {
             unsigned a[4], b[4];
-            load_matrices<false>(a, own + k);
+            left.piece(a, k);
             for (int n = 0; n < N / 8; n += 2) {
                 load_matrices<false>(b, other + 8 * n * STRIDE + k);
                 mma_16x8x16<T>(sum[n], a, {b[0], b[1]});
@@ -155,6 +228,33 @@ template <typename T, int N, int Run> struct Piece {
             }
         }
     }
+
+    // Add left^T right: 16 columns of left from `row` on, N columns of right from `column` on.
+    template <int K, int Rows, int Width>
+    __device__ void add_turned(const RowTile<T, K, Rows> &left, int row,
+                               const RowTile<T, K, Width> &right, int column) {
+        int lane = lane_id(), odd = lane / 8 % 2, upper = lane / 16;
+        const T *own = left.values + (lane % 8 + 8 * upper) * left.STRIDE + row + 8 * odd;
+        const T *other = right.values + lane % 16 * right.STRIDE + column + 8 * upper;
+        for (int k = 0; k < K; k += 16) {
+            unsigned a[4], b[4];
+            load_matrices<true>(a, own + k * left.STRIDE);
+            for (int n = 0; n < N / 8; n += 2) {
+                load_matrices<true>(b, other + k * right.STRIDE + 8 * n);
+                mma_16x8x16<T>(sum[n], a, {b[0], b[1]});
+                mma_16x8x16<T>(sum[n + 1], a, {b[2], b[3]});
+            }
+        }
+    }
+
+    // Write the sums, rounded to T, to the warp's rows of a tile.
+    template <int Rows> __device__ void put(const RowTile<T, Rows, N> &to) const {
+        T *own = to.values + threadIdx.x / 32 * 16 * to.STRIDE;
+        for (int n = 0; n < N / 8; ++n)
+            for (int e = 0; e < 4; e += 2)
+                *reinterpret_cast<unsigned *>(own + row(slot(e)) * to.STRIDE + column(n, e)) =
+                    pack<T>(sum[n][e], sum[n][e + 1]);
+    }
 };
 
 // With multiply-adds. A lane holds 4 rows of N / 8 columns, of which Run lie side by side. Run is 1
@@ -171,13 +271,13 @@ template <int N, int Run> struct Piece<float, N, Run> {
         return n / Run * 8 * Run + lane_id() % 8 * Run + n % Run;
     }
 
-    template <int Rows, int Width>
-    __device__ void add_dots(const RowTile<float, Rows, Width> &left,
-                             const RowTile<float, N, Width> &right) {
+    template <typename Left, int Width>
+    __device__ void add_dots(const Left &left, const RowTile<float, N, Width> &right) {
         constexpr int STRIDE = Width + 4;
+        #pragma unroll 1  // a turn is long enough; registers are scarce
         for (int k = 0; k < Width; k += 4) {
             __align__(16) float own[4][4], other[4];
-            for (int e = 0; e < 4; ++e) copy_4(own[e], left.warp_rows() + row(e) * STRIDE + k);
+            for (int e = 0; e < 4; ++e) copy_4(own[e], left.rows + row(e) * STRIDE + k);
             for (int n = 0; n < N / 8; ++n) {
                 copy_4(other, right.values + column(n) * STRIDE + k);
                 for (int e = 0; e < 4; ++e)
@@ -186,14 +286,13 @@ template <int N, int Run> struct Piece<float, N, Run> {
         }
     }
 
-    // left goes through scratch memory, 16 x (K + 4) values of each warp, from lane to lane.
+    // left goes through scratch memory from lane to lane: as `put` writes it.
     template <int K>
     __device__ void add_product(const Piece<float, K, 1> &left, const RowTile<float, K, N> &right,
                                 float *scratch) {
         constexpr int STRIDE = N + 4;
+        left.put(RowTile<float, 16, K>{scratch});
         scratch += threadIdx.x / 32 * 16 * (K + 4);
-        for (int n = 0; n < K / 8; ++n)
-            for (int e = 0; e < 4; ++e) scratch[row(e) * (K + 4) + left.column(n)] = left.sum[n][e];
         __syncwarp();
         for (int k = 0; k < K; k += 4) {
             __align__(16) float own[4][4], other[4];
@@ -207,30 +306,49 @@ template <int N, int Run> struct Piece<float, N, Run> {
         }
         __syncwarp();  // before the next product's left takes its place
     }
+
+    template <int K, int Rows, int Width>
+    __device__ void add_turned(const RowTile<float, K, Rows> &left, int first_row,
+                               const RowTile<float, K, Width> &right, int first_column) {
+        for (int k = 0; k < K; ++k) {
+            __align__(16) float own[4], other[4];
+            for (int e = 0; e < 4; ++e) own[e] = left.values[k * left.STRIDE + first_row + row(e)];
+            for (int n = 0; n < N / 8; n += 4) {
+                copy_4(other, right.values + k * right.STRIDE + first_column + column(n));
+                for (int m = 0; m < 4; ++m)
+                    for (int e = 0; e < 4; ++e) sum[n + m][e] += own[e] * other[m];
+            }
+        }
+    }
+
+    template <int Rows> __device__ void put(const RowTile<float, Rows, N> &to) const {
+        float *own = to.values + threadIdx.x / 32 * 16 * to.STRIDE;
+        for (int n = 0; n < N / 8; ++n)
+            for (int e = 0; e < 4; ++e) own[row(e) * to.STRIDE + column(n)] = sum[n][e];
+    }
 };
 
-// Write factor times a warp's piece to its rows of the tile that begins at row `first`.
+// Write factor times a warp's piece, whose first element is (row, column) of the head.
 template <typename T, int N, typename Out>
-__device__ inline void store_rows(const Piece<T, N, 4> &piece, const HeadRows<Out> &to, int first,
-                                  float factor) {
+__device__ inline void store_rows(const Piece<T, N, 4> &piece, const HeadRows<Out> &to, int row,
+                                  int column, float factor) {
     for (int n = 0; n < N / 8; ++n)
         for (int e = 0; e < 4; ++e) {
-            int row = first + threadIdx.x / 32 * 16 + piece.row(piece.slot(e));
-            int column = piece.column(n, e);
-            if (row < to.tokens && column < to.width)
-                to.x[size_t(row) * to.stride + column] = from_float<Out>(factor * piece.sum[n][e]);
+            int i = row + piece.row(piece.slot(e)), j = column + piece.column(n, e);
+            if (i < to.tokens && j < to.width)
+                to.x[size_t(i) * to.stride + j] = from_float<Out>(factor * piece.sum[n][e]);
         }
 }
 
-// The same for the rows of a job; wide: the array holds floats, whatever T is.
+// The same for the head of a job; wide: the array holds floats, whatever T is.
 template <typename T, int N>
-__device__ inline void store(const Piece<T, N, 4> &piece, const Job &job, const Heads<T> &to,
-                             bool wide, float factor) {
+__device__ inline void store(const Piece<T, N, 4> &piece, const Heads<T> &to, const Job &job,
+                             int row, int column, bool wide, float factor) {
     if (wide) {
         Heads<float> floats{reinterpret_cast<float *>(to.x), to.apart, to.stride, to.tokens,
                             to.width};
-        store_rows(piece, floats.of(job.sequence, job.head), job.first, factor);
+        store_rows(piece, floats.of(job.sequence, job.head), row, column, factor);
     } else {
-        store_rows(piece, to.of(job.sequence, job.head), job.first, factor);
+        store_rows(piece, to.of(job.sequence, job.head), row, column, factor);
     }
 }

@@ -1,20 +1,24 @@
 // Gradients of causal attention (flash_forward.cu), without the scores in memory and without
 // atomics: every run gives the same bits.
 //
-// Scores s and their gradient are computed again, tile by tile: p = exp(factor s - lse),
-// ds = p (dp - delta) with dp = dy v^T and delta = sum of dy y over a row (Dao et al. 2022). There
-// are two walks over all tiles that are seen. A block that keeps queries sums dq = factor ds k. A
-// block that keeps keys sums dk = factor ds^T q and dv = p^T dy. Both are one function: rows (a, b)
-// stay, and columns (c, d) pass by (q and dy, or k and v):
-//     s = a c^T, dp = b d^T, first += ds c, second += p d.
-// Only keys need the second sum. For keys, the columns are the queries of each head that uses this
-// key head, one head after another. A warp's rows of ds and p are its own sums, so they can stay in
-// place as the left side of the next product.
+// Scores s and their gradient are computed again, tile by tile: p = exp(factor s - top) / sum with
+// the stats of the forward pass, ds = p (dp - delta) with dp = dy v^T and delta = sum of dy y over
+// a row (Dao et al. 2022). A block keeps a tile of keys and values, and the queries that see one
+// pass by, those of each head that uses this key head, one head after another. Five products:
+//     s = k q^T, dp = v dy^T, dv += p dy, dk += ds q, dq += ds^T k.
+// A warp's rows of ds and p are its own sums, so they can stay in place as the left side of dk and
+// dv. dq needs those of all warps, so ds goes through shared memory.
 //
-// Global traffic of a step: 2 Columns Width values of c and d per 6 (dq) or 8 (dk, dv) Rows Columns
-// Width FLOPs, so 3 or 4 Rows / s FLOP/byte for values of s bytes: 48 and 64 in float32, 96 and 128
-// in bf16, with 64 rows (wide heads in float32: 48 rows, more do not fit everywhere). The next
-// columns come while these are used, so there are two places.
+// dq is a sum over all keys, which are in several blocks. So the tiles of keys of a head are dealt
+// to a few blocks, the parts, and each adds up its own dq in memory, in float32 and in the order of
+// its tiles. A value is read and written by one thread alone: no lock, no atomic, no barrier. The
+// first tile of a part writes, and the others add. `flash_dq` adds the parts, in their order.
+//
+// Traffic of a step: 2 Queries Width values of q and dy, and 2 Queries Width floats of dq, per 10
+// Keys Queries Width FLOPs: 10 Keys / (2 s + 8) FLOP/byte for values of s bytes, 107 in bf16 with
+// 128 keys. The floats of the blocks that run stay in the second-level cache while sequences are
+// short: 256 KiB a block at 1024 tokens and d = 64. Else memory moves 8 bytes per 10 Keys FLOPs.
+// Two walks, one for dq, would take seven products and twice the exponentials.
 #include "flash.cuh"
 
 // delta (B, H, T) = sum of y dy over the width, y and dy (B, T, H, d) without gaps. Grid
@@ -32,136 +36,169 @@ flash_delta(int rows, int tokens, int heads, int width, const Y *y, const T *dy,
     if (lane_id() == 0) delta[(size_t(sequence) * heads + head) * tokens + token] = sum;
 }
 
-// The walk of one block over the columns of `members` heads, which lie side by side; c, d, lse and
-// delta are those of the first.
-template <bool OfKeys, int Columns, int Rows, typename T, int Width>
-__device__ inline void walk(int first, int members, const HeadRows<const T> &a,
-                            const HeadRows<const T> &b, const HeadRows<const T> &c,
-                            const HeadRows<const T> &d, const long long *row_pos,
-                            const long long *column_pos, float factor, const float *lse,
-                            const float *delta, Piece<T, Width, 4> &first_sum,
-                            Piece<T, Width, 4> &second_sum) {
-    static_assert(Width % 32 == 0 && Rows % 16 == 0 && Columns % 16 == 0, "whole pieces");
-    constexpr int THREADS = 2 * Rows, SIGN = OfKeys ? -1 : 1;
-    using Scores = Piece<T, Columns, 1>;
-    constexpr int SLOTS = Scores::SLOTS;
-    using Kept = RowTile<T, Rows, Width>;
-    using Passing = RowTile<T, Columns, Width>;
-    int rows = a.tokens, columns = c.tokens, member = 0;
-    Kept a_tile{static_cast<T *>(dynamic_shared())}, b_tile{a_tile.values + Kept::VALUES};
-    T *passing = b_tile.values + Kept::VALUES, *scratch = passing + 4 * Passing::VALUES;
-    auto c_tile = [&](int place) { return Passing{passing + 2 * place * Passing::VALUES}; };
-    auto d_tile = [&](int place) { return Passing{c_tile(place).values + Passing::VALUES}; };
-    auto fetch = [&](int column, int place) {
-        HeadRows<const T> own_c = c, own_d = d;
-        own_c.x += member * c.width;
-        own_d.x += member * d.width;
-        c_tile(place).template fetch<THREADS>(own_c, column);
-        d_tile(place).template fetch<THREADS>(own_d, column);
-    };
+// dq of a tile of queries is cut among the warps of a block, 16 queries x PART of the width each.
+// In memory the parts are as the threads hold them, 16 bytes beside 16 bytes: nothing else reads
+// them. (parts, B, H, ceil(Tq / Queries), Queries Width) floats.
+template <typename T, int Width, int Keys, int Queries> struct Share {
+    static constexpr int PART = Queries * Width / Keys, GROUPS = Queries / 16, THREADS = 2 * Keys;
+    static_assert(Width % PART == 0 && Queries % 16 == 0, "whole pieces");
+    using Sums = Piece<T, PART, 4>;
 
-    Span span = span_of<Rows, SIGN>(row_pos, first, rows);
-    Visit now = next_visit<Columns, SIGN>(column_pos, 0, columns, span);
-    if (now.first < columns) {
-        a_tile.template fetch<THREADS>(a, first);
-        b_tile.template fetch<THREADS>(b, first);
-        fetch(now.first, 0);
+    __device__ static int row() { return threadIdx.x / 32 % GROUPS * 16; }
+    __device__ static int column() { return threadIdx.x / 32 / GROUPS * PART; }
+    __device__ static float *place(float *tile, int n) {
+        return tile + 4 * (n * THREADS + threadIdx.x);
     }
-    close_copies();
-    float row_lse[SLOTS], row_delta[SLOTS];
-    long long at[SLOTS];
-    for (int slot = 0; slot < SLOTS; ++slot) {
-        int row = first + threadIdx.x / 32 * 16 + Scores::row(slot);
-        bool inside = row < rows;
-        at[slot] = inside ? SIGN * row_pos[row] : -LAST;
-        row_lse[slot] = inside && !OfKeys ? lse[row] : 0.0f;
-        row_delta[slot] = inside && !OfKeys ? delta[row] : 0.0f;
+    __device__ static void add(Sums &sums, float *tile) {
+        for (int n = 0; n < PART / 8; ++n) {
+            __align__(16) float more[4];
+            copy_4(more, place(tile, n));
+            for (int e = 0; e < 4; ++e) sums.sum[n][e] += more[e];
+        }
     }
-    for (int place = 0; now.first < columns; place ^= 1) {
-        wait_copies<0>();
-        __syncthreads();  // this place is whole; the other one is no longer read
-        size_t of_member = size_t(member) * columns;
-        Visit next = next_visit<Columns, SIGN>(column_pos, now.first + Columns, columns, span);
-        if (OfKeys && next.first >= columns && ++member < members)
-            next = next_visit<Columns, SIGN>(column_pos, 0, columns, span);
-        if (next.first < columns) fetch(next.first, place ^ 1);
-        close_copies();
-        Scores p, ds;
-        p.add_dots(a_tile, c_tile(place));
-        ds.add_dots(b_tile, d_tile(place));
-        for (int n = 0; n < Columns / 8; ++n)
-            for (int e = 0; e < 4; ++e) {
-                int column = now.first + p.column(n, e), slot = p.slot(e);
-                int inside = min(column, columns - 1);
-                bool seen = now.whole ||
-                            (column < columns && SIGN * column_pos[inside] <= at[slot]);
-                float l = OfKeys ? lse[of_member + inside] : row_lse[slot];
-                float mean = OfKeys ? delta[of_member + inside] : row_delta[slot];
-                float one = exp2f(LOG2_E * (factor * p.sum[n][e] - l));
-                p.sum[n][e] = seen ? one : 0.0f;
-                ds.sum[n][e] = seen ? one * (ds.sum[n][e] - mean) : 0.0f;
-            }
-        first_sum.add_product(ds, c_tile(place), scratch);
-        if (OfKeys) second_sum.add_product(p, d_tile(place), scratch);
-        now = next;
+    __device__ static void write(const Sums &sums, float *tile) {
+        for (int n = 0; n < PART / 8; ++n) {
+            __align__(16) float all[4];
+            for (int e = 0; e < 4; ++e) all[e] = sums.sum[n][e];
+            copy_4(place(tile, n), all);
+        }
     }
-}
+};
 
-// Both: q and dq (B, Tq, H, d), k, v, dk and dv (B, Tk, Hkv, d), whose strides are those of
+// q and dy (B, Tq, H, d), k, v, dk and dv (B, Tk, Hkv, d), whose strides are those of
 // flash_forward; gradients have out_stride values from token to token, of T or, if wide, of float;
-// dy (B, Tq, H, d) without gaps, lse and delta (B, H, Tq); d <= Width. Grid: ceil(Tq / Rows) * B *
-// H for dq, ceil(Tk / Rows) * B * Hkv for dk and dv; block (2 * Rows): a warp has 16 rows. Dynamic
-// shared memory: two tiles of rows, four of columns; for float32 scratch memory. Blocks: how many a
-// processor's registers must be enough for. What walks longest begins first: the last queries, the
-// first keys.
-template <typename T, int Width, int Rows, int Columns, int Blocks>
-__global__ void __launch_bounds__(2 * Rows, Blocks)
-flash_dq(int queries, int keys, int heads, int kv_heads, int width, int q_stride, int kv_stride,
-         long long kv_apart, int out_stride, const T *q, const T *k, const T *v, const T *dy,
-         const long long *q_pos, const long long *k_pos, float factor, const float *lse,
-         const float *delta, int wide, T *dq) {
-    Job job(queries, heads, Rows, true);
-    auto of_queries = [&](const T *x, int stride) {
+// dy without gaps, stats (B, H, Tq, 2), delta (B, H, Tq); d <= Width. Grid (parts * B * Hkv),
+// parts <= ceil(Tk / Keys); block (2 * Keys): a warp has 16 keys. Dynamic shared memory: two tiles
+// of keys, four of queries, one of ds, and four numbers of each query of two tiles. Blocks: how
+// many a processor's registers must be enough for. The first keys are seen most: they begin first.
+template <typename T, int Width, int Keys, int Queries, int Blocks>
+__global__ void __launch_bounds__(2 * Keys, Blocks)
+flash_backward(int queries, int keys, int heads, int kv_heads, int width, int q_stride,
+               int kv_stride, long long kv_apart, int out_stride, int parts, const T *q, const T *k,
+               const T *v, const T *dy, const long long *q_pos, const long long *k_pos,
+               float factor, const float *stats, const float *delta, int wide, float *dq_parts,
+               T *dk, T *dv) {
+    constexpr int THREADS = 2 * Keys;
+    using Scores = Piece<T, Queries, 1>;
+    using Kept = RowTile<T, Keys, Width>;
+    using Passing = RowTile<T, Queries, Width>;
+    using Dq = Share<T, Width, Keys, Queries>;
+    Job job(parts, kv_heads, 1, false);  // its first row is the number of the part
+    int members = heads / kv_heads, tiles = ceil_div(queries, Queries);
+    int batch = gridDim.x / (parts * kv_heads);
+    auto of_queries = [&](const T *x, int stride, int head) {
         Heads<const T> all{x, (long long)(queries) * stride, stride, queries, width};
-        return all.of(job.sequence, job.head);
+        return all.of(job.sequence, head);
     };
     auto of_keys = [&](const T *x) {
-        Heads<const T> all{x, kv_apart, kv_stride, keys, width};
-        return all.of(job.sequence, job.head / (heads / kv_heads));
+        return Heads<const T>{x, kv_apart, kv_stride, keys, width}.of(job.sequence, job.head);
     };
-    size_t at = (size_t(job.sequence) * heads + job.head) * queries;
-    Piece<T, Width, 4> sum, unused;
-    walk<false, Columns, Rows>(job.first, 1, of_queries(q, q_stride), of_queries(dy, heads * width),
-                               of_keys(k), of_keys(v), q_pos, k_pos, factor, lse + at, delta + at,
-                               sum, unused);
-    Heads<T> all{dq, (long long)(queries) * out_stride, out_stride, queries, width};
-    store(sum, job, all, wide, factor);
+    Kept k_tile{static_cast<T *>(dynamic_shared())}, v_tile{k_tile.values + Kept::VALUES};
+    T *passing = v_tile.values + Kept::VALUES;
+    auto q_tile = [&](int place) { return Passing{passing + 2 * place * Passing::VALUES}; };
+    auto dy_tile = [&](int place) { return Passing{q_tile(place).values + Passing::VALUES}; };
+    RowTile<T, Keys, Queries> ds_tile{passing + 4 * Passing::VALUES};
+    auto *of_query = reinterpret_cast<float4 *>(ds_tile.values + ds_tile.VALUES);
+
+    for (int first = job.first * Keys; first < keys; first += parts * Keys) {
+        bool first_of_part = first == job.first * Keys;
+        Piece<T, Width, 4> dk_sum, dv_sum;
+        for (int member = 0; member < members; ++member) {
+            int head = job.head * members + member;
+            HeadRows<const T> q_rows = of_queries(q, q_stride, head);
+            HeadRows<const T> dy_rows = of_queries(dy, heads * width, head);
+            size_t of_head = size_t(job.sequence) * heads + head;
+            float *dq = dq_parts + ((size_t(job.first) * batch * heads + of_head) * tiles) *
+                                       (Queries * Width);
+            auto fetch = [&](int query, int place) {
+                q_tile(place).template fetch<THREADS>(q_rows, query);
+                dy_tile(place).template fetch<THREADS>(dy_rows, query);
+            };
+            // Of one query each: largest score, 1 / sum, delta.
+            auto numbers = [&](int query) -> float4 {
+                if (threadIdx.x >= Queries || query >= queries) return {};
+                size_t at = of_head * queries + min(query + int(threadIdx.x), queries - 1);
+                return {stats[2 * at], __frcp_rn(stats[2 * at + 1]), delta[at], 0.0f};
+            };
+            auto keep = [&](const float4 &of, int place) {
+                if (threadIdx.x < Queries) of_query[place * Queries + threadIdx.x] = of;
+            };
+            auto clear = [&](int from, int to) {  // dq of tiles that see no key of this tile
+                for (; from < to; from += Queries) Dq::write({}, dq + size_t(from) * Width);
+            };
+
+            Visits<Keys, Queries, -1> visits{k_pos, first, keys, q_pos, queries};
+            Visit now = visits.next();  // behind its barriers nobody reads what the last walk left
+            if (member == 0) {
+                k_tile.template fetch<THREADS>(of_keys(k), first);
+                v_tile.template fetch<THREADS>(of_keys(v), first);
+            }
+            if (now.first < queries) fetch(now.first, 0);
+            close_copies();
+            keep(numbers(now.first), 0);
+            if (first_of_part) clear(0, now.first);
+            for (int place = 0; now.first < queries; place ^= 1) {
+                wait_copies<0>();
+                __syncthreads();  // this place is whole; the other one and ds are no longer read
+                Visit next = visits.next();
+                if (next.first < queries) fetch(next.first, place ^ 1);
+                close_copies();
+                float4 of_next = numbers(next.first);
+                Scores p, ds;
+                p.add_dots(WarpRows<T, Width>(k_tile), q_tile(place));
+                ds.add_dots(WarpRows<T, Width>(v_tile), dy_tile(place));
+                for (int n = 0; n < Queries / 8; ++n)
+                    for (int e = 0; e < 4; ++e) {
+                        float4 of = of_query[place * Queries + p.column(n, e)];
+                        float score = score_of(p.sum[n][e], factor);
+                        p.sum[n][e] = exp2f(LOG2_E * (score - of.x)) * of.y;
+                        ds.sum[n][e] = p.sum[n][e] * (ds.sum[n][e] - of.z);
+                    }
+                if (!now.whole || first + Keys > keys)
+                    for (int n = 0; n < Queries / 8; ++n)
+                        for (int e = 0; e < 4; ++e) {
+                            int query = now.first + p.column(n, e);
+                            int key = first + threadIdx.x / 32 * 16 + p.row(p.slot(e));
+                            if (query >= queries || key >= keys || !sees(q_pos[query], k_pos[key]))
+                                p.sum[n][e] = ds.sum[n][e] = 0.0f;
+                        }
+                dv_sum.add_product(p, dy_tile(place), ds_tile.values);
+                dk_sum.add_product(ds, q_tile(place), ds_tile.values);
+                ds.put(ds_tile);
+                keep(of_next, place ^ 1);
+                float *tile = dq + size_t(now.first) * Width;
+                typename Dq::Sums dq_sum;
+                if (!first_of_part) Dq::add(dq_sum, tile);
+                __syncthreads();  // ds is whole
+                dq_sum.add_turned(ds_tile, Dq::row(), k_tile, Dq::column());
+                Dq::write(dq_sum, tile);
+                if (first_of_part) clear(now.first + Queries, next.first);
+                now = next;
+            }
+        }
+        Heads<T> all_dk{dk, (long long)(keys) * out_stride, out_stride, keys, width};
+        Heads<T> all_dv = all_dk;
+        all_dv.x = dv;
+        int row = first + threadIdx.x / 32 * 16;
+        store(dk_sum, all_dk, job, row, 0, wide, factor);
+        store(dv_sum, all_dv, job, row, 0, wide, 1.0f);
+    }
 }
 
-// A block sums over the query heads of its key head, one after another: nobody else writes there.
-template <typename T, int Width, int Rows, int Columns, int Blocks>
-__global__ void __launch_bounds__(2 * Rows, Blocks)
-flash_dkv(int queries, int keys, int heads, int kv_heads, int width, int q_stride, int kv_stride,
-          long long kv_apart, int out_stride, const T *q, const T *k, const T *v, const T *dy,
-          const long long *q_pos, const long long *k_pos, float factor, const float *lse,
-          const float *delta, int wide, T *dk, T *dv) {
-    Job job(keys, kv_heads, Rows, false);
-    int members = heads / kv_heads, first_head = job.head * members;
-    auto of_queries = [&](const T *x, int stride) {
-        Heads<const T> all{x, (long long)(queries) * stride, stride, queries, width};
-        return all.of(job.sequence, first_head);
-    };
-    auto of_keys = [&](const T *x) {
-        Heads<const T> all{x, kv_apart, kv_stride, keys, width};
-        return all.of(job.sequence, job.head);
-    };
-    size_t at = (size_t(job.sequence) * heads + first_head) * queries;
-    Piece<T, Width, 4> dk_sum, dv_sum;
-    walk<true, Columns, Rows>(job.first, members, of_keys(k), of_keys(v), of_queries(q, q_stride),
-                              of_queries(dy, heads * width), k_pos, q_pos, factor, lse + at,
-                              delta + at, dk_sum, dv_sum);
-    Heads<T> all_dk{dk, (long long)(keys) * out_stride, out_stride, keys, width}, all_dv = all_dk;
-    all_dv.x = dv;
-    store(dk_sum, job, all_dk, wide, factor);
-    store(dv_sum, job, all_dv, wide, 1.0f);
+// dq (B, Tq, H, d) = factor times the sum of the parts. Grid (ceil(Tq / Queries) * B * H), block
+// (2 * Keys); 4 parts + s bytes per element: memory decides.
+template <typename T, int Width, int Keys, int Queries, int Blocks>
+__global__ void __launch_bounds__(2 * Keys, Blocks)
+flash_dq(int queries, int heads, int width, int out_stride, int parts, float *dq_parts,
+         float factor, int wide, T *dq) {
+    using Dq = Share<T, Width, Keys, Queries>;
+    Job job(queries, heads, Queries, false);
+    int tiles = ceil_div(queries, Queries);
+    size_t of_head = size_t(job.sequence) * heads + job.head, part_size = size_t(gridDim.x);
+    size_t tile = of_head * tiles + job.first / Queries;
+    typename Dq::Sums sum;
+    for (int part = 0; part < parts; ++part)
+        Dq::add(sum, dq_parts + (part * part_size + tile) * (Queries * Width));
+    Heads<T> all{dq, (long long)(queries) * out_stride, out_stride, queries, width};
+    store(sum, all, job, job.first + Dq::row(), Dq::column(), wide, factor);
 }

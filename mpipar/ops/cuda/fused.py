@@ -6,48 +6,33 @@ vocabulary shard. Sums over rows go through slabs, not atomics, so every run giv
 """
 
 from math import ceil
+from typing import Any
 
 import numpy as np
 
+from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cuda.ladder import C_TYPES
+from mpipar.ops.signature import Array, Runs, ThreeArrays
 
-ROW_THREADS = 128  # threads that share a row
+ROW_THREADS = 128  # threads that share a long row
+WARPS = 4  # of a block whose warps take a row each, as in rows.cuh
 ELEMENT_THREADS = 256
+ELEMENTS = 8  # that a thread takes of what all threads share: 16 bytes or two times 16
 MOST_BLOCKS = 1 << 16  # of kernels whose threads take several elements each
 MOST_BLOCKS_OF_RUN = 1 << 10  # of AdamW: the longest run alone fills a wide GPU with them
-SLAB_THREADS = 8  # as in columns.cuh
+SLAB_THREADS, STRIP_BYTES = 256, 128  # as in columns.cuh
+SLAB_ROWS = 32  # at least: a thread takes one of them in each of its turns
 MOST_SLABS = 64  # enough blocks for a wide GPU; the second step reads this many partial sums
-NORM_KERNELS = "layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward"
-USED_TYPES = ("float32", "bfloat16", "float16")
 
 
-def by_type(kernel, dtype):
+def by_type(kernel: str, dtype: str) -> str:
     """Return the name expression of a kernel without a tile size."""
     return f"{kernel}<{C_TYPES[dtype]}>"
 
 
-def by_row(kernel, dtype):
+def by_row(kernel: str, dtype: str) -> str:
     """Return the name expression of a kernel whose blocks take a row each."""
     return f"{kernel}<{C_TYPES[dtype]}, {ROW_THREADS}>"
-
-
-def used():
-    """Return file -> name expressions of what `Fused` runs."""
-    each = {
-        "gelu.cu": (by_type, "gelu_forward bias_gelu_forward gelu_backward"),
-        "swiglu.cu": (by_type, "swiglu_forward swiglu_backward"),
-        "rope.cu": (by_type, "rotate"),
-        "columns.cu": (by_type, "column_sums add_slabs"),
-        "norm.cu": (by_row, NORM_KERNELS),
-        "cross_entropy.cu": (by_row, "cross_entropy_stats cross_entropy_backward"),
-        "softmax.cu": (by_row, "causal_softmax_forward causal_softmax_backward"),
-    }
-    files = {file: tuple(name(kernel, dtype) for kernel in names.split() for dtype in USED_TYPES)
-             for file, (name, names) in each.items()}
-    files["norm.cu"] += tuple(by_type(kernel, dtype) for kernel in
-                              ("layernorm_slabs", "rmsnorm_slabs") for dtype in USED_TYPES)
-    files["adamw.cu"] = ("adamw", *(by_type("adamw_with_copy", dtype) for dtype in USED_TYPES[1:]))
-    return files
 
 
 class Fused:
@@ -55,152 +40,202 @@ class Fused:
     otherwise.
     """
 
-    def __init__(self, xp, loader):
+    def __init__(self, xp: Any, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
+        self._done = xp.zeros((0,), np.int32)  # see columns.cuh
+        self._tables: dict[bytes, Array] = {}  # of AdamW, by their contents
 
-    def _elements(self, file, name, count, *arguments):
-        """Start a kernel whose threads share `count` elements."""
-        blocks = min(max(1, ceil(count / ELEMENT_THREADS)), MOST_BLOCKS)
+    def _elements(
+        self, file: str, name: str, count: int, *arguments: Any, each: int = ELEMENTS
+    ) -> None:
+        """Start a kernel whose threads share `count` elements, `each` of which a thread takes."""
+        blocks = min(max(1, ceil(count / (ELEMENT_THREADS * each))), MOST_BLOCKS)
         self._loader.launch(file, name, (blocks,), (ELEMENT_THREADS,),
                             (np.int64(count), *arguments))
 
-    def _rows(self, file, kernel, x, *arguments):
+    def _rows(self, file: str, kernel: str, x: Array, *arguments: Any) -> None:
         """Start a kernel with a block for each row of x (..., D)."""
         rows = x.size // max(1, x.shape[-1])
         if rows:
             self._loader.launch(file, by_row(kernel, x.dtype.name), (rows,), (ROW_THREADS,),
                                 (x.shape[-1], *arguments))
 
+    def _warps(self, file: str, kernel: str, x: Array, *arguments: Any) -> None:
+        """Start a kernel with a warp for each row of x (..., D)."""
+        if x.size:
+            columns = x.shape[-1]
+            self._by_warp(file, kernel, x, x.size // columns, columns, *arguments)
+
+    def _by_warp(self, file: str, kernel: str, x: Array, rows: int, *arguments: Any) -> None:
+        """Start a kernel of the type of x with a warp for each of the rows."""
+        self._loader.launch(file, by_type(kernel, x.dtype.name), (ceil(rows / WARPS),),
+                            (32, WARPS), (rows, *arguments))
+
     # GELU.
 
-    def gelu_forward(self, x):
+    def gelu_forward(self, x: Array) -> Array:
         """Return the tanh form of GELU of x."""
         x, y = self._whole(x), self._xp.empty(x.shape, x.dtype)
         self._elements("gelu.cu", by_type("gelu_forward", x.dtype.name), x.size, x, y)
         return y
 
-    def bias_gelu_forward(self, x, b):
+    def bias_gelu_forward(self, x: Array, b: Array) -> Array:
         """Add b (D,) to x (..., D) in place and return GELU of the sum."""
         assert (x.shape[-1:], x.dtype) == (b.shape, b.dtype), (x.shape, b.shape)
         y = self._xp.empty(x.shape, x.dtype)
-        self._elements("gelu.cu", by_type("bias_gelu_forward", x.dtype.name), x.size,
-                       x.shape[-1], self._whole(b), self._in_place(x), y)
+        self._warps("gelu.cu", "bias_gelu_forward", x, self._whole(b), self._in_place(x), y)
         return y
 
-    def gelu_backward_input(self, dy, x):
+    def gelu_backward_input(self, dy: Array, x: Array) -> Array:
         """Return dx = dy GELU'(x)."""
         assert (dy.shape, dy.dtype) == (x.shape, x.dtype), (dy.shape, x.shape)
         dy, x, dx = self._whole(dy), self._whole(x), self._xp.empty(x.shape, x.dtype)
         self._elements("gelu.cu", by_type("gelu_backward", x.dtype.name), x.size, dy, x, dx)
         return dx
 
-    # SwiGLU and rotary positions.
-
-    def swiglu_forward(self, h):
-        """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
-        h, y = self._whole(h), self._xp.empty((*h.shape[:-2], h.shape[-1]), h.dtype)
-        self._elements("swiglu.cu", by_type("swiglu_forward", h.dtype.name), y.size,
-                       h.shape[-1], h, y)
+    def bias_residual_forward(self, y: Array, b: Array, residual: Array) -> Array:
+        """Add b (D,) and residual (..., D) to y (..., D) in place and return y."""
+        assert (y.shape, y.shape[-1:]) == (residual.shape, b.shape), (y.shape, b.shape)
+        assert y.dtype == residual.dtype == b.dtype, (y.dtype, residual.dtype, b.dtype)
+        self._warps("residual.cu", "bias_residual_forward", y, self._whole(b),
+                    self._whole(residual), self._in_place(y))
         return y
 
-    def swiglu_backward_input(self, dy, h):
+    # SwiGLU and rotary positions.
+
+    def swiglu_forward(self, h: Array) -> Array:
+        """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
+        h, y = self._whole(h), self._xp.empty((*h.shape[:-2], h.shape[-1]), h.dtype)
+        self._warps("swiglu.cu", "swiglu_forward", y, h, y)
+        return y
+
+    def swiglu_backward_input(self, dy: Array, h: Array) -> tuple[Array, Array]:
         """Return (dh (..., 2, F), and silu(gate) up (..., F) once more)."""
         assert (*dy.shape[:-1], 2, dy.shape[-1]) == h.shape, (dy.shape, h.shape)
         assert dy.dtype == h.dtype, (dy.dtype, h.dtype)
         dh, y = self._xp.empty(h.shape, h.dtype), self._xp.empty(dy.shape, dy.dtype)
-        self._elements("swiglu.cu", by_type("swiglu_backward", h.dtype.name), y.size,
-                       h.shape[-1], self._whole(dy), self._whole(h), dh, y)
+        self._warps("swiglu.cu", "swiglu_backward", y, self._whole(dy), self._whole(h), dh, y)
         return dh, y
 
-    def rope_forward(self, x, positions, table):
+    def rope_forward(self, x: Array, positions: Array, table: Array) -> Array:
         """Turn x (B, T, H, d) in place by the angles of its positions (T,) or (B, T)."""
         return self._turn(x, positions, table, 1.0)
 
-    def rope_backward_input(self, dy, positions, table):
+    def rope_backward_input(self, dy: Array, positions: Array, table: Array) -> Array:
         """Turn dy (B, T, H, d) in place by the angles of its positions backwards."""
         return self._turn(dy, positions, table, -1.0)
 
-    def _turn(self, x, positions, table, sign):
+    def _turn(self, x: Array, positions: Array, table: Array, sign: float) -> Array:
         """Turn x in place; its heads must have no gaps, and its sequences follow each other."""
         batch, tokens, heads, width = x.shape
-        row, item = x.strides[1], x.itemsize
-        assert x.strides == (tokens * row, row, width * item, item), (x.shape, x.strides)
+        row, item = x.strides[1] if tokens > 1 else x.strides[0], x.itemsize
+        lengths = zip(x.shape, x.strides, (tokens * row, row, width * item, item), strict=True)
+        assert all(size == 1 or have == due for size, have, due in lengths), (x.shape, x.strides)
         assert positions.size in (tokens, batch * tokens), (positions.shape, x.shape)
         assert table.dtype == np.float32, table.dtype
-        self._elements("rope.cu", by_type("rotate", x.dtype.name), x.size // 2, width // 2, heads,
-                       np.int64(row // item), np.int64(positions.size), self._ids(positions),
-                       self._in_place(table), sign, x)
+        if x.size:
+            self._by_warp("rope.cu", "rotate", x, batch * tokens, width // 2, heads,
+                          np.int64(row // item), positions.size, self._ids(positions),
+                          self._in_place(table), sign, x)
         return x
 
     # Sums over rows.
 
-    def column_sums(self, x, out):
+    def column_sums(self, x: Array, out: Array) -> None:
         """Add the sum of x (..., D) over its rows to out (D,)."""
         assert x.shape[-1:] == out.shape, (x.shape, out.shape)
         x = self._whole(x)
-        self._slabs("columns.cu", by_type("column_sums", x.dtype.name), x, (x,), (out,))
+        name = f"column_sums<{C_TYPES[x.dtype.name]}, {C_TYPES[out.dtype.name]}>"
+        self._slabs("columns.cu", name, x, (x,), (out,))
 
-    def _slabs(self, file, name, x, arguments, outs):
-        """Run a kernel that sums over slabs of the rows of x, then add its partial sums to outs."""
+    def _slabs(
+        self, file: str, name: str, x: Array, arguments: tuple[Any, ...], outs: tuple[Array, ...]
+    ) -> None:
+        """Start a kernel that adds sums over the rows of x, made in slabs, to outs."""
         columns = x.shape[-1]
         rows = x.size // max(1, columns)
         if x.size == 0:
             return
-        slabs = min(ceil(rows / SLAB_THREADS), MOST_SLABS)
-        partial = [self._xp.empty((slabs, columns), np.float32) for _ in outs]
-        self._loader.launch(file, name, (ceil(columns / 32), slabs), (32, SLAB_THREADS),
-                            (rows, columns, *arguments, *partial))
-        for out, sums in zip(outs, partial, strict=True):
-            self._loader.launch("columns.cu", by_type("add_slabs", out.dtype.name),
-                                (ceil(columns / ROW_THREADS),), (ROW_THREADS,),
-                                (slabs, columns, sums, self._in_place(out)))
+        slabs = min(ceil(rows / SLAB_ROWS), MOST_SLABS)
+        strips = ceil(columns * x.itemsize / STRIP_BYTES)
+        if self._done.size < strips:
+            self._done = self._xp.zeros((strips,), np.int32)
+        partial = self._xp.empty((len(outs), slabs, columns), np.float32)
+        self._loader.launch(
+            file, name, (strips, slabs), (SLAB_THREADS,),
+            (rows, columns, *arguments, partial, self._done, *map(self._in_place, outs)))
 
     # LayerNorm, and RMSNorm, which has neither mean nor b.
 
-    def layernorm_forward(self, x, w, b, eps):
+    def layernorm_forward(self, x: Array, w: Array, b: Array, eps: float) -> ThreeArrays:
         """Return (y, mean, rstd): y (..., D), mean and rstd (...) in float32."""
         y, mean, rstd = self._results(x, 2)
-        self._rows("norm.cu", "layernorm_forward", x, self._whole(x), w, b, float(eps), y, mean,
-                   rstd)
+        self._warps("norm.cu", "layernorm_forward", x, self._whole(x), w, b, float(eps), y, mean,
+                    rstd)
         return y, mean, rstd
 
-    def layernorm_backward_input(self, dy, x, w, mean, rstd):
+    def layernorm_backward_input(
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array
+    ) -> Array:
         """Return dx (..., D)."""
-        dx = self._xp.empty(x.shape, x.dtype)
-        self._rows("norm.cu", "layernorm_backward", x, self._whole(dy), self._whole(x), w, mean,
-                   rstd, dx)
-        return dx
+        return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd)
 
-    def layernorm_backward_weight(self, dy, x, mean, rstd, dw, db):
+    def layernorm_residual_backward_input(
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, residual: Array
+    ) -> Array:
+        """Return dx + residual, both (..., D)."""
+        return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd, residual=residual)
+
+    def layernorm_backward_weight(
+        self, dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
+    ) -> None:
         """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
         arguments = (self._whole(dy), self._whole(x), mean, rstd)
+        assert dw.dtype == db.dtype == np.float32, (dw.dtype, db.dtype)
         self._slabs("norm.cu", by_type("layernorm_slabs", x.dtype.name), x, arguments, (dw, db))
 
-    def rmsnorm_forward(self, x, w, eps):
+    def rmsnorm_forward(self, x: Array, w: Array, eps: float) -> tuple[Array, Array]:
         """Return (y, rstd): y (..., D), rstd (...) in float32."""
         y, rstd = self._results(x, 1)
-        self._rows("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
+        self._warps("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
         return y, rstd
 
-    def rmsnorm_backward_input(self, dy, x, w, rstd):
+    def rmsnorm_backward_input(self, dy: Array, x: Array, w: Array, rstd: Array) -> Array:
         """Return dx (..., D)."""
-        dx = self._xp.empty(x.shape, x.dtype)
-        self._rows("norm.cu", "rmsnorm_backward", x, self._whole(dy), self._whole(x), w, rstd, dx)
-        return dx
+        return self._norm_backward("rmsnorm_backward", dy, x, w, rstd)
 
-    def rmsnorm_backward_weight(self, dy, x, rstd, dw):
+    def rmsnorm_residual_backward_input(
+        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array
+    ) -> Array:
+        """Return dx + residual, both (..., D)."""
+        return self._norm_backward("rmsnorm_backward", dy, x, w, rstd, residual=residual)
+
+    def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
         """Add the sum of dy x rstd to dw (D,)."""
         arguments = (self._whole(dy), self._whole(x), rstd)
+        assert dw.dtype == np.float32, dw.dtype
         self._slabs("norm.cu", by_type("rmsnorm_slabs", x.dtype.name), x, arguments, (dw,))
 
-    def _results(self, x, statistics):
+    def _norm_backward(
+        self, kernel: str, dy: Array, x: Array, w: Array, *statistics: Array,
+        residual: Array | None = None
+    ) -> Array:
+        """Return dx (..., D), plus residual if there is one."""
+        dx, adds = self._xp.empty(x.shape, x.dtype), residual is not None
+        around = self._whole(residual) if adds else dx  # which is not read then
+        assert (around.shape, around.dtype) == (x.shape, x.dtype), (around.shape, x.shape)
+        self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics,
+                    int(adds), around, dx)
+        return dx
+
+    def _results(self, x: Array, statistics: int) -> tuple[Array, ...]:
         """Return empty arrays: one like x (..., D), and as many (...) in float32."""
         return (self._xp.empty(x.shape, x.dtype),
                 *(self._xp.empty(x.shape[:-1], np.float32) for _ in range(statistics)))
 
     # Cross-entropy over a vocabulary shard.
 
-    def cross_entropy_stats(self, logits, valid, targets, start):
+    def cross_entropy_stats(self, logits: Array, valid: int, targets: Array, start: int) -> Array:
         """Return (N, 3) float32: maximum, sum of exp(logit - maximum), logit of the target or 0.
 
         logits (N, V), of which `valid` columns count; targets (N,) int64; start: id of column 0.
@@ -210,20 +245,39 @@ class Fused:
                    self._in_place(logits), self._ids(targets), np.int64(start), stats)
         return stats
 
-    def cross_entropy_backward(self, logits, valid, targets, lse, start, scale):
-        """Write (softmax - onehot) scale over logits (N, V), 0 from column `valid` on."""
+    def cross_entropy_combine(self, stats: Array) -> tuple[Array, Array]:
+        """Return (loss (N,), sums (N, 2)) in float32 from the stats of all shards (shards, N, 3).
+
+        sums: maximum and sum of exp(logit - maximum) over the whole vocabulary.
+        """
+        shards, rows, _ = stats.shape
+        assert stats.dtype == np.float32, stats.dtype
+        loss, sums = (self._xp.empty(shape, np.float32) for shape in ((rows,), (rows, 2)))
+        self._elements("cross_entropy.cu", "cross_entropy_combine", rows, shards,
+                       self._whole(stats), loss, sums, each=1)
+        return loss, sums
+
+    def cross_entropy_backward(
+        self, logits: Array, valid: int, targets: Array, sums: Array, start: int, scale: float
+    ) -> None:
+        """Write (softmax - onehot) scale over logits (N, V), 0 from column `valid` on.
+
+        sums (N, 2) float32: maximum and sum of exp(logit - maximum) over all shards.
+        """
         self._rows("cross_entropy.cu", "cross_entropy_backward", logits, valid,
-                   self._in_place(logits), self._ids(targets), self._whole(lse), np.int64(start),
+                   self._in_place(logits), self._ids(targets), self._whole(sums), np.int64(start),
                    float(scale))
 
     # Softmax of attention's scores.
 
-    def causal_softmax_forward(self, scores, q_pos, k_pos, factor):
+    def causal_softmax_forward(
+        self, scores: Array, q_pos: Array, k_pos: Array, factor: float
+    ) -> None:
         """Write softmax of factor scores (..., Tq, Tk) over the visible keys over scores."""
         self._rows("softmax.cu", "causal_softmax_forward", scores, len(q_pos), self._ids(q_pos),
                    self._ids(k_pos), float(factor), self._in_place(scores))
 
-    def causal_softmax_backward(self, probs, dprobs, factor):
+    def causal_softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> None:
         """Write the gradient of the scores (..., Tq, Tk) over dprobs."""
         assert probs.dtype == dprobs.dtype, (probs.dtype, dprobs.dtype)
         self._rows("softmax.cu", "causal_softmax_backward", probs, float(factor),
@@ -232,8 +286,9 @@ class Fused:
     # Updates.
 
     def adamw_runs(
-        self, data, grad, m, v, runs, *, lr, beta1, beta2, eps, weight_decay, step, copy=None
-    ):
+        self, data: Array, grad: Array, m: Array, v: Array, runs: Runs, *, lr: float, beta1: float,
+        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+    ) -> None:
         """Update the flat float32 buffers data, m, v in one launch; step counts from 1.
 
         runs: (whether its weights decay, slice) of each part, a row of the grid for each. copy: a
@@ -245,26 +300,33 @@ class Fused:
             return
         table = np.array([(run.start, run.stop, decays) for decays, run in runs], np.int64)
         longest = int((table[:, 1] - table[:, 0]).max())
-        blocks = min(ceil(longest / ELEMENT_THREADS), MOST_BLOCKS_OF_RUN)
+        blocks = min(ceil(longest / (ELEMENT_THREADS * ELEMENTS)), MOST_BLOCKS_OF_RUN)
         numbers = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * weight_decay,
                    lr / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps)
         name = "adamw" if copy is None else by_type("adamw_with_copy", copy.dtype.name)
         copies = () if copy is None else (self._in_place(copy),)
         self._loader.launch(
             "adamw.cu", name, (blocks, len(runs)), (ELEMENT_THREADS,),
-            (self._xp.asarray(table), *buffers, *map(float, numbers), *copies))
+            (self._on_device(table), *buffers, *map(float, numbers), *copies))
+
+    def _on_device(self, table: np.ndarray) -> Array:
+        """Return a table on the device, where it stays: every step has the same ones."""
+        key = table.tobytes()
+        if key not in self._tables:
+            self._tables[key] = self._xp.asarray(table)
+        return self._tables[key]
 
     # What a kernel can take.
 
-    def _whole(self, x):
+    def _whole(self, x: Array) -> Array:
         """Return x, or a copy if there are gaps between its elements."""
         return self._xp.ascontiguousarray(x)
 
-    def _ids(self, x):
+    def _ids(self, x: Array) -> Array:
         assert x.dtype == np.int64, x.dtype
         return self._whole(x)
 
     @staticmethod
-    def _in_place(x):
+    def _in_place(x: Array) -> Array:
         assert x.flags.c_contiguous, (x.shape, x.strides)
         return x

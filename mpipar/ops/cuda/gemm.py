@@ -6,22 +6,26 @@ and float64 for those of 64. Operands have one type. `out` may be wider, as the 
 weights are.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
 from mpipar.ops.cuda import ladder
+from mpipar.ops.signature import Array, ThreeArrays
 
 
-def stored(x):
+def stored(x: Array) -> tuple[bool, int]:
     """Return (whether x (rows, columns) is stored as its transpose, elements from row to row)."""
     rows, columns = x.shape
     item = x.itemsize
-    if x.strides[1] == item or columns == 1:
-        return False, max(columns, x.strides[0] // item)
+    if x.strides[1] == item or columns == 1 or not x.size:  # CuPy: nothing has strides of 0
+        return False, max(1, columns, x.strides[0] // item)
     assert x.strides[0] == item or rows == 1, (x.shape, x.strides)
     return True, max(rows, x.strides[1] // item)
 
 
-def checked(a, b, out):
+def checked(a: Array, b: Array, out: Array) -> ThreeArrays:
     """Return (a, b, out), all transposed if out is stored so: out^T = b^T a^T."""
     assert a.shape[1] == b.shape[0], (a.shape, b.shape)
     assert out.shape == (a.shape[0], b.shape[1]), (out.shape, a.shape, b.shape)
@@ -36,14 +40,19 @@ class BlasGemm:
     fast; never chosen unasked.
     """
 
-    def __init__(self, xp, tf32=False):
+    def __init__(self, xp: Any, tf32: bool = False) -> None:
         self._blas, self._device = xp.cuda.cublas, xp.cuda.device
         runtime = xp.cuda.runtime
-        self._types = {"float64": runtime.CUDA_R_64F, "float32": runtime.CUDA_R_32F,
+        self.types = {"float64": runtime.CUDA_R_64F, "float32": runtime.CUDA_R_32F,
                        "bfloat16": runtime.CUDA_R_16BF, "float16": runtime.CUDA_R_16F}
         self._tf32 = tf32
+        # 0 and 1 in host memory, where cuBLAS reads its factors at the call; and their addresses.
+        self._factors = {name: np.array([0, 1], "float64" if name == "float64" else "float32")
+                         for name in self.types}
+        self.places = {name: [one.ctypes.data + i * one.itemsize for i in (0, 1)]
+                        for name, one in self._factors.items()}
 
-    def _compute_type(self, name):
+    def compute_type(self, name: str) -> Any:
         """Return cuBLAS's name of the sums' type for operands of a type."""
         if name == "float64":
             return self._blas.CUBLAS_COMPUTE_64F
@@ -51,11 +60,11 @@ class BlasGemm:
             return self._blas.CUBLAS_COMPUTE_32F_FAST_TF32
         return self._blas.CUBLAS_COMPUTE_32F
 
-    def __call__(self, a, b, out, accumulate=False):
+    def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
         self._multiply(self._blas.gemmEx, *checked(a, b, out), accumulate)
 
-    def stacked(self, a, b, out):
+    def stacked(self, a: Array, b: Array, out: Array) -> None:
         """Write a[h] b[h] to out[h] for every h; a (H, M, K), b (H, K, N), out (H, M, N)."""
         assert len(a) == len(b) == len(out), (a.shape, b.shape, out.shape)
         assert not stored(out[0])[0], (out.shape, out.strides)
@@ -63,24 +72,26 @@ class BlasGemm:
         self._multiply(self._blas.gemmStridedBatchedEx, *checked(a[0], b[0], out[0]), False,
                        apart, (len(a),))
 
-    def _multiply(self, function, a, b, out, accumulate, apart=((), (), ()), count=()):
+    def _multiply(
+        self, function: Callable[..., Any], a: Array, b: Array, out: Array, accumulate: bool,
+        apart: Sequence[tuple[int, ...]] = ((), (), ()), count: tuple[int, ...] = ()
+    ) -> None:
         """Call cuBLAS. apart, count: for stacked matrices, their distances and their number.
 
         cuBLAS counts columns first: what it calls C is our out^T = b^T a^T. A matrix that is stored
         in rows is, for it, already transposed.
         """
         name = a.dtype.name
-        scalar = np.float64 if name == "float64" else np.float32
-        alpha, beta = np.ones(1, scalar), np.full(1, accumulate, scalar)
+        zero, one = self.places[name]
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
         turn = (self._blas.CUBLAS_OP_N, self._blas.CUBLAS_OP_T)
         function(
             self._device.get_cublas_handle(), turn[b_turned], turn[a_turned],
-            out.shape[1], out.shape[0], a.shape[1], alpha.ctypes.data,
-            b.data.ptr, self._types[name], ldb, *apart[1],
-            a.data.ptr, self._types[name], lda, *apart[0],
-            beta.ctypes.data, out.data.ptr, self._types[out.dtype.name], ldc, *apart[2], *count,
-            self._compute_type(name), self._blas.CUBLAS_GEMM_DEFAULT)
+            out.shape[1], out.shape[0], a.shape[1], one,
+            b.data.ptr, self.types[name], ldb, *apart[1],
+            a.data.ptr, self.types[name], lda, *apart[0],
+            one if accumulate else zero, out.data.ptr, self.types[out.dtype.name], ldc, *apart[2],
+            *count, self.compute_type(name), self._blas.CUBLAS_GEMM_DEFAULT)
 
 
 class TileGemm:
@@ -89,11 +100,11 @@ class TileGemm:
     choose: (layout, operand type, result type, rows of out, columns of out) -> ladder.Gemm.
     """
 
-    def __init__(self, loader, choose):
+    def __init__(self, loader: Any, choose: Callable[..., ladder.Gemm]) -> None:
         self._loader = loader
         self._choose = choose
 
-    def __call__(self, a, b, out, accumulate=False):
+    def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
         if out.size == 0:  # e.g. a rank's piece of fewer tokens than ranks: no block to start
             return

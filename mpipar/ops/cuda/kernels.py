@@ -1,47 +1,32 @@
-"""The CUDA kernels: their names, and the text of their files.
+"""Finds the text of a CUDA kernel, compiles it at its first use, and starts it, through CuPy.
 
-This file has only names and text, so tests and tools can read them without CuPy or a GPU.
+Nothing here imports CuPy, so tests and tools can read the sources without it or a GPU.
 """
 
 import re
-from collections import namedtuple
-from math import inf
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mpipar.ops.cuda import attention, fused, ladder
+from mpipar.errors import EnvironmentProblem
+from mpipar.ops.signature import Shape
 
 FOLDER = Path(__file__).parent
+OLDEST_DEVICE = 80  # compute capability: the first with bfloat16 products and cp.async
+# Of the compiler. The second is for lambdas that are templates: they cannot be marked __device__.
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+PLAIN_SHARED_BYTES = 48 << 10  # a kernel has to ask for more shared memory than this
 # What a kernel gets for a Python number: all int parameters have 32 bits, all others are float.
 SCALARS = {int: np.int32, float: np.float32}
+KERNEL = re.compile(  # its template parameters, its name
+    r"(?:template <([^>]*)>\s*)?__global__ void\s+"
+    r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(")
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
-# File -> the instantiations of its kernels that are used, as name expressions.
-KERNELS = {
-    **ladder.used(),
-    **fused.used(),
-    **attention.used(),
-}
-# Which kernels compute attention, by function of ops. file: that of its kernels, which take heads
-# of up to `widest` elements. Hkv may be any divisor of H, Tq and Tk any lengths. Wider heads go to
-# the plain formula of `array_attention` on CuPy; it uses the softmax of `wider` if one is named.
-TakenBy = namedtuple("TakenBy", "file widest wider")
-ATTENTION = {
-    "attention_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, "softmax.cu"),
-    "attention_backward_input": TakenBy("flash_backward.cu", attention.MOST_WIDTH, "softmax.cu"),
-    "attention_block_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, None),
-    "attention_block_backward": TakenBy("flash_backward.cu", attention.MOST_WIDTH, None),
-    "attention_delta": TakenBy("flash_backward.cu", inf, None),
-    "attention_merge": TakenBy(None, 0, None),
-}
-# File -> most registers per thread that its kernels may use; 128 by default. Attention keeps a
-# head's width of sums in registers, so it may use all that there are.
-REGISTERS = {"gemm_naive.cu": 40, "gemm_shared.cu": 40, "gemm_register.cu": 96,
-             "flash_forward.cu": 255, "flash_backward.cu": 255}
 
-
-def source(file, folders=(FOLDER,)):
+def source(file: str, folders: Sequence[Path] = (FOLDER,)) -> str:
     """Return the text of a .cu file, with its own headers put in place of their includes.
 
     CuPy's compile cache sees only this text, so a changed header must be in it. folders: where
@@ -50,16 +35,81 @@ def source(file, folders=(FOLDER,)):
     """
     seen = set()
 
-    def read(name):
+    def read(name: str) -> str:
         path = next(folder / name for folder in folders if (folder / name).exists())
         text = path.read_text().replace("#pragma once\n", "\n")
         return f'#line 1 "{path}"\n' + INCLUDE.sub(
             lambda match: include(match[1], path, text[: match.start()].count("\n") + 2), text)
 
-    def include(name, path, next_line):
+    def include(name: str, path: Path, next_line: int) -> str:
         if name in seen:
             return ""
         seen.add(name)
         return f'{read(name)}\n#line {next_line} "{path}"'
 
     return read(file)
+
+
+def together(name: str, text: str) -> tuple[str, ...]:
+    """Return the name expressions of a source that are compiled with one of them, itself included.
+
+    They are those of all kernels whose template parameters have the names of its own, and so get
+    the same values. Most of the time goes into CUDA's headers, which are then read once.
+    """
+    asked, _, values = name.rstrip(">").partition("<")
+    parameters = {kernel: [one.split()[-1] for one in listed.split(",") if one]
+                  for listed, kernel in KERNEL.findall(text)}
+    known = dict(zip(parameters[asked], filter(None, values.split(", ")), strict=True))
+    return tuple(f"{kernel}<{', '.join(known[one] for one in needed)}>" if needed else kernel
+                 for kernel, needed in parameters.items() if known.keys() >= set(needed))
+
+
+class Loader:
+    """The kernels of one device.
+
+    CuPy compiles with NVRTC and keeps the result on disk, found by the source and the architecture.
+    A file's kernels of one type are compiled together.
+    Raises EnvironmentProblem for a device that the kernels were not written for.
+    """
+
+    def __init__(self, xp: Any, oldest: int = OLDEST_DEVICE) -> None:
+        found = xp.cuda.Device().compute_capability
+        if int(found) < oldest:
+            raise EnvironmentProblem(
+                f"this GPU has compute capability {found[:-1]}.{found[-1]}, and the kernels of "
+                "mpipar need 8.0 (A100) or newer: type --kernels plain and leave --gemm out, or "
+                "take another GPU")
+        self._xp = xp
+        self._found: dict[str, Any] = {}  # by name, what finds a kernel in its module
+        self._functions: dict[str, Any] = {}
+
+    def launch(
+        self, file: str, name: str, grid: Shape, block: Shape, arguments: Iterable[Any],
+        shared_bytes: int = 0
+    ) -> None:
+        """Queue one kernel on the current stream.
+
+        file, name: a .cu file, and the name expression of a kernel in it. arguments: arrays (their
+        memory, whatever their strides), ints and floats, in the kernel's order. shared_bytes:
+        dynamic shared memory.
+        """
+        if name not in self._functions:
+            self._functions[name] = self._function(file, name, shared_bytes)
+        values = tuple([SCALARS[type(one)](one) if type(one) in SCALARS else one
+                        for one in arguments])
+        self._functions[name](grid, block, values, shared_mem=shared_bytes)
+
+    def _function(self, file: str, name: str, shared_bytes: int) -> Any:
+        if name not in self._found:
+            names = together(name, text := source(file))
+            module = self._xp.RawModule(code=text, options=OPTIONS, name_expressions=names)
+            self._found |= dict.fromkeys(names, module.get_function)
+        function = self._found[name](name)
+        if shared_bytes > PLAIN_SHARED_BYTES:
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        return function
+
+
+def num_processors(xp: Any) -> int:
+    """Return how many streaming multiprocessors the current device has."""
+    return int(xp.cuda.Device().attributes["MultiProcessorCount"])

@@ -3,15 +3,26 @@
 Layouts: "NN" op(A) = A, op(B) = B; "NT" op(B) = transposed; "TN" op(A) = transposed.
 """
 
-from collections import namedtuple
+from collections.abc import Sequence
 from math import ceil, prod
+from typing import NamedTuple
 
 # The kernels' names for NumPy's types.
 C_TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "half"}
 LAYOUTS = ("NN", "NT", "TN")  # y = x w; dx = dy w^T; dw = x^T dy. None needs both transposed.
-# tiles: names of the tile parameters. default: their values if none are given.
-# typed: whether the element types are parameters too (the others are float32 only).
-Rung = namedtuple("Rung", "tiles default typed")
+
+
+class Rung(NamedTuple):
+    """tiles: names of the tile parameters. default: their values if none are given.
+
+    typed: whether the element types are parameters too (the others are float32 only).
+    """
+
+    tiles: str
+    default: tuple[int, ...]
+    typed: bool
+
+
 RUNGS = {
     "naive": Rung("", (), True),
     "shared": Rung("Tile", (32,), True),
@@ -22,11 +33,22 @@ RUNGS = {
 }
 SMALL = {"warp": (64, 64, 8, 32, 32), "mma": (64, 64, 32, 32, 32, 3)}
 
-# name: name expression. rows, columns: of C per block. block: threads.
-Gemm = namedtuple("Gemm", "file name rows columns block shared_bytes")
+
+class Gemm(NamedTuple):
+    """A kernel. name: name expression. rows, columns: of C per block. block: threads."""
+
+    file: str
+    name: str
+    rows: int
+    columns: int
+    block: tuple[int, ...]
+    shared_bytes: int
 
 
-def gemm(rung, layout, dtype="float32", out_dtype=None, tiles=None):
+def gemm(
+    rung: str, layout: str, dtype: str = "float32", out_dtype: str | None = None,
+    tiles: Sequence[int] | None = None
+) -> Gemm:
     """Return the Gemm of one rung for operands of `dtype` (NumPy's name) and C of `out_dtype`."""
     kind = RUNGS[rung]
     tiles = kind.default if tiles is None else tuple(tiles)
@@ -39,7 +61,9 @@ def gemm(rung, layout, dtype="float32", out_dtype=None, tiles=None):
     return Gemm(f"gemm_{rung}.cu", name, *_block(rung, size), _shared_bytes(rung, layout, size))
 
 
-def fitting(num_processors, layout, dtype, out_dtype, rows, columns):
+def fitting(
+    num_processors: int, layout: str, dtype: str, out_dtype: str, rows: int, columns: int
+) -> Gemm:
     """Return the highest rung for a type: "warp" or, for 16 bits, "mma".
 
     If C has fewer blocks than the device has processors, smaller tiles give more blocks.
@@ -52,18 +76,18 @@ def fitting(num_processors, layout, dtype, out_dtype, rows, columns):
     return gemm(rung, layout, dtype, out_dtype, SMALL[rung])
 
 
-def grid(kernel, rows, columns):
+def grid(kernel: Gemm, rows: int, columns: int) -> tuple[int, int]:
     """Return the blocks that cover a C of rows x columns."""
     return ceil(rows / kernel.rows), ceil(columns / kernel.columns)
 
 
-def flop_per_byte(kernel, itemsize):
+def flop_per_byte(kernel: Gemm, itemsize: int) -> float:
     """Return FLOPs per byte of operands that a block reads from global memory, without caches."""
     rows, columns = (1, 1) if kernel.file == "gemm_naive.cu" else (kernel.rows, kernel.columns)
     return 2 * rows * columns / ((rows + columns) * itemsize)
 
 
-def _block(rung, size):
+def _block(rung: str, size: dict[str, int]) -> tuple[int, int, tuple[int, ...]]:
     """Return (rows, columns, threads) of a block."""
     if rung == "naive":
         return 8, 32, (32, 8)
@@ -75,7 +99,7 @@ def _block(rung, size):
     return rows, columns, (32 * (rows // size["WM"]) * (columns // size["WN"]),)
 
 
-def _shared_bytes(rung, layout, size):
+def _shared_bytes(rung: str, layout: str, size: dict[str, int]) -> int:
     """Return the dynamic shared memory per block: the tiles of gemm_mma.cu, with rows 8 longer."""
     if rung != "mma":
         return 0
@@ -84,19 +108,3 @@ def _shared_bytes(rung, layout, size):
     for extent, k_contiguous in ((size["BM"], layout[0] == "N"), (size["BN"], layout[1] == "T")):
         values += extent * (steps + 8) if k_contiguous else steps * (extent + 8)
     return 2 * size["Stages"] * values
-
-
-def used():
-    """Return file -> name expressions of what `--gemm tile` and the benchmark run."""
-    chosen = [gemm(rung, "NN") for rung in RUNGS if rung not in SMALL]
-    for tiles in (None, SMALL["warp"]):
-        chosen += [gemm("warp", layout, tiles=tiles) for layout in LAYOUTS]
-    for tiles in (None, SMALL["mma"]):
-        for dtype in ("bfloat16", "float16"):
-            # Weight gradients are float32, and so is the array they are added to.
-            chosen += [gemm("mma", layout, dtype, "float32" if layout == "TN" else dtype, tiles)
-                       for layout in LAYOUTS]
-    files = {}
-    for kernel in chosen:
-        files.setdefault(kernel.file, []).append(kernel.name)
-    return {file: tuple(names) for file, names in files.items()}

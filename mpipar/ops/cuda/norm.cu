@@ -1,101 +1,151 @@
 // LayerNorm y = (x - mean) rstd w + b and RMSNorm y = x rstd w over the rows of x (rows, columns),
 // rstd = 1 / sqrt(variance + eps) or 1 / sqrt(mean of squares + eps); and their gradients.
 //
-// A block takes a row, in three passes (LayerNorm) or two. The passes after the first find the row
-// in the L1 or L2 cache, and so does the sum for db, which reads dy again. From global memory, per
-// element of s bytes: forward 2s and about 8 FLOPs, backward_input 3s and 14, slabs 2s and 6. That
-// is 1 to 3 FLOP/byte, so memory decides. Statistics are float32.
+// A warp takes a row, in two passes or three (LayerNorm forward). The passes after the first find
+// the row in the L1 cache. From global memory, per element of s bytes: forward 2s and about 8
+// FLOPs, backward_input 3s and 14, slabs 2s and 6. That is 1 to 3 FLOP/byte, so memory decides.
+// Statistics are float32.
 #include "columns.cuh"
 #include "rows.cuh"
 
-// The sum of value(column) over a row, in every thread.
-template <int Threads, typename Value>
-__device__ inline float row_sum(int columns, Value value) {
-    float sum = 0.0f;
-    for (int j = threadIdx.x; j < columns; j += Threads) sum += value(j);
-    return block_sum<Threads>(sum);
+// The sum over a row of value(at), itself a sum over what is `at` a place, in every thread of the
+// row's warp. Errors grow with the numbers that are added one after another: so packs are added up
+// first.
+template <int Wide, typename Value>
+__device__ inline float row_sum(bool wide, int columns, Value value) {
+    float total = 0.0f;
+    for_each_of_warp<Wide>(wide, columns, [&](auto at) { total += value(at); });
+    return warp_sum(total);
 }
 
-template <typename T, int Threads>
-__global__ void __launch_bounds__(Threads)
-layernorm_forward(int columns, const T *x, const T *w, const T *b, float eps, T *y, float *mean,
-                  float *rstd) {
-    size_t row = blockIdx.x;
-    x += row * columns;
-    y += row * columns;
-    float mu = row_sum<Threads>(columns, [&](int j) { return to_float(x[j]); }) / columns;
-    float square = row_sum<Threads>(columns, [&](int j) {
-        return (to_float(x[j]) - mu) * (to_float(x[j]) - mu);
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS)
+layernorm_forward(int rows, int columns, const T *x, const T *w, const T *b, float eps, T *y,
+                  float *mean, float *rstd) {
+    int row = row_of_warp();
+    if (row >= rows) return;
+    x += size_t(row) * columns;
+    y += size_t(row) * columns;
+    bool wide = fits<WIDE<T>>(columns, x, w, b, y);
+    // x - first is exact where all of a row is alike; then its mean has all digits.
+    float first = to_float(x[0]);
+    float mu = row_sum<WIDE<T>>(wide, columns, [&](auto at) {
+        auto in = load(x, at);
+        return sum(at, [&](int i) { return in[i] - first; });
+    }) / columns;
+    float square = row_sum<WIDE<T>>(wide, columns, [&](auto at) {
+        auto in = load(x, at);
+        return sum(at, [&](int i) { return (in[i] - first - mu) * (in[i] - first - mu); });
     });
     float scale = 1.0f / sqrtf(square / columns + eps);
-    for (int j = threadIdx.x; j < columns; j += Threads)
-        y[j] = from_float<T>((to_float(x[j]) - mu) * scale * to_float(w[j]) + to_float(b[j]));
+    for_each_of_warp<WIDE<T>>(wide, columns, [&](auto at) {
+        auto in = load(x, at), factor = load(w, at), shift = load(b, at);
+        store(y, at, [&](int i) {
+            return (in[i] - first - mu) * scale * factor[i] + shift[i];
+        });
+    });
     if (threadIdx.x > 0) return;
-    mean[row] = mu;
+    mean[row] = first + mu;
     rstd[row] = scale;
 }
 
-template <typename T, int Threads>
-__global__ void __launch_bounds__(Threads)
-rmsnorm_forward(int columns, const T *x, const T *w, float eps, T *y, float *rstd) {
-    size_t row = blockIdx.x;
-    x += row * columns;
-    y += row * columns;
-    float square = row_sum<Threads>(columns, [&](int j) {
-        return to_float(x[j]) * to_float(x[j]);
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS)
+rmsnorm_forward(int rows, int columns, const T *x, const T *w, float eps, T *y, float *rstd) {
+    int row = row_of_warp();
+    if (row >= rows) return;
+    x += size_t(row) * columns;
+    y += size_t(row) * columns;
+    bool wide = fits<WIDE<T>>(columns, x, w, y);
+    float square = row_sum<WIDE<T>>(wide, columns, [&](auto at) {
+        auto in = load(x, at);
+        return sum(at, [&](int i) { return in[i] * in[i]; });
     });
     float scale = 1.0f / sqrtf(square / columns + eps);
-    for (int j = threadIdx.x; j < columns; j += Threads)
-        y[j] = from_float<T>(to_float(x[j]) * scale * to_float(w[j]));
+    for_each_of_warp<WIDE<T>>(wide, columns, [&](auto at) {
+        auto in = load(x, at), factor = load(w, at);
+        store(y, at, [&](int i) { return in[i] * scale * factor[i]; });
+    });
     if (threadIdx.x == 0) rstd[row] = scale;
 }
 
-// dx = scale (g - mean(g) - xhat mean(g xhat)) with g = dy w, xhat = (x - mu) scale; RMSNorm does
-// not centre: mu = 0, and mean(g) has no part in dx.
-template <int Threads, bool Centered, typename T>
-__device__ inline void backward_row(int columns, const T *dy, const T *x, const T *w, float mu,
-                                    float scale, T *dx) {
-    auto g = [&](int j) { return to_float(dy[j]) * to_float(w[j]); };
-    auto xhat = [&](int j) { return (to_float(x[j]) - mu) * scale; };
-    float slope = row_sum<Threads>(columns, [&](int j) { return g(j) * xhat(j); }) / columns;
-    float level = Centered ? row_sum<Threads>(columns, g) / columns : 0.0f;
-    for (int j = threadIdx.x; j < columns; j += Threads)
-        dx[j] = from_float<T>(scale * (g(j) - level - xhat(j) * slope));
+// dx = residual + scale (g - mean(g) - xhat mean(g xhat)), the residual only if `adds`, with
+// g = dy w, xhat = (x - mu) scale; RMSNorm does not centre: mu = 0, and mean(g) has no part in dx.
+template <bool Centered, typename T>
+__device__ inline void backward_row(int row, int columns, const T *dy, const T *x, const T *w,
+                                    float mu, float scale, int adds, const T *residual, T *dx) {
+    dy += size_t(row) * columns;
+    x += size_t(row) * columns;
+    residual += size_t(row) * columns;
+    dx += size_t(row) * columns;
+    bool wide = fits<WIDE<T>>(columns, dy, x, w, residual, dx);
+    float level = 0.0f;
+    float slope = row_sum<WIDE<T>>(wide, columns, [&](auto at) {
+        auto d = load(dy, at), in = load(x, at), factor = load(w, at);
+        if (Centered) level += sum(at, [&](int i) { return d[i] * factor[i]; });
+        return sum(at, [&](int i) { return d[i] * factor[i] * ((in[i] - mu) * scale); });
+    }) / columns;
+    if (Centered) level = warp_sum(level) / columns;
+    for_each_of_warp<WIDE<T>>(wide, columns, [&](auto at) {
+        auto d = load(dy, at), in = load(x, at), factor = load(w, at);
+        auto around = adds ? load(residual, at) : each(at, [](int) { return 0.0f; });
+        store(dx, at, [&](int i) {
+            float xhat = (in[i] - mu) * scale;
+            return around[i] + scale * (d[i] * factor[i] - level - xhat * slope);
+        });
+    });
 }
 
-template <typename T, int Threads>
-__global__ void __launch_bounds__(Threads)
-layernorm_backward(int columns, const T *dy, const T *x, const T *w, const float *mean,
-                   const float *rstd, T *dx) {
-    size_t row = blockIdx.x, at = row * columns;
-    backward_row<Threads, true>(columns, dy + at, x + at, w, mean[row], rstd[row], dx + at);
-}
-
-template <typename T, int Threads>
-__global__ void __launch_bounds__(Threads)
-rmsnorm_backward(int columns, const T *dy, const T *x, const T *w, const float *rstd, T *dx) {
-    size_t row = blockIdx.x, at = row * columns;
-    backward_row<Threads, false>(columns, dy + at, x + at, w, 0.0f, rstd[row], dx + at);
-}
-
-// Partial sums of dw = sum of dy xhat and db = sum of dy; add_slabs of columns.cu adds them up.
 template <typename T>
-__global__ void __launch_bounds__(32 * SLAB_THREADS)
+__global__ void __launch_bounds__(32 * WARPS)
+layernorm_backward(int rows, int columns, const T *dy, const T *x, const T *w, const float *mean,
+                   const float *rstd, int adds, const T *residual, T *dx) {
+    int row = row_of_warp();
+    if (row < rows)
+        backward_row<true>(row, columns, dy, x, w, mean[row], rstd[row], adds, residual, dx);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS)
+rmsnorm_backward(int rows, int columns, const T *dy, const T *x, const T *w, const float *rstd,
+                 int adds, const T *residual, T *dx) {
+    int row = row_of_warp();
+    if (row < rows)
+        backward_row<false>(row, columns, dy, x, w, 0.0f, rstd[row], adds, residual, dx);
+}
+
+// dw += sum of dy xhat and db += sum of dy. partial (2, slabs, columns), done: columns.cuh.
+template <typename T>
+__global__ void __launch_bounds__(SLAB_THREADS)
 layernorm_slabs(int rows, int columns, const T *dy, const T *x, const float *mean,
-                const float *rstd, float *dw, float *db) {
-    sum_slab(rows, columns, dw, [&](int row, int j) {
-        size_t at = size_t(row) * columns + j;
-        return to_float(dy[at]) * (to_float(x[at]) - mean[row]) * rstd[row];
+                const float *rstd, float *partial, int *done, float *dw, float *db) {
+    bool wide = fits<WIDE<T>>(columns, dy, x);
+    sum_slab<T, 2>(wide, rows, columns, partial, [&](int row, auto at, auto &sums) {
+        auto d = load(dy + size_t(row) * columns, at), in = load(x + size_t(row) * columns, at);
+        float mu = mean[row], scale = rstd[row];
+        for (int i = 0; i < d.width; ++i) {
+            sums[0][i] += d[i] * (in[i] - mu) * scale;
+            sums[1][i] += d[i];
+        }
     });
-    sum_slab(rows, columns, db,
-             [&](int row, int j) { return to_float(dy[size_t(row) * columns + j]); });
+    if (is_last_slab(done))
+        add_slabs<T, 2>(columns, partial, [&](int k, int column, float sum) {
+            (k == 0 ? dw : db)[column] += sum;
+        });
 }
 
 template <typename T>
-__global__ void __launch_bounds__(32 * SLAB_THREADS)
-rmsnorm_slabs(int rows, int columns, const T *dy, const T *x, const float *rstd, float *dw) {
-    sum_slab(rows, columns, dw, [&](int row, int j) {
-        size_t at = size_t(row) * columns + j;
-        return to_float(dy[at]) * to_float(x[at]) * rstd[row];
+__global__ void __launch_bounds__(SLAB_THREADS)
+rmsnorm_slabs(int rows, int columns, const T *dy, const T *x, const float *rstd, float *partial,
+              int *done, float *dw) {
+    bool wide = fits<WIDE<T>>(columns, dy, x);
+    sum_slab<T, 1>(wide, rows, columns, partial, [&](int row, auto at, auto &sums) {
+        auto d = load(dy + size_t(row) * columns, at), in = load(x + size_t(row) * columns, at);
+        float scale = rstd[row];
+        for (int i = 0; i < d.width; ++i) sums[0][i] += d[i] * in[i] * scale;
     });
+    if (is_last_slab(done))
+        add_slabs<T, 1>(columns, partial, [&](int, int column, float sum) {
+            dw[column] += sum;
+        });
 }

@@ -1,18 +1,43 @@
-// Shared by kernels in which a block of threads takes one row, or a thread takes single elements.
+// Shared by kernels in which a warp or a block of threads takes one row, or all threads share the
+// elements.
 #pragma once
 
-#include "common.cuh"
+#include "packs.cuh"
 
-// The elements that belong to this thread when all threads of a row of the grid share those from
-// `first` to before `end`.
-template <typename Use>
-__device__ inline void for_each_element(long long first, long long end, Use use) {
-    long long step = (long long)(gridDim.x) * blockDim.x;
-    first += (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    for (long long i = first; i < end; i += step) use(i);
+// exp(x) in few instructions. Its error grows with |x|, as that of any product x log2(e) in float,
+// so it is for what is at most 0: where that is large, the result is small beside others.
+__device__ inline float quick_exp(float x) { return exp2f(1.4426950408889634f * x); }
+
+// 1 / (1 + exp(-x)), exact to a few units in the last place: SwiGLU shows its relative error.
+__device__ inline float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// All threads of a row of the grid share `count` elements: a block takes ELEMENT_THREADS Each at
+// once. Block (ELEMENT_THREADS).
+constexpr int ELEMENT_THREADS = 256;
+
+template <int Wide, int Each = 8, typename Use>
+__device__ inline void for_each_of_grid(bool wide, long long count, Use use) {
+    constexpr int OF_BLOCK = ELEMENT_THREADS * Each;
+    for (long long first = (long long)(blockIdx.x) * OF_BLOCK; first < count;
+         first += (long long)(gridDim.x) * OF_BLOCK)
+        for_each_pack<Wide>(wide, threadIdx.x, ELEMENT_THREADS, first,
+                            min(first + OF_BLOCK, count), use);
 }
-template <typename Use> __device__ inline void for_each_element(long long count, Use use) {
-    for_each_element(0, count, use);
+
+// A warp takes a row. Grid (ceil(rows / WARPS)), block (32, WARPS).
+constexpr int WARPS = 4;
+
+__device__ inline int row_of_warp() { return blockIdx.x * WARPS + threadIdx.y; }
+
+template <int Wide, typename Use>
+__device__ inline void for_each_of_warp(bool wide, int columns, Use use) {
+    for_each_pack<Wide>(wide, threadIdx.x, 32, 0, columns, use);
+}
+
+// A block takes a row. Grid (rows), block (Threads).
+template <int Wide, int Threads, typename Use>
+__device__ inline void for_each_of_block(bool wide, int columns, Use use) {
+    for_each_pack<Wide>(wide, threadIdx.x, Threads, 0, columns, use);
 }
 
 // One value of a whole block of Threads threads (one-dimensional), in every thread: of_warp reduces

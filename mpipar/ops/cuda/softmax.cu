@@ -17,7 +17,7 @@ causal_softmax_forward(int keys, int queries, const long long *q_pos, const long
     auto score = [&](int j) {
         return k_pos[j] <= query ? factor * to_float(row[j]) : -infinity();
     };
-    float top = -1e30f, sum = 0.0f;  // finite, because infinity minus infinity is NaN
+    float top = lowest(), sum = 0.0f;
     for (int j = threadIdx.x; j < keys; j += Threads) top = fmaxf(top, score(j));
     top = block_max<Threads>(top);
     for (int j = threadIdx.x; j < keys; j += Threads) sum += expf(score(j) - top);

@@ -6,24 +6,27 @@ that package or, in tests, a stand-in on NumPy arrays.
 """
 
 from math import ceil, inf
+from typing import Any
 
 import numpy as np
 
-from mpipar.ops.cuda.attention import LN_2, LOG2_E, Attention
+from mpipar.ops.cuda.attention import LOG2_E, Attention
 from mpipar.ops.cuda.gemm import checked
+from mpipar.ops.signature import Array
 
 TILES = {4: (64, 64, 32), 2: (128, 128, 64)}  # bytes of an element: tm, tn, tk
+LOWEST = float(np.finfo(np.float32).min)  # the maximum over nothing; not infinite: see common.cuh
 ATTENTION_TILES = {4: (64, 32), 2: (128, 64)}  # bytes of an element: tq, tk
 
 
 class TileModelGemm:
     """The product by the kernel below; like `gemm.BlasGemm`."""
 
-    def __init__(self, xp, ct):
+    def __init__(self, xp: Any, ct: Any) -> None:
         self._xp, self._ct = xp, ct
         self._kernel = gemm_kernel(ct)
 
-    def __call__(self, a, b, out, accumulate=False):
+    def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
         if out.size == 0:  # as in TileGemm
             return
@@ -34,7 +37,7 @@ class TileModelGemm:
                         (a, b, out, int(accumulate), *tiles))
 
 
-def gemm_kernel(ct):
+def gemm_kernel(ct: Any) -> Any:
     """Return the kernel c = a b (+ c): a (M, K), b (K, N), c (M, N), any strides.
 
     A block computes tm x tn of c in steps of tk. Tile sizes are powers of two. Sums are float32.
@@ -61,35 +64,38 @@ def gemm_kernel(ct):
 class TileModelAttention(Attention):
     """`Attention` whose forward pass is the kernel below. The backward kernels stay the same."""
 
-    def __init__(self, xp, loader, ct):
+    def __init__(self, xp: Any, loader: Any, ct: Any) -> None:
         super().__init__(xp, loader)
         self._ct = ct
         self._kernel = attention_kernel(ct)
 
-    def forward(self, q, k, v, q_pos, k_pos, wide=False):
-        """Return (y (B, Tq, H, d), lse (B, H, Tq)), as `Attention.forward`."""
+    def forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, wide: bool = False
+    ) -> tuple[Array, Array]:
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)), as `Attention.forward`."""
         batch, queries, heads, width = q.shape
-        y, lse = self._xp.empty(q.shape, np.float32 if wide else q.dtype), self._row_values(q)
+        y = self._xp.empty(q.shape, np.float32 if wide else q.dtype)
+        stats = self._row_values(q, 2)
         tq, tk = ATTENTION_TILES[q.itemsize]
         self._ct.launch(
             self._xp.cuda.get_current_stream(), (ceil(queries / tq), heads, batch), self._kernel,
-            (q, k, v, q_pos, k_pos, y, lse, width**-0.5, heads // k.shape[2], tq, tk,
-             1 << (width - 1).bit_length()))
-        return y, lse
+            (q, k, v, q_pos, k_pos, y, stats[..., 0], stats[..., 1], width**-0.5,
+             heads // k.shape[2], tq, tk, 1 << (width - 1).bit_length()))
+        return y, stats
 
 
-def attention_kernel(ct):
-    """Return the kernel of causal attention: y and lse of q, k, v and positions, any strides.
+def attention_kernel(ct: Any) -> Any:
+    """Return the kernel of causal attention: y and both stats of q, k, v, positions, any strides.
 
-    q, y (B, Tq, H, d), k, v (B, Tk, Hkv, d), q_pos (Tq,), k_pos (Tk,), lse (B, H, Tq). A block
-    computes tq queries of one head in steps of tk keys, as `flash_forward.cu` does. `group` query
-    heads share a key head. `width` is the power of two from d on; the rest is filled with zeros.
-    Traffic of a step: 2 tk width elements per 4 tq tk width FLOPs.
+    q, y (B, Tq, H, d), k, v (B, Tk, Hkv, d), q_pos (Tq,), k_pos (Tk,), tops, sums (B, H, Tq). A
+    block computes tq queries of one head in steps of tk keys, as `flash_forward.cu` does. `group`
+    query heads share a key head. `width` is the power of two from d on; the rest is filled with
+    zeros. Traffic of a step: 2 tk width elements per 4 tq tk width FLOPs.
     """
     constant = ct.Constant[int]
 
     @ct.kernel
-    def attention(q, k, v, q_pos, k_pos, y, lse, factor: ct.Constant[float], group: constant,
+    def attention(q, k, v, q_pos, k_pos, y, tops, sums, factor: ct.Constant[float], group: constant,
                   tq: constant, tk: constant, width: constant):
         tile, head, row = ct.bid(0), ct.bid(1), ct.bid(2)
         kv_head = head // group
@@ -98,7 +104,7 @@ def attention_kernel(ct):
                                      padding_mode=zero), (tq, width))
         at = ct.reshape(ct.load(q_pos, (tile,), shape=(tq,), padding_mode=zero), (tq, 1))
         last = ct.max(at)
-        top = ct.full((tq, 1), -1e30, dtype=ct.float32)  # not infinite: see flash_forward.cu
+        top = ct.full((tq, 1), LOWEST, dtype=ct.float32)
         total = ct.full((tq, 1), 0.0, dtype=ct.float32)
         out = ct.full((tq, width), 0.0, dtype=ct.float32)
         for j in range(ct.num_tiles(k, 1, shape=(1, tk, 1, width))):
@@ -109,19 +115,20 @@ def attention_kernel(ct):
                 values = ct.reshape(ct.load(v, (row, j, kv_head, 0), shape=(1, tk, 1, width),
                                             padding_mode=zero), (tk, width))
                 scores = ct.mma(queries, ct.transpose(keys),
-                                ct.full((tq, tk), 0.0, dtype=ct.float32)) * (factor * LOG2_E)
+                                ct.full((tq, tk), 0.0, dtype=ct.float32)) * factor
                 inside = j * tk + ct.arange(tk, dtype=ct.int32) < k.shape[1]
                 seen = ct.reshape(inside, (1, tk)) & (ct.reshape(of_keys, (1, tk)) <= at)
                 scores = ct.where(seen, scores, -inf)
                 largest = ct.maximum(top, ct.max(scores, axis=1, keepdims=True))
-                shrink = ct.exp2(top - largest)
+                shrink = ct.exp2((top - largest) * LOG2_E)
                 top = largest
-                p = ct.exp2(scores - top)
+                p = ct.exp2((scores - top) * LOG2_E)
                 total = total * shrink + ct.sum(p, axis=1, keepdims=True)
                 out = ct.mma(ct.astype(p, v.dtype), values, out * shrink)
         out = out / ct.where(total == 0.0, 1.0, total)  # 0: a query saw no key
         ct.store(y, (row, tile, head, 0),
                  ct.reshape(ct.astype(out, y.dtype), (1, tq, 1, width)))
-        ct.store(lse, (row, head, tile), ct.reshape(LN_2 * (top + ct.log2(total)), (1, 1, tq)))
+        ct.store(tops, (row, head, tile), ct.reshape(top, (1, 1, tq)))
+        ct.store(sums, (row, head, tile), ct.reshape(total, (1, 1, tq)))
 
     return attention

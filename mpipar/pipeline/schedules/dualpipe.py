@@ -5,7 +5,6 @@ list that its authors published.
 """
 
 from collections import deque
-from collections.abc import Callable
 
 from mpipar.pipeline.instructions import Instr
 
@@ -20,8 +19,8 @@ class TwoStreams:
         self.stages = [stage for stage, _ in streams]
         self.next_forward = [first for _, first in streams]
         self.next_backward = [first for _, first in streams]
-        self.late_weights = deque()
-        self.program = []
+        self.late_weights: deque[Instr] = deque()
+        self.program: list[Instr] = []
 
     def forward(self, stream: int) -> None:
         """The next forward of the stream."""
@@ -66,9 +65,15 @@ def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Inst
         8  (near+1) x W
     """
     far = depth - near - 1
-    repeat(2 * far, lambda: two.forward(0))
-    repeat(near + 1, lambda: (two.forward(0), two.forward(1)))
-    repeat(far, lambda: (two.backward(1, split=True), two.weight(), two.forward(1)))
+    for _ in range(2 * far):
+        two.forward(0)
+    for _ in range(near + 1):
+        two.forward(0)
+        two.forward(1)
+    for _ in range(far):
+        two.backward(1, split=True)
+        two.weight()
+        two.forward(1)
     for k in range(pairs):
         if k == 0 and far == 0:
             # All ranks wait for this first B1 at the fold, so it must not wait for an overlap.
@@ -77,20 +82,19 @@ def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Inst
         else:
             two.overlapped(0, 1)
         two.overlapped(1, 0)
-    repeat(far, lambda: (two.backward(1), two.overlapped(1, 0)))
+    for _ in range(far):
+        two.backward(1)
+        two.overlapped(1, 0)
     half = (near + 1) // 2
     for k in range(near + 1):
         two.backward(1, split=k > half or (k == half and near % 2 == 1))
         two.backward(0, split=k >= half)
-    repeat(far, lambda: (two.weight(), two.backward(0, split=True)))
-    repeat(near + 1, two.weight)
+    for _ in range(far):
+        two.weight()
+        two.backward(0, split=True)
+    for _ in range(near + 1):
+        two.weight()
     return two.program
-
-
-def repeat(times: int, action: Callable) -> None:
-    """Call action that many times; not at all for a negative count."""
-    for _ in range(times):
-        action()
 
 
 def dualpipe(p: int, r: int, m: int) -> list[Instr]:

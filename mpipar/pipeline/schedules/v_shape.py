@@ -85,7 +85,8 @@ def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -
     slots = {offset + BLOCK * mb: Instr(kind, stage, mb)
              for offset, kind, stage in passes for mb in range(m)}
     assert len(slots) == 4 * m, f"two passes in one slot: rank {r} of {p}, offsets {offsets}"
-    program, late_weights = [], deque()
+    program: list[Instr] = []
+    late_weights: deque[Instr] = deque()
     for slot in range(max(slots) + 1):
         instr = slots.get(slot)
         if instr is not None:

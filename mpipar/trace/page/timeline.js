@@ -166,13 +166,10 @@ class Timeline {
   }
 
   drawRuler(c) {
-    const length = this.view[1] - this.view[0];
     const most = Math.max(3, Math.min(9, Math.floor(this.plotWidth() / 64)));  // labels with room
-    let step = 10 ** Math.floor(Math.log10(length / most));
-    step *= [1, 2, 5, 10].find(factor => length / (step * factor) <= most);
     c.font = "11px system-ui, sans-serif";
     let free = 0;
-    for (let time = Math.ceil(this.view[0] / step) * step; time <= this.view[1]; time += step) {
+    for (const time of ticks(...this.view, most)) {
       const x = Math.round(this.x(time)) + 0.5;
       c.fillStyle = this.colours.line;
       c.fillRect(x, RULER - 6, 1, this.height - RULER + 6);

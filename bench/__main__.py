@@ -1,0 +1,47 @@
+"""Runs a program of this folder by name, or lists them: `python -m bench [NAME [FLAGS]]`."""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+from mpipar.errors import EXIT_USAGE, suggestion
+
+FOLDER = Path(__file__).parent
+
+
+def programs() -> dict[str, Path]:
+    """Each program's name and its file, in the order of names."""
+    files = (path for path in FOLDER.rglob("*.py") if path != Path(__file__)
+             and '\nif __name__ == "__main__":\n' in path.read_text())
+    named = {path.relative_to(FOLDER).with_suffix("").parts: path for path in files}
+    return {".".join(parts).removesuffix(".__main__"): named[parts] for parts in sorted(named)}
+
+
+def subject(path: Path) -> str:
+    """The first line of a program's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+def main(argv: list[str]) -> int:
+    """List the programs, or become the one that is named; return the exit code."""
+    found = programs()
+    if not argv or argv[0] in ("-h", "--help"):
+        print("python -m bench NAME [FLAGS]; NAME --help says more. NAME is one of\n")
+        width = max(map(len, found))
+        for name, path in found.items():
+            print(f"  {name:{width}}  {subject(path)}")
+        return 0
+    name = argv[0]
+    if name not in found:
+        hint = suggestion(name, list(found))
+        print(f"python -m bench: no program {name!r}{hint}; python -m bench lists all",
+              file=sys.stderr)
+        return EXIT_USAGE
+    sys.argv = [str(found[name]), *argv[1:]]
+    runpy.run_module(f"bench.{name}", run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

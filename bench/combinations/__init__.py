@@ -1,0 +1,1 @@
+"""Whole lives of runs over all combinations of choices, each compared with one plain rank."""

@@ -1,0 +1,208 @@
+"""Covering arrays: lists of legal cases in which each legal tuple of values occurs.
+
+Whether values are legal together is asked of mpipar: a case that lacks choices is legal if some
+whole case with its values is. `Completion` looks for one. Where mpipar refuses a case, it tries
+other values of the free choices. It keeps those that the first refusal gives way to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from bench.combinations.choices import CHOICES, MOST_RANKS, Case, refusals
+
+DEEPEST = 6  # refusals that give way one after the other
+TRIES = 3  # cases of which the best is taken
+NEAR = 3  # cases with a value that a search for it and another one begins at
+LOOKS = 1  # how often a choice is tried against a kind of refusal that never gives way to it
+
+
+class Completion:
+    """Finds whole legal cases. What it has learned of mpipar's refusals makes it quicker."""
+
+    def __init__(self, choices=CHOICES, most_ranks=MOST_RANKS):
+        self.choices, self.most_ranks = choices, most_ranks
+        # Kind of refusal -> how often it gave way to another value of a choice, and was tried to.
+        self.matters: dict = defaultdict(Counter)
+        self.tries: dict = defaultdict(Counter)
+        self.why = (DEEPEST, "")  # the refusal that the newest search did not get past
+
+    def of(self, part: Case, near: Case | None = None) -> dict | None:
+        """A whole legal case with these values, or None. near: a case to begin with."""
+        first = {name: values[0] for name, values in self.choices.items()}
+        self.why = (DEEPEST + 1, "")
+        return self._mended({**first, **(near or {}), **part}, frozenset(part), DEEPEST)
+
+    def _mended(self, case, fixed, depth):
+        wrong = refusals(case, self.most_ranks)
+        if not wrong:
+            return case
+        kind = kind_of(wrong[0])
+        self.why = min(self.why, (depth, kind))
+        if not depth:
+            return None
+        matters, tries = self.matters[kind], self.tries[kind]
+        for name in sorted(self.choices.keys() - fixed, key=lambda name: (-matters[name], name)):
+            if not matters[name] and tries[name] >= LOOKS:
+                continue
+            tries[name] += 1
+            for value in self.choices[name]:
+                other = {**case, name: value}
+                if value == case[name] or kind in map(
+                        kind_of, refusals(other, self.most_ranks)):
+                    continue
+                matters[name] += 1
+                if found := self._mended(other, fixed | {name}, depth - 1):
+                    return found
+        return None
+
+
+def kind_of(refusal: str) -> str:
+    """What a refusal is about, without its values: the flag that it begins with, and its rule."""
+    flag, _, rule = refusal.partition(": ")
+    return " ".join([flag.split()[0], *re.findall("[a-z]{3,}", rule or flag)[:6]])
+
+
+class Coverage:
+    """Which tuples of values of different choices occur in cases.
+
+    strength: 2 for pairs, 3 for triples. values: all (name, value).
+    """
+
+    def __init__(self, strength: int, choices=CHOICES):
+        self.strength, self.choices = strength, choices
+        self.values = [(name, value) for name, values in choices.items() for value in values]
+        self.place = {value: number for number, value in enumerate(self.values)}
+        self.seen = np.zeros((len(self.values),) * strength, bool)
+
+    def places(self, case: Case) -> list[int]:
+        """The numbers of a case's values, ascending."""
+        return [self.place[name, case[name]] for name in self.choices if name in case]
+
+    def add(self, case: Case) -> None:
+        """Note that a case's tuples occur."""
+        self.seen[np.ix_(*[self.places(case)] * self.strength)] = True
+
+    def news(self, case: Case) -> int:
+        """How many new tuples a case brings, in each of their orders."""
+        return int((~self.seen[np.ix_(*[self.places(case)] * self.strength)]).sum())
+
+    def gain(self, case: Case, name: str, value) -> int:
+        """How many new tuples a value brings to a case that lacks its choice."""
+        new = self.seen[self.place[name, value]]
+        return int((~new[np.ix_(*[self.places(case)] * (self.strength - 1))]).sum())
+
+    def different(self) -> np.ndarray:
+        """Where `seen` is of a tuple: its values ascend and are of different choices."""
+        choice = np.array([list(self.choices).index(name) for name, _ in self.values])
+        later = choice[:, None] < choice
+        return later if self.strength == 2 else later[:, :, None] & later
+
+    def holding(self, parts) -> np.ndarray:
+        """Where `seen` is of a tuple that holds one of these pairs."""
+        pair = np.zeros(self.seen.shape[:2], bool)
+        for part in parts:
+            pair[tuple(self.places(part))] = True
+        pair |= pair.T
+        return self.different() & (pair if self.strength == 2 else (
+            pair[:, :, None] | pair[:, None] | pair))
+
+    def part(self, places) -> dict:
+        """The values with these numbers."""
+        return dict(self.values[place] for place in places)
+
+
+def filled(part: Case, coverage: Coverage, completion: Completion, order,
+           near: Case | None = None) -> dict | None:
+    """A whole legal case with these values and as many new tuples as its choices bring in turn.
+
+    near: see `Completion.of`.
+    """
+    whole = completion.of(part, near)
+    if whole is None:
+        return None
+    case = dict(part)
+    for name in order:
+        if name in case:
+            continue
+        for value in sorted(coverage.choices[name], reverse=True,
+                            key=lambda value: coverage.gain(case, name, value)):
+            found = whole if whole[name] == value else completion.of(
+                {**case, name: value}, whole)
+            if found:
+                case[name], whole = value, found
+                break
+    return {name: case[name] for name in coverage.choices}
+
+
+def singles(choices=CHOICES, most_ranks=MOST_RANKS) -> list[dict]:
+    """Few cases in which each legal value occurs, and many pairs."""
+    completion, coverage = Completion(choices, most_ranks), Coverage(2, choices)
+    rng, cases = np.random.default_rng(0), []
+    for name, value in coverage.values:
+        if any(case[name] == value for case in cases):
+            continue
+        if case := filled({name: value}, coverage, completion, rng.permutation(list(choices))):
+            cases.append(case)
+            coverage.add(case)
+    return cases
+
+
+def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
+    """(cases in which each legal pair of values occurs, illegal pairs and what refuses them).
+
+    Each case begins with a pair whose values lack many pairs. Of a few such cases the one with the
+    most new pairs is taken.
+    """
+    completion, coverage = Completion(choices), Coverage(2, choices)
+    rng, cases, refused, open_ = np.random.default_rng(0), [], [], coverage.different()
+    while len(left := np.argwhere(open_ & ~coverage.seen)):
+        lacks = np.bincount(left.ravel(), minlength=len(coverage.values))
+        of_choice = Counter(dict.fromkeys(choices, 0))
+        for (name, _), count in zip(coverage.values, lacks, strict=True):
+            of_choice[name] += int(count)
+        found = []
+        for places in left[np.argsort(-lacks[left].sum(1) + rng.random(len(left)))[:TRIES]]:
+            order = sorted(choices, key=lambda name: -of_choice[name] * (1 + rng.random() / 3))
+            part = coverage.part(places)
+            if case := filled(part, coverage, completion, order):
+                found.append(case)
+            else:
+                open_[tuple(places)] = False
+                refused.append(part)
+        if found:
+            cases.append(max(found, key=coverage.news))
+            coverage.add(cases[-1])
+    illegal = []
+    for part in refused:  # a case with one of the values may be nearer to a legal one with both
+        if coverage.seen[tuple(coverage.places(part))]:
+            continue
+        near = [one for name, value in part.items()
+                for one in [case for case in cases if case[name] == value][:NEAR]]
+        tried = (filled(part, coverage, completion, choices, one) for one in [None, *near])
+        if case := next(filter(None, tried), None):
+            cases.append(case)
+            coverage.add(case)
+        else:
+            illegal.append((part, completion.why[1]))
+    return cases, illegal
+
+
+def triples(coverage: Coverage, illegal: list[dict], completion: Completion):
+    """Yield cases, each with a new triple of values and as many more as its choices bring.
+
+    coverage: of triples; the caller adds the cases that it takes. illegal: pairs.
+    """
+    rng = np.random.default_rng(0)
+    open_ = coverage.different() & ~coverage.holding(illegal)
+    while len(missing := np.flatnonzero(open_ & ~coverage.seen)):
+        places = np.unravel_index(rng.choice(missing), open_.shape)
+        case = filled(coverage.part(places), coverage, completion,
+                      rng.permutation(list(coverage.choices)))
+        if case is None:
+            open_[places] = False
+        else:
+            yield case

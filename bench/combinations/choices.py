@@ -1,0 +1,166 @@
+"""The choices of `train`, their values, and the settings that are no choice here, with the reason.
+
+None stands for a flag that is not typed. A case is a dict: name of a choice -> value. What is legal
+together is asked of mpipar itself: there is no second list of rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from mpipar.commands.resolve import resolve
+from mpipar.config.reading import Reading, over
+from mpipar.errors import UserError
+from mpipar.pipeline.schedules.catalog import SCHEDULES
+
+MOST_RANKS = 4
+AXES = ("dp", "pp", "cp", "tp")
+CHOICES = {
+    "model": (None, "convnet"),
+    "schedule": SCHEDULES,
+    # An axis of 3 or 4 leaves nothing to the others, so each has one of the two.
+    "dp": (1, 2, 3), "pp": (1, 2, 4), "cp": (1, 2, 3), "tp": (1, 2, 4),
+    "num_microbatches": (1, 2, 4, 8),
+    "chunks": (None, 1, 3),
+    "group_size": (None, 4),
+    "stage_layers": (None, (3, 1), (0, 2, 2, 0)),
+    "rank_order": (None, "tp,cp,dp,pp"),
+    "cp_attention": (None, "ring", "gather", "ulysses"),
+    "arch": (None, "llama", "mistral", "qwen2"),
+    "norm": (None, "layer", "rms"),
+    "activation": (None, "gelu", "swiglu"),
+    "positions": (None, "learned", "rope"),
+    "rope_theta": (None, 100.0),
+    "rope_scaling": (None, (8.0, 1.0, 4.0, 16.0)),
+    "max_positions": (None, 64),
+    "bias": (None, "all", "qkv", "none"),
+    "tied": (None, True, False),
+    "kv_heads": (None, 4, 2),
+    "head_dim": (None, 4),
+    "ffn": (31, None),  # 31 is padded for every tp
+    "vocab_size": (None, 259),
+    "ffn_cut": (None, "gather", "reduce"),
+    "sequence_parallel": (None, True),
+    "tp_matmul": (None, "ring"),
+    "stem_stride": (None, 2),
+    "classes": (None, 11),
+    "recompute": (None, "block", "attention"),
+    "recompute_layers": (None, 1),
+    "zero": (0, 1, 3),
+    "zero_grads": (None, "sharded"),
+    "zero_keep": (None, "stage"),
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "loss_scale": (None, 1024.0),
+    "loss_scale_interval": (None, 2),
+    "kernels": (None, "numpy", "numba"),
+    "optimizer": (None, "sgd"),
+    "lr_schedule": (None, "linear", "constant", "wsd"),
+    "min_lr_ratio": (None, 0.3),
+    "decay_ratio": (None, 0.6),
+    "warmup_steps": (0, 2),
+    "weight_decay": (None, 0.0),
+    "beta1": (None, 0.8),
+    "beta2": (None, 0.99),
+    "clip": (None, 0.0, 0.1),
+    "bucket_bytes": (None, 20_000),
+    "seed": (None, 5),
+    "init_from": ("WEIGHTS", None),  # a folder that is made for the case
+    "resume": ("RUN", "auto"),  # in a new folder from the run's, or in the run's own
+    "max_shard_size": (None, 20_000),
+    "save_interval": (None, 1, 2),
+    "save_async": (None, True),
+    "keep_checkpoints": (None, 1, 0),
+    "log_interval": (None, 1),
+    "eval_interval": (None, 1),
+    "eval_tokens": (None, 50),
+    "sample_tokens": (3, None, 0),
+    "sample_interval": (None, 1),
+    "prompt": (None, "x"),
+    "temperature": (0.0, None),
+    "top_k": (None, 3),
+    "top_p": (None, 0.9),
+    "stop_token": (None, (101,)),
+    "progress": (None, "line"),
+    "sync_sends": (None, True),
+    "check_comm": (None, True),
+    "check_replicas": (None, 1, 0),
+    "trace": (None, "2:3"),
+    "trace_ops": (None, True),
+    "memory_limit": (None, 1 << 30),
+    "memory": (None, True),
+}
+# What every case has: a small model whose numbers are odd, and an update that hides no error.
+STEPS, LATER = 3, 4  # of a run, and of the one that goes on from it
+BASE = {
+    "layers": 4, "batch_size": 24, "steps": STEPS, "hang_warn": 0.0, "hang_stop": 0.0}
+BASE_OF = {
+    ("model", None): {"d_model": 24, "heads": 12, "seq_len": 12},
+    ("model", "convnet"): {"channels": 12, "image_shape": (8, 8, 1)},
+    # Near a gradient of zero AdamW would make a whole step of a rounding error.
+    ("optimizer", None): {"lr": 0.01, "eps": 1e-3},
+    ("optimizer", "sgd"): {"lr": 0.5},
+}
+OUTSIDE = {  # settings that no case has
+    "preset": "brings values of other settings",
+    "data": "every decoder reads one text, every convnet the same images",
+    "val_data": "is read as --data is",
+    "out": "names a folder", "run_name": "names a folder",
+    "device": "cuda needs a GPU", "gemm": "is for a GPU", "tf32": "is for a GPU",
+    "blas_arch": "is chosen before NumPy is loaded, once in a process",
+    "schedule_csv": "brings a schedule that has a name here",
+    "tensorboard": "needs an extra, and writes what metrics.jsonl has",
+    "norm_eps": "is a number in one formula",
+}
+
+
+def small_choices() -> dict:
+    """The choices of exact cases on at most two ranks, without kernels that are compiled first."""
+    return CHOICES | dict.fromkeys(AXES, (1, 2)) | {
+        "num_microbatches": (1, 2, 4), "stage_layers": (None, (3, 1)),
+        "kernels": (None, "numpy"), "dtype": ("float64",), "loss_scale": (None,),
+        "loss_scale_interval": (None,)}
+
+
+Case = Mapping[str, object]
+
+
+def ranks_of(case: Case) -> int:
+    """The number of ranks that a case runs on."""
+    return math.prod(case.get(axis, 1) for axis in AXES)
+
+
+def settings_of(case: Case) -> dict:
+    """The values that a case types, by field; without those that name a folder."""
+    typed = {**BASE, **case}
+    for (choice, value), settings in BASE_OF.items():
+        if case.get(choice) == value:
+            typed |= settings
+    return {name: value for name, value in typed.items()
+            if value is not None and name not in ("init_from", "resume", "number")}
+
+
+def refusals(case: Case, most_ranks: int = MOST_RANKS) -> list[str]:
+    """What mpipar says against a case, which may lack choices; nothing if it is legal."""
+    reading = over({}, Reading(None, given=settings_of(case)))
+    ranks = ranks_of(case)
+    wrong = [f"ranks: {ranks} are more than the {most_ranks} of a session"
+             ] if ranks > most_ranks else []
+    try:
+        resolve(reading, ranks)
+    except UserError as error:
+        wrong += error.problems
+    return wrong
+
+
+def words_of(settings: Mapping[str, object]) -> list[str]:
+    """Settings as a user types them."""
+    found = []
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            found += [flag, ",".join(f"{one:g}" if isinstance(one, float) else str(one)
+                                     for one in value) if isinstance(value, tuple) else str(value)]
+    return found

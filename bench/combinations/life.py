@@ -1,0 +1,340 @@
+"""A life of a run, by mpipar's own commands.
+
+Train, evaluate, sample and save; resume; verify and export; generate.
+
+Each command runs on the layout of a case, those behind the first on that of another case. What it
+leaves behind is compared with the truth of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from bench.combinations import inside
+from bench.combinations.choices import (
+    BASE_OF,
+    CHOICES,
+    LATER,
+    STEPS,
+    Case,
+    ranks_of,
+    settings_of,
+    words_of,
+)
+from bench.combinations.truth import (
+    NUMBERS,
+    Truth,
+    data_of,
+    start_of,
+    truth_of,
+    weights_in,
+    write_data,
+)
+from mpipar.commands.resolve import resolve
+from mpipar.config.reading import Reading, over, to_toml, values_of
+from mpipar.config.resumed import FIXED, resumed
+from mpipar.errors import UserError
+from mpipar.files.text import printable
+from mpipar.inference import generate
+
+# What a run may choose anew when it goes on.
+FREE = [name for name in CHOICES if name not in {*NUMBERS, *FIXED, "init_from", "resume"}]
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+# Differences, in units of rounding: of losses as they are, of a tensor's movement since the start.
+LOSS_UNITS, MOVE_UNITS = 100, 10_000
+HALF_LOSS_UNITS, HALF_MOVE_UNITS = 16, 80  # of 16 bits, whose products round as well
+FLOOR = 1e-3
+
+
+@contextlib.contextmanager
+def watched(seen: list):
+    """Inside, each choice of a text's next token adds the logits (count,) it looks at, by size."""
+    plain = generate.best
+
+    def best(*arguments):
+        found = plain(*arguments)
+        seen.append(found[0, :, 0])
+        return found
+
+    with mock.patch.object(generate, "best", best):
+        yield
+
+
+class Ended(Exception):
+    """A command has ended with another code than 0, and with it the life."""
+
+
+class Lives:
+    """Runs lives in a folder that all ranks see. world: an mpi4py communicator."""
+
+    def __init__(self, world, folder: Path):
+        self.world, self.folder = world, folder
+        self.comms = {size: world.Split(int(world.rank < size), world.rank)
+                      for size in range(1, world.size + 1)}
+
+    def on(self, check, size: int, *words) -> tuple[str, list]:
+        """(what rank 0 prints, logits seen) of a command on the first ranks; it must end with 0.
+
+        Raises Ended on all ranks if it does not. Comm: the command; a barrier and a broadcast over
+        the world.
+        """
+        code, text, seen = 0, "", []
+        if self.world.rank < size:
+            try:
+                with watched(seen):
+                    code, text = inside.run(self.comms[size], *words)
+            except UserError as error:
+                code, text = error.exit_code, str(error)
+        inside.quiet_barrier(self.world)
+        if check and code:
+            check.wrong.append(f"{' '.join(map(str, words[:2]))} ended with {code}:\n"
+                               f"{text[-1500:]}")
+        if self.world.bcast(code):
+            raise Ended
+        return text, next(filter(None, self.world.gather(seen) or ()), [])
+
+    def live(self, case: Case, other: Case, truth: Truth | None) -> Check | None:
+        """The Check of the life of a case that goes on as `other` does; None behind rank 0.
+
+        truth: on world rank 0. Comm: that of all commands.
+        """
+        check = Check(case, truth) if self.world.rank == 0 else None
+        with contextlib.suppress(Ended):
+            self._live(case, other, check)
+        return check
+
+    def _live(self, case, other, check):
+        run, later, out = (self.folder / f"{name}-{case['number']}"
+                           for name in ("run", "later", "out"))
+        given = settings_of(case) | data_of(case, self.folder) | {"out": str(run)}
+        if case["init_from"]:
+            given["init_from"] = str(start_of(self.folder, case))
+        told = self.on(check, ranks_of(case), "train", *words_of(given))
+        if check:
+            check.run(run, 1, STEPS)
+            check.texts(run, [*range(1, STEPS)] * bool(case["sample_interval"]) + [STEPS], *told)
+        place, first = [run, "--out", later], STEPS + 1
+        if case["resume"] == "auto":
+            place, later, first = ["auto", "--out", run], run, 1
+        told = self.on(check, ranks_of(other), "train", "--resume", *place, "--steps", LATER,
+                       *words_of(free_of(other)))
+        if check:
+            check.resumed(told[0])
+            check.run(later, first, LATER)
+            check.texts(later, [LATER], *told)
+        self.on(check, 1, "ckpt", "verify", run)
+        self.on(check, 1, "ckpt", "export", later, "--out", out)
+        if check:
+            check.exported(out, later / "weights")
+        if case["model"] is None:
+            self.generate(check, case, other, out)
+
+    def generate(self, check, case, other, weights):
+        """Continue the case's prompt on the layout of the other case."""
+        prompts, answers = (self.folder / f"{name}-{case['number']}"
+                            for name in ("prompts", "answers"))
+        if check:
+            prompts.write_text(case["prompt"] or "The ")
+        # The run's own texts end with the rows it was trained on, those of rotations need not.
+        room = BASE_OF["model", None]["seq_len"] + 1 - len(case["prompt"] or "The ")
+        names = ("temperature", "top_k", "top_p", "stop_token", "seed", "dtype")
+        given = {name: case[name] for name in names if case[name] is not None} | {
+            "sample_tokens": room if case["sample_tokens"] is None else case["sample_tokens"],
+            "dp": other["dp"] * other["cp"], "pp": other["pp"], "tp": other["tp"]}
+        inside.quiet_barrier(self.world)
+        told = self.on(check, ranks_of(other), "generate", weights, "--prompts", prompts,
+                "--answers", answers, *words_of(given))
+        if check:
+            check.tokens(json.loads(answers.read_text())["tokens"])
+            check.logits("generate", [LATER], told[1])
+
+
+def rms(x) -> float:
+    """The root of the mean square."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def free_of(other: Case) -> dict:
+    """What a run that goes on takes over from another case."""
+    return {name: other[name] for name in FREE if other[name] is not None}
+
+
+def goes_on_as(case: Case, other: Case) -> bool:
+    """Whether mpipar lets a run of `case` go on with the free choices of `other`."""
+    config, _ = resolve(over({}, Reading(None, given=settings_of(case))), ranks_of(case))
+    reading = over({}, Reading(None, given=free_of(other) | {"steps": LATER}))
+    try:
+        resolve(resumed(reading, values_of(to_toml(config)), ranks_of(other)), ranks_of(other))
+    except UserError:
+        return False
+    return True
+
+
+def other_of(case: Case, before: list[Case]) -> Case:
+    """The newest of some cases as which a case's run may go on, else the case itself."""
+    return next(one for one in [*reversed(before), case] if goes_on_as(case, one))
+
+
+def live_all(world, folder: Path, cases, planted=contextlib.nullcontext, where=print):
+    """Run the lives of some cases; yield (case, Check or None behind world rank 0) of each.
+
+    cases: an iterable on world rank 0; the other ranks are told. planted: a context in which the
+    lives run, but not their truths. where: is called with what runs now, in words.
+    Comm: that of all commands; every rank must ask for each life.
+    """
+    lives, before = Lives(world, folder), []
+    if world.rank == 0:
+        folder.mkdir(exist_ok=True)
+        write_data(folder)
+        cases = iter(cases)
+    while True:
+        batch = []
+        if world.rank == 0:  # one truth for each rank
+            for case in itertools.islice(cases, world.size):
+                numbered = {**case, "number": len(before)}
+                batch.append((numbered, other_of(numbered, before)))
+                before.append(numbered)
+        inside.quiet_barrier(world)
+        batch = world.bcast(batch)
+        if not batch:
+            return
+        own = truth_of(batch[world.rank][0], folder) if world.rank < len(batch) else None
+        inside.quiet_barrier(world)
+        truths = world.gather(own) or [None] * len(batch)
+        for (case, other), truth in zip(batch, truths, strict=False):
+            where(f"case {case['number']}: {' '.join(words_of(settings_of(case)))}, and goes on as"
+                  f" {' '.join(words_of(free_of(other)))}")
+            with planted():
+                check = lives.live(case, other, truth)
+            yield case, check
+
+
+class Check:
+    """Compares what the commands of one life leave behind with the truth."""
+
+    def __init__(self, case: Case, truth: Truth):
+        self.case, self.truth, self.wrong = case, truth, []
+        self.worst = {"loss": 0.0, "weights": 0.0}  # in units of rounding
+        self.exact = case["dtype"] == "float64"
+        self.unit = UNIT[case["dtype"]]
+        self.master = UNIT["float64" if self.exact else "float32"]  # of the weights that are kept
+        half = case["dtype"] in ("bfloat16", "float16")
+        self.loss_units, self.move_units = (
+            (HALF_LOSS_UNITS, HALF_MOVE_UNITS) if half else (LOSS_UNITS, MOVE_UNITS))
+        self.floor = 1.0 if half else FLOOR
+
+    def close(self, what: str, found: float, expected: float) -> None:
+        """A loss is that of one rank, but for rounding."""
+        error = abs(found - expected) / abs(expected) / self.unit
+        self.worst["loss"] = max(self.worst["loss"], error)
+        if not error <= self.loss_units:  # also NaN
+            self.wrong.append(f"{what}: {found!r}, of one rank {expected!r}")
+
+    def resumed(self, printed: str) -> None:
+        """A run that goes on begins behind the last step."""
+        if f"resumed behind step {STEPS}: " not in printed:
+            self.wrong.append("train --resume: did not go on behind the last step")
+
+    def run(self, folder: Path, first: int, last: int) -> None:
+        """Losses and held-out losses of a run's steps, and its weights after the last."""
+        steps = [*range(first, last + 1)]
+        evaluated = [step for step in steps
+                     if step >= STEPS or (self.case["eval_interval"] and step < STEPS)]
+        if not (folder / "result.json").exists():
+            self.wrong.append(f"{folder.name}: has no result.json")
+            return
+        for name, key, wanted, expected in (
+                ("metrics.jsonl", "loss", steps, self.truth.losses),
+                ("evaluations.jsonl", "held_out_loss", evaluated, self.truth.held_out)):
+            lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+            if [line["step"] for line in lines] != wanted:
+                self.wrong.append(f"{folder.name}/{name}: has steps"
+                                  f" {[line['step'] for line in lines]}, and not {wanted}")
+                continue
+            for line in lines:
+                self.close(f"{folder.name}/{name}: {key} of step {line['step']}", line[key],
+                           expected[line["step"] - 1])
+        result = json.loads((folder / "result.json").read_text())
+        self.close(f"{folder.name}/result.json", result["held_out_loss"],
+                   self.truth.held_out[last - 1])
+        self.moved(folder / "weights", last)
+
+    def texts(self, folder: Path, steps: list[int], printed: str, seen: list) -> None:
+        """A run's texts after some steps, and the logits that chose them."""
+        for step in steps if self.exact and self.truth.texts else ():
+            wanted = printable(self.truth.shown[step])
+            if self.case["sample_tokens"] != 0 and wanted not in printed:
+                self.wrong.append(f"{folder.name}: the text of one rank is {wanted!r}, and it"
+                                  f" printed\n{printed[printed.find('generated from'):][:300]!r}")
+        self.logits(folder.name, steps, seen)
+
+    def logits(self, what: str, steps: list[int], seen: list) -> None:
+        """The logits that chose texts are those of one rank, but for rounding.
+
+        With a narrower type a text may go on otherwise, so that only its first token tells.
+        """
+        wanted = [logits for step in steps for logits in self.truth.logits.get(step, ())]
+        if self.exact and len(seen) != len(wanted):
+            self.wrong.append(f"{what}: chose {len(seen)} tokens, one rank {len(wanted)}")
+        for number, (found, logits) in enumerate(zip(seen, wanted, strict=False)):
+            expected = np.sort(logits)[::-1][:len(found)]
+            error = float(np.abs(found - expected).max() / np.abs(logits).max()) / self.unit
+            if not error <= self.move_units:
+                self.wrong.append(f"{what}: the logits of token {number} differ from one rank's by"
+                                  f" {error * self.unit:.1e} of the largest")
+            if not self.exact:
+                return
+
+    def moved(self, folder: Path, step: int) -> None:
+        """Every tensor has moved from its start as that of one rank has."""
+        found, start, end = weights_in(folder), self.truth.weights[0], self.truth.weights[step]
+        if found.keys() != end.keys():
+            self.wrong.append(f"{folder}: tensors {sorted(found.keys() ^ end.keys())}")
+            return
+        largest = max(rms(end[name] - start[name]) for name in end)
+        for name, expected in end.items():
+            rounded = LATER * self.master * rms(expected)  # in each update
+            error = max(0.0, rms(found[name] - expected) - rounded) / max(
+                rms(expected - start[name]), self.floor * largest) / self.unit
+            self.worst["weights"] = max(self.worst["weights"], error)
+            if not error <= self.move_units:  # also NaN
+                self.wrong.append(f"{folder.parent.name}: {name} after step {step} is"
+                                  f" {error * self.unit:.1e} of its movement from one rank's")
+
+    def exported(self, out: Path, weights: Path) -> None:
+        """An export holds the weights of the run, bit by bit."""
+        pair = weights_in(out), weights_in(weights)
+        differ = [name for name in {**pair[0], **pair[1]}
+                  if not all(name in one for one in pair)
+                  or pair[0][name].tobytes() != pair[1][name].tobytes()]
+        if differ or not pair[0]:
+            self.wrong.append(f"{out.name}: differs from {weights} in {differ}")
+
+    def tokens(self, found: list[int]) -> None:
+        """Generated tokens are those of one rank.
+
+        With a narrower type the first other one must be as likely, but for rounding, as those that
+        one rank takes or draws from.
+        """
+        logits, text = self.truth.logits[LATER], self.truth.texts[LATER]
+        expected = text[len(text) - len(logits):]
+        if found == expected:
+            return
+        wrong, place = self.exact, 0
+        if not wrong:
+            pairs = zip(found, expected, strict=False)
+            place = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+            wrong = place is None  # one of them ends where the other goes on
+        if not wrong:
+            count = 1 if self.case["temperature"] == 0 else self.case["top_k"] or 50
+            least = np.sort(logits[place])[-count]
+            rounding = self.loss_units * self.unit * float(np.abs(logits[place]).max())
+            wrong = not logits[place][found[place]] >= least - rounding
+        if wrong:
+            self.wrong.append(f"generate: tokens {found}, of one rank {expected}")

@@ -1,0 +1,148 @@
+"""The truth of a life: one rank with plain choices, in float64, without a cache of keys.
+
+It shares with the life the layers, the rows of each step and the optimizer. Layout, schedule,
+messages, commands, files and generation are none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from bench.combinations.choices import LATER, STEPS, Case, settings_of
+from mpipar import data
+from mpipar.checkpoint import formats
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.params import all_params
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.commands.inputs import prepare
+from mpipar.config.reading import Reading, over
+from mpipar.data.rows import Batch
+from mpipar.files.text import quoted
+from mpipar.inference.sampling import Sampling, best, draw
+from mpipar.train.verify import full_tensors, serial_config
+from mpipar.train.worker import Worker
+
+NUMBERS = (  # the choices that decide the numbers; with other ones a run has the same
+    "model", "arch", "norm", "activation", "positions", "rope_theta", "rope_scaling",
+    "max_positions", "bias", "tied", "kv_heads", "head_dim", "ffn", "vocab_size", "stem_stride",
+    "classes", "optimizer", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps",
+    "weight_decay", "beta1", "beta2", "clip", "seed", "eval_tokens", "sample_tokens", "prompt",
+    "temperature", "top_k", "top_p", "stop_token")
+SPREAD = 0.05  # of the weights that --init-from brings: no bias is zero
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one rank finds.
+
+    losses, held_out: of each step. texts: {step: the prompt's tokens and those behind it}. logits:
+    {step: those (V,) that each token of the text was chosen by}. weights: {step: tensors by name};
+    step 0 is the beginning. shown: {step: what a run prints of the text}.
+    """
+
+    losses: list
+    held_out: list
+    texts: dict
+    logits: dict
+    weights: dict
+    shown: dict
+
+
+def plain_reading(case: Case, folder: Path) -> Reading:
+    """The plain choices of a case: those that decide its numbers, in float64."""
+    numbers = {name: case[name] for name in NUMBERS if case.get(name) is not None}
+    given = settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(
+        case, folder)
+    return over({}, Reading(None, given=given))
+
+
+def data_of(case: Case, folder: Path) -> dict:
+    """The setting that names a family's data."""
+    return {"data": (str(folder / ("images.npz" if case.get("model") else "text.txt")),)}
+
+
+def write_data(folder: Path) -> None:
+    """Write the data of all lives: words that occur again, and images that look like their class.
+
+    So there is something to learn. They are few, because each evaluation reads what is held out.
+    """
+    words = "the a to of ranks wait for each other while one sums what all have sent".split()
+    rng = np.random.default_rng(5)
+    (folder / "text.txt").write_text(" ".join(rng.choice(words, 300)))
+    classes = rng.integers(0, 10, 120)
+    looks = rng.normal(size=(10, 8, 8))
+    np.savez(folder / "images.npz", y=classes, x=looks[classes] + rng.normal(size=(120, 8, 8)))
+
+
+def truth_of(case: Case, folder: Path) -> Truth:
+    """Train one rank, and write the first weights that the case starts from, if it has any."""
+    inputs = prepare(plain_reading(case, folder), 1, 0)
+    config = serial_config(inputs.config)
+    worker = Worker(config, Grid(0), inputs.ops, Recorder())
+    worker.initialize(SPREAD if case["init_from"] else 0.0)
+    source = data.data_of(config.model)
+    rows = source.Rows(worker.ops, inputs.train_part, config, worker.grid)
+    held_out = source.Rows(
+        worker.ops, source.evaluated(inputs.held_out, config), config, worker.grid)
+    found = Truth([], [], {}, {}, {0: tensors_of(worker)}, {})
+    if case["init_from"]:
+        checkpoint.save(worker, start_of(folder, case))
+    for step in range(1, LATER + 1):
+        if step > STEPS:  # the run that goes on has a learning rate of its own length
+            worker.config = replace(config, train=replace(config.train, steps=LATER))
+        found.losses.append(worker.train_step(
+            step, lambda mb, step=step: rows.train(step, mb)).loss)
+        found.held_out.append(worker.evaluate(held_out)[0])
+        if config.model.whole_heads:
+            text, logits = continued(worker, inputs)
+            found.texts[step], found.logits[step] = text, logits
+            decode = inputs.tokenizer.decode
+            start = decode(text[:len(text) - len(logits)])
+            found.shown[step] = f"text generated from {start!r}:\n{quoted(decode(text))}"
+        if step in (STEPS, LATER):
+            found.weights[step] = tensors_of(worker)
+    return found
+
+
+def start_of(folder: Path, case: Case) -> Path:
+    """The folder of the weights that a case starts from."""
+    return folder / f"start-{case['number']}"
+
+
+def tensors_of(worker) -> dict:
+    """All weights, by their names and in their shapes in files."""
+    model, found = worker.config.model, full_tensors(worker, "master")
+    form = formats.format_of(model)
+    return {form.file_name(param.name): found[param.name].reshape(form.disk_shape(param))
+            for _, param in all_params(model, (model.layers,))}
+
+
+def continued(worker, inputs) -> tuple[list[int], list]:
+    """(prompt and what follows, logits of each token); every token runs its whole text again."""
+    run, size = worker.config.run, worker.config.model.seq_len
+    end = inputs.tokenizer.end
+    sampling = Sampling.of(run, () if end is None else (end,))
+    prompt = list(inputs.prompt) or [int(token) for token in inputs.held_out[:1]]
+    text, kept = list(prompt), []
+    for _ in range(min(sampling.num_tokens, size + 1 - len(prompt))):
+        batch = Batch(np.array([text]), None, np.arange(len(text)))
+        logits = worker.forward([0], lambda mb, batch=batch: batch)[0][-1:]
+        candidates, = best(worker, logits, sampling.candidates)
+        kept.append(logits[0, :worker.config.model.vocab_size].copy())
+        text.append(int(draw(candidates, sampling, 0, len(text))))
+        if text[-1] in sampling.stop:
+            break
+    return text, kept
+
+
+def weights_in(folder: Path) -> dict:
+    """All tensors of the files of a folder of weights, by the names in the files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found

@@ -1,0 +1,113 @@
+"""What decides the numbers of a job, as facts that all ranks compare before the first step.
+
+Hosts may have other copies of a file: of data, weights, a tokenizer, a schedule, prompts. Ranks
+that start with them would train a model that nobody asked for. So every byte of them counts. One
+process of each host reads a large file for all that have the same one there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from mpipar import data
+from mpipar.comm.facts import all_gather_facts
+from mpipar.commands.source import source_files
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import flag
+from mpipar.data.fingerprint import fingerprint
+from mpipar.errors import DataError
+from mpipar.files.bounded import open_regular, problems_as
+from mpipar.files.digests import digest_of, state_of
+
+
+def compare_inputs(session, inputs) -> tuple[dict, str]:
+    """Return if all ranks have the same `Inputs`, else leave together.
+
+    Returns the fingerprint of the data, and the digest of the first weights or "".
+    Comm: that of `digests_on_host` and of `Session.compare`.
+    """
+    config = inputs.config
+    arrays = data.arrays_of(config.model, (inputs.train_part, inputs.held_out))
+    pieces = {piece.file.name: piece for piece in data.pieces_of(arrays)}
+    files = {name: piece.file for name, piece in pieces.items()}
+    read = {state_of(piece.file): piece.sha256 for piece in pieces.values() if piece.sha256}
+    digests = digests_on_host(session, files, read)
+    found = session.agree(lambda: fingerprint(arrays, digests))
+    facts = config_facts(session, config, inputs.tokenizer)
+    session.compare(facts | {"data": " ".join(map(str, found.values())),
+                             "prompt": digest_of_value(inputs.prompt)})
+    return found, facts.get("weights", "")
+
+
+def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
+    """Facts of a complete Config: its values, and the files that it names but for the data.
+
+    Comm: that of `digests_on_host`.
+    """
+    facts = {flag(one.name): str(value) for _, one, value in settings(config)}
+    if tokenizer is not None:
+        facts["tokenizer"] = tokenizer.digest
+    if config.grid.schedule_csv is not None:
+        facts["schedule"] = _digest_of_files(session, lambda: [Path(config.grid.schedule_csv)])
+    if config.run.init_from is not None:
+        facts["weights"] = weights_digest(session, config.run.init_from)
+    return facts
+
+
+def weights_digest(session, folder: str) -> str:
+    """`digest_of_weights` on every rank. Comm: that of `digests_on_host`."""
+    return _digest_of_files(session, lambda: source_files(folder))
+
+
+def digest_of_weights(folder: str) -> str:
+    """SHA-256 of every byte of the weights in a folder, or of the manifest of a checkpoint."""
+    with ExitStack() as stack:
+        files = _opened(source_files(folder), stack)
+        return digest_of_value({name: digest_of(file, file.name) for name, file in files.items()})
+
+
+def _digest_of_files(session, paths: Callable[[], Iterable[Path]]) -> str:
+    """SHA-256 over that of each of these files. Comm: an agreement, that of `digests_on_host`."""
+    with ExitStack() as stack:
+        files = session.agree(lambda: _opened(paths(), stack))
+        return digest_of_value(digests_on_host(session, files))
+
+
+def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:
+    """{name: file} of regular files, which the stack closes. Raises DataError."""
+    found = {}
+    for path in paths:
+        with problems_as(DataError, str(path)):
+            found[path.name] = stack.enter_context(open_regular(path))
+    return found
+
+
+def digest_of_value(value) -> str:
+    """SHA-256 of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def digests_on_host(session, files: Mapping[str, BinaryIO],
+                    read: Mapping[str, str] = {}) -> dict[str, str]:
+    """{name: SHA-256} of open files, every byte of them.
+
+    The first rank of each host reads them. The others believe it where theirs is the same file in
+    the same state, and read any other one. read: {state: SHA-256} of files that are read already.
+    Comm: one agreement; with several ranks another one, and two small all-gathers.
+    """
+    def those(known: Mapping[str, str]) -> dict[str, str]:
+        return {name: known.get(state_of(file)) or digest_of(file, file.name)
+                for name, file in files.items()}
+
+    first = session.host_rank == 0
+    found = session.agree(lambda: those(read) if first else {})
+    if session.world.size > 1:
+        known = {state_of(files[name]): digest for name, digest in found.items()}
+        everybody = all_gather_facts(session.world, known)
+        found = session.agree(lambda: those(everybody[session.host_ranks[0]]))
+    return found

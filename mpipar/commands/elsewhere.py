@@ -1,0 +1,99 @@
+"""The layout of a run that goes on on other ranks: one that its settings take.
+
+Batch size and shape are those of the run, and not every layout takes them. Some settings say only
+how the work is done. They keep their values if some layout takes these, and else give way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, product
+
+from mpipar.comm.grid import AXES
+from mpipar.commands.resolve import resolve
+from mpipar.config.grid import GridConfig
+from mpipar.config.layout import divisors, fitting, preference
+from mpipar.config.reading import Reading
+from mpipar.config.resolve import config_problems
+from mpipar.config.resumed import resumed
+from mpipar.config.sections import Config
+from mpipar.config.setting import flag
+from mpipar.errors import UsageError, UserError
+from mpipar.files.text import counted
+
+FAR = 8  # other numbers of ranks that are tried, below and above
+GIVES_WAY = ("schedule", "num_microbatches", "zero")  # the last one first
+
+
+def legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
+    """The Reading of a run that goes on on this many ranks, with axes and settings that are legal.
+
+    saved: see `resumed`. What the user named stays. Raises UsageError if only other numbers of
+    ranks have a layout. Of any other mistake resolve() says what is wrong.
+    """
+    first = resumed(reading, saved, world_size)
+    if first.problems or config_problems(first.config) or _fits(first, world_size):
+        return first
+    found = next(_legal(reading, saved, world_size), None)
+    if found is not None or reading.given.keys() & {*AXES, *GIVES_WAY}:
+        return found or first
+    fewer, more = ((number for number in numbers if any(_legal(reading, saved, number)))
+                   for numbers in (range(world_size - 1, max(0, world_size - 1 - FAR), -1),
+                                   range(world_size + 1, world_size + 1 + FAR)))
+    if near := [*islice(fewer, 1), *islice(more, 1)]:
+        raise UsageError(
+            f"{counted(world_size, 'rank')}: no layout of so many takes the run's batch size of"
+            f" {saved['batch_size']} and its shape; start it again on"
+            f" {' or '.join(map(str, near))}")
+    return first
+
+
+def _legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Iterator[Reading]:
+    """The legal Readings on so many ranks, those first in which the least gives way."""
+    for values in _ways(saved, reading.given):
+        for one in layouts(resumed(reading, {**saved, **values}, world_size), world_size):
+            if _fits(one, world_size):
+                yield one
+
+
+def _fits(reading: Reading, world_size: int) -> bool:
+    try:
+        resolve(reading, world_size)
+    except UserError:
+        return False
+    return True
+
+
+def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict[str, object]]:
+    """Values of what gives way, those with the fewest changes first."""
+    rows, num_mb = saved.get("batch_size", 1), saved.get("num_microbatches", 1)
+    others = {"schedule": [GridConfig.schedule], "zero": [0], "num_microbatches": sorted(
+        divisors(rows), key=lambda number: (abs(number - num_mb), number))}
+    names = [name for name in GIVES_WAY if name in saved and name not in given]
+    choices = [[saved[name], *(one for one in others[name] if one != saved[name])]
+               for name in names]
+    ways = [dict(zip(names, values, strict=True)) for values in product(*choices)]
+    return sorted(ways, key=lambda way: sum(way[name] != saved[name] for name in names))
+
+
+def layouts(reading: Reading, world_size: int) -> Iterator[Reading]:
+    """The Readings of every layout of these ranks with the axes that are named, the best first."""
+    grid = reading.config.grid
+    if world_size % grid.cp:
+        return
+    given = grid.dp, grid.pp, grid.tp
+    options = fitting(world_size // grid.cp, world_size, 0)
+    for sizes in sorted(options, key=preference(given, world_size // grid.cp)):
+        if all(want in (None, have) for want, have in zip(given, sizes, strict=True)):
+            axes = dict(zip(("dp", "pp", "tp"), sizes, strict=True))
+            yield replace(reading, config=replace(
+                reading.config, grid=replace(grid, **axes)))
+
+
+def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
+    """A line about what has given way, if anything has."""
+    found = {"zero": config.memory.zero, "num_microbatches": config.grid.num_microbatches}
+    words = [f"{flag(name)} {value} ({saved[name]} before)" for name, value in found.items()
+             if saved.get(name, value) != value]
+    return [f"with this layout: {', '.join(words)}"] if words else []

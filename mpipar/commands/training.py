@@ -1,0 +1,388 @@
+"""What `mpipar train` does: from flags to a trained model, in execution order."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing, contextmanager, suppress
+from statistics import median
+from time import perf_counter
+
+from mpipar import data
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.save import Saver
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.commands import finish, loops, report, resume
+from mpipar.commands.auto import legal_layouts, with_choices
+from mpipar.commands.evaluation import Evaluation
+from mpipar.commands.inputs import prepare
+from mpipar.commands.memory_limit import MemoryLimit, tight
+from mpipar.commands.run_folder import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    LOG,
+    METRICS,
+    WEIGHTS,
+    cut_behind,
+    folder_problems,
+    full_disk_is_an_output_error,
+    keep,
+    whereabouts,
+    write_result,
+)
+from mpipar.commands.saving import Saving
+from mpipar.config.grid import AUTO
+from mpipar.config.reading import to_toml
+from mpipar.console import tables as console
+from mpipar.console.log import Log
+from mpipar.console.memory import PeakMemory
+from mpipar.console.metrics import Metrics
+from mpipar.console.output import GrowingFile
+from mpipar.console.progress import status_line
+from mpipar.console.tensorboard import Events, tensorboard_problems
+from mpipar.errors import (
+    EXIT_OK,
+    EXIT_STOPPED,
+    DriftError,
+    EnvironmentProblem,
+    NonFiniteError,
+    UsageError,
+)
+from mpipar.files.text import one_line
+from mpipar.job.environment import host_name
+from mpipar.ops.timed_ops import TimedOps
+from mpipar.pipeline import draw
+from mpipar.pipeline.check import check
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.predict import predict
+from mpipar.trace.tracer import Tracer
+from mpipar.train.build import configured_schedule
+from mpipar.train.replicas import Replicas
+from mpipar.train.worker import Asks, Worker
+
+
+def run(session, reading, machine_path: str | None = None) -> int:
+    """Train as the flags say; return the exit code. machine_path: costs for --schedule auto.
+
+    Comm: that of every method of `Run`.
+    """
+    training = Run(session)
+    if not training.prepare(reading, machine_path):
+        return EXIT_OK
+    with full_disk_is_an_output_error(training.folder), training.open_files():
+        training.describe()
+        with MemoryLimit(training.config, training.inputs.ops, training.recorder):
+            training.allocate()
+            with session.watch.follow_records(
+                    training.recorder, training.worker.comms, training.written_bytes):
+                with session.stop_on_request():
+                    training.loop()
+                    training.save_last()
+                return training.finish()
+
+
+class Run:
+    """One training run of one rank.
+
+    Every rank calls all methods, in the order in which they stand here.
+    """
+
+    def __init__(self, session):
+        self.session, self.world, self.recorder = session, session.start(), Recorder()
+
+    def prepare(self, reading, machine_path) -> bool:
+        """Check all that can be checked, choose layout and schedule, make the run folder.
+
+        False if --resume names a run that has ended; there is nothing to do then.
+        Comm: that of the functions of `resume`, `session.compare`, `loops.settle_threads` and
+        `with_choices`.
+        """
+        session, world = self.session, self.world
+        self.start = start = resume.agreed_start(session, reading.config.run)
+        reading = session.agree(lambda: resume.with_saved_settings(reading, start, world.size))
+        checks = [resume.start_problems(start), (tensorboard_problems, EnvironmentProblem)]
+        chooses = reading.chooses_layout
+        if start.config and not chooses and reading.config.grid.schedule != AUTO:
+            machine_path = None  # what was saved stays: there is nothing to choose
+        if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
+            checks.append((folder_problems, UsageError))
+        readings = session.agree(lambda: legal_layouts(reading, world.size))
+        inputs = session.agree(lambda: prepare(
+            readings[0], world.size, session.host_rank, checks, next(iter(start.candidates), None),
+            machine_path))
+        if start.finished >= inputs.config.train.steps:
+            if world.rank == 0:
+                print(f"{start.folder}: this run ended with step {start.finished}; nothing is left"
+                      " to do. More steps: add --steps")
+            return False
+        session.compare(loops.loaded_facts(session, inputs.config.run.blas_arch))
+        sources = resume.agreed_sources(session, start, inputs)
+        self.fingerprint = sources.data
+        loops.settle_threads(session, inputs.config.run.device)
+        inputs = resume.behind(start, inputs)
+        self.inputs = with_choices(session, inputs, readings, machine_path)
+        self.config = self.inputs.config
+        self.grid = Grid.of(self.config.grid, world.rank)
+        self.folder, self.written = resume.agreed_folder(session, start, self.inputs, sources)
+        session.use_folder(self.folder)
+        self.recorder.board = session.status.enter
+        return True
+
+    @contextmanager
+    def open_files(self):
+        """Inside its block world rank 0 writes log.txt, and then metrics.jsonl too."""
+        with ExitStack() as self.files:
+            wanted = self.config.run.progress if self.world.rank == 0 else "plain"
+            line = self.files.enter_context(status_line(wanted))
+            self.log = Log(self.world.rank, self.open_file(LOG), line)
+            yield
+
+    def open_file(self, name):
+        """A file of the run folder that text is added to, on world rank 0; None elsewhere."""
+        if self.world.rank > 0:
+            return None
+        return self.files.enter_context(closing(GrowingFile(self.folder, name)))
+
+    def describe(self) -> None:
+        """Print layout, holdings and the schedule of a step, before allocating anything.
+
+        Comm: two gathers over the world.
+        """
+        session, config, grid, log = self.session, self.config, self.grid, self.log
+        schedule = configured_schedule(config.grid)
+        # One proof covers all ranks: a schedule that could hang never starts.
+        session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
+        hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
+        headline = console.headline(config, self.world.size, len(hosts), schedule.num_stages)
+        log(headline)
+        for note in (*self.inputs.notes, *session.notes):
+            log(one_line(note))
+        predicted = predict(config, grid.world_rank)
+        # The ring has room for two whole steps, so that it still holds what led to a failure.
+        self.recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
+        self.fact = console.holding(config, schedule, predicted, host_name(os.environ))
+        facts = gather_facts(self.world, self.fact)
+        if facts:
+            self.told = {"ranks": facts, "headline": headline,
+                         "environment": report.environment(session, len(hosts))}
+            log(console.holdings(facts))
+            if config.run.memory:
+                log("\n" + console.memory_breakdown(facts))
+            peaks = [sum(fact["memory"].values()) for fact in facts]
+            if warning := tight(config.run.memory_limit, peaks):
+                log(f"\n{warning}")
+            log(f"\none step of {schedule.name}, one row per pipeline rank:")
+            log(draw.grid(simulate(schedule, Costs())) + "\n")
+
+    def allocate(self) -> None:
+        """Make the worker and its weights, data, metrics, tracer and what saves.
+
+        Comm: the worker's groups; that of `restore` and of a new `Saver`.
+        """
+        config, ops, recorder = self.config, self.inputs.ops, self.recorder
+        self.memory = PeakMemory(ops)
+        self.memory.start()
+        timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
+        self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world)
+        if carriers := self.worker.comms.carriers:
+            self.log(f"messages are carried by {' and '.join(carriers)}")
+        self.replicas = Replicas(self.worker)
+        self.tracer = Tracer(self.worker, self.world, self.folder, timed_ops)
+        self.rows = data.data_of(config.model).Rows(ops, self.inputs.train_part, config, self.grid)
+        self.first = self.restore() + 1
+        # Every rank has the same axes, even where it is alone in a group (a tie has two members).
+        axes = [*self.worker.comms.groups]
+        metrics, evaluations = map(self.open_file, (METRICS, EVALUATIONS))
+        events = None
+        if config.run.tensorboard and self.log.speaks:
+            events = self.files.enter_context(closing(Events(self.folder, self.first)))
+        self.growing = [one for one in (metrics, evaluations, events) if one is not None]
+        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics, events)
+        self.evaluation = Evaluation(self.worker, self.inputs, self.log, evaluations, events)
+        saver = Saver(
+            self.worker, self.folder / CHECKPOINTS, keep=config.run.keep_checkpoints,
+            background=config.run.save_async,
+            facts={"config": to_toml(config), "data": self.fingerprint}, ready=self.keep_folder)
+        if self.start.newest:
+            saver.saved = self.first - 1  # this folder has that checkpoint
+        self.saving = Saving(saver, config.run, self.before_save, self.log)
+        if config.run.init_from or self.start.candidates:
+            self.check_replicas(self.first - 1, True)
+        recorder.reset_counters()
+        self.metrics.skip()
+
+    def restore(self) -> int:
+        """Give the worker the state that the run begins with; return the number of steps done.
+
+        Comm: that of `resume.load_newest`.
+        """
+        session, worker, start = self.session, self.worker, self.start
+        done = 0
+        if start.candidates:
+            done = resume.load_newest(session, worker, start, self.log)
+        elif self.config.run.init_from:
+            session.agree(lambda: checkpoint.load(worker, self.config.run.init_from))
+        else:
+            worker.initialize()
+        if start.folder is not None:
+            for note in session.agree(
+                    lambda: cut_behind(self.folder, done) if self.log.speaks else []):
+                self.log(note)
+        return done
+
+    def loop(self) -> None:
+        """Take, report and save the steps that are left. Every rank leaves at the same step.
+
+        Comm: that of a training step, `Tracer`, `Metrics` and `Saver`; one gather for the report.
+        """
+        session, worker, steps = self.session, self.worker, self.config.train.steps
+        start, self.stopped, self.last = perf_counter(), False, self.first - 1
+        self.durations: list[float] = []
+        for step in range(self.first, steps + 1):
+            session.where = lambda step=step: f"step {step}"
+            try:
+                with self.tracer.step(step):
+                    result = worker.train_step(
+                        step, lambda mb, step=step: self.rows.train(step, mb), self.asks)
+                self.last = step
+                self.show_step(result)
+                self.check_replicas(step, step == steps or result.asks.stop)
+            except (NonFiniteError, DriftError):  # all ranks raise it: report the steps so far
+                self.flush()
+                self.report(f"failed in step {step} of {steps}")
+                raise
+            session.where = lambda step=step: f"evaluation after step {step}"
+            if self.evaluation.after_step(step):  # before a stop too: who goes on begins behind it
+                self.metrics.skip()
+            if result.asks.stop:
+                self.stopped = True
+                break
+            session.where = lambda step=step: f"step {step}"
+            if step < steps and self.saving.after_step(step, result.asks):
+                session.save_requested = session.save_requested and not result.asks.save
+                self.metrics.skip()
+        self.seconds = perf_counter() - start
+        if self.tracer.finish():
+            self.log(f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'}; see"
+                     f" it with: mpipar trace {self.folder}")
+        if self.replicas.count:
+            self.log(self.replicas.summary())
+        if not self.stopped and self.last >= self.first:
+            finish.report_step(self.world, worker, self.fact, self.memory,
+                               self.last - self.first + 1, self.log)
+
+    def asks(self) -> Asks:
+        """What this rank tells the others in a step."""
+        session = self.session
+        return Asks(session.stop_requested, session.save_requested, self.saving.saver.written())
+
+    def show_step(self, result) -> None:
+        """Record a step, and print it if its turn has come. Comm: that of `Metrics.flush`."""
+        step, steps, run = result.step, self.config.train.steps, self.config.run
+        self.metrics.add(result)
+        stops = step == steps or result.asks.stop
+        if not self.memory.after_step(stops):  # a watched step takes longer
+            self.durations = [*self.durations[-50:], result.step_seconds]
+        seconds = median(self.durations or [result.step_seconds])
+        unit = finish.UNITS[self.config.model.model]
+        if step % run.log_interval == 0 or step == self.first or stops:
+            lines = self.flush()
+            if lines:
+                self.log.step(console.step_line(steps, lines[-1], seconds, unit), stops)
+        if not stops:
+            self.log.status(console.status_line(
+                steps, result, seconds, self.worker.num_tokens / seconds, unit))
+
+    def check_replicas(self, step, now) -> None:
+        """Compare the copies of all tensors every --check-replicas steps, and where `now` says so.
+
+        It does so once they are loaded, and before the last save. Comm: see `Replicas.check`.
+        """
+        every = self.config.run.check_replicas
+        if every and (now or step % every == 0):
+            self.replicas.check(step)
+            self.metrics.skip()
+
+    def flush(self) -> list[dict] | None:
+        """Write the lines of metrics that are due, and name skipped steps.
+
+        Comm: that of `Metrics.flush`.
+        """
+        lines = self.metrics.flush(self.world)
+        for text in console.skipped_steps(lines or []):
+            self.log(text)
+        return lines
+
+    def before_save(self) -> None:
+        """Write the lines of all steps so far, and look at the weights.
+
+        Comm: that of `flush` and of `Worker.check_weights`.
+        """
+        self.flush()
+        self.worker.check_weights(self.last)
+
+    def keep_folder(self) -> None:
+        """Bring all lines to the disk, in a folder that is still this run's. World rank 0."""
+        for note in keep(self.folder, self.written, self.session.held,
+                         (self.log.file, *self.growing)):
+            self.log(note)
+
+    def save_last(self) -> None:
+        """Write checkpoint and weights; when any rank returns, they are on the disk.
+
+        Comm: that of `Saving.save_last`; see `checkpoint.stream`; a barrier over the world.
+        """
+        with self.recorder.at("save"):
+            self.session.agree(lambda: self.saving.save_last(self.last))
+            checkpoint.save(self.worker, self.folder / WEIGHTS)
+            self.worker.comms.world.barrier("save.written")
+
+    def written_bytes(self) -> int:
+        """Bytes of the checkpoint and of the weights that are being written, for the watchdog.
+
+        They grow on a slow disk, also while this rank waits for another one.
+        """
+        written = self.saving.saver.moved()
+        with suppress(OSError):  # a file may get its last name at this moment
+            written += sum(file.stat().st_size for file in os.scandir(self.folder / WEIGHTS))
+        return written
+
+    def report(self, state: str) -> None:
+        """Write report.html and metrics.csv on world rank 0. state: how the run has ended.
+
+        That of a long trace takes long: at a regular end the ranks have left MPI before.
+        """
+        if self.log.speaks:
+            told = self.told | {"state": state, "traced": self.tracer.written}
+            report.write(self.folder, self.config, told, self.log)
+
+    def finish(self) -> int:
+        """Show what was learned; return the code. Comm: forward passes, that of leave_mpi()."""
+        weights, steps = self.folder / WEIGHTS, self.config.train.steps
+        self.session.saved = str(weights)  # a signal from here on loses nothing
+        if self.stopped:
+            code = self.session.leave_mpi(EXIT_STOPPED)
+            self.report(f"stopped on request after step {self.last} of {steps}")
+            self.log(f"stopped on request after step {self.last}; checkpoint and weights are in"
+                     f" {self.folder}; go on with --resume auto --out {self.folder}")
+            return code
+        self.session.where = lambda: "evaluation"
+        if self.session.stop_requested:  # it came too late for a step, during the last save
+            self.session.fail(KeyboardInterrupt("stopped on request"))
+        took = f" in {self.seconds:.1f} s"
+        if self.first > 1:
+            took = f", behind step {self.first - 1}{took}"
+        found, compare = finish.SHOW[self.config.model.model](
+            self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took)
+        if self.log.speaks:
+            self.keep_folder()
+            write_result(self.folder, {"step": self.last} | found)
+        code = self.session.leave_mpi(EXIT_OK)
+        compare()
+        self.log()
+        self.report(f"ended after step {self.last}")
+        if self.log.speaks:
+            self.log(whereabouts(self.folder))
+        return code

@@ -1,0 +1,114 @@
+"""One row of the table of combinations: what is illegal, why, and what to type instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+
+from mpipar.config.model import CUTS, FAMILIES
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import flag
+from mpipar.files.text import counted, shown
+
+Cures = Mapping[str, Iterable]
+SHAPE = {one.name for part in FAMILIES.values() for one in fields(part)} - CUTS  # of weights
+PLAIN = re.compile(r"[\w.,:/+=-]+")  # a value that needs no quotes in a sentence
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of illegal settings. The message of a refusal is made of this alone.
+
+    name: of this row. fields: the settings that it relates; the first one stands first in the
+    message. reason: why this is illegal.
+    broken: whether values (see `values_of`) are illegal. cures: {field: its next legal values}, of
+    which each alone is enough; None stands for leaving the flag out.
+    example: flags that break this row on so many `ranks`.
+    complete: whether it judges the configuration once layout and microbatches are chosen. Else it
+    judges what was typed.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    reason: str
+    broken: Callable[[SimpleNamespace], object]  # true or not
+    cures: Callable[[SimpleNamespace], Cures]
+    example: str
+    ranks: int = 1
+    complete: bool = False
+
+    def problem(self, values: SimpleNamespace) -> str:
+        """What is wrong, why, and what to type instead."""
+        return f"{subject(self.fields, values)}: {self.reason}; {self.cure(values)}"
+
+    def cure(self, values: SimpleNamespace) -> str:
+        """What to type instead. Where weights fix the shape of the model, no other is offered."""
+        fixed = SHAPE if getattr(values, "init_from", None) else ()
+        found = {name: list(legal) for name, legal in self.cures(values).items()
+                 if name not in fixed}
+        return cure_text({name: legal for name, legal in found.items() if legal})
+
+
+def values_of(config: Config, **facts) -> SimpleNamespace:
+    """Every setting that means something to a Config by its name, and what else rules judge by.
+
+    facts: `ranks`, the number of them. free: the axes that were not typed. csv: the schedule of the
+    file of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
+    """
+    known = {"ranks": None, "free": frozenset(), "csv": None, "machine": None,
+             "chooses_layout": False}
+    return SimpleNamespace(
+        **{field.name: value for _, field, value in settings(config)}, **known | facts)
+
+
+def broken_of(rules: Iterable[Rule], values: SimpleNamespace,
+              bad: Iterable[str] = ()) -> list[Rule]:
+    """The rules that these values break.
+
+    A rule that relates a setting in `bad`, or one that means nothing here, isn't judged.
+    """
+    known = vars(values).keys() - set(bad)
+    return [rule for rule in rules if known >= set(rule.fields) and rule.broken(values)]
+
+
+def typed(value) -> str:
+    """A value as the user types it."""
+    if isinstance(value, tuple):
+        return ",".join(map(typed, value))
+    text = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+    return text if PLAIN.fullmatch(text) else shown(text)
+
+
+def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
+    """The settings of a row with their values, those that were not given left out."""
+    told = {name: getattr(values, name) for name in names}
+    ranks = told.pop("ranks", None)
+    given = [flag(name) if value is True else f"{flag(name)} {typed(value)}"
+             for name, value in told.items() if value is not False and value not in (None, ())]
+    without = [flag(name) for name, value in told.items() if value is False]
+    text = given[0] + (f" with {listed(given[1:], 'and')}" if given[1:] else "")
+    text += f" without {listed(without, 'and')}" if without else ""
+    return text + (f" on {counted(ranks, 'rank')}" if ranks else "")
+
+
+def listed(words: list[str], last: str) -> str:
+    """As in 'a, b and c'."""
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def cure_text(cures: dict[str, list]) -> str:
+    """As in 'use --heads 1, 2 or 4, or --head-dim 42, or leave --tf32 out'."""
+    used, others, left_out = [], [], [flag(name) for name in cures if None in cures[name]]
+    for name, legal in cures.items():
+        words = [typed(value) for value in legal if value is not None and value is not True]
+        if name == "ranks":
+            others.append(f"start them with mpiexec -n {listed(words, 'or')}")
+        elif any("," in word for word in words):
+            used.append(listed([f"{flag(name)} {word}" for word in words], "or"))
+        elif words:
+            used.append(f"{flag(name)} {listed(words, 'or')}")
+        others += [f"add {flag(name)}"] * any(value is True for value in legal)
+    others += [f"leave {listed(left_out, 'or')} out"] if left_out else []
+    return ", or ".join([*(["use " + ", or ".join(used)] if used else []), *others])

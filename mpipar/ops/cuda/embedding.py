@@ -1,0 +1,83 @@
+"""Embeddings as functions of device arrays: lookups, and gradients that no atomics sum.
+
+Every run gives the same bits, and nothing is read from the device. Letters: V rows of a table, D
+its columns.
+"""
+
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from mpipar.ops.cuda.kernels import Loader
+from mpipar.ops.cuda.ladder import C_TYPES
+from mpipar.ops.signature import Array
+
+FILE = "embedding.cu"
+ROW_THREADS = 128  # threads that share a row
+SORT_THREADS = 256
+SUM_BLOCK = (32, 8)  # as in columns.cuh
+
+
+TYPES = {**C_TYPES, "float64": "double"}
+SORT = f"places_by_id<{SORT_THREADS}>"
+
+
+def names(dtype: str) -> tuple[str, ...]:
+    """Return the name expressions of forward, position_forward and add_rows for a type."""
+    own = TYPES[dtype]
+    total = own if own == "double" else "float"
+    return (f"embedding_forward<{own}, {ROW_THREADS}>",
+            f"position_forward<{own}, {total}, {ROW_THREADS}>", f"add_rows<{own}, {total}>")
+
+
+NAMES = {dtype: names(dtype) for dtype in TYPES}
+
+
+class Embedding:
+    """The kernels through one loader. Gradients are float32, or float64 where all numbers are."""
+
+    def __init__(self, xp: Any, loader: Loader) -> None:
+        self._xp, self._loader = xp, loader
+
+    def forward(self, ids: Array, table: Array, start: int) -> Array:
+        """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
+        y = self._xp.empty((*ids.shape, table.shape[1]), table.dtype)
+        self._rows(0, y, self._ids(ids), table, np.int64(start), np.int64(len(table)), y)
+        return y
+
+    def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
+        """Return x (B, T, D) + table[positions], positions (T,) or (B, T)."""
+        assert x.dtype == table.dtype, (x.dtype, table.dtype)
+        y = self._xp.empty(x.shape, x.dtype)
+        self._rows(1, y, positions.size, self._ids(positions), table,
+                   self._xp.ascontiguousarray(x), y)
+        return y
+
+    def _rows(self, kernel: int, y: Array, *arguments: Any) -> None:
+        """Start a kernel with a block for each row of y (..., D)."""
+        if y.size:
+            self._loader.launch(FILE, NAMES[y.dtype.name][kernel], (y.size // y.shape[-1],),
+                                (ROW_THREADS,), (y.shape[-1], *arguments))
+
+    def backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
+        """Add each row of dy (..., D) to the row of dtable (V, D) of its id.
+
+        ids: of all rows of dy, or of each sequence of it. Ids of other shards count nothing.
+        """
+        n, columns = ids.size, dy.shape[-1]
+        if dy.size == 0:
+            return
+        assert dtable.flags.c_contiguous, (dtable.shape, dtable.strides)
+        ids, dy = self._ids(ids), self._xp.ascontiguousarray(dy)
+        order = self._xp.empty((n,), np.int32)
+        self._loader.launch(FILE, SORT, (ceil(n / SORT_THREADS),), (SORT_THREADS,),
+                            (n, ids, order))
+        self._loader.launch(
+            FILE, NAMES[dy.dtype.name][2], (n, ceil(columns / SUM_BLOCK[0])), SUM_BLOCK,
+            (columns, n, dy.size // columns // n, ids, order, dy, np.int64(start),
+             np.int64(len(dtable)), dtable))
+
+    def _ids(self, x: Array) -> Array:
+        assert x.dtype == np.int64, x.dtype
+        return self._xp.ascontiguousarray(x)

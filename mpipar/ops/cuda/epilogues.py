@@ -1,0 +1,178 @@
+"""Products with an epilogue, which adds a bias or applies GELU before the result leaves the chip.
+
+cuBLASLt has them, and CuPy has no binding of it, so ctypes calls it. What it refuses, such as a
+width that is no multiple of 8, remains a product and a kernel behind it. The library is the one
+that cuBLAS has loaded. Its GELU is the tanh form.
+"""
+
+import ctypes
+import warnings
+from typing import Any, NamedTuple
+
+from mpipar.ops.cuda.gemm import BlasGemm, checked, stored
+from mpipar.ops.signature import Array
+
+BIAS, GELU_AUX_BIAS, DGELU, BGRADA, BGRADB = 4, 164, 192, 256, 512  # cublasLtEpilogue_t
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12
+MAX_WORKSPACE, MIN_ALIGNMENT = 1, 5  # the alignments of A, B, C and D follow each other
+INVALID_VALUE = 7  # cublasStatus_t of a call that is wrong for any library
+MOST_WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper
+MOST_ALIGNMENT = 256  # bytes; no algorithm asks for more
+_P, _I = ctypes.c_void_p, ctypes.c_int
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cublasLtCreate": (_P,),
+    "cublasLtMatmulDescCreate": (_P, _I, _I),
+    "cublasLtMatmulDescSetAttribute": (_P, _I, _P, ctypes.c_size_t),
+    "cublasLtMatrixLayoutCreate": (_P, _I, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+    "cublasLtMatmulPreferenceCreate": (_P,),
+    "cublasLtMatmulPreferenceSetAttribute": (_P, _I, _P, ctypes.c_size_t),
+    "cublasLtMatmulAlgoGetHeuristic": (*(_P,) * 7, _I, _P, _P),
+    "cublasLtMatmul": (*(_P,) * 14, ctypes.c_size_t, _P),
+}
+
+
+class _Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t),
+                ("state", _I), ("waves", ctypes.c_float), ("reserved", _I * 4))
+
+
+class _Plan(NamedTuple):
+    """What is chosen once per shape: descriptors of the product and of its matrices."""
+
+    product: Any
+    matrices: tuple[Any, Any, Any]
+    found: _Found
+
+
+def library(xp: Any) -> Any:
+    """Return cuBLASLt, of the same CUDA as CuPy's cuBLAS, or the OSError that says why not."""
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{xp.cuda.runtime.runtimeGetVersion() // 1000}")
+    except OSError as error:
+        return error
+
+
+class Epilogues:
+    """The products with epilogues. blas: gives types and factors. speaks: says what is refused."""
+
+    def __init__(self, xp: Any, blas: BlasGemm, speaks: bool) -> None:
+        self._xp, self._blas, self._speaks = xp, blas, speaks
+        self._library = library(xp)
+        self._plans: dict[tuple[Any, ...], _Plan | None] = {}
+        self._workspace = xp.empty((0,), "uint8")
+        if isinstance(self._library, OSError):
+            self._refuse(f"cuBLASLt is missing ({self._library})")
+            return
+        for name, types in SIGNATURES.items():
+            getattr(self._library, name).argtypes = types
+        self._handle = self._made("cublasLtCreate")
+
+    def _refuse(self, why: str) -> None:
+        """Say once what cannot be done."""
+        if self._speaks:
+            self._speaks = False
+            warnings.warn(f"{why}: kernels behind the product do it", stacklevel=2)
+
+    def __call__(
+        self, epilogue: int, a: Array, b: Array, out: Array, *, bias: Array | None = None,
+        added: Array | None = None, aux: Array | None = None
+    ) -> bool:
+        """Write epilogue(a b + added) to out (M, N); return whether the library can.
+
+        a (M, K), b (K, N), bias (N,), added (M, N) stored as out is, aux (M, N) without gaps. bias:
+        or the sums that BGRADA writes. aux: what GELU is applied to, written or read.
+        """
+        if isinstance(self._library, OSError) or not out.size:
+            return False
+        added_at = out.data.ptr if added is None else added.data.ptr
+        places = [b.data.ptr, a.data.ptr, added_at, out.data.ptr]
+        more = [0 if x is None else x.data.ptr for x in (bias, aux)]
+        aligned = tuple([min(MOST_ALIGNMENT, place & -place) for place in (*places, *more)])
+        key = (epilogue, a.shape, b.shape, *map(stored, (a, b, out)), a.dtype, out.dtype, aligned)
+        if key not in self._plans:
+            self._plans[key] = self._plan(epilogue, a, b, out, more, aligned)
+        plan = self._plans[key]
+        if plan is None:
+            return False
+        self._point(plan.product, more)
+        need = plan.found.workspace
+        if self._workspace.size < need:  # the computing stream alone uses it
+            self._workspace = self._xp.empty((need,), "uint8")
+        zero, one = self._blas.places[a.dtype.name]
+        left, right, result = plan.matrices
+        self._call("cublasLtMatmul", self._handle, plan.product, one, places[0], left, places[1],
+                   right, zero if added is None else one, places[2], result, places[3], result,
+                   ctypes.byref(plan.found), self._workspace.data.ptr, need,
+                   self._xp.cuda.get_current_stream().ptr)
+        return True
+
+    def with_sums(self, a: Array, b: Array, out: Array, sums: Array) -> bool:
+        """Add a b to out, and write the sum of the rows of b to sums; else return False.
+
+        To the library b is the first operand, or the second if out is stored as its transpose.
+        """
+        assert (sums.shape, sums.dtype) == ((out.shape[1],), out.dtype), (sums.shape, out.shape)
+        epilogue = BGRADB if stored(out)[0] else BGRADA
+        a, b, out = checked(a, b, out)
+        return self(epilogue, a, b, out, bias=sums, added=out)
+
+    def _plan(
+        self, epilogue: int, a: Array, b: Array, out: Array, more: list[int],
+        aligned: tuple[int, ...]
+    ) -> _Plan | None:
+        """Return what the library would do, None if it refuses.
+
+        As for cuBLAS, the result is out^T = b^T a^T, whose columns are the rows of out.
+        """
+        name, (rows, columns), inner = a.dtype.name, out.shape, a.shape[1]
+        kind, out_kind = (self._blas.types[x.dtype.name] for x in (a, out))
+        (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
+        product = self._made("cublasLtMatmulDescCreate", self._blas.compute_type(name),
+                             self._blas.types["float32"])
+        for attribute, value in ((TRANSA, b_turned), (TRANSB, a_turned), (EPILOGUE, epilogue)):
+            self._set(product, attribute, _I(value))
+        self._set(product, AUX_LD, ctypes.c_int64(columns))
+        self._point(product, more)
+        left, right, result = (
+            self._made("cublasLtMatrixLayoutCreate", one, *shape, leading)
+            for one, shape, leading in (
+                (kind, (inner, columns) if b_turned else (columns, inner), ldb),
+                (kind, (rows, inner) if a_turned else (inner, rows), lda),
+                (out_kind, (columns, rows), ldc)))
+        wishes = self._made("cublasLtMatmulPreferenceCreate")
+        for attribute, size in ((MAX_WORKSPACE, ctypes.c_uint64(MOST_WORKSPACE)), *(
+                (MIN_ALIGNMENT + i, ctypes.c_uint32(one)) for i, one in enumerate(aligned[:4]))):
+            self._call("cublasLtMatmulPreferenceSetAttribute", wishes, attribute,
+                       ctypes.byref(size), ctypes.sizeof(size))
+        found, count = _Found(), _I(0)
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, product, left, right, result, result, wishes, 1, ctypes.byref(found),
+            ctypes.byref(count))
+        assert status != INVALID_VALUE, (epilogue, a.shape, b.shape, more)
+        if status or not count.value:
+            self._refuse(f"cuBLASLt refuses epilogue {epilogue} of {name}, {out.shape} = "
+                         f"{a.shape} x {b.shape}")
+            return None
+        return _Plan(product, (left, right, result), found)
+
+    def _point(self, product: Any, more: list[int]) -> None:
+        """Set the places of the bias and of what GELU is applied to."""
+        for attribute, place in zip((BIAS_POINTER, AUX_POINTER), more, strict=True):
+            if place:
+                self._set(product, attribute, _P(place))
+
+    def _set(self, product: Any, attribute: int, value: Any) -> None:
+        self._call("cublasLtMatmulDescSetAttribute", product, attribute, ctypes.byref(value),
+                   ctypes.sizeof(value))
+
+    def _made(self, function: str, *arguments: Any) -> Any:
+        """Return the object that a function makes; it lives as long as the process."""
+        made = _P()
+        self._call(function, ctypes.byref(made), *arguments)
+        return made
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        if status := getattr(self._library, function)(*arguments):
+            raise RuntimeError(f"{function}: cublasStatus_t {status}")

@@ -1,0 +1,152 @@
+"""The lines that say the arguments, results and shapes of an array function, and how they are read.
+
+Three readers share the lines of `functions.Ops`. `numpy_ops` walks over blocks of rows that stay in
+cache. `shape_ops` makes results of the right shape. `mixed_ops` rounds activations to 16 bits.
+
+A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions
+and each letter for one. A letter has one size throughout a line; a digit is a size. `eps` is not an
+array, `shape=BHWC` is a tuple of sizes, and `count=K` is one size. Marks of an argument: the
+function writes to it (`+`), or it may be missing (`?`).
+
+A result that bears an argument's name is that argument. Any other result is an activation, of the
+type of the first argument with real numbers. A mark says otherwise: `:sum` the type of sums,
+`:float64`, `:int64`, `:host` a Python number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+Array: TypeAlias = Any  # of NumPy or CuPy, or one of shapes only: they have no common type
+Shape: TypeAlias = tuple[int, ...]
+ThreeArrays: TypeAlias = tuple[Array, Array, Array]
+Runs: TypeAlias = Sequence[tuple[bool, slice]]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+DIMS = re.compile(r"\.\.|\w")
+PART = re.compile(r"(\w+)(?:\[([\w.]*)\])?(\+?)(\??)(?:=(\w+))?(?::(\w+))?")
+
+
+class Part(NamedTuple):
+    """An argument or a result. dims: ("..", "K"), or None if it is not an array. kind: the mark
+    behind.
+    """
+
+    name: str
+    dims: tuple[str, ...] | None
+    written: bool
+    optional: bool
+    sizes: str
+    kind: str
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Return the Part that a word of a line describes."""
+        found = PART.fullmatch(text)
+        assert found, text
+        name, letters, written, optional, sizes, kind = found.groups()
+        dims = None if letters is None else tuple(DIMS.findall(letters))
+        return cls(name, dims, bool(written), bool(optional), sizes or "", kind or "")
+
+    @property
+    def by_row(self) -> bool:
+        """Whether its leading dimensions are the rows of a function of rows."""
+        return self.dims is not None and self.dims[:1] == ("..",)
+
+    def lengths(self, shape: Shape) -> tuple[Any, ...] | None:
+        """Return the size of each of `dims`, for `..` a tuple; None if shape has other dims."""
+        dims = self.dims or ()
+        extra = len(shape) - len(dims)
+        if ".." not in dims:
+            return shape if extra == 0 else None
+        at, extra = dims.index(".."), extra + 1
+        if extra < 0:
+            return None
+        return (*shape[:at], tuple(shape[at : at + extra]), *shape[at + extra :])
+
+
+class Function(NamedTuple):
+    """A line."""
+
+    name: str
+    text: str
+    takes: tuple[Part, ...]
+    gives: tuple[Part, ...]
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Function:
+        """Return the Function that a line describes."""
+        takes, gives = (tuple(map(Part.parse, side.split())) for side in text.split("->"))
+        return cls(name, text, takes, gives)
+
+    @property
+    def makes(self) -> tuple[Part, ...]:
+        """The results that are new, and not arguments."""
+        names = {part.name for part in self.takes}
+        return tuple(part for part in self.gives if part.name not in names)
+
+    def bind(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return name -> argument of a call."""
+        names = [part.name for part in self.takes]
+        given: dict[str, Any] = {**dict(zip(names, arguments, strict=False)), **named}
+        missing = [part.name for part in self.takes if not (part.optional or part.name in given)]
+        if missing or len(arguments) + len(named) != len(given) or not given.keys() <= set(names):
+            raise TypeError(f"{self.name} takes {self.text}: {len(arguments)} arguments and "
+                            f"{list(named)} were given")
+        return given
+
+    def arrays(self, given: Mapping[str, Any]) -> list[tuple[Part, Array]]:
+        """Return [(Part, array)] of the arguments of a call that are arrays."""
+        return [(part, given[part.name]) for part in self.takes
+                if part.dims is not None and given.get(part.name) is not None]
+
+    def sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return letter -> size of the arguments of a call, which must fit together."""
+        sizes: dict[str, Any] = {}
+        fits = True
+        arrays = self.arrays(given)
+        pairs: list[tuple[Any, Any]] = [(part.dims, part.lengths(x.shape)) for part, x in arrays]
+        pairs += [(part.sizes, given[part.name] if len(part.sizes) > 1 else (given[part.name],))
+                  for part in self.takes if part.sizes]
+        for letters, lengths in pairs:
+            fits &= lengths is not None and all(
+                length == (int(letter) if letter.isdigit() else sizes.setdefault(letter, length))
+                for letter, length in zip(letters, lengths, strict=True))
+        shapes = ", ".join(str(tuple(x.shape)) for _, x in arrays)
+        assert fits, f"{self.name}: shapes {shapes} do not fit {self.text}"
+        return sizes
+
+
+def shape_of(dims: Iterable[str], sizes: Mapping[str, Any]) -> Shape:
+    """Return the shape that letters stand for."""
+    shape: Shape = ()
+    for letter in dims:
+        length = int(letter) if letter.isdigit() else sizes[letter]
+        shape += length if isinstance(length, tuple) else (length,)
+    return shape
+
+
+def shapes(text: str) -> Callable[[Method], Method]:
+    """Return the decorator that gives a function its line.
+
+    What it decorates needs no body: formulas replace it, or `_call` computes it from the line.
+    """
+    def declare(declared: Method) -> Method:
+        function = Function.parse(declared.__name__, text)
+
+        @wraps(declared)
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            return self._call(function, arguments, named)
+
+        method.function = function  # type: ignore[attr-defined]
+        return cast(Method, method)
+
+    return declare
+
+
+def memory(declared: Method) -> Method:
+    """Declare a function that makes arrays or takes them to the host: its line says nothing."""
+    return shapes("->")(declared)

@@ -1,0 +1,128 @@
+"""What crosses the border of this folder, as types: a product, the cuts of one, attention over cp.
+
+A cut is a module, or an object, with three functions. Its barriers are visible lines in them:
+
+    forward(product, ops, x, w, comm, name, sizes)            -> y
+    backward_input(product, ops, dy, w, comm, name, sizes)    -> dx, dy as backward_weight wants it
+    backward_weight(product, ops, x, dy, dw, comm, name, sizes)      dw += x^T dy
+
+product: what multiplies. w (K, N) is this rank's shard. If the group does not divide a width, every
+shard has the size of the first. The last ones are padded with zeros, which change no product (see
+shares.py). A convolution's w has the rows of a patch for each channel. So a cut goes by x's last
+axis and not by w's first one.
+ops: all array functions (mpipar/ops), for what a cut does with x and y beside multiplying.
+comm: the group. The cuts of MESH_CUTS take a `Mesh` of groups instead, and the product of matrices.
+name: of the barriers. sizes: T, K and N of the uncut product. Only the cuts that join pieces read
+it (gather, reduce, *_sp, *_ring).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+from mpipar.comm.group import Comm
+from mpipar.data.rows import Batch
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, ThreeArrays
+
+Saved: TypeAlias = tuple[Array, ...]  # what backward needs of forward
+Out: TypeAlias = ThreeArrays  # arrays that a function writes to
+Group_contra = TypeVar("Group_contra", contravariant=True)
+
+
+class Product(Protocol):
+    """y = x w and its two gradients on one rank. The array functions are the product of matrices.
+
+    A convolution has its own, of every patch of x.
+    """
+
+    def matmul(self, x: Array, w: Array, /) -> Array:
+        """Return y = x w."""
+
+    def matmul_nt(self, dy: Array, w: Array, /) -> Array:
+        """Return dx = dy w^T."""
+
+    def matmul_tn_add(self, x: Array, dy: Array, dw: Array, /) -> None:
+        """Add x^T dy to dw."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a product before it is cut: x (.., tokens, inner), w (inner, outer).
+
+    tokens: 0 if the cut does not divide the tokens.
+    """
+
+    tokens: int
+    inner: int
+    outer: int
+
+
+class Mesh(NamedTuple):
+    """The groups of a rank: its row and column of the q x q grid, and its place in other grids.
+
+    row.index counts along N (and K of x). column.index counts along the rows of x (and K of w).
+    depth: the ranks at the same place of each grid, for the 2.5d cut.
+    """
+
+    row: Comm
+    column: Comm
+    depth: Comm
+
+
+class Cut(Protocol[Group_contra]):
+    """The three functions of a cut over a Comm or a Mesh; see above."""
+
+    def forward(
+        self, product: Product, ops: Ops, x: Array, w: Array, comm: Group_contra, name: str,
+        /, *, sizes: Sizes,
+    ) -> Array: ...
+
+    def backward_input(
+        self, product: Product, ops: Ops, dy: Array, w: Array, comm: Group_contra, name: str,
+        /, *, sizes: Sizes,
+    ) -> tuple[Array, Array]: ...
+
+    def backward_weight(
+        self, product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Group_contra,
+        name: str, /, *, sizes: Sizes,
+    ) -> None: ...
+
+
+class LayerCut(Cut[Comm], Protocol):
+    """A cut that a layer can choose. It states four facts.
+
+    shard_axis: which axis of w is cut.
+    bias_is_cut: whether a rank holds only its own columns of y, and so of the bias.
+    tokens_are_cut: whether a rank holds only its own tokens of x or y. Such a cut reads
+    sizes.tokens.
+    barriers: (phase, kind, side) of each barrier. phase: F, I or W. kind: a row of
+    `layers.costs.KINDS`. side: whether it carries activations of x's shape or of y's.
+    """
+
+    shard_axis: int
+    bias_is_cut: bool
+    tokens_are_cut: bool
+
+    @property
+    def barriers(self) -> tuple[tuple[str, str, str], ...]: ...
+
+
+class ContextCut(Protocol):
+    """Causal attention of the tokens that a rank holds, over the ranks of cp; see context.py.
+
+    barriers: (phase, kind, widths, number) of each barrier, see `layers/costs.py`: it carries
+    B*T*widths numbers of e or s bytes.
+    """
+
+    @property
+    def barriers(self) -> tuple[tuple[str, str, str, str], ...]: ...
+
+    def forward(
+        self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str, /
+    ) -> tuple[Array, Saved]:
+        """Return y (B, n, H, d), and what backward needs."""
+
+    def backward_input(
+        self, ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out, /
+    ) -> None:
+        """Write dq, dk and dv to the three arrays of `out`."""

@@ -1,0 +1,48 @@
+"""Where the stages of a model lie: each placement is a row.
+
+Letters: p ranks, s a stage, v stages per rank, m microbatches.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpipar.pipeline.forms import Form
+
+Home = Callable[[int, int], int]  # (s, p) -> the rank that holds stage s
+
+
+class Placement(NamedTuple):
+    """Which rank holds a stage.
+
+    copies: the homes of the stages, once for each copy of the model. The copies pass equal shares
+    of the microbatches, in their order. messages: the number sent in a step. chunks: v. free:
+    whether another v may be chosen.
+    """
+
+    copies: tuple[Home, ...]
+    messages: Form
+    chunks: int = 1
+    free: bool = False
+
+    def fits(self, p: int, num_stages: int, m: int) -> bool:
+        """Whether so many stages and microbatches can be placed on p ranks."""
+        of_ranks = num_stages % p == 0 if self.free else num_stages == self.chunks * p
+        return of_ranks and p % len(self.copies) == 0 and m % len(self.copies) == 0
+
+    def homes(self, p: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+        """For each copy of the model the rank of each stage."""
+        return tuple(tuple(home(stage, p) for stage in range(num_stages)) for home in self.copies)
+
+
+ONE_WAY = Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1))
+PLACEMENTS = {
+    "linear": Placement((lambda s, p: s,), ONE_WAY),
+    # Down the ranks and back up, so the first rank holds the first and the last stage.
+    "v": Placement((lambda s, p: min(s, 2 * p - 1 - s),), chunks=2,
+                   messages=Form("4m(p-1)", lambda n: 4 * n.m * (n.p - 1))),
+    "looped": Placement(
+        (lambda s, p: s % p,), chunks=2, free=True,
+        messages=Form("2m(pv-1)", lambda n: 2 * n.m * (n.p * n.v - 1) if n.p > 1 else 0)),
+    # Each half of the microbatches enters at another end of the ranks.
+    "mirror": Placement((lambda s, p: s, lambda s, p: p - 1 - s), ONE_WAY),
+}

@@ -1,0 +1,115 @@
+"""What a Worker steps with, made of a Config: schedule, groups, stages, gradient sums, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpipar import models
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
+from mpipar.comm.record import Recorder
+from mpipar.comm.transport import Options
+from mpipar.config.grid import GridConfig
+from mpipar.config.memory import MemoryConfig
+from mpipar.config.model import ModelConfig
+from mpipar.config.sections import Config
+from mpipar.layers.context import Context, made_again
+from mpipar.layers.flat import Sharding
+from mpipar.layers.param import Copies, Param
+from mpipar.layers.units import UNITS
+from mpipar.pipeline.csv_format import read_csv
+from mpipar.pipeline.engine import Weights, WholeWeights
+from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_kept
+from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.train.gradsync import GradSync, PieceSync, ScatterSync
+
+
+def configured_schedule(grid_config: GridConfig) -> Schedule:
+    """The schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
+
+    Raises UsageError for counts that the schedule cannot take, and for a file that cannot be read
+    or run.
+    """
+    if grid_config.schedule_csv is not None:
+        return read_csv(Path(grid_config.schedule_csv))
+    assert grid_config.pp, grid_config
+    assert grid_config.num_microbatches, grid_config
+    return make_schedule(grid_config.schedule, grid_config.pp, grid_config.num_microbatches,
+                         grid_config.chunks, grid_config.group_size)
+
+
+def lowered(config: Config, schedule: Schedule, pp_rank: int) -> list[Instr]:
+    """A pipeline rank's program of a schedule, as the engine runs it."""
+    program = lower(schedule, pp_rank)
+    return with_weights_kept(program) if config.memory.gathers == "stage" else program
+
+
+def with_shared_heads(grid: Grid, model: ModelConfig) -> Grid:
+    """The grid, with its runs of neighbours in tp that hold the same heads of keys and values.
+
+    There are such runs where there are fewer heads than ranks.
+    """
+    shared = grid.size("tp") // (model.whole_kv_heads or grid.size("tp"))
+    return replace(grid, sizes={**grid.sizes, "kv": max(1, shared)})
+
+
+def holders(schedule: Schedule, stages: Iterable[int]) -> tuple[int, ...]:
+    """Pipeline ranks that hold a copy of any of the stages, ascending."""
+    mbs = range(schedule.num_microbatches)
+    return tuple(sorted({schedule.rank_of(stage, mb) for stage in stages for mb in mbs}))
+
+
+def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder: Recorder,
+              mpi_world: Any) -> Comms:
+    """All groups of a rank.
+
+    Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and stages
+    that a bidirectional schedule holds twice ("mirror"). Their gradients are summed over these
+    groups.
+    Comm: one split over the world for each group; every rank must make its own.
+    """
+    last = schedule.num_stages - 1
+    mirrors = {holders(schedule, (stage,)) for stage in range(last + 1)}
+    partitions = {"tie": grid.partition("pp", [holders(schedule, (0, last))]),
+                  "mirror": grid.partition("pp", sorted(mirrors))}
+    options = Options(config.run.sync_sends, config.run.check_comm)
+    rings = {"tp": vars(config.model).get("tp_matmul"), "cp": config.grid.cp_attention}
+    messages = {"pp", *(axis for axis, method in rings.items() if method == "ring")}
+    return Comms(grid, ops, recorder, mpi_world, options, partitions, messages)
+
+
+def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], ops: Any,
+              comms: Comms) -> dict[int, Any]:
+    """{stage: the model's Stage} of a pipeline rank, with its parameters in flat buffers.
+
+    Each tensor has one owner: the rank that runs its first stage on microbatch 0.
+    """
+    model, memory, pp_rank = models.model_of(config.model), config.memory, comms.grid.place("pp")
+    sharding = Sharding(
+        memory.zero, comms["data"] if memory.zero else comms.alone,
+        config.train.bucket_bytes // ops.statistics.itemsize, not memory.keeps_pieces_of_gradients)
+    tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.rank_of(0, 0) == pp_rank)
+    context = Context(ops, comms, **made_again(config), sharding=sharding, tied=tied)
+    tables: dict[str, Param] = {}
+    found = {}
+    for stage in schedule.stages_of(pp_rank):
+        mirrored = len(holders(schedule, (stage,))) > 1
+        copies = Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank)
+        found[stage] = model.Stage(
+            replace(context, copies=copies), config.model, stage, stage_layers, tables)
+    return found
+
+
+def gradient_sums(memory: MemoryConfig) -> type[GradSync]:
+    """Who sums gradients, as --zero and --zero-grads say."""
+    if memory.keeps_pieces_of_gradients:
+        return PieceSync
+    return ScatterSync if memory.zero else GradSync
+
+
+def gathered_weights(memory: MemoryConfig, ops: Any, stages: dict[int, Any]) -> Weights:
+    """Who makes weights whole before a pass reads them, as --zero and --zero-keep say."""
+    return WholeWeights() if memory.gathers is None else UNITS[memory.gathers](ops, stages)

@@ -1,0 +1,84 @@
+"""The instantiations of the CUDA kernels that are used: what tests compile, and run on the CPU."""
+
+from collections import namedtuple
+from math import inf
+
+from mpipar.ops.cuda import attention, embedding, fused, ladder
+
+NORM_KERNELS = ("layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward "
+                "layernorm_slabs rmsnorm_slabs")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def of_products():
+    """Return file -> name expressions of what `--gemm tile` and the benchmark run."""
+    chosen = [ladder.gemm(rung, "NN") for rung in ladder.RUNGS if rung not in ladder.SMALL]
+    for tiles in (None, ladder.SMALL["warp"]):
+        chosen += [ladder.gemm("warp", layout, tiles=tiles) for layout in ladder.LAYOUTS]
+    for tiles in (None, ladder.SMALL["mma"]):
+        for dtype in ("bfloat16", "float16"):
+            # Weight gradients are float32, and so is the array they are added to.
+            types = {"NN": dtype, "NT": dtype, "TN": "float32"}
+            chosen += [ladder.gemm("mma", layout, dtype, types[layout], tiles)
+                       for layout in ladder.LAYOUTS]
+    files = {}
+    for kernel in chosen:
+        files.setdefault(kernel.file, []).append(kernel.name)
+    return {file: tuple(names) for file, names in files.items()}
+
+
+def of_chains():
+    """Return file -> name expressions of what `fused.Fused` runs."""
+    each = {
+        "gelu.cu": (fused.by_type, "gelu_forward bias_gelu_forward gelu_backward"),
+        "swiglu.cu": (fused.by_type, "swiglu_forward swiglu_backward"),
+        "rope.cu": (fused.by_type, "rotate"),
+        "residual.cu": (fused.by_type, "bias_residual_forward"),
+        "norm.cu": (fused.by_type, NORM_KERNELS),
+        "cross_entropy.cu": (fused.by_row, "cross_entropy_stats cross_entropy_backward"),
+        "softmax.cu": (fused.by_row, "causal_softmax_forward causal_softmax_backward"),
+    }
+    files = {file: tuple(name(kernel, dtype) for kernel in names.split() for dtype in DTYPES)
+             for file, (name, names) in each.items()}
+    files["columns.cu"] = tuple(
+        f"column_sums<{ladder.C_TYPES[dtype]}, {ladder.C_TYPES[out]}>"
+        for dtype in DTYPES for out in dict.fromkeys(("float32", dtype)))
+    files["cross_entropy.cu"] += ("cross_entropy_combine",)
+    files["adamw.cu"] = (
+        "adamw", *(fused.by_type("adamw_with_copy", dtype) for dtype in DTYPES[1:]))
+    files[embedding.FILE] = (
+        embedding.SORT, *(name for names in embedding.NAMES.values() for name in names))
+    return files
+
+
+def of_attention():
+    """Return file -> name expressions of what `attention.Attention` runs."""
+    pairs = {(y_dtype, dtype) for dtype in DTYPES for y_dtype in ("float32", dtype)}
+    files = {"flash_backward.cu": tuple(attention.delta_name(*pair) for pair in sorted(pairs))}
+    for kernel, file in attention.FILES.items():
+        tiles = [attention.tile(kernel, dtype, width)
+                 for dtype in DTYPES for width in attention.WIDTHS]
+        if kernel == "flash_backward":
+            tiles += [attention.of_parts(one) for one in tiles]
+        files[file] = files.get(file, ()) + tuple(one.name for one in tiles)
+    return files
+
+
+# File -> the instantiations of its kernels that are used, as name expressions.
+KERNELS = {**of_products(), **of_chains(), **of_attention()}
+# Which kernels compute attention, by function of ops. file: that of its kernels, which take heads
+# of up to `widest` elements. Hkv may be any divisor of H, Tq and Tk any lengths. Wider heads go to
+# the plain formula of `array_ops` on CuPy; it uses the softmax of `wider` if one is named.
+TakenBy = namedtuple("TakenBy", "file widest wider")
+ATTENTION = {
+    "attention_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, "softmax.cu"),
+    "attention_backward_input": TakenBy("flash_backward.cu", attention.MOST_WIDTH, "softmax.cu"),
+    "attention_block_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, None),
+    "attention_block_backward": TakenBy("flash_backward.cu", attention.MOST_WIDTH, None),
+    "attention_delta": TakenBy("flash_backward.cu", inf, None),
+    "attention_merge": TakenBy(None, 0, None),
+}
+# File -> most registers per thread that its kernels may use; 128 by default. Attention keeps a
+# head's width of sums in registers, so it may use all that there are.
+REGISTERS = {"gemm_naive.cu": 40, "gemm_shared.cu": 40, "gemm_register.cu": 96,
+             "flash_forward.cu": 255, "flash_backward.cu": 255}

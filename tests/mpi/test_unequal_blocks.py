@@ -1,0 +1,154 @@
+"""Models whose every second block has other layers: every layout equals one rank.
+
+The models are the test's own: rows of BLOCKS, and configs that choose them by a block's index.
+"""
+
+from dataclasses import asdict, replace
+
+import pytest
+from small_model import (
+    MODEL,
+    WORLD,
+    assert_equals_one_rank,
+    computed_once,
+    poison_unwritten,
+    real_step,
+    small_config,
+    with_sync_sends,
+)
+
+from mpipar import models
+from mpipar.config.memory import MemoryConfig
+from mpipar.config.model import DecoderConfig
+from mpipar.layers.attention import Attention
+from mpipar.layers.costs import together
+from mpipar.layers.ffn import FeedForward
+from mpipar.layers.norm import NORMS, Residual
+from mpipar.models import decoder
+from mpipar.models.stage import BlockKind
+from mpipar.partition.tokens import holder
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+class Wide(DecoderConfig):
+    """Blocks of odd numbers have a wider feed-forward network."""
+
+    def block_kind(self, index):
+        return "wide" if index % 2 else "dense"
+
+
+class Halves(DecoderConfig):
+    """Blocks of odd numbers have no attention, those of even numbers nothing else."""
+
+    def block_kind(self, index):
+        return "ffn" if index % 2 else "attention"
+
+
+def wide_block(context, config, index, rotation):
+    return decoder.dense_block(context, replace(config, ffn=3 * config.ffn + 1), index, rotation)
+
+
+def branch(number):
+    """One of the two branches of a dense block, as a block of its own."""
+    return lambda *args: decoder.dense_block(*args)[number:][:1]
+
+
+def wide_cost(*args):
+    return together(*[decoder.dense_cost(*args)] * 3)
+
+
+def attention_cost(config, method, scores):
+    held = holder(config.sequence_parallel, config.tp_matmul)
+    return together(NORMS[config.norm].cost(held.rows),
+                    Attention.cost("block*.attn", held, method, scores))
+
+
+def ffn_cost(config, method, scores):
+    held = holder(config.sequence_parallel, config.tp_matmul)
+    return together(NORMS[config.norm].cost(held.rows), FeedForward.cost("block*.ffn", held.cuts))
+
+
+ROWS = {
+    "wide": BlockKind(wide_block, wide_cost), "attention": BlockKind(branch(0), attention_cost),
+    "ffn": BlockKind(branch(1), ffn_cost),
+}
+AGAIN, SOME, SCORES = MemoryConfig("block"), MemoryConfig("block", 1), MemoryConfig("attention")
+PIECES = MemoryConfig(zero=3)
+# Ranks: [((dp, pp, tp), cp, schedule, memory)]
+CASES = {
+    1: [((1, 1, 1), 1, "1f1b", AGAIN), ((1, 1, 1), 1, "gpipe", SCORES)],
+    2: [((1, 2, 1), 1, "1f1b", AGAIN), ((1, 2, 1), 1, "zb-h1", SOME),
+        ((1, 2, 1), 1, "dualpipe", MemoryConfig()), ((1, 2, 1), 1, "interleaved", SCORES),
+        ((2, 1, 1), 1, "1f1b", PIECES), ((1, 1, 2), 1, "1f1b", AGAIN),
+        ((1, 1, 1), 2, "1f1b", MemoryConfig())],
+    3: [((1, 3, 1), 1, "zb-h1", MemoryConfig()), ((1, 3, 1), 1, "zb-v", SOME)],
+    4: [((1, 4, 1), 1, "1f1b", AGAIN), ((1, 4, 1), 1, "gpipe", MemoryConfig()),
+        ((1, 2, 2), 1, "zb-v", AGAIN), ((2, 2, 1), 1, "1f1b", PIECES),
+        ((2, 2, 1), 1, "interleaved", replace(PIECES, recompute="block"))],
+}
+HERE = CASES.get(WORLD.size, [])
+every_case = pytest.mark.parametrize("case", HERE, ids=lambda case: str(case[:3]))
+
+
+@pytest.fixture(autouse=True)
+def rows_of_the_test(monkeypatch):
+    """More rows of BLOCKS, and memory that is full of NaN."""
+    for name, row in ROWS.items():
+        monkeypatch.setitem(decoder.BLOCKS, name, row)
+    poison_unwritten(monkeypatch)
+
+
+def config_for(family, case, **model):
+    layout, cp, schedule, memory = case
+    model = family(**asdict(MODEL) | {"seq_len": 8} | model)
+    config = small_config(layout, 4, cp=cp, schedule=schedule, model=model)
+    return replace(config, memory=memory)
+
+
+@every_case
+@pytest.mark.parametrize("family", [Wide, Halves])
+def test_layout_equals_one_rank(family, case):
+    assert_equals_one_rank(with_sync_sends(config_for(family, case)), expected=computed_once)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("family", [Wide, Halves])
+def test_cut_tokens_equal_one_rank(family):
+    case = ((1, WORLD.size // 2, 2), 1, "1f1b", AGAIN)
+    assert_equals_one_rank(config_for(family, case, sequence_parallel=True), expected=computed_once)
+
+
+@every_case
+def test_split_goes_by_the_costs(case):
+    """Five blocks cost 1, 3, 1, 3, 1 and a small head."""
+    config = config_for(Wide, case)
+    worker, _ = real_step(config)
+    flops = models.unit_flops(config.model).blocks
+    assert flops[1] == 3 * flops[0]
+    if case[2] == "1f1b" and case[0][1] == 2:
+        assert worker.stage_layers == (3, 2)
+    if case[2] == "1f1b" and case[0][1] == 4:
+        assert worker.stage_layers == (1, 1, 2, 1)
+    widths = {param.name: param.shape[-1] for flat in worker.flats for param in flat.params}
+    for index in range(5):
+        name = f"block{index}.ffn.up.w"
+        assert widths.get(name, MODEL.ffn) in (MODEL.ffn, 3 * MODEL.ffn + 1)
+        if name in widths:
+            assert (widths[name] > MODEL.ffn) == index % 2
+
+
+# --- broken twins
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_does_not_flow_around_a_branch_is_caught(monkeypatch):
+    config = config_for(Halves, HERE[0])
+    assert_equals_one_rank(config, expected=computed_once)  # keeps the true tensors
+
+    def backward_input(self, dy, stash):
+        return self.norm.backward_input(self.branch.backward_input(dy, stash), stash)
+
+    monkeypatch.setattr(Residual, "backward_input", backward_input)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equals_one_rank(config, expected=computed_once)

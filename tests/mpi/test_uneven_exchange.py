@@ -1,0 +1,235 @@
+"""An exchange of unequal pieces against a plain reference, on every transport that has one."""
+
+import re
+import sys
+
+import fake_cupy
+import fake_nccl
+import numpy as np
+import pytest
+from small_model import WORLD
+from test_guards import raised_everywhere
+
+from mpipar import ops as ops_module
+from mpipar.comm import connect
+from mpipar.comm.checked import CallCheck
+from mpipar.comm.grid import Grid, runs
+from mpipar.comm.group import Comm, Comms
+from mpipar.comm.nccl import NcclTransport
+from mpipar.comm.record import Recorder
+from mpipar.comm.transport import HostTransport, Options
+from mpipar.errors import HangError
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+HERE, RANKS = WORLD.rank, WORLD.size
+
+
+def group(ops, check=False):
+    """The group of all ranks, with the groups that must be closed."""
+    comms = Comms(Grid(HERE, {"dp": RANKS}), ops, Recorder(), WORLD, Options(check=check))
+    return comms.world, comms
+
+
+def pieces(counts, source, width):
+    """What a rank sends, by receiver: every row tells sender, receiver and its place."""
+    return [np.array([[16 * source + 4 * target + row % 4] * width for row in range(count)]
+                     ).reshape(count, width) for target, count in enumerate(counts[source])]
+
+
+def exchange(comm, counts, width, known=False):
+    """This rank's (rows, split) of an exchange by counts[from, to]."""
+    x = np.concatenate(pieces(counts, HERE, width)).astype(comm.wire.ops.dtype)
+    received = counts[:, HERE].tolist() if known else None
+    y, split = comm.all_to_allv(
+        comm.wire.ops.asarray(x), counts[HERE].tolist(), "tokens", received)
+    return comm.wire.ops.to_host(y), split
+
+
+def assert_exchanged(comm, counts, width=3, known=False):
+    """The reference: from each rank in turn the piece for this one."""
+    y, split = exchange(comm, counts, width, known)
+    expected = [pieces(counts, source, width)[HERE] for source in range(RANKS)]
+    assert [int(count) for count in split] == [len(piece) for piece in expected]
+    assert y.shape == (sum(split), width)
+    for run, piece in zip(runs(split), expected, strict=True):
+        np.testing.assert_array_equal(y[run].astype(np.int64), piece)
+
+
+def counts_of(kind):
+    """counts[from, to], the same on every rank."""
+    zeros = np.zeros((RANKS, RANKS), np.int64)
+    if kind == "nothing":
+        return zeros
+    if kind == "to one rank":
+        zeros[:, RANKS - 1] = 4 + np.arange(RANKS)
+    if kind == "from one rank":
+        zeros[0] = 1 + np.arange(RANKS)
+    if kind == "to itself":
+        zeros[np.arange(RANKS), np.arange(RANKS)] = 5
+    if kind == "any":
+        return np.random.default_rng(2).integers(0, 6, zeros.shape)
+    return zeros
+
+
+KINDS = ("nothing", "to one rank", "from one rank", "to itself", "any")
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_piece_arrives_in_its_place(kind, dtype, known):
+    comm, comms = group(ops_module.make("cpu", dtype), check=True)
+    for width in (1, 3):
+        assert_exchanged(comm, counts_of(kind), width, known)
+    comms.close()
+
+
+@pytest.mark.parametrize("transport", ["yes", "no", "nccl"], ids=["cuda-aware", "staged", "nccl"])
+def test_from_device_memory(transport, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(fake_cupy.cuda, "nccl", fake_nccl, raising=False)
+    monkeypatch.setattr(connect, "cuda_aware", lambda: transport)
+    ops = ops_module.make("cuda", "float64")
+    if transport == "nccl":
+        wire = NcclTransport(ops, WORLD.Dup(), Options())
+        comm = comms = Comm("world", tuple(range(RANKS)), HERE, wire, Recorder())
+    else:
+        comm, comms = group(ops)
+    for kind in KINDS:
+        for known in (False, True):
+            assert_exchanged(comm, counts_of(kind), 3, known)
+    comms.close()
+
+
+def test_a_thousand_sizes_are_one_line():
+    comm, comms = group(ops_module.make("cpu", "float64"))
+    random, sent = np.random.default_rng(0), []
+    for number in range(1000):
+        counts = random.integers(0, 8, (RANKS, RANKS))
+        counts[:, 0] += number
+        assert_exchanged(comm, counts, 1)
+        sent.append(8 * int(counts[HERE].sum() - counts[HERE, HERE]))
+    (tally,) = comm.recorder.tallies.values()
+    assert tally.sums()[:3] == (1000, sum(sent), sum(sent))
+    records = comm.recorder.records
+    assert [record.payload_bytes for record in records] == sent
+    assert [record.seq for record in records] == list(range(1, 1001))
+    comms.close()
+
+
+def test_a_group_of_one_keeps_its_rows_and_records_nothing():
+    comm = Comms.solo(ops_module.make("cpu", "float64")).world
+    x = np.ones((4, 2))
+    y, split = comm.all_to_allv(x, [4], "tokens")
+    assert y is x
+    assert list(split) == [4]
+    assert comm.recorder.records == []
+
+
+def test_shapes_only_is_balanced():
+    ops = ops_module.make("shapes", "float64")
+    comm = Comms.solo(ops, Grid(HERE, {"dp": RANKS}))["dp"]
+    x = ops.empty((10, 3))
+    y, split = comm.all_to_allv(x, [10] + [0] * (RANKS - 1), "tokens")
+    assert y.shape == (10, 3)
+    assert sum(split) == 10
+    assert max(split) - min(split) <= 1
+    y, split = comm.all_to_allv(x, [10] + [0] * (RANKS - 1), "tokens", [1] * RANKS)
+    assert (y.shape, list(split)) == ((RANKS, 3), [1] * RANKS)
+
+
+def other_order(self, x, counts, received, plain=HostTransport.all_to_allv):
+    """The broken twin: the pieces come from the last rank first."""
+    y, received = plain(self, x, counts, received)
+    parts = [y[run] for run in runs(received)]
+    return np.concatenate(parts[::-1]), received
+
+
+def test_another_order_is_found(monkeypatch):
+    monkeypatch.setattr(HostTransport, "all_to_allv", other_order)
+    comm, comms = group(ops_module.make("cpu", "float64"))
+    with pytest.raises(AssertionError):
+        assert_exchanged(comm, counts_of("any") + 1)
+    comms.close()
+
+
+# --- --check-comm
+
+
+def disagreement(call, collectives=0):
+    """The text of the error that every rank raises in `call(comm)`; equal calls come before."""
+    comm, comms = group(ops_module.make("cpu", "float64"), check=True)
+    try:
+        assert_exchanged(comm, counts_of("any"), known=True)
+        comm.collectives += collectives
+        return raised_everywhere(HangError, lambda: call(comm))
+    finally:
+        comms.close()
+
+
+LAST = RANKS - 1
+OTHER = HERE == LAST  # this rank calls what the others do not
+CALLS = {  # what one rank does: (the call, a line of the error)
+    "name": (lambda comm: comm.all_reduce(np.ones(3), "b" if OTHER else "a"),
+             rf"rank {LAST} calls all_reduce b float64 24 bytes at .*test_uneven_exchange.py:\d+"),
+    "operation": (lambda comm: comm.barrier("a") if OTHER else comm.all_reduce(np.ones(3), "a"),
+                  rf"rank {LAST} calls barrier a .* 0 bytes at"),
+    "dtype": (lambda comm: comm.all_reduce(np.ones(3 + 3 * OTHER, "f4" if OTHER else "f8"), "a"),
+              rf"rank {LAST} calls all_reduce a float32 24 bytes at"),
+    "size": (lambda comm: comm.all_reduce(np.ones(3 + OTHER), "a"),
+             rf"rank {LAST} calls all_reduce a float64 32 bytes at"),
+    "root": (lambda comm: comm.broadcast(np.ones(3), LAST if OTHER else 0, "a"),
+             rf"rank {LAST} calls broadcast a float64 24 bytes root {LAST} at"),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_calls_that_differ_are_named_with_rank_and_line(what):
+    call, line = CALLS[what]
+    text = disagreement(call)
+    assert text.startswith(f"ranks disagree at collective 2 of the group {list(range(RANKS))}")
+    assert re.search(line, text), text
+
+
+def test_a_collective_that_one_rank_left_out_is_found():
+    text = disagreement(lambda comm: comm.barrier("a"), collectives=OTHER)
+    for rank in range(RANKS):
+        assert re.search(rf"rank {rank} calls barrier a .*, collective {2 + (rank == LAST)}", text)
+
+
+def test_rows_that_are_not_expected_are_named_with_both_numbers():
+    counts = counts_of("any")
+
+    def call(comm):
+        received = counts[:, HERE].tolist()
+        received[0] += OTHER
+        comm.all_to_allv(np.ones((counts[HERE].sum(), 2)), counts[HERE].tolist(), "back", received)
+
+    text, sent = disagreement(call), counts[0, LAST]
+    line = r"in all_to_allv back at \S*test_uneven_exchange\.py:\d+"
+    assert re.search(rf"rank {LAST} {line} expects {sent + 1} rows of rank 0; rank 0 {line}"
+                     rf" sends it {sent}$", text), text
+    assert len(text.splitlines()) == 2
+
+
+def test_rows_of_other_widths_are_found():
+    def call(comm):
+        comm.all_to_allv(np.ones((RANKS, 2 + OTHER)), [1] * RANKS, "tokens")
+
+    text = disagreement(call)
+    for rank in range(RANKS):
+        assert re.search(rf"rank {rank} in all_to_allv tokens at \S+ has rows of"
+                         rf" {16 + 8 * (rank == LAST)} bytes", text), text
+
+
+def test_a_check_that_compares_no_rows_lets_them_pass(monkeypatch):
+    """The broken twin: every rank expects twice as much of the others, and MPI says nothing.
+
+    What a rank sends to itself has its true number: Open MPI compares that, and refuses.
+    """
+    monkeypatch.setattr(CallCheck, "rows", lambda *_: None)
+    comm, comms = group(ops_module.make("cpu", "float64"), check=True)
+    expected = [1 if rank == HERE else 2 for rank in range(RANKS)]
+    y, _ = comm.all_to_allv(np.ones((RANKS, 2)), [1] * RANKS, "back", expected)
+    comms.close()
+    assert y.shape == (2 * RANKS - 1, 2)

@@ -1,0 +1,72 @@
+"""The covering arrays of bench.combinations: no setting is left out, and no legal pair."""
+
+import itertools
+
+import pytest
+
+from bench.combinations.array import Completion, Coverage, kind_of, pairs, triples
+from bench.combinations.choices import BASE, BASE_OF, CHOICES, OUTSIDE, refusals, words_of
+from mpipar.config.sections import FIELDS
+
+FEW = {name: CHOICES[name] for name in (
+    "model", "dp", "tp", "arch", "activation", "sequence_parallel", "tp_matmul", "zero")}
+
+
+def test_each_setting_is_a_choice_or_stands_outside_with_its_reason():
+    """A new flag must join one of the lists: else no life has it."""
+    base = {*BASE, *(name for settings in BASE_OF.values() for name in settings)}
+    assert FIELDS.keys() == {*CHOICES, *base, *OUTSIDE}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return pairs(FEW)
+
+
+def test_each_pair_occurs_or_each_case_with_it_is_refused(found):
+    cases, illegal = found
+    assert all(not refusals(case) for case in cases)
+    whole = [dict(zip(FEW, values, strict=True)) for values in itertools.product(*FEW.values())]
+    legal = [case for case in whole if not refusals(case)]
+
+    def in_some(part, those):
+        return any(part.items() <= case.items() for case in those)
+
+    parts = [{one: a, other: b} for one, other in itertools.combinations(FEW, 2)
+             for a, b in itertools.product(FEW[one], FEW[other])]
+    assert [part for part in parts if in_some(part, legal)] == [
+        part for part in parts if in_some(part, cases)]
+    refused = [part for part, _ in illegal]
+    assert len(refused) == len(parts) - sum(in_some(part, legal) for part in parts)
+    assert not any(in_some(part, legal) for part in refused)
+    assert len(cases) < len(legal) / 10
+
+
+def test_refusals_are_those_of_mpipar(found):
+    why = {tuple(part.items()): text for part, text in found[1]}
+    assert "--tp-matmul" in why[("model", "convnet"), ("tp_matmul", "ring")]
+    assert kind_of("--heads 4: must be a multiple of tp 3; use 6") == kind_of(
+        "--heads 8: must be a multiple of tp 5; use 10")
+
+
+def test_triples_go_on_until_all_legal_ones_occurred(found):
+    cases, illegal = found
+    coverage = Coverage(3, FEW)
+    for case in cases:
+        coverage.add(case)
+    before = int(coverage.seen.sum())
+    for case in triples(coverage, [part for part, _ in illegal], Completion(FEW)):
+        assert not refusals(case)
+        coverage.add(case)
+    assert int(coverage.seen.sum()) > before
+    whole = [dict(zip(FEW, values, strict=True)) for values in itertools.product(*FEW.values())]
+    everything = Coverage(3, FEW)
+    for case in whole:
+        if not refusals(case):
+            everything.add(case)
+    assert (coverage.seen == everything.seen).all()
+
+
+def test_settings_are_typed_as_a_user_does():
+    assert words_of({"dp": 2, "tied": False, "check_comm": True, "rope_scaling": (8.0, 1.5)}) == [
+        "--dp", "2", "--no-tied", "--check-comm", "--rope-scaling", "8,1.5"]

@@ -1,0 +1,271 @@
+"""What ranks compare before the first step: every byte of what decides the numbers.
+
+Each rank here starts in a folder of its own, as on a host of its own. What its session would
+compare with those of the others is taken from it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from fault_table import fault
+from helpers import find_launcher, run_command
+from in_process import StandIn
+from one_rank import fresh
+from program import LIMIT, environment, one_block
+from tokenizers_made import save_tokenizer
+
+from mpipar import cli, data
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.commands.resume import Start, check_begin
+from mpipar.data.fingerprint import EDGE, fingerprint, of_ends
+from mpipar.data.source import load_source
+from mpipar.data.token_file import TokenFiles
+from mpipar.errors import DataError
+from mpipar.files import digests
+from mpipar.job import alike
+
+SMALL = """--layers 1 --d-model 8 --heads 2 --ffn 8 --seq-len 8 --batch-size 4 --steps 2
+    --num-microbatches 1""".split()
+CSV = ["0F0,0F1,0B0,0B1\n", "0F0,0B0,0F1,0B1\n"]
+
+
+class ComparedError(Exception):
+    """Ends a command where it has compared all that it compares at its start."""
+
+
+class Taking(StandIn):
+    """The session of one rank, which gives away what it would compare."""
+
+    def compare(self, facts):
+        self.taken = getattr(self, "taken", {}) | dict(facts)
+        if "--dp" in facts and self.facts.keys() & {"command"}:
+            raise ComparedError
+
+
+def facts_in(folder, *words, rank=0):
+    """What a rank whose working directory is this folder compares."""
+    session = Taking(1, rank)
+    with contextlib.chdir(folder), pytest.raises(ComparedError):
+        cli.main([str(word) for word in words], session)
+    return session.taken
+
+
+def differing(folders, *words):
+    """The fields in which ranks in these folders differ."""
+    table = alike.differences([facts_in(folder, *words) for folder in folders])
+    return sorted({line.split("  ")[0] for line in table[1:]})
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two folders with equal copies of data, weights, prompts and a schedule."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    tokens = np.random.default_rng(0).integers(0, 256, 2 << 20).astype("<u2")
+    tokens.tofile(one / "tokens.bin")
+    checkpoint.save(fresh(d_model=256, heads=2, layers=1, ffn=512, vocab_size=256,
+                          dtype="float32"), one / "w")
+    assert (one / "w" / "model.safetensors").stat().st_size > 2 * EDGE
+    (one / "p.txt").write_text("a b\n")
+    (one / "s.csv").write_text(CSV[0])
+    (one / "c.toml").write_text("lr = 0.1\n")
+    shutil.copytree(one, other)
+    return one, other
+
+
+def flip(path):
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 & ~1] ^= 1
+    path.write_bytes(content)
+
+
+TRAIN = ("train", "--data", "tokens.bin")
+
+
+@pytest.mark.parametrize(("words", "change", "fields"), [
+    ((*TRAIN, *SMALL), lambda host: flip(host / "tokens.bin"), ["data"]),
+    (("verify", "--data", "tokens.bin"), lambda host: flip(host / "tokens.bin"), ["data"]),
+    ((*TRAIN, "--init-from", "w"), lambda host: flip(host / "w" / "model.safetensors"),
+     ["weights"]),
+    (("generate", "w", "--prompt", "a"), lambda host: flip(host / "w" / "model.safetensors"),
+     ["weights"]),
+    (("generate", "w", "--prompts", "p.txt"), lambda host: (host / "p.txt").write_text("a c\n"),
+     ["prompts"]),
+    ((*TRAIN, *SMALL, "--num-microbatches", 2, "--schedule-csv", "s.csv"),
+     lambda host: (host / "s.csv").write_text(CSV[1]), ["schedule"]),
+    ((*TRAIN, *SMALL, "--config", "c.toml"),
+     lambda host: (host / "c.toml").write_text("lr = 0.2\n"), ["--lr"]),
+    (("generate", "w", "--prompt", "a"), lambda host: (
+        host / "w" / "generation_config.json").write_text('{"eos_token_id": 7}'), ["sampling"]),
+    (("train", "--data", "a.txt", *SMALL), lambda host: flip(host / "a.txt"), ["data"]),
+], ids=["data", "data of verify", "weights", "weights of generate", "prompts", "schedule",
+        "config", "stop tokens", "text"])
+def test_one_bit_in_the_middle_of_what_a_rank_reads_is_seen(words, change, fields, hosts):
+    for host in hosts:
+        (host / "a.txt").write_text("a text of bytes. " * 40)
+    assert differing(hosts, *words) == []
+    change(hosts[1])
+    assert differing(hosts, *words) == fields
+
+
+@pytest.mark.text
+def test_the_files_of_a_tokenizer_are_compared(hosts):
+    for host in hosts:
+        save_tokenizer(host / "w")
+    words = (*TRAIN, "--init-from", "w")
+    for host in hosts:  # a model with as many ids as the tokenizer has
+        checkpoint.save(fresh(d_model=8, heads=2, layers=1, ffn=8, vocab_size=400,
+                              dtype="float32"), host / "w")
+    assert differing(hosts, *words) == []
+    path = hosts[1] / "w" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["merges"][-1:] = []
+    path.write_text(json.dumps(content))
+    assert differing(hosts, *words) == ["tokenizer"]
+
+
+@fault(11, "other tokens in the middle of one host's copy", 69)
+@pytest.mark.slow
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+def test_ranks_with_other_copies_end_before_the_first_step(hosts):
+    flip(hosts[1] / "tokens.bin")
+    words = [sys.executable, "-m", "mpipar", *map(str, (*TRAIN, *SMALL)), "--dp", "2", "--out",
+             str(hosts[0] / "run")]
+    done = run_command([find_launcher(), "-n", "1", "-wdir", str(hosts[0]), *words, ":", "-n", "1",
+                        "-wdir", str(hosts[1]), *words], LIMIT, environment())
+    code, block = one_block(done)
+    assert code == 69
+    assert [line.split()[:2] for line in block.splitlines() if "data  " in line] == [
+        ["data", "0"], ["data", "1"]]
+    assert not (hosts[0] / "run").exists()
+
+
+# --- digests of files
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, in which also facts about a new file are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "SETTLED", -1)
+    return tmp_path / "cache" / "mpipar" / digests.FOLDER
+
+
+def digest(path):
+    with open(path, "rb") as file:
+        return digests.digest_of(file, "here")
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path, cache, monkeypatch):
+    path, reads, plain = tmp_path / "f", [], os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: reads.append(given) or plain(*given))
+    path.write_bytes(b"x" * 1000)
+    first = digest(path)
+    assert reads
+    reads.clear()
+    assert digest(path) == first
+    assert not reads
+    status = path.stat()
+    path.write_bytes(b"x" * 999 + b"y")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as if nothing had been written
+    assert digest(path) != first
+    assert reads
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"file": "x"}', "\0"])
+def test_what_is_damaged_in_the_cache_is_not_believed(content, tmp_path, cache):
+    (tmp_path / "f").write_bytes(b"abc")
+    first = digest(tmp_path / "f")
+    kept, = cache.iterdir()
+    kept.write_text(content)
+    assert digest(tmp_path / "f") == first
+
+
+def test_a_file_that_was_just_written_is_read_again(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(digests, "SETTLED", 10**12)
+    (tmp_path / "f").write_bytes(b"abc")
+    digest(tmp_path / "f")
+    assert not list(cache.iterdir())
+
+
+def test_tokens_are_checked_again_only_for_a_smaller_vocabulary(tmp_path, cache, monkeypatch):
+    path, reads = tmp_path / "t.bin", []
+    np.arange(300, dtype="<u2").tofile(path)
+    piece, = load_source((str(path),), 300).tokens.pieces
+    assert piece.sha256 == digest(path)
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *given: reads.append(given) or plain(*given))
+    assert load_source((str(path),), 301).tokens.pieces[0].sha256 == piece.sha256
+    assert not reads
+    with pytest.raises(DataError, match="token 299 at position 299 is outside"):
+        load_source((str(path),), 299)
+
+
+# --- the fingerprint of data
+
+
+def found(path):
+    """(arrays, fingerprint) of a token file."""
+    arrays = [load_source((str(path),), 256).tokens]
+    return arrays, fingerprint(arrays, {piece.file.name: piece.sha256
+                                        for piece in data.pieces_of(arrays)})
+
+
+def test_the_fingerprint_sees_every_byte():
+    tokens = np.arange(100, dtype=np.uint16)
+    first = fingerprint([tokens[:60], tokens[60:]], {})
+    assert first == fingerprint([tokens], {})
+    assert (first["length"], first["dtype"]) == (100, "uint16")
+    for place in (0, 59, 60, 99):
+        other = tokens.copy()
+        other[place] += 1
+        assert fingerprint([other[:60], other[60:]], {}) != first
+
+
+def test_the_fingerprint_of_a_large_token_file_sees_every_byte(tmp_path):
+    path = tmp_path / "large.bin"
+    tokens = np.zeros(2 * EDGE, np.uint16)
+    seen = []
+    for place in (None, EDGE, 0, -1):
+        if place is not None:
+            tokens[place] = 1
+        tokens.tofile(path)
+        seen.append(found(path)[1])
+    assert {(one["length"], one["dtype"]) for one in seen} == {(2 * EDGE, "uint16")}
+    assert len({one["files"] for one in seen}) == 4
+    (tmp_path / "moved").mkdir()
+    path.rename(tmp_path / "moved" / "other.bin")
+    assert found(tmp_path / "moved" / "other.bin")[1] == seen[-1]
+    arrays, _ = found(tmp_path / "moved" / "other.bin")
+    other_cut = [arrays[0][:EDGE], arrays[0][EDGE:]]  # other tokens are held out
+    assert fingerprint(other_cut, {arrays[0].pieces[0].file.name: "x"}) != fingerprint(
+        arrays, {arrays[0].pieces[0].file.name: "x"})
+
+
+def test_a_checkpoint_refuses_what_has_changed_and_takes_the_older_fingerprint(tmp_path):
+    path = tmp_path / "large.bin"
+    tokens = np.zeros(2 * EDGE, np.uint16)
+    tokens.tofile(path)
+    arrays, new = found(path)
+    assert isinstance(arrays[0], TokenFiles)
+    old, state = of_ends(arrays), {"candidates": ("step",)}
+    assert "sha256" in old
+    for stored in (old, new):
+        check_begin(Start(data=stored, **state), new, arrays, "")
+    tokens[EDGE] = 1
+    tokens.tofile(path)
+    arrays, changed = found(path)
+    check_begin(Start(data=old, **state), changed, arrays, "")  # it covers the ends alone
+    with pytest.raises(DataError, match="--data: has changed since the checkpoint"):
+        check_begin(Start(data=new, **state), changed, arrays, "")
+    tokens[0] = 1
+    tokens.tofile(path)
+    arrays, changed = found(path)
+    with pytest.raises(DataError, match="--data: has changed since the checkpoint"):
+        check_begin(Start(data=old, **state), changed, arrays, "")

@@ -1,0 +1,136 @@
+"""The kernels of embeddings: against the plain functions, the same bits each time, broken twins."""
+
+import numpy as np
+import pytest
+from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
+from ops_cases import plain
+
+from mpipar.ops.cuda.embedding import SORT, SORT_THREADS, Embedding
+
+EVERY = DTYPES | {"float64": np.float64}
+TOL = BOUNDS | {"float64": 1e-15}
+
+
+class Case:
+    """The kernels on a device, and what one shard of a table is asked."""
+
+    def __init__(self, where, dtype, rng, loader=None):
+        xp, own, self.to_device, self.to_host = place(where)
+        self.kernels = Embedding(xp, loader or own)
+        self.dtype, self.sums = EVERY[dtype], np.float64 if dtype == "float64" else np.float32
+        self.rng, self.ops = rng, plain("float64")
+        self.sums_tol = 1e-15 if dtype == "float64" else 1e-6
+
+    def array(self, *shape, dtype=None):
+        host = self.rng.standard_normal(shape).astype(dtype or self.dtype)
+        return self.to_device(host), host.astype(np.float64)
+
+
+@pytest.fixture(params=hosts())
+def where(request):
+    return request.param
+
+
+@pytest.fixture(params=EVERY)
+def case(where, request, rng):
+    return Case(where, request.param, rng)
+
+
+@pytest.mark.parametrize(("shape", "width"), [((1, 1), 1), ((2, 37), 33), ((3, 300), 5)])
+def test_a_shard_of_a_table(case, shape, width):
+    """Ids of other shards lie on both sides, and most ids occur several times."""
+    start, rows = 7, 11
+    ids = case.rng.integers(0, 30, shape)
+    table, table64 = case.array(rows, width)
+    got = case.kernels.forward(case.to_device(ids), table, start)
+    expected = case.ops.embedding_forward(ids, table64, start)
+    assert np.array_equal(case.to_host(got).astype(np.float64), expected)
+    (dy, dy64), (dtable, dtable64) = case.array(*shape, width), case.array(
+        rows, width, dtype=case.sums)
+    case.kernels.backward_weight(case.to_device(ids), dy, dtable, start)
+    case.ops.embedding_backward_weight(ids, dy64, dtable64, start)
+    assert relative(case.to_host(dtable), dtable64) <= case.sums_tol
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["positions alike", "positions by row"])
+def test_positions(case, by_row):
+    batch, tokens, width = 3, 20, 40
+    places = case.rng.integers(0, 9, (batch, tokens) if by_row else tokens)
+    (x, x64), (table, table64) = case.array(batch, tokens, width), case.array(9, width)
+    got = case.kernels.position_forward(x, case.to_device(places), table)
+    assert got.dtype == case.dtype
+    assert relative(case.to_host(got), x64 + table64[places]) <= TOL[np.dtype(case.dtype).name]
+    if not by_row:
+        dtable, dtable64 = case.array(9, width, dtype=case.sums)
+        case.kernels.backward_weight(case.to_device(places), x, dtable, 0)
+        case.ops.position_backward_weight(places, x64, dtable64)
+        assert relative(case.to_host(dtable), dtable64) <= case.sums_tol
+
+
+def test_nothing_is_read_where_there_is_nothing(where, rng):
+    case = Case(where, "float32", rng)
+    ids = case.to_device(np.zeros((0, 4), np.int64))
+    table, table64 = case.array(3, 5)
+    assert case.kernels.forward(ids, table, 0).shape == (0, 4, 5)
+    case.kernels.backward_weight(ids, case.array(0, 4, 5)[0], table, 0)
+    assert np.array_equal(case.to_host(table), table64)
+
+
+@pytest.mark.shim
+def test_the_order_of_threads_changes_no_bit(rng):
+    """Atomics would add up in the order of threads."""
+    ids, dy = rng.integers(0, 5, 400), rng.standard_normal((400, 33)).astype(np.float32)
+    found = []
+    for order in (1, -1):
+        dtable = np.zeros((5, 33), np.float32)
+        Embedding(Poisoned, HostLoader(order)).backward_weight(ids, dy, dtable, 0)
+        found.append(dtable)
+    assert np.array_equal(*found)
+
+
+def places(ids, order=1, edit=None):
+    """What the kernel of the sort makes of ids."""
+    found = np.full(len(ids), -1, np.int32)
+    HostLoader(order, edited="embedding.cu", edit=edit).launch(
+        "embedding.cu", SORT, (-(-len(ids) // SORT_THREADS),), (SORT_THREADS,),
+        (len(ids), ids, found))
+    return found
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("edit", [None, ("|| (tile[i] == id && first + i < own)", ""), (
+    "__syncthreads();  // the last tile has been read", "")])
+def test_ids_are_sorted_and_equal_ones_stay_in_order(rng, edit):
+    ids = rng.integers(-3, 9, 2 * SORT_THREADS + 5)
+    right = [np.array_equal(places(ids, order, edit), np.argsort(ids, kind="stable"))
+             for order in (1, -1)]
+    assert all(right) == (edit is None)
+
+
+TWINS = [
+    ("inside ? row[j]", "true ? row[j]"),
+    ("blockIdx.x % n", "blockIdx.x % 2 % n"),
+    ("(first > 0 && ids[order[first - 1]] == id)", "false"),
+    ("i < n && ids[order[i]] == id", "i < n"),
+    ("b < batch", "b < batch - 1"),
+    ("for (int i = 1; i < SUM_HEIGHT; ++i) sum", "for (int i = 1; i < 2; ++i) sum"),
+    ("__syncthreads();  // the sums of all threads are there", ""),
+]
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("edit", [TWINS[0], *(pytest.param(twin, marks=pytest.mark.slow)
+                                              for twin in TWINS[1:])])
+def test_a_broken_kernel_is_seen(rng, edit):
+    """In one of the two orders of threads."""
+    failures = 0
+    for order in (1, -1):
+        case = Case("forwards", "float32", rng,
+                    HostLoader(order, edited="embedding.cu", edit=edit))
+        for test, arguments in ((test_a_shard_of_a_table, ((3, 300), 5)),
+                                (test_positions, (False,))):
+            try:
+                test(case, *arguments)
+            except AssertionError:
+                failures += 1
+    assert failures

@@ -1,0 +1,211 @@
+"""Products with epilogues on the CUDA machine: the kernels behind products, broken, refused.
+
+The machine's cuBLASLt refuses what the real one refuses, and holds a caller to what it promised.
+"""
+
+import contextlib
+import ctypes
+import warnings
+
+import numpy as np
+import pytest
+from config_helpers import changed
+from helpers import assert_all_close, assert_close
+from test_cuda_machine import counted, pytestmark  # noqa: F401  (gpu, and the machine alone)
+
+from mpipar.comm.grid import Grid
+from mpipar.config.resolve import resolve
+from mpipar.ops import make
+from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.cuda import epilogues
+from mpipar.ops.cupy_fused import FusedOps
+from mpipar.ops.mixed_ops import DTYPES
+from mpipar.train.verify import step_tensors
+
+ALL = {"float32": np.dtype(np.float32), **DTYPES}
+BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+ROWS, WIDTH, INNER = 24, 40, 56
+
+
+@pytest.fixture(params=ALL)
+def case(request, rng):
+    """(ops, arguments of the device, the same in float64)."""
+    dtype = ALL[request.param]
+    shapes = {"x": (2, ROWS // 2, WIDTH), "w": (WIDTH, INNER), "b": (INNER,),
+              "residual": (2, ROWS // 2, INNER), "dy": (2, ROWS // 2, INNER),
+              "h": (2, ROWS // 2, WIDTH)}
+    host = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    ops = make("cuda", request.param)
+    return ops, {name: ops.asarray(x) for name, x in host.items()}, {
+        name: x.astype(np.float64) for name, x in host.items()}
+
+
+CALLS = {"bias": ("matmul_bias", "x w b"), "residual": ("matmul_bias", "x w b residual"),
+         "gelu": ("matmul_bias_gelu", "x w b"), "slope": ("matmul_nt_gelu_backward", "dy w h")}
+
+
+def results(ops, name, arguments):
+    function, names = CALLS[name]
+    found = getattr(ops, function)(*(arguments[one] for one in names.split()))
+    return found if isinstance(found, tuple) else (found,)
+
+
+def check(case, name):
+    ops, device, exact = case
+    exact = {key: x.copy() for key, x in exact.items()}
+    expected = results(ArrayOps(np, "float64", "cpu"), name, exact)
+    for got, right in zip(results(ops, name, device), expected, strict=True):
+        assert got.dtype == ops.dtype
+        assert_close(ops.to_host(got).astype(np.float64), right, BOUNDS[ops.dtype.name], name)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_one_call_makes_what_follows_the_product_too(case, name, turned):
+    ops, device, _ = case
+    if turned:
+        device["w"] = ops.asarray(np.ascontiguousarray(ops.to_host(device["w"]).T)).T
+    before = {kind: counted(kind) for kind in ("launch", "product")}
+    results(ops, name, device)
+    assert {kind: counted(kind) - before[kind] for kind in before} == {"launch": 0, "product": 1}
+    check(case, name)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_sums_of_rows_come_with_the_gradient_of_weights(case, fresh, turned):
+    """They are overwritten where they are zero, and else added by a launch of their own."""
+    ops, device, exact = case
+    out = ops.zeros((INNER, WIDTH) if turned else (WIDTH, INNER), np.float32)
+    out = out.T if turned else out
+    sums = ops.asarray(np.full(INNER, 0 if fresh else 5, np.float32))
+    before = {kind: counted(kind) for kind in ("launch", "product")}
+    for again in (False, True):
+        ops.matmul_tn_add_sums(device["x"], device["dy"], out, sums, fresh and not again)
+    found = {kind: counted(kind) - before[kind] for kind in before}
+    assert found == {"launch": 2 - fresh, "product": 2}
+    x, dy = exact["x"].reshape(-1, WIDTH), exact["dy"].reshape(-1, INNER)
+    assert_close(ops.to_host(out), 2 * (x.T @ dy), 2e-6, "out")
+    assert_close(ops.to_host(sums), (0 if fresh else 5) + 2 * dy.sum(axis=0), 2e-6, "sums")
+    ops.matmul_tn_add_sums(device["x"], device["dy"], out, sums, True)
+    with pytest.raises(AssertionError):  # the broken twin: taken for zero once more
+        assert_close(ops.to_host(sums), (0 if fresh else 5) + 3 * dy.sum(axis=0), 2e-6, "sums")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_run_gives_the_same_bits(case, name):
+    ops, device, _ = case
+    one, two = ([ops.to_host(x).tobytes() for x in results(ops, name, device)] for _ in range(2))
+    assert one == two
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plan_is_made_once_for_a_shape(case, name, monkeypatch):
+    ops, device, _ = case
+    results(ops, name, device)
+    monkeypatch.setattr(epilogues.Epilogues, "_plan", None)
+    check(case, name)
+
+
+@pytest.mark.parametrize("name", ["bias", "residual", "gelu"])
+def test_a_wrong_place_of_the_bias(case, name, monkeypatch):
+    """The broken twin: the bias of the call before."""
+    ops, device, _ = case
+    results(ops, name, device | {"b": ops.asarray(np.full(INNER, 9).astype(ops.dtype))})
+    monkeypatch.setattr(epilogues.Epilogues, "_point", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check(case, name)
+
+
+@pytest.mark.parametrize("name", ["gelu", "slope"])
+def test_a_missing_place_of_what_gelu_is_applied_to(case, name, monkeypatch):
+    point = epilogues.Epilogues._point
+    monkeypatch.setattr(epilogues.Epilogues, "_point",
+                        lambda self, product, more: point(self, product, [more[0], 0]))
+    with pytest.raises(AssertionError):
+        results(*case[:1], name, case[1])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_less_workspace_than_was_promised(case, name, monkeypatch):
+    ops, device, _ = case
+    results(ops, name, device)
+    kept = exact_ops(ops)._epilogues
+    kept._workspace = kept._workspace[:0]
+    for plan in kept._plans.values():
+        plan.found.workspace = 0
+    with pytest.raises(RuntimeError, match="cublasLtMatmul: cublasStatus_t 7"):
+        results(ops, name, device)
+
+
+@pytest.mark.parametrize("name", ["bias", "residual", "gelu", "slope"])
+def test_operands_that_are_less_aligned_have_a_plan_of_their_own(case, name):
+    """The bits of an element further on: what was chosen for 256 bytes does not hold there."""
+    ops, device, _ = case
+    results(ops, name, device)
+    for which in CALLS[name][1].split():
+        x = device[which]
+        buffer = ops.empty((x.size + 1,), x.dtype)
+        device[which] = buffer[1:].reshape(x.shape)
+        ops.copy(device[which], x)
+        check(case, name)
+
+
+def test_a_width_that_is_refused_is_computed_by_kernels(rng, monkeypatch):
+    """The library's GELU wants rows of a multiple of 8; the words come once."""
+    ops = make("cuda", "float32")
+    x, w, b = (ops.asarray(rng.standard_normal(shape).astype("f")) for shape in
+               ((6, 8), (8, 9), (9,)))
+    with pytest.warns(UserWarning, match="refuses epilogue 164 of float32"):
+        a, h = ops.matmul_bias_gelu(x, w, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, _ = ops.matmul_bias_gelu(x, w, b)
+    exact = ArrayOps(np, "float64", "cpu")
+    right = exact.matmul_bias_gelu(*(ops.to_host(one).astype(float) for one in (x, w, b)))
+    for got, due in zip((a, h, again), (*right, right[0]), strict=True):
+        assert_close(ops.to_host(got), due, 2e-6, "gelu")
+
+
+def test_without_the_library_kernels_follow_products(case, monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.warns(UserWarning, match="cuBLASLt is missing .*: kernels behind the product"):
+        ops = make("cuda", case[0].dtype.name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make("cuda", case[0].dtype.name, host_rank=1)
+    for name in CALLS:
+        check((ops, *case[1:]), name)
+
+
+def step(**run):
+    """(loss, norm, gradients, weights) of a step of two microbatches; no width is refused."""
+    config, _ = resolve(changed(
+        layers=2, d_model=16, heads=2, ffn=24, seq_len=6, vocab_size=17, batch_size=4,
+        num_microbatches=2, optimizer="sgd", **run), 1)
+    return step_tensors(config, np.random.default_rng(1).integers(0, 17, 200), Grid(0))
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_step_is_that_of_float64(monkeypatch, stale):
+    """stale: a broken twin, whose second microbatch overwrites the first one's bias gradients."""
+    if stale:
+        fresh = FusedOps.matmul_tn_add_sums
+        monkeypatch.setattr(FusedOps, "matmul_tn_add_sums", lambda ops, *rest: fresh(
+            ops, *rest[:-1], True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss, norm, *tensors = step(dtype="float32", device="cuda")
+    right_loss, right_norm, *right = step(dtype="float64")
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    with pytest.raises(AssertionError) if stale else contextlib.nullcontext():
+        assert norm == pytest.approx(right_norm, rel=1e-6)
+        for got, wanted in zip(tensors, right, strict=True):
+            assert_all_close(got, wanted, 1e-4)
+
+
+def exact_ops(ops):
+    return getattr(ops, "exact", ops)

@@ -1,0 +1,72 @@
+"""docs/examples/one_file.py gives the losses of `mpipar train`, on every layout."""
+
+import json
+import re
+import sys
+
+import pytest
+from helpers import run_ranks
+from program import LIMIT, REPOSITORY, environment, metrics, mpipar
+
+FILE = REPOSITORY / "docs" / "examples" / "one_file.py"
+LAYOUTS = {"1,1,1": 1, "1,2,1": 2, "2,1,2": 4, "1,2,2": 4}
+STEPS = 3
+COMMON = ("--dtype", "float64", "--batch-size", 16, "--num-microbatches", 4, "--lr-schedule",
+          "constant", "--lr", 1e-3, "--clip", 0, "--eval-tokens", 64, "--sample-tokens", 0)
+PROGRAM = """
+import json, runpy, sys
+file, layout, steps, weights = sys.argv[1:]
+one_file = runpy.run_path(file)
+losses = one_file["train"](map(int, layout.split(",")), int(steps), weights)
+if one_file["WORLD"].rank == 0:
+    print("losses", json.dumps(losses))
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """(a file of weights that have been trained for a step, the package's losses from there)."""
+    folder = tmp_path_factory.mktemp("one_file")
+    first, second = folder / "first", folder / "second"
+    for out, more in ((first, ("--steps", 1)),
+                      (second, ("--steps", STEPS, "--init-from", first / "weights"))):
+        done = mpipar("train", "--out", out, *COMMON, *more)
+        assert done.returncode == 0, done.tail()
+    return first / "weights" / "model.safetensors", [
+        line["loss"] for line in metrics(second) if "loss" in line]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_the_package(reference, layout):
+    weights, expected = reference
+    program = [sys.executable, "-c", PROGRAM, str(FILE), layout, str(STEPS), str(weights)]
+    done = run_ranks(LAYOUTS[layout], program, LIMIT, environment())
+    assert done.returncode == 0, done.tail()
+    (found,) = re.findall(r"^losses (.*)$", done.stdout, re.MULTILINE)
+    assert json.loads(found) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def test_it_is_short_and_names_files_that_exist():
+    text = FILE.read_text()
+    assert len(text.splitlines()) <= 300
+    assert "import mpipar" not in text
+    assert "from mpipar" not in text
+    folder, missing = "", []
+    for name in re.findall(r"[\w/]+\.py", text.split('"""', 2)[2]):
+        path = REPOSITORY / name if "/" in name else folder / name
+        folder = path.parent
+        missing += [] if path.is_file() else [name]
+    assert missing == []
+
+
+def test_the_command_line():
+    done = run_ranks(2, [sys.executable, str(FILE), "--steps", "1"], LIMIT, environment())
+    assert done.returncode == 0, done.tail()
+    assert re.search(r"^step +1  loss 5\.\d{4}$", done.stdout, re.MULTILINE)
+    assert re.search(r"^from stage 1 +4 calls +1\.05 MB", done.stdout, re.MULTILINE)
+
+
+def test_a_layout_of_other_ranks_is_refused():
+    done = run_ranks(2, [sys.executable, str(FILE), "--layout", "1,1,1"], LIMIT, environment())
+    assert done.returncode != 0
+    assert "--layout 1,1,1: the product must be 2" in done.stderr

@@ -1,0 +1,372 @@
+"""A run folder from somebody else: nothing outside it is written, and no file of it is obeyed."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import sys
+
+import pytest
+from fault_table import fault
+from helpers import run_command
+from hostile_folder import KINDS, WRITERS, plant
+from in_process import at_once
+from one_rank import fresh
+from program import LIMIT, environment, metrics, mpipar, one_block
+from simulated_ranks import workers_of
+from state_cases import config_for, saved, savers_of
+
+from mpipar import cli
+from mpipar.checkpoint import weights as checkpoint
+from mpipar.checkpoint.companions import write_companions
+from mpipar.checkpoint.manifest import committed_steps
+from mpipar.commands import run_folder
+from mpipar.commands.source import find_source
+from mpipar.console.log import Log
+from mpipar.console.output import GrowingFile
+from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.files import bounded, replace
+from mpipar.job import lock
+
+CONTENT = "a file of the user\n"
+TINY = """train --data text.txt --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4
+    --num-microbatches 2 --sample-tokens 4 --save-interval 2 --steps 4 --out run""".split()
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """(run folder, a file outside it that must stay as it is, a folder outside it likewise)."""
+    run, outside, folder = tmp_path / "run", tmp_path / "outside.txt", tmp_path / "outside"
+    run.mkdir()
+    folder.mkdir()
+    outside.write_text(CONTENT)
+    (folder / "keep.txt").write_text(CONTENT)
+    yield run, outside, folder
+    assert outside.read_text() == CONTENT
+    assert [path.name for path in folder.iterdir()] == ["keep.txt"]
+
+
+# --- files that grow
+
+
+@fault(52, "a planted link, pipe or folder in place of a file of the run", 74)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", run_folder.GROWING)
+def test_a_growing_file_is_a_regular_file_of_the_run(kind, name, victim):
+    run, outside, _ = victim
+    plant(kind, run / name, outside)
+    with at_once(), pytest.raises(OutputError, match=f"{name}: can't be written: {name} (is|has)"):
+        GrowingFile(run, name)
+    with at_once(), pytest.raises(OutputError, match=f"{name} (is a|has 2 names)"):
+        run_folder.check_own(run)
+    assert not (run.parent / "nowhere").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_replaced_ends_no_link(kind, victim):
+    """What stands in its place, or in that of the file under its first name, is not opened."""
+    run, outside, folder = victim
+    for name in ("report.html", "report.html.partial"):
+        if kind == "a folder":
+            (run / name).symlink_to(folder)
+        else:
+            plant(kind, run / name, outside)
+    with at_once():
+        replace.replace_file("report.html", [b"new"], root=run)
+    assert (run / "report.html").read_bytes() == b"new"
+    assert stat.S_ISREG((run / "report.html").lstat().st_mode)
+    assert [path.name for path in run.iterdir()] == ["report.html"]
+
+
+@fault(52, "a planted link in place of a folder of the run", 74)
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_folder_of_the_run_is_no_link(name, victim):
+    run, _, folder = victim
+    (run / name).symlink_to(folder)
+    with pytest.raises((OSError, OutputError), match=f"{name} is a symbolic link"):
+        WRITERS[name](run)
+    with pytest.raises(OutputError, match=f"go on here: {name} is a symbolic link"):
+        run_folder.check_own(run)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        write_companions({"tokenizer.json": b"{}"}, run / name)
+
+
+def test_what_is_read_in_a_run_folder_is_no_link(victim):
+    run, _, folder = victim
+    outside_json = run.parent / "result.json"
+    outside_json.write_text('{"step": 7}')
+    (run / "result.json").symlink_to(outside_json)
+    assert run_folder.finished_step(run) == 0
+    with pytest.raises(DataError, match="is a symbolic link"):
+        bounded.read_json("result.json", root=run)
+    (run / "checkpoints").symlink_to(folder)
+    with pytest.raises(DataError, match="is a symbolic link"):
+        committed_steps(run / "checkpoints")
+    checkpoint.save(fresh(), run.parent / "other")
+    (run / "weights").symlink_to(run.parent / "other")
+    with pytest.raises(DataError, match="is a symbolic link"):
+        find_source(str(run), "RUN")
+    (run / "weights").unlink()
+    (run / "weights").mkdir()
+    for path in (run.parent / "other").iterdir():
+        (run / "weights" / path.name).symlink_to(path)
+    with pytest.raises(DataError, match="is a symbolic link"):
+        find_source(str(run), "RUN")
+    assert find_source(str(run / "weights"), "RUN"), "Hugging Face's cache has such folders"
+
+
+@fault(51, "a run folder from somebody else, whose log.txt leads to a file of the user", 74)
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
+def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path):
+    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
+    key = "ssh-ed25519 AAAA a@b"
+    first = mpipar(*TINY, "--seq-len", 40, "--prompt", f"x\n{key}\n", cwd=tmp_path)
+    assert first.returncode == 0, first.tail()
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "| x\n| ssh-ed25519" in log
+    assert not [line for line in log.splitlines() if line.startswith("ssh")]
+    (tmp_path / "keys").write_text(CONTENT)
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "keys")
+    code, block = one_block(mpipar(*TINY, "--seq-len", 40, "--steps", 6, "--resume", "auto",
+                                   cwd=tmp_path))
+    assert (code, "Traceback" in block) == (74, False)
+    assert f"{name} is a symbolic link" in block
+    assert (tmp_path / "keys").read_text() == CONTENT
+
+
+def test_no_foreign_text_is_a_line_of_the_log(tmp_path, capsys):
+    """Names and texts with ends of lines, as in notes and in what `ckpt ls` finds."""
+    from mpipar.commands import ckpt
+
+    saved(config_for(), 1, tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "a\nthe run ended with step 9").mkdir()
+    assert ckpt.run(cli.context_of(None, "ckpt", ["ls", str(tmp_path)])) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if line.startswith("the run ended")]
+    file = GrowingFile(tmp_path, "log.txt")
+    Log(0, file)("a\rb\u2028c\x85d")
+    assert (tmp_path / "log.txt").read_text() == "a\\rb\\u2028c\\x85d\n"
+
+
+# --- metrics at a resume
+
+
+def lines_of(steps):
+    return [json.dumps({"step": step, "loss": step / 3}).encode() + b"\n" for step in steps]
+
+
+DAMAGE = {
+    "a flipped bit": lambda lines: [lines[0], lines[1].replace(b"step", b"stgp"), *lines[2:]],
+    "no UTF-8": lambda lines: [lines[0], b'{"step": 2, "loss": \xff}\n', *lines[2:]],
+    "a deep list": lambda lines: [lines[0], b"[" * 200_000 + b"\n", *lines[2:]],
+    "no number": lambda lines: [lines[0], b'{"step": 2, "loss": 1.0, "lr": "=x()"}\n', *lines[2:]],
+    "5,000 digits": lambda lines: [lines[0], b'{"step": 2, "loss": ' + b"9" * 5000 + b"}\n",
+                                   *lines[2:]],
+    "a list": lambda lines: [lines[0], b"[2]\n", *lines[2:]],
+    "no finite number": lambda lines: [lines[0], b'{"step": 2, "loss": NaN}\n', *lines[2:]],
+}  # fmt: skip
+
+
+@fault(53, "damaged lines of metrics.jsonl are set aside, and the run goes on", 0)
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", [run_folder.METRICS, run_folder.EVALUATIONS])
+def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damage, name, tmp_path):
+    lines = lines_of(range(1, 6))
+    content = b"".join(DAMAGE[damage](lines))
+    (tmp_path / name).write_bytes(content)
+    with at_once():
+        note, = run_folder.cut_behind(tmp_path, 4)
+    assert "1 line damaged, the first is line 2" in note
+    assert (tmp_path / name).read_bytes() == b"".join([lines[0], *lines[2:4]])
+    assert (tmp_path / f"{name}.aside-1").read_bytes() == content
+
+
+def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
+    (tmp_path / run_folder.METRICS).write_bytes(lines_of([1])[0])
+    os.truncate(tmp_path / run_folder.METRICS, 1 << 42)
+    with at_once():
+        note, = run_folder.cut_behind(tmp_path, 4)
+    assert "line 2" in note
+    assert (tmp_path / run_folder.METRICS).read_bytes() == lines_of([1])[0]
+
+
+# --- what changes while a run goes on
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced by a link", "replaced by a copy"])
+def test_a_file_that_lost_its_name_is_written_anew(how, victim):
+    run, outside, _ = victim
+    file = GrowingFile(run, "metrics.jsonl")
+    file.write("one\n")
+    assert file.sync() == ""
+    path = run / "metrics.jsonl"
+    path.unlink() if how == "removed" else path.rename(run / "elsewhere")
+    if how == "replaced by a link":
+        path.symlink_to(outside)
+    elif how == "replaced by a copy":
+        shutil.copy(run / "elsewhere", path)
+    file.write("two\n")
+    assert "written anew" in file.sync()
+    file.write("three\n")
+    assert file.sync() == ""
+    file.close()
+    assert path.read_text() == "one\ntwo\nthree\n"
+    assert stat.S_ISREG(path.lstat().st_mode)
+    assert not list(run.glob("*.partial"))
+
+
+MOVING = """
+import os, sys
+from mpipar import cli
+from mpipar.job.session import guard
+from mpipar.train.worker import Worker
+change, plain = sys.argv.pop(1), Worker.train_step
+def train_step(self, step, *rest):
+    if step == 3:
+        exec(change)
+    return plain(self, step, *rest)
+Worker.train_step = train_step
+guard(cli.main, sys.argv[1:])
+"""
+
+
+def changed_in_step_3(change, folder):
+    (folder / "text.txt").write_text("a short text, again and again. " * 30)
+    return run_command([sys.executable, "-c", MOVING, change, *TINY], LIMIT, environment(), folder)
+
+
+@fault(54, "the run folder is moved while a run goes on: said, and written anew", 0)
+def test_a_run_folder_that_was_moved_is_said(tmp_path):
+    result = changed_in_step_3("os.rename('run', 'old')", tmp_path)
+    assert result.returncode == 0, result.tail()
+    assert "WARNING: run is gone" in result.stdout
+    assert "weights, checkpoints, metrics, report.html, config.toml and log.txt are in run\n" in (
+        result.stdout)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "log.txt").read_text() == result.stdout
+    assert [step for step, _ in committed_steps(tmp_path / "old" / "checkpoints")] == [2]
+    for name in ("sources.json", "weights/tokenizer.json", "weights/tokenizer_config.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
+    again = mpipar(*TINY, "--resume", "auto", "--steps", 5, cwd=tmp_path)
+    assert again.returncode == 0, again.tail()
+
+
+def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
+    """What the start left there: a later start needs it, and so does who loads the weights."""
+    run, _, folder = victim
+    written = {"sources.json": b"{}", "config.toml": b"steps = 4", "weights/tokenizer.json": b"[]"}
+    held = lock.acquire(run, "token")
+    (run / "config.toml").write_bytes(b"changed")
+    said, = run_folder.keep(run, written, held, ())
+    assert said.endswith(f"in {run}, and written anew: sources.json, weights/tokenizer.json")
+    assert {name: (run / name).read_bytes() for name in written} == written | {
+        "config.toml": b"changed"}
+    assert run_folder.keep(run, written, held, ()) == []
+    shutil.rmtree(run / "weights")
+    (run / "weights").symlink_to(folder)
+    with pytest.raises(OSError, match="weights is a symbolic link"):
+        run_folder.keep(run, written, held, ())
+
+
+@fault(55, "another job has the run folder's name while a run goes on", 74)
+def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path):
+    code, block = one_block(changed_in_step_3(
+        "os.rename('run', 'old'); os.mkdir('run'); open('run/lock', 'w').write('x')", tmp_path))
+    assert code == 74
+    assert "has the folder now" in block
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+@fault(56, "checkpoints/ is replaced by a link while a run goes on", 74)
+def test_checkpoints_behind_a_planted_link_are_not_deleted(victim):
+    run, _, _ = victim
+    saver, = savers_of(workers_of(config_for(), 1), run / "checkpoints", keep=1)
+    saver.save(1)
+    (run / "checkpoints").rename(run.parent / "theirs")
+    (run.parent / "theirs" / "step-00000009.partial-1").mkdir()
+    (run / "checkpoints").symlink_to(run.parent / "theirs")
+    with pytest.raises(OutputError, match="checkpoints is a symbolic link"):
+        saver.save(2)
+    assert {path.name for path in (run.parent / "theirs").iterdir()} == {
+        "step-00000001", "step-00000009.partial-1"}
+
+
+def test_only_folders_of_checkpoints_are_deleted(victim):
+    run, _, folder = victim
+    inside = run / "checkpoints"
+    saver, = savers_of(workers_of(config_for(), 1), inside, keep=1)
+    saver.save(1)
+    (inside / "step-00000001" / "notes.txt").write_text(CONTENT)
+    for name in ("step-00000009.partial-1", ".trash-1"):
+        (inside / name).mkdir()
+        (inside / name / "notes.txt").write_text(CONTENT)
+    (inside / ".trash-2").symlink_to(folder)
+    (inside / "step-00000008.partial-2").symlink_to(folder)
+    (inside / "step-00000007.partial-3").mkdir()
+    saver.save(2)
+    saver.save(3)
+    saver.finish()
+    assert {path.name for path in inside.iterdir()} == {
+        "step-00000001", "step-00000009.partial-1", ".trash-1", ".trash-2",
+        "step-00000008.partial-2", "step-00000003"}
+    (inside / "step-00000004").symlink_to(folder)
+    saver.save(4)
+    assert (inside / "step-00000004").is_dir()
+    assert not (inside / "step-00000004").is_symlink()
+
+
+def test_what_a_run_lacks_at_its_end_is_not_claimed(tmp_path):
+    (tmp_path / "log.txt").write_text("")
+    (tmp_path / "weights").mkdir()
+    said = run_folder.whereabouts(tmp_path)
+    assert said.startswith(f"weights and log.txt are in {tmp_path}\n")
+    assert said.endswith("checkpoints, metrics, report.html, config.toml")
+
+
+# --- the lock
+
+
+@fault(57, "a lock that is a link, a pipe or a folder", 74)
+@pytest.mark.parametrize("take_over", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a hard link"])
+def test_a_lock_that_is_no_file_is_refused(kind, take_over, victim):
+    run, outside, _ = victim
+    plant(kind, run / lock.NAME, outside)
+    with at_once(), pytest.raises(OSError, match="lock is a") as refused:
+        lock.acquire(run, "token", take_over)
+    with pytest.raises(OutputError), run_folder.said(run, "no"):
+        raise refused.value
+
+
+def test_no_lock_of_the_kernel_is_needed(tmp_path, monkeypatch):
+    """A disk without them answers each with an error."""
+    for name in ("flock", "lockf", "fcntl"):
+        def refuse(*_, code=errno.ENOLCK):
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(fcntl, name, refuse)
+    held = lock.acquire(tmp_path, "one")
+    with pytest.raises(UsageError):
+        lock.acquire(tmp_path, "two")
+    new = lock.acquire(tmp_path, "two", take_over=True)
+    held.release()
+    assert lock.is_held(tmp_path)
+    saver, = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints")
+    saver.save(1)
+    checkpoint.save(fresh(), tmp_path / "weights")
+    new.release()
+    assert not (tmp_path / lock.NAME).exists()
+
+
+# --- outputs
+
+
+@fault(60, "an output in a folder that is missing", 74)
+def test_an_answer_file_in_a_missing_folder_cannot_be_written(tmp_path):
+    from mpipar.commands.generation import open_answers
+
+    with pytest.raises(OutputError, match="No such file or directory"):
+        open_answers(str(tmp_path / "none" / "answers.jsonl"))
