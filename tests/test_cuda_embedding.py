@@ -1,11 +1,13 @@
 """The kernels of embeddings: against the plain functions, the same bits each time, broken twins."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
 from ops_cases import plain
 
-from mpipar.ops.cuda.embedding import SORT_THREADS, Embedding
+from mpipar.ops.cuda.embedding import MERGE, SORT, SORT_THREADS, Embedding
 
 EVERY = DTYPES | {"float64": np.float64}
 TOL = BOUNDS | {"float64": 1e-15}
@@ -106,6 +108,14 @@ def test_ids_are_sorted_and_equal_ones_stay_in_order(rng, tiles, edit):
         found = Embedding(Poisoned, loader)._order(ids)
         right.append(np.array_equal(found, np.argsort(ids, kind="stable")))
     assert all(right) == (edit is None)
+
+
+def test_the_steps_of_a_sort():
+    """One for each doubling of a run, in which an id is compared with a few: n^2 would be more."""
+    started = []
+    loader = SimpleNamespace(launch=lambda file, name, *rest: started.append(name))
+    Embedding(Poisoned, loader)._order(np.zeros(64 * SORT_THREADS, np.int64))
+    assert started == [SORT, *6 * [MERGE]]
 
 
 TWINS = [
