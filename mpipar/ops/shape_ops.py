@@ -93,6 +93,11 @@ class ShapeOps(Ops):
         """Return a NumPy array of zeros in the shape of x."""
         return self.to_host(x)
 
+    def row_counts(self, counts: Array, total: int) -> list[int]:
+        """Return as many numbers as counts has: they differ by one at most, their sum is total."""
+        parts = counts.size
+        return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+
     def synchronize(self) -> None:
         """Do nothing."""
 
