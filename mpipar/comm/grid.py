@@ -193,16 +193,16 @@ class Grid:
         for run, (whole, others) in DIVIDED.items():
             if group == others and self.size(run) == 1:
                 return self.same_as(whole)
-        first, *others = PRODUCTS.get(group, (group,))
-        return first if all(self.size(axis) == 1 for axis in others) else group
+        first, *more = PRODUCTS.get(group, (group,))
+        return first if all(self.size(axis) == 1 for axis in more) else group
 
     def groups(self) -> list[str]:
         """Names of all groups of ranks: axes, products of several, and both parts of divided ones.
 
         Those that are the same as another one are left out.
         """
-        parts = [name for run, (_, others) in DIVIDED.items() for name in (run, others)]
-        return [*AXES, *(name for name in (*PRODUCTS, *parts) if self.same_as(name) == name)]
+        divided = [name for run, (_, others) in DIVIDED.items() for name in (run, others)]
+        return [*AXES, *(name for name in (*PRODUCTS, *divided) if self.same_as(name) == name)]
 
     def partition(self, axis: str, groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
         """World ranks of groups of coordinates along `axis`.

@@ -91,12 +91,13 @@ class FlatParams:
     behind the other.
 
     groups: names of the groups over which the gradients are summed; the last one is the data group.
-    sign_rate: see `Param`. size: elements of all parameters, without those zeros. total: with them. units: {unit: slice},
-    in the order of the buffers. segments: what ranks share out one by one; own: this rank's piece
-    of each. updates: for each segment, (decay, slice of the own piece) of each run. counted:
-    (whether this rank counts it in norms, segment, slice of the own piece) of each run; all that it
-    does not count are copies. moments: {kind: buffer}, made by the optimizer. summed: for each
-    segment, the array that holds the own piece of the gradient when all ranks have added theirs.
+    sign_rate: see `Param`. size: elements of all parameters, without those zeros. total: with them.
+    units: {unit: slice}, in the order of the buffers. segments: what ranks share out one by one;
+    own: this rank's piece of each. updates: for each segment, (decay, slice of the own piece) of
+    each run. counted: (whether this rank counts it in norms, segment, slice of the own piece) of
+    each run; all that it does not count are copies. moments: {kind: buffer}, made by the optimizer.
+    summed: for each segment, the array that holds the own piece of the gradient when all ranks have
+    added theirs.
     """
 
     def __init__(self, ops: Any, params: Iterable[Param], sharding: Sharding = WHOLE,

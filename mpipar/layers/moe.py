@@ -67,9 +67,9 @@ class Router:
     none: it does not. loss: each row of data has one more loss, coef * E sum_e f_e P_e: f_e is the
     share of the row's choices that fell on e, P_e the mean of its softmax. A row lies in one
     microbatch of one replica, so the loss is that of every layout; one of a microbatch would not
-    be. Under cp one all_reduce adds up the choices of a row. bias: a number for each expert is added
-    to the softmax before the choice. After a step it falls where an expert had more than the mean,
-    and else it rises (arXiv 2408.15664).
+    be. Under cp one all_reduce adds up the choices of a row. bias: the choice adds a number of each
+    expert to the softmax. After a step it falls where an expert had more tokens than the mean, and
+    rises where it had fewer (arXiv 2408.15664).
 
     config: a completed DecoderConfig.
     """

@@ -311,9 +311,9 @@ class ArrayOps(Ops):
         return order.reshape(shape), (order // shape[1]).reshape(shape), places.reshape(shape)
 
     def combine_rows(self, rows: Array, probs: Array | None = None) -> Array:
-        """Return the sum (N, D) over the K rows of each token (N, K, D), each times its probability.
+        """Return the sum (N, D) over the K rows of each token (N, K, D), in the order of choices.
 
-        The order of the sum is that of the choices. probs: (N, K), or None for a plain sum.
+        probs (N, K): what each row is multiplied by, if given.
         """
         y = rows[:, 0] * (1 if probs is None else probs[:, :1])
         for k in range(1, rows.shape[1]):
