@@ -139,7 +139,7 @@ class ShapeOps(Ops):
             return 0.0
         if part.name in given:
             return given[part.name]
-        dtype = {"": real[0], "sum": self.statistics}.get(part.kind, part.kind)
+        dtype = {"": (*real, None)[0], "sum": self.statistics}.get(part.kind, part.kind)
         return self.empty(shape_of(part.dims or (), sizes), dtype)
 
     # Attention: FLOPs of the full square, the convention of published model FLOPs.
