@@ -10,8 +10,8 @@ behind the experts, forward and backward; it adds up the gradients that pass thr
 too. W crosses no barrier. Experts have no biases. Sources: Shazeer et al., arXiv 1701.06538;
 Lepikhin et al., arXiv 2006.16668; Jiang et al. (Mixtral), arXiv 2401.04088.
 
-Letters: B batch, T tokens, N = B*T, D model width, E experts, K of them for each token, F width
-inside an expert, R rows that this rank's experts get.
+Letters: B batch, T tokens, N = B*T, D model width, E experts, K of them for each token. F is the
+width inside an expert; R are the rows that this rank's experts get.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mpipar.partition.tokens import WholeTokens
 
 
 class Bend(NamedTuple):
-    """What an expert does between its two products. parts: widths F that the first one makes.
+    """What an expert does between its two products. wide: letters of what the first one makes.
 
-    forward(ops, h (R, parts F)) gives a (R, F). backward_input(ops, da, h) gives (dh, a).
+    forward(ops, h (R, F or 2F)) gives a (R, F). backward_input(ops, da, h) gives (dh, a).
     """
 
-    parts: int
+    wide: str
     forward: Callable[[Ops, Array], Array]
     backward_input: Callable[[Ops, Array, Array], tuple[Array, Array]]
 
@@ -57,15 +57,15 @@ def _swiglu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
     return dh.reshape(h.shape), a
 
 
-BENDS = {"gelu": Bend(1, _gelu, _gelu_backward),  # --activation
-         "swiglu": Bend(2, _swiglu, _swiglu_backward)}
+BENDS = {"gelu": Bend("g", _gelu, _gelu_backward),  # --activation
+         "swiglu": Bend("gg", _swiglu, _swiglu_backward)}
 
 
 class Router:
     """Chooses K of E experts for each token, and keeps them equally busy as --router-balance says.
 
-    none: it does not. loss: each row of data has one more loss, coef * E sum_e f_e P_e: f_e is the
-    share of the row's choices that fell on e, P_e the mean of its softmax. A row lies in one
+    none: it does not. loss: each row of data has one more loss, coef * E sum_e f_e P_e. f_e is the
+    share of the row's choices that fell on e, and P_e the mean of its softmax. A row lies in one
     microbatch of one replica, so the loss is that of every layout; one of a microbatch would not
     be. Under cp one all_reduce adds up the choices of a row. bias: the choice adds a number of each
     expert to the softmax. After a step it falls where an expert had more tokens than the mean, and
@@ -76,7 +76,11 @@ class Router:
 
     def __init__(self, context: Context, name: str, config: Any, std: float) -> None:
         self.ops, self.name, self.config = context.ops, name, config
-        self.cp, self.tp, self.factor = context.comms["cp"], context.tp, context.factor
+        self.cp, self.factor = context.comms["cp"], context.factor
+        # What a choice adds to coef * E f_e. The ranks of tp have the same choices, and the sum
+        # over them comes later.
+        self.part = config.router_loss_coef * config.experts / (
+            config.experts_per_token * config.seq_len * context.tp.size)
         # Each rank of tp makes the gradients of its own part of the experts.
         self.w = Param(context, f"{name}.w", (config.experts, config.d_model), std=std,
                        partial_groups=("tp",))
@@ -107,13 +111,10 @@ class Router:
         rows = stash.batch.shape[0]
         loads = self.ops.expert_loads(choice.ids.reshape(rows, -1), self.config.experts)
         if self.config.router_balance == "loss":
-            config, rows_shape = self.config, (rows, -1, self.config.experts)
-            self.cp.all_reduce(loads, f"{self.name}.loads")
-            # Ranks of tp have the same loads, and the sum over them comes later.
-            factor = self.factor.value * config.router_loss_coef * config.experts / (
-                config.experts_per_token * config.seq_len * self.tp.size)
+            by_row = rows, -1, self.config.experts
+            loads = self.ops.scale(self.cp.all_reduce(loads, f"{self.name}.loads"), self.part)
             self.ops.balance_backward_input(
-                dlogits.reshape(rows_shape), logits.reshape(rows_shape), loads, factor)
+                dlogits.reshape(by_row), logits.reshape(by_row), loads, self.factor.value)
         elif self.bias is not None:
             stash[self.name, "loads"] = loads
         stash[self.name, "dlogits"] = dlogits
@@ -139,7 +140,8 @@ class MixtureOfExperts:
         self.ops, self.name, self.held = context.ops, name, context.held
         self.expert, self.dispatch = context.comms["expert"], context.dispatch
         self.experts, self.bend = config.experts, BENDS[config.activation]
-        wide = (2, config.expert_ffn) if self.bend.parts == 2 else (config.expert_ffn,)
+        parts = len(self.bend.wide)
+        wide = (config.expert_ffn,) if parts == 1 else (parts, config.expert_ffn)
         self.router = Router(context, f"{name}.router", config, std)
         self.up = Param(context, f"{name}.up.w", (config.experts, *wide, config.d_model), std=std,
                         placement={"expert": 0, "tp": len(wide)})
@@ -171,7 +173,7 @@ class MixtureOfExperts:
         self._widen(x, stash)
 
     def _widen(self, x: Array, stash: Stash) -> tuple[Any, Array]:
-        """(plan, h (R, parts F)). Comm: held.gather, and plan and rows of the dispatch."""
+        """(plan, h (R, F or 2F)). Comm: held.gather, and plan and rows of the dispatch."""
         x = self.held.gather(x, stash.batch.shape[1], f"{self.name}.up")
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
@@ -188,8 +190,8 @@ class MixtureOfExperts:
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """dx (B, T, D) of dy (B, T, D).
 
-        The rows of dy are not weighted where they are sent: so what the router learns of an expert
-        is the product of its da and its a, and no result is kept for it.
+        The rows of dy are not weighted where they are sent. So what the router learns of an expert
+        is the product of its da and its a, and no result is kept for that.
         Comm: held.gather over tp; over expert rows, factors, combine and factors_back of the
         dispatch; the router's; held.scatter over tp.
         """
@@ -221,22 +223,20 @@ class MixtureOfExperts:
     def cost(name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch,
              balance: str) -> Cost:
         """Its Cost, with the letters of models/decoder.py: the experts are equally popular."""
-        parts = BENDS[activation].parts
-        rows = "B*T*k"
+        wide, rows = BENDS[activation].wide, "B*T*k"
         barriers = [
             *token_barriers(f"{name}.up", held, scatter="I", gather="F"),
-            *(Barrier(f"{name}.{ending}", phase, kind, term(f"{widths}"), "expert", phase == "F")
-              for phase, ending, kind, widths in dispatch.barriers),
+            *(Barrier(f"{name}.{ending}", phase, kind, term(carries), "expert", phase == "F")
+              for phase, ending, kind, carries in dispatch.barriers),
             *token_barriers(f"{name}.down", held, scatter="F", gather="I")]
         if balance == "loss":
             barriers.append(
                 Barrier(f"{name}.router.loads", "I", "all_reduce", term("B*E*s"), "cp"))
-        wide = "g" * parts
-        h, x = array(rows, wide), array(rows, "D")
+        h, x, matrices = array(rows, wide), array(rows, "D"), f"{wide}g"
         return Cost(
             (("B*T", "D", "E"), (rows, "D", wide), (rows, "g", "D")),
-            total((term("E*D"), term("x*D*g", parts + 1))),
-            total((term("B*T*D*E", 2), term(f"{rows}*D*g", 2 * (parts + 1)))),
+            total((term("E*D"), *(term(f"x*D*{one}") for one in matrices))),
+            total((term("B*T*D*E", 2), *(term(f"{rows}*D*{one}", 2) for one in matrices))),
             stash=total((array("B*T", "D"), term("B*T*E*s"), term(f"{rows}*s"), x, h)),
             kept=total((array("B*T", "D"), term("B*T*E*s"), x, x, h, array(rows, "g"))),
             remade=array(rows, "g"), barriers=tuple(barriers))

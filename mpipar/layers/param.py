@@ -49,7 +49,7 @@ class Param:
     partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; by
     default the stage's. multiple: of what the length of a shard is, on each dimension that is cut;
     zeros fill it up. sign_rate: what an update subtracts where the gradient is positive, and adds
-    where it is negative; such a parameter has no part in optimizer, norm and clipping. 0: it has.
+    where it is negative. Such a parameter has no part in optimizer, norm and clipping. 0: it has.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward. The last one is the data group, whose ranks read different data. copy_groups: those of

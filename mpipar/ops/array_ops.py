@@ -83,6 +83,18 @@ class ArrayOps(Ops):
         """
         return [int(count) for count in self.to_host(counts.reshape(-1))]
 
+    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+        """Return what sorts by column the rows of blocks that lie row by row, and what undoes it.
+
+        blocks: numbers of rows of each, on the host.
+        """
+        sizes = np.asarray(blocks)
+        starts = np.cumsum(sizes).reshape(sizes.shape) - sizes
+        order = np.concatenate([
+            np.arange(start, start + size)
+            for start, size in zip(starts.T.flat, sizes.T.flat, strict=True)])
+        return self.asarray(order), self.asarray(np.argsort(order))
+
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 

@@ -98,6 +98,11 @@ class ShapeOps(Ops):
         parts = counts.size
         return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
+    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+        """Return two new arrays of a number for each row."""
+        rows = sum(map(sum, blocks))
+        return self.empty((rows,), np.int64), self.empty((rows,), np.int64)
+
     def synchronize(self) -> None:
         """Do nothing."""
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
+from mpipar.comm.grid import runs
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -22,8 +21,8 @@ class Plan(NamedTuple):
 
     counts: rows of each expert of this rank. sent, received: rows to and from each rank. order,
     tokens (N K,): choices and their tokens as they are sent; places (N, K): of each choice among
-    them. by_expert (R,): what sorts by expert the rows that came by rank, by_rank: what undoes it;
-    None where they are sorted already, from one rank or for one expert.
+    them. by_expert (R,): what sorts by expert the rows that came by rank; by_rank: what undoes it.
+    Both are None where rows are sorted already, from one rank or for one expert.
     """
 
     probs: Array
@@ -50,21 +49,14 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     loads = ops.expert_loads(choice.ids.reshape(1, -1), experts).reshape(comm.size, -1)
     here = ops.row_counts(loads, order.size)
     coming = ops.row_counts(comm.all_to_all(loads, f"{name}.counts"), order.size)
-    sent = np.array(here).reshape(loads.shape)  # (to rank, for its expert)
-    received = np.array(coming).reshape(loads.shape)  # (from rank, for own expert)
-    sorts = (None, None) if 1 in received.shape else map(ops.asarray, by_column(received))
-    return Plan(choice.probs, received.sum(axis=0).tolist(), sent.sum(axis=1).tolist(),
-                received.sum(axis=1).tolist(), order.reshape(-1), tokens.reshape(-1), places,
-                *sorts)
-
-
-def by_column(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What sorts by column the elements of blocks of these sizes that lie row by row; and back."""
-    starts = np.cumsum(blocks).reshape(blocks.shape) - blocks
-    there = np.concatenate([
-        np.arange(start, start + count)
-        for start, count in zip(starts.T.flat, blocks.T.flat, strict=True)])
-    return there, np.argsort(there)
+    # By rank, and by the experts of the rank that gets them.
+    each = runs(loads.shape[1] for _ in range(comm.size))
+    sent, received = ([counts[one] for one in each] for counts in (here, coming))
+    is_sorted = 1 in (len(received), len(received[0]))
+    sorts = (None, None) if is_sorted else ops.block_order(received)
+    return Plan(choice.probs, [sum(counts) for counts in zip(*received, strict=True)],
+                list(map(sum, sent)), list(map(sum, received)), order.reshape(-1),
+                tokens.reshape(-1), places, *sorts)
 
 
 def rows(ops: Ops, x: Array, plan: Plan, comm: Comm, name: str) -> Array:

@@ -2,16 +2,14 @@
 
 One reduce-scatter adds what all ranks have made of a token. Every rank sends (q-1) N rows however
 popular the experts are, and receives as many. Where K is near q or above it, that is less than the
-rows of the first way; and no rank waits for another one's counts.
+rows of the first way.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
-from mpipar.comm.grid import share
+from mpipar.comm.grid import runs, share
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -50,8 +48,9 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     Comm: one all_reduce of a number, and two all_gathers, of ids and of probabilities.
     """
     length, width = choice.ids.shape
-    lengths = comm.all_reduce(ops.asarray(np.array([length])), f"{name}.counts", "max")
-    (most,) = ops.row_counts(lengths, length)
+    lengths = ops.empty((1,), choice.ids.dtype, label="buffers")
+    ops.fill(lengths, length)
+    (most,) = ops.row_counts(comm.all_reduce(lengths, f"{name}.counts", "max"), length)
     own = ops.empty((most, width), choice.ids.dtype, label="buffers")
     ops.fill(own, experts)  # no rank's expert
     ops.copy(own[:length], choice.ids)
@@ -60,10 +59,9 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     order, tokens, places = ops.expert_order(ids)
     loads = ops.row_counts(ops.expert_loads(ids.reshape(1, -1), experts), ids.size)
     each = share(experts, comm.size)
-    start = sum(loads[:comm.index * each])
     counts = loads[comm.index * each:][:each]
-    mine = slice(start, start + sum(counts))
-    return Plan(counts, length, most, probs.reshape(-1, width), places, start,
+    before, mine = runs([sum(loads[:comm.index * each]), sum(counts)])
+    return Plan(counts, length, most, probs.reshape(-1, width), places, before.stop,
                 order.reshape(-1)[mine], tokens.reshape(-1)[mine])
 
 
