@@ -14,6 +14,7 @@ B batch, T tokens, N tokens of a microbatch (B*T). D model width, H heads, d = D
 
 import math
 from collections.abc import Iterator, Sequence
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,14 @@ class ArrayOps(Ops):
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
+
+    def instant(self) -> Any:
+        """Return when all that is queued now is done: a mark on the device, or (CPU) the time."""
+        return perf_counter_ns()
+
+    def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
+        """Return instants as ns of the host's clock. Whoever asks has waited for the device."""
+        return list(instants)
 
     def fill(self, x: Array, value: float) -> None:
         """Set every element of x to value."""

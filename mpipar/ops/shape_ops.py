@@ -7,6 +7,7 @@ count as *scratch*, on request. The table of `functions` gives the shapes and ty
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -105,6 +106,14 @@ class ShapeOps(Ops):
 
     def synchronize(self) -> None:
         """Do nothing."""
+
+    def instant(self) -> Any:
+        """Return the time."""
+        return perf_counter_ns()
+
+    def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
+        """Return the instants as they are."""
+        return list(instants)
 
     # All functions that have no method here.
 
