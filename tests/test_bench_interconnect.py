@@ -80,7 +80,6 @@ def test_bandwidths_follow_the_conventions():
         "algbw_GBps": 1.0, "busbw_GBps": 1.5}
     assert statistics.bandwidths("all-gather", 4, 1e6, 1000.0)["busbw_GBps"] == 0.75
     assert statistics.bandwidths("ring", 4, 1e6, 1000.0)["busbw_GBps"] == 1.0
-    assert statistics.bandwidths("two-level-all-reduce 2x2", 4, 1e6, 1000.0)["busbw_GBps"] == 1.5
 
 
 def test_rank_sum_is_exact_for_few_and_right_for_many(rng):
@@ -221,10 +220,10 @@ def test_block_form_that_is_slower_than_the_uneven_one_is_found():
     assert "Reduce_scatter" in one.instead
 
 
-@pytest.mark.parametrize("whole", ["reduce-scatter+all-gather", "two-level-all-reduce 2x2"])
-def test_all_reduce_that_is_slower_than_its_parts_as_one_case_is_found(whole):
-    (one,) = findings.guidelines([row(median=30.0), row(whole, median=10.0)])
-    assert (one.case, one.factor, one.instead) == ("all-reduce", 3.0, whole)
+@pytest.mark.parametrize("via", BY)
+def test_all_reduce_that_is_slower_than_by_an_algorithm_is_found(via):
+    (one,) = findings.guidelines([row(median=30.0), row(via=via, median=10.0)])
+    assert (one.case, one.factor, one.instead) == ("all-reduce", 3.0, f"all-reduce ({via})")
 
 
 def test_form_for_any_parts_that_is_slower_than_messages_is_found():
@@ -242,7 +241,7 @@ def test_sizes_that_contradict_each_other_are_found():
 
 @pytest.mark.parametrize(("size", "count"), [(1020, 1), (1032, 1), (960, 0), (1100, 0)])
 def test_sizes_that_were_rounded_to_the_ranks_are_compared(size, count):
-    rows = [row(median=30.0), row("reduce-scatter+all-gather", median=10.0, size=size)]
+    rows = [row(median=30.0), row(via="by ring", median=10.0, size=size)]
     assert len(findings.guidelines(rows)) == count
 
 
