@@ -21,6 +21,7 @@ from bench.interconnect import (
     statistics,
 )
 from bench.interconnect.bounds import Bounds
+from bench.interconnect.cases import BY
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import TURNS, Plan, batch_size, enough
 from mpipar import ops as ops_module

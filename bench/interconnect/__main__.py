@@ -3,6 +3,7 @@
     python -m bench.interconnect latency all-reduce [options]
     python -m bench.interconnect all-reduce ring --launches 3 --start "mpiexec -n 4"
     mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
+    mpiexec -n 8 python -m bench.interconnect vet    # which hosts are slow: bench/interconnect/vet.py
 
 Without a launcher it starts five jobs of its own, one after the other, and joins their rows. So the
 intervals that it prints hold for another launch too. Under a launcher it is one such job.
@@ -20,7 +21,16 @@ import random
 import sys
 
 from bench import table
-from bench.interconnect import compiled, conclusions, cuda_probe, launches, places, plans, quick
+from bench.interconnect import (
+    compiled,
+    conclusions,
+    cuda_probe,
+    launches,
+    places,
+    plans,
+    quick,
+    vet,
+)
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
 from bench.interconnect.groups import WIRES
@@ -304,6 +314,8 @@ def sweep(bench, turns, writer, bounds: Bounds | None) -> list[dict]:
 
 def main(argv, session) -> int:
     """Check, measure, print; 1 if a payload was wrong."""
+    if argv[:1] == ["vet"]:
+        return vet.main(argv[1:], session)
     args = parse(argv)
     if session.launcher.name is None or args.launches is not None:
         return launches.run(session, args, argv)

@@ -1,8 +1,8 @@
 """A sum on two levels: inside each host, across the hosts, and inside again.
 
-The ranks of a host sum a share each. Each share is summed across the hosts by the ranks that have
-it, so that only a share of the bytes of a rank crosses the slow links. Then the shares are gathered
-inside the host. Each level is a call of a group of its own, and so a barrier of its own in the
+The ranks of a host sum a share each. The ranks that have the same share sum it across the hosts. So
+only a share of the bytes of a rank crosses the slow links. Then the shares are gathered inside the
+host. Each level is a call of a group of its own, and so a barrier of its own in the
 record: `NAME/host`, `NAME/across`, `NAME/host`.
 """
 

@@ -180,7 +180,8 @@ class Run:
     def allocate(self) -> None:
         """Make the worker and its weights, data, metrics, tracer and what saves.
 
-        Comm: the worker's groups; that of `known_choices` and `keep_choices`; that of `restore` and of a new `Saver`.
+        Comm: the worker's groups; that of `known_choices`, `keep_choices`, `restore` and of a new
+        `Saver`.
         """
         config, ops, recorder = self.config, self.inputs.ops, self.recorder
         self.memory = PeakMemory(ops)

@@ -267,13 +267,13 @@ def test_auto_takes_what_is_known(monkeypatch):
 # --- training
 
 def config_for(name, layout, cp=1, memory=None, **more):
-    config = small_config(layout, 4, rows_per_mb=2, cp=cp, **more)
+    config = small_config(layout, 5, rows_per_mb=2, cp=cp, **more)
     return replace(config, run=replace(config.run, all_reduce=name),
                    memory=memory or MemoryConfig())
 
 
 LAYOUTS = {2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 1), 1, 3)],
-           3: [((3, 1, 1), 1, 0)],
+           3: [((1, 1, 3), 1, 0)],
            4: [((2, 1, 2), 1, 0), ((2, 2, 1), 1, 1), ((4, 1, 1), 1, 0), ((1, 2, 1), 2, 3)]}
 
 

@@ -1,7 +1,7 @@
 """Shared-memory windows: the ranks of a host add up each other's numbers where they lie.
 
-Of p ranks each adds one p-th of all arrays. Numbers in a window (`zeros`) are not copied at all: a
-rank adds its piece of all arrays and writes the sum into all of them, between two meetings. Other
+Of p ranks each adds one p-th of all arrays. Numbers in a window (`zeros`) are not copied at all.
+Between two meetings a rank adds its piece of all arrays, and writes the sum into all of them. Other
 arrays go through rooms of the window, a tile at a time, so that the rooms stay in the caches.
 
 A piece is summed by one rank alone, which begins with its own numbers and goes on around the group.
