@@ -167,6 +167,16 @@ def test_csv_and_markdown_hold_the_rows():
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
+def test_tails_are_those_of_osu():
+    """Times of 1 to 100 us, and 201 us once: the mean is 51.99, the median 51."""
+    lines = table.as_osu([row(times=[*range(1, 101), 201]), row(size=2048)]).splitlines()
+    assert lines[0] == "# mpipar all-reduce, mpipar.comm"
+    assert lines[1].split(maxsplit=2)[:2] == ["#", "Size"]
+    assert [name in lines[1] for name in table.OSU_COLUMNS] == [True] * 4
+    assert lines[2].split() == ["1024", "51.99", "51.00", "91.00", "100.00"]
+    assert lines[3].split() == ["2048", *["10.00"] * 4]
+
+
 def test_percent_of_the_bound_is_that_of_the_link():
     """10 us for 40,000 bytes are 4 GB/s. A stated rate belongs to the slowest kind of link."""
     inside, away = (row("ring", size=40_000, link=link) for link in ("same node", "between nodes"))

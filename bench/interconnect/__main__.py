@@ -3,7 +3,7 @@
     python -m bench.interconnect latency all-reduce [options]
     python -m bench.interconnect all-reduce ring --launches 3 --start "mpiexec -n 4"
     mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
-    mpiexec -n 8 python -m bench.interconnect vet    # which hosts are slow: bench/interconnect/vet.py
+    mpiexec -n 8 python -m bench.interconnect vet    # who is slow: see vet.py
 
 Without a launcher it starts five jobs of its own, one after the other, and joins their rows. So the
 intervals that it prints hold for another launch too. Under a launcher it is one such job.

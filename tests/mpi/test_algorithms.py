@@ -16,7 +16,7 @@ from small_model import (
 
 from mpipar import ops as ops_module
 from mpipar.comm import group
-from mpipar.comm.algorithms import KINDS
+from mpipar.comm.algorithms import KINDS, shared
 from mpipar.comm.algorithms.auto import SIZES, WAYS, Auto
 from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.shared import Marks
@@ -29,7 +29,7 @@ from mpipar.comm.record import Recorder
 from mpipar.comm.request import Done, Options
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.run import SUMS
-from mpipar.errors import HangError
+from mpipar.errors import EnvironmentProblem, HangError
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 RANKS, HERE = WORLD.size, WORLD.rank
@@ -152,6 +152,12 @@ def test_every_rank_and_run_has_the_same_bits(name):
     assert rows[:len(LENGTHS)] == rows[len(LENGTHS):]
     if name != "mpi":  # what MPI does is MPI's
         assert all(len(set(row)) == 1 for row in rows)
+
+
+def test_too_little_shared_memory_is_said_on_every_rank(monkeypatch):
+    monkeypatch.setattr(shared, "room_left", lambda: (1 << 20) + (HERE << 30))
+    with pytest.raises(EnvironmentProblem, match=r"1 MiB left.*--all-reduce mpi"):
+        comms_for("window")
 
 
 # --- twins: each must be caught by the tests above

@@ -12,6 +12,7 @@ A rank that waits for marks asks MPI now and then, so that its messages progress
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpipar.comm.request import Array, PatientRequest
+from mpipar.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,13 +34,22 @@ SHARED_MEMORY = Path("/dev", "shm")  # where MPI libraries keep it on Linux
 class SharedMemory:
     """So many bytes of each rank of a group on one host; all of them see all.
 
-    of: the bytes of each rank. begin: address of this rank's. Comm: the window's, and a barrier.
+    of: the bytes of each rank. begin: address of this rank's. Raises EnvironmentProblem on all of
+    them if the host has less room: whoever wrote there would be killed.
+    Comm: an all_reduce of a number, the window's, and a barrier.
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm, nbytes: int):
         from mpi4py import MPI
 
         self.nbytes = -(-nbytes // PAGE) * PAGE
+        left, needed = np.array([room_left()]), self.nbytes * mpi_comm.size
+        mpi_comm.Allreduce(MPI.IN_PLACE, left, op=MPI.MIN)
+        if left[0] < needed:
+            raise EnvironmentProblem(
+                f"{SHARED_MEMORY} has {left[0] >> 20} MiB left, and a window of {mpi_comm.size}"
+                f" ranks needs {-(-needed >> 20)} MiB: take --all-reduce mpi, or more of it (docker"
+                " run --shm-size)")
         self.window = MPI.Win.Allocate_shared(self.nbytes, 1, MPI.INFO_NULL, mpi_comm)
         self.window.Lock_all(MPI.MODE_NOCHECK)
         memories: list[Any] = [self.window.Shared_query(place)[0]
@@ -123,10 +134,10 @@ def address(x: Array) -> int:
     return place
 
 
-def room_left() -> int | None:
-    """Bytes that are left for shared memory on this host; None if unknown."""
+def room_left() -> int:
+    """Bytes that are left for shared memory on this host; very many where it does not say so."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:
-        return None
+        return sys.maxsize
     return found.f_bavail * found.f_frsize

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TILE = 1 << 19  # bytes of an array in a room
-SMALL = 1 << 15  # bytes of an array that every rank sums whole, because that takes one meeting
+SMALL = 1 << 15  # bytes of an array that more than two ranks sum whole: that takes one meeting
 ROOMS = 3  # in one is written, in one added, from one read
 POSTED = 256  # operations that may be under way at once
 PASSES = 1 << 20  # more meetings than one operation has
@@ -47,6 +47,7 @@ class Window(MpiOwn):
         self.under_way: dict[int, Posted] = {}  # by the row of their marks
         self.arrays: list[SharedMemory] = []
         self.found: dict[tuple[int, int, Any], list[Array]] = {}  # by address, size and type
+        self.cuts: dict[int, list[slice]] = {}  # by length
         self.typed: dict[tuple[int, Any], list[Array]] = {}  # the rooms of a turn
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
@@ -90,7 +91,7 @@ class Window(MpiOwn):
 
     def summed(self, arrays: list[Array], meet: Any) -> Steps:
         """Sum arrays that lie in the window. meet(n): the n-th meeting of this operation."""
-        own = piece(len(arrays[0]), self.size, self.index)
+        own = self.cut(len(arrays[0]))[self.index]
         parts = [one[own] for one in arrays]
         yield meet(1)
         self.add_up(parts[self.index], parts)
@@ -144,26 +145,32 @@ class Window(MpiOwn):
             super().all_reduce(x, op)
         elif self.find(x) is not None:
             self.iall_reduce(x).Wait()
-        elif x.nbytes <= SMALL:
-            self.sum_whole(in_line(x))
+        elif self.size == 2 or x.nbytes <= SMALL:
+            self.sum_whole(self.tiles(x))
         else:
-            self.sum_tiles(in_line(x))
+            self.sum_pieces(self.tiles(x))
 
-    def sum_whole(self, x: Array) -> None:
-        """Show x (n,) to all, and add up everybody's, in the order of the group."""
-        rooms = self.room(len(x), x.dtype)
-        rooms[self.index][:] = x
-        self.meet()
-        np.add(rooms[0], rooms[1], out=x)
-        for room in rooms[2:]:
-            add(x, room)
+    def tiles(self, x: Array) -> list[Array]:
+        """x in parts (n,) of the size of a room."""
+        x, width = in_line(x), TILE // x.itemsize
+        return [x[first:first + width] for first in range(0, len(x), width)]
 
-    def sum_tiles(self, x: Array) -> None:
-        """Sum x (n,) in tiles: one is shown while the one before is added, and the one before that
-        read. So there is one meeting for each tile, and two more.
+    def sum_whole(self, tiles: list[Array]) -> None:
+        """Show each tile to all, and add up everybody's, in the order of the group. Two ranks would
+        move as many bytes with a piece for each, and meet more often.
         """
-        width = TILE // x.itemsize
-        tiles = [x[first:first + width] for first in range(0, len(x), width)]
+        for tile in tiles:
+            rooms = self.room(len(tile), tile.dtype)
+            rooms[self.index][:] = tile
+            self.meet()
+            np.add(rooms[0], rooms[1], out=tile)
+            for room in rooms[2:]:
+                add(tile, room)
+
+    def sum_pieces(self, tiles: list[Array]) -> None:
+        """Sum a piece of each tile. A tile is shown while the one before is added, and the one
+        before that read. So there is one meeting for each tile, and two more.
+        """
         shown: list[list[Array]] = []
         for number in range(len(tiles) + 2):
             if number < len(tiles):
@@ -175,27 +182,31 @@ class Window(MpiOwn):
             if number <= len(tiles):
                 self.meet()
 
+    def cut(self, length: int) -> list[slice]:
+        """The piece of each rank."""
+        if length not in self.cuts:
+            self.cuts[length] = [piece(length, self.size, place) for place in range(self.size)]
+        return self.cuts[length]
+
     def show(self, x: Array) -> list[Array]:
         """Copy into this rank's room what the others add; return all rooms."""
         rooms = self.room(len(x), x.dtype)
-        for place in range(self.size):
+        for place, part in enumerate(self.cut(len(x))):
             if place != self.index:
-                part = piece(len(x), self.size, place)
                 rooms[self.index][part] = x[part]
         return rooms
 
     def add_piece(self, x: Array, rooms: list[Array]) -> None:
         """Sum this rank's piece and show the sum in its room."""
-        part = piece(len(x), self.size, self.index)
+        part = self.cut(len(x))[self.index]
         self.add_up(x[part], [room[part] for room in rooms])
         rooms[self.index][part] = x[part]
 
     def take(self, x: Array, rooms: list[Array]) -> None:
         """Copy the other pieces, each from the room of the rank that has summed it."""
-        for place, room in enumerate(rooms):
+        for place, part in enumerate(self.cut(len(x))):
             if place != self.index:
-                part = piece(len(x), self.size, place)
-                x[part] = room[part]
+                x[part] = rooms[place][part]
 
     def reduce_scatter(self, x: Array, y: Array) -> None:
         sum_, parts = in_line(y), in_line(x).reshape(self.size, -1)
