@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from mpipar.commands.resolve import resolve
 from mpipar.config.reading import Reading, over
+from mpipar.config.run import SUMS
 from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 
@@ -94,6 +95,7 @@ CHOICES = {
     "progress": (None, "line"),
     "sync_sends": (None, True),
     "check_comm": (None, True),
+    "all_reduce": (None, *SUMS[1:]),
     "check_replicas": (None, 1, 0),
     "trace": (None, "2:3"),
     "trace_ops": (None, True),

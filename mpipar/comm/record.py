@@ -23,7 +23,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
-CUTS = ("mpipar.partition", "mpipar.layers.linear")  # modules that cross barriers for a layer
+# Modules that cross barriers for a layer, or for a group.
+CUTS = ("mpipar.partition", "mpipar.layers.linear", "mpipar.comm.levels", "mpipar.comm.algorithms",
+        "mpipar.comm.group")
 POINT_TO_POINT = ("send", "recv")
 PASSES = ("F", "B", "I", "W")  # kinds of spans that a schedule orders
 COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; none contains another

@@ -35,13 +35,18 @@ class Sharding(NamedTuple):
 
     level: of ZeRO. comm: the group that shares; with level 0 every rank is alone and keeps all.
     bucket: most elements of a segment of level 1. whole_grads: whether a rank keeps whole gradients
-    during a step.
+    during a step. data: the group that sums gradients, or None without a group.
     """
 
     level: int
     comm: Comm
     bucket: int = 1
     whole_grads: bool = True
+    data: Comm | None = None
+
+    def travels(self, kind: str) -> bool:
+        """Whether a buffer is summed or gathered where it lies."""
+        return not self.shares(kind) and (kind == "grad" or (kind == "data" and self.level > 0))
 
     def shares(self, kind: str) -> bool:
         """Whether a rank keeps its own pieces alone of data, grad, master or a moment."""
@@ -145,7 +150,13 @@ class FlatParams:
         self.counted = list(self._within_own(self._runs(attrgetter("owner"))))
 
     def _zeros(self, kind: str, dtype: Any, label: str) -> Array:
-        """A new buffer of a kind: whole, or as large as this rank's pieces."""
+        """A new buffer of a kind: whole, or as large as this rank's pieces.
+
+        Comm: perhaps a window, by every member of the group that sums it.
+        """
+        data = self.sharding.data
+        if data is not None and data.size > 1 and self.sharding.travels(kind):
+            return data.zeros((self.total,), dtype, label)
         size = self.total // self.sharding.comm.size if self.shares(kind) else self.total
         return self.ops.zeros((size,), dtype, label=label)
 
