@@ -1,6 +1,6 @@
 """Counts files and lines to open for one default training step, and the lines that it runs.
 
-    mpiexec -n 4 python -m bench.docs.reading_path [--json bench/results/reading_path.json]
+    mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
 
 Every rank takes one step of the default layout under a profile hook. A file is opened if any of its
 functions ran on any rank. The lines that run are those of these functions, with their comments and
@@ -106,7 +106,7 @@ def lines_of_ranks(facts) -> dict[str, set[int]]:
 
 def main(argv, session) -> int:
     """Print the stops; exit 1 if the step runs more lines than the limit."""
-    parser = flags.Parser(prog="python -m bench.docs.reading_path", description=__doc__)
+    parser = flags.Parser(prog="python -m bench.reading_path", description=__doc__)
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
     world = session.start()
@@ -128,7 +128,7 @@ def main(argv, session) -> int:
     rows.append(construction(before, step))
     print(results.text_table(rows))
     print(f"lines that run in a step: at most {LIMIT}")
-    results.write(args.json, "bench.docs.reading_path", rows, beside={"files": files})
+    results.write(args.json, "bench.reading_path", rows, beside={"files": files})
     return int(rows[-2]["lines that run"] > LIMIT or not all(row["files"] for row in rows))
 
 
