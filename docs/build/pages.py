@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.docs import commands, measured, pictures, sources, tables
-from bench.docs.blocks import Block, update
 from bench.results import ROOT
+from docs.build import commands, measured, pictures, sources, tables
+from docs.build.blocks import Block, update
 
+# What stands in a block of each kind: (block, root of the repository) -> text.
 WRITERS = {"measured": measured.shown, "code": sources.listing, "result": tables.result,
-           "table": tables.table, "map": tables.file_map, "exercise": tables.exercises}
+           "table": tables.table, "map": tables.table, "exercise": tables.exercises}
 
 
 def pages() -> list[Path]:
@@ -30,16 +31,18 @@ def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> d
     """
     drawn = {}
 
-    def write(block: Block, body: str) -> str:
-        if block.kind == "run":
-            return body if workplace is None else commands.shown(block, workplace)
-        if block.kind == "picture":
-            path, picture, line = pictures.draw(block, ROOT)
-            drawn[path] = picture
-            return line
-        if block.kind not in WRITERS:
-            kinds = ", ".join(("run", "picture", *WRITERS))
-            raise block.problem(f"no block is of this kind; use {kinds}")
-        return WRITERS[block.kind](block, ROOT)
+    def run(block: Block, root: Path) -> str:
+        return block.body if workplace is None else commands.shown(block, workplace)
+
+    def picture(block: Block, root: Path) -> str:
+        path, drawn[path], line = pictures.draw(block, root)
+        return line
+
+    writers = {"run": run, "picture": picture, **WRITERS}
+
+    def write(block: Block) -> str:
+        if block.kind not in writers:
+            raise block.problem(f"no block is of this kind; use {', '.join(writers)}")
+        return writers[block.kind](block, ROOT)
 
     return {page: update(page, text, write), **drawn}

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.docs.blocks import Block, part
 from bench.interconnect.launches import environment_of_jobs
 from bench.results import ROOT
+from docs.build.blocks import Block
 from mpipar import cli
 from mpipar.errors import UserError
 from mpipar.job.environment import Launcher
@@ -139,6 +139,6 @@ def shown(block: Block, workplace: Workplace) -> str:
 
 def console(block: Block, command: str, output: str, info: str = "bash") -> str:
     """A command in one fence, its output, or the part that is asked for, in another."""
-    text = "\n".join(line.rstrip() for line in part(block, output.rstrip().splitlines()))
+    text = "\n".join(line.rstrip() for line in block.part(output.rstrip().splitlines()))
     output = f"```text\n{text}\n```"
     return output if "output" in block.options else f"```{info}\n{command}\n```\n\n{output}"

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.docs.pictures.shapes import config_of
 from bench.results import markdown_table
-from mpipar import data
+from bench.shapes import config_of, take_step
 from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.ops.functions import MEMORY, Ops
 from mpipar.ops.signature import Function
 from mpipar.plan.cluster import load_cluster
 from mpipar.plan.shape import utilization
-from mpipar.train.worker import Worker
 
 ONLY_WRITTEN = {("fill", "x"), ("copy", "dst"), ("adamw_runs", "copy")}  # arrays that are not read
 
@@ -68,9 +65,7 @@ def counted(words: list[str]) -> tuple[Any, dict[str, dict[str, int]]]:
     """The config of flags of `mpipar explain`, and what a step of its first rank counts."""
     config, recorder = config_of(words), Recorder()
     ops = CountedOps(ops_module.shapes_for(config.run, recorder))
-    worker = Worker(config, Grid.of(config.grid, 0), ops, recorder)
-    blank_batch = data.data_of(config.model).blank_batch
-    worker.train_step(1, lambda mb: blank_batch(ops, config))
+    take_step(config, 0, recorder, ops)
     return config, ops.found
 
 

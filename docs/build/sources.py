@@ -6,23 +6,21 @@ import ast
 import textwrap
 from pathlib import Path
 
-from bench.docs.blocks import Block, part
+from docs.build.blocks import Block
 
 LANGUAGES = {".py": "python", ".cu": "cpp", ".cuh": "cpp", ".js": "js", ".toml": "toml",
              ".sh": "bash", ".sbatch": "bash"}
 
 
 def listing(block: Block, root: Path) -> str:
-    """The listing that a `code` block asks for, and a link to its file."""
+    """`code: FILE [NAME Class.method]`: these definitions or the whole file, and a link to it."""
     name, *names = block.words.split()
-    path = root / name
-    if not path.is_file():
-        raise block.problem(f"no file {name}")
+    path = block.file(root, name)
     source = path.read_text(encoding="utf-8")
     if names:
         text = "\n\n\n".join(definition(block, source, one) for one in names)
     else:
-        text = "\n".join(part(block, source.rstrip().splitlines()))
+        text = "\n".join(block.part(source.rstrip().splitlines()))
     up = "../" * len(block.page.parent.parts)
     language = LANGUAGES.get(path.suffix, "text")
     return f"```{language}\n{text}\n```\n\nFrom [{name}]({up}{name})."
@@ -36,12 +34,12 @@ def definition(block: Block, source: str, name: str) -> str:
         if node is None:
             raise block.problem(f"no {name} in the file")
         nodes = getattr(node, "body", [])
+    first = min(one.lineno for one in (node, *getattr(node, "decorator_list", [])))
+    kept = set(range(first, node.end_lineno + 1))
+    if block.options.get("no") == "docstring" and nodes and isinstance(nodes[0], ast.Expr):
+        kept -= set(range(nodes[0].lineno, nodes[0].end_lineno + 1))
     lines = source.splitlines()
-    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
-    kept = list(range(first, node.end_lineno + 1))
-    if block.options.get("no") == "docstring" and nodes and is_text(nodes[0]):
-        kept = [one for one in kept if not nodes[0].lineno <= one <= nodes[0].end_lineno]
-    return textwrap.dedent("\n".join(lines[one - 1] for one in kept))
+    return textwrap.dedent("\n".join(lines[one - 1] for one in sorted(kept)))
 
 
 def names_of(node: ast.stmt) -> set[str]:
@@ -51,8 +49,3 @@ def names_of(node: ast.stmt) -> set[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return {one.id for target in targets if target for one in ast.walk(target)
             if isinstance(one, ast.Name)}
-
-
-def is_text(node: ast.stmt) -> bool:
-    """Whether a statement is a docstring."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -1,6 +1,6 @@
 """Counts files and lines to open for one default training step, and the lines that it runs.
 
-    mpiexec -n 4 python -m bench.docs.reading_path [--json bench/results/reading_path.json]
+    mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
 
 Every rank takes one step of the default layout under a profile hook. A file is opened if any of its
 functions ran on any rank. The lines that run are those of these functions, with their comments and
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import results
+from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config import flags
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
@@ -104,17 +104,12 @@ def lines_of_ranks(facts) -> dict[str, set[int]]:
             for path in sorted(set().union(*facts))}
 
 
-def main(argv, session) -> int:
-    """Print the stops; exit 1 if the step runs more lines than the limit."""
-    parser = flags.Parser(prog="python -m bench.docs.reading_path", description=__doc__)
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
-    world = session.start()
-    results.check_writable(args.json, session)
-    default = DefaultStep(world)
+def count(args, session) -> Outcome | int:
+    """Count the stops; code 1 if the step runs more lines than the limit."""
+    default = DefaultStep(session.world)
     ran = [{path: sorted(lines) for path, lines in ran_lines(call).items()}
            for call in (default.construct, default.step)]
-    facts = gather_facts(world, ran)
+    facts = gather_facts(session.world, ran)
     if facts is None:
         return 0
     before, step = map(lines_of_ranks, zip(*facts, strict=True))
@@ -126,10 +121,9 @@ def main(argv, session) -> int:
         path: lines for path, lines in files.items() if stop_of(path) is None}))
     rows.append(counts(STEP, "all of this", files))
     rows.append(construction(before, step))
-    print(results.text_table(rows))
-    print(f"lines that run in a step: at most {LIMIT}")
-    results.write(args.json, "bench.docs.reading_path", rows, beside={"files": files})
-    return int(rows[-2]["lines that run"] > LIMIT or not all(row["files"] for row in rows))
+    wrong = rows[-2]["lines that run"] > LIMIT or not all(row["files"] for row in rows)
+    return Outcome(rows, code=int(wrong), beside={"files": files},
+                   end=f"lines that run in a step: at most {LIMIT}")
 
 
 def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict:
@@ -149,6 +143,9 @@ def counts(stop: str, what: str, files: dict[str, int]) -> dict:
 def lines_of(path: str) -> int:
     """Lines of a file in the repository."""
     return len((results.ROOT / path).read_text(encoding="utf-8").splitlines())
+
+
+main = Program("reading_path", __doc__, count, together=True)
 
 
 if __name__ == "__main__":
