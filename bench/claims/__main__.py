@@ -7,6 +7,7 @@
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
+    mpiexec -n 2 python -m bench.claims shipped [--json FILE]   # published bugs, and who sees them
 
 Barriers and memory come from the shapes-only run; tests prove it equal to the records of real runs.
 Hybrids, limit, and the times of sharing are real training steps.
@@ -23,7 +24,8 @@ from math import prod
 from pathlib import Path
 
 from bench import results
-from bench.claims import too_large
+from bench.claims import shipped, too_large
+from bench.claims.layouts import layout_name
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import PIECES_PER_RANK, Grid, token_pieces
@@ -56,11 +58,6 @@ def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", *
     values = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16} | MODEL | layout | settings
     values |= {"num_microbatches": num_microbatches // values["dp"], "schedule": schedule}
     return resolve(build(values), prod(layout.values()))[0]
-
-
-def layout_name(layout: dict) -> str:
-    """The axes with their sizes, as in "pp 2 x dp 2"."""
-    return " x ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
 def table_cases() -> list[tuple]:
@@ -270,7 +267,8 @@ def main(argv, session) -> int:
     parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
     computed = {"barriers": barriers, "memory": memory, "convolution": convolution,
                 "context": context}
-    measured = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large}
+    measured = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large,
+                "shipped": shipped.shipped}
     parser.add_argument("table", choices=(*computed, *measured))
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args(argv)
@@ -280,8 +278,8 @@ def main(argv, session) -> int:
     if rows is None:
         return 0
     print(results.markdown_table(rows))
-    facts = too_large.MODEL if args.table == "limit" else {
-        "rows_per_step": 16, "microbatches": 8, **MODEL}
+    facts = {"limit": too_large.MODEL, "shipped": shipped.MODEL | shipped.TRAINING}.get(
+        args.table, {"rows_per_step": 16, "microbatches": 8, **MODEL})
     results.write(args.json, f"bench.claims {args.table}", rows, **facts)
     return 0
 
