@@ -29,7 +29,7 @@ for pool in blas.pools():
     if pool["internal_api"] == "openblas" and pool.get("architecture"):
         os.environ.setdefault(blas.VARIABLE, pool["architecture"])
 
-pytest_plugins = ["fault_table"]
+pytest_plugins = ["costs", "fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"
 
 # A busy machine makes slow examples: how long one takes is no finding.
