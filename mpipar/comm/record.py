@@ -23,10 +23,19 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
-CUTS = ("mpipar.partition", "mpipar.layers.linear")  # modules that cross barriers for a layer
+# Modules that cross barriers for a layer, or for a group.
+CUTS = ("mpipar.partition", "mpipar.layers.linear", "mpipar.comm.levels", "mpipar.comm.algorithms",
+        "mpipar.comm.group")
 POINT_TO_POINT = ("send", "recv")
 PASSES = ("F", "B", "I", "W")  # kinds of spans that a schedule orders
 COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; none contains another
+# The state of an array over a group before a collective, and after it. whole: every rank has all of
+# it, the same numbers. cut: each rank has its own piece. partial: the ranks' arrays add up to it.
+# one: one rank has it. A collective changes the state and never the array.
+TURNS = {
+    "all_reduce": ("partial", "whole"), "reduce_scatter": ("partial", "cut"),
+    "reduce": ("partial", "one"), "all_gather": ("cut", "whole"), "all_to_all": ("cut", "cut"),
+    "all_to_allv": ("cut", "cut"), "broadcast": ("one", "whole")}
 # All that keeps a rank busy; garbage collection lies in others.
 BUSY = (*COMPUTE, "eval", "save", "gc")
 
@@ -187,6 +196,11 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     if operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
         return (group_size - 1) * payload // group_size
     return payload if operation in ("send", "all_to_allv") else 0
+
+
+def turns(operation: str) -> str:
+    """What a collective turns an array into, as in `partial -> whole`; messages only move one."""
+    return " -> ".join(TURNS.get(operation, ("moved",)))
 
 
 def family(name: str) -> str:

@@ -94,6 +94,16 @@ class ShapeOps(Ops):
         """Return a NumPy array of zeros in the shape of x."""
         return self.to_host(x)
 
+    def row_counts(self, counts: Array, total: int) -> list[int]:
+        """Return as many numbers as counts has: they differ by one at most, their sum is total."""
+        parts = counts.size
+        return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+
+    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+        """Return two new arrays of a number for each row."""
+        rows = sum(map(sum, blocks))
+        return self.empty((rows,), np.int64), self.empty((rows,), np.int64)
+
     def synchronize(self) -> None:
         """Do nothing."""
 
@@ -143,7 +153,7 @@ class ShapeOps(Ops):
             return 0.0
         if part.name in given:
             return given[part.name]
-        dtype = {"": real[0], "sum": self.statistics}.get(part.kind, part.kind)
+        dtype = {"": (*real, None)[0], "sum": self.statistics}.get(part.kind, part.kind)
         return self.empty(shape_of(part.dims or (), sizes), dtype)
 
     # Attention: FLOPs of the full square, the convention of published model FLOPs.

@@ -17,6 +17,7 @@ from mpipar import models
 from mpipar.checkpoint.params import all_params
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.comm.request import Choices
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.pipeline.engine import Engine, forward_only
@@ -137,18 +138,19 @@ class Worker:
         return loss, seen_sum((next(numbers), counts) for _, counts in parts)
 
     def __init__(self, config: Config, grid: Grid, ops: Any, recorder: Recorder,
-                 mpi_world: Any = None):
+                 mpi_world: Any = None, chosen: Choices | None = None):
         """Build what the steps of one rank work on.
 
         config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None
-        without MPI.
+        without MPI. chosen: what `--all-reduce auto` has chosen before; new choices are added.
         Comm: makes the groups with one split over the world each; every rank must build its Worker.
         """
         self.config, self.ops, self.recorder, self.mpi_world = config, ops, recorder, mpi_world
         self.grid = build.with_shared_heads(grid, config.model)
         self.schedule = build.configured_schedule(config.grid)
         self.program = build.lowered(config, self.schedule, grid.place("pp"))
-        self.comms = build.groups_of(config, self.grid, self.schedule, ops, recorder, mpi_world)
+        self.comms = build.groups_of(
+            config, self.grid, self.schedule, ops, recorder, mpi_world, chosen)
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = build.stages_of(config, self.schedule, self.stage_layers, ops, self.comms)
         self.flats = [flat for stage in self.stages.values() for flat in stage.flats]

@@ -22,7 +22,7 @@ from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import Options
+from mpipar.comm.request import Options
 from mpipar.config.memory import MemoryConfig
 from mpipar.data.rows import Rows
 from mpipar.train.verify import SPREAD, differences, full_tensors
