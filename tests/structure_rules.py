@@ -10,13 +10,16 @@ from docs.build.tables import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow", "comm.nccl",
-        "comm.transport"}
+        "comm.transport", "comm.levels", "comm.algorithms.own", "comm.algorithms.steps",
+        "comm.algorithms.ring", "comm.algorithms.halves", "comm.algorithms.shared",
+        "comm.algorithms.window", "comm.algorithms.auto"}
 REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records
 IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "commands.doctor"}
 CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}
 MPI_CALLS = set(
-    """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv Iallreduce
-    Ibarrier Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
+    """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv
+    Iallgather Iallgatherv Iallreduce Ibarrier Ireduce_scatter Ireduce_scatter_block Irecv
+    Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
     Split_type Ssend""".split()
 )
 PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-case methods

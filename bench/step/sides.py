@@ -55,14 +55,18 @@ def add_sizes(parser) -> None:
 
 
 def configure(args, layout: dict, num_ranks: int):
-    """The resolved configuration of the model in a layout: settings of the grid."""
+    """The resolved configuration of the model in a layout: settings of the grid.
+
+    all_reduce among them is the run's.
+    """
     model = model_config({
         "arch": args.arch, "layers": args.layers, "d_model": args.d_model, "heads": args.heads,
         "kv_heads": args.kv_heads, "seq_len": args.seq_len, "vocab_size": args.vocab_size})
     train = TrainConfig(batch_size=args.batch_size, **(
         RECIPE_TRAIN if getattr(args, "recipe", None) else {"warmup_steps": 0}))
     axes = {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 1} | layout
-    run = RunConfig(device=args.device, dtype=args.dtype)
+    run = RunConfig(device=args.device, dtype=args.dtype,
+                    all_reduce=axes.pop("all_reduce", "mpi"))
     config, _ = resolve(
         Config(model, GridConfig(**axes), train, run), num_ranks)
     return config

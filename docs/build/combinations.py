@@ -58,6 +58,6 @@ def choices() -> list[tuple[str, str]]:
     """(setting that means something to few, flags of the settings that only it has)."""
     found: dict[str, list[str]] = {}
     for name, (choice, *values) in CHOICES.items():
-        only = " or ".join(f"`{flag(choice)} {value}`" for value in values)
+        only = " or ".join(f"`{flag(choice)} {value}`" for value in values or ["N"])
         found.setdefault(only, []).append(f"`{flag(name)}`")
     return [(only, ", ".join(names)) for only, names in found.items()]

@@ -44,9 +44,9 @@ class Watching(Recorder):
         self.seen.append(Look(
             sum(self.ops.flops.values()), name, self.ops.live, len(self.entries)))
 
-    def span(self, kind: str, start_ns: int, stage: int = -1, mb: int = -1) -> None:
+    def span(self, kind: str, start, stage: int = -1, mb: int = -1, end=None) -> None:
         """Note what is alive behind a pass."""
-        super().span(kind, start_ns, stage, mb)
+        super().span(kind, start, stage, mb, end)
         self.look(f"{kind}{mb}" if mb >= 0 else kind)
 
 
