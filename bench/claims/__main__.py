@@ -24,16 +24,15 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from bench import results
 from bench.claims import shipped, too_large
 from bench.claims.layouts import MODEL, as_convnet, configure, layout_name
 from bench.claims.scaling import scaling
+from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import PIECES_PER_RANK, Grid, token_pieces
 from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
 from mpipar.commands.memory_limit import fullest
-from mpipar.config import flags
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_source
 from mpipar.job.session import guard
@@ -250,26 +249,26 @@ def time_shares(analysis) -> dict[str, float]:
     return {name: length / sums.total() for name, length in shares.items()}
 
 
-def main(argv, session) -> int:
-    """Measure or compute the table that the first word names, and print it."""
-    parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
-    computed = {"barriers": barriers, "memory": memory, "convolution": convolution,
-                "context": context, "scaling": scaling}
-    measured = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large,
-                "shipped": shipped.shipped}
-    parser.add_argument("table", choices=(*computed, *measured))
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
-    world = session.start() if args.table in measured else None
-    results.check_writable(args.json, session if world else None)
-    rows = measured[args.table](world) if world else computed[args.table]()
-    if rows is None:
+COMPUTED = {"barriers": barriers, "memory": memory, "convolution": convolution, "context": context,
+            "scaling": scaling}
+MEASURED = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large,
+            "shipped": shipped.shipped}
+FACTS = {"limit": too_large.MODEL, "shipped": shipped.MODEL | shipped.TRAINING}
+
+
+def make_table(args, session) -> Outcome | int:
+    """Measure or compute the table that the first word names."""
+    if args.table in COMPUTED:
+        rows = COMPUTED[args.table]()
+    elif (rows := MEASURED[args.table](session.world)) is None:
         return 0
-    print(results.markdown_table(rows))
-    facts = {"limit": too_large.MODEL, "shipped": shipped.MODEL | shipped.TRAINING}.get(
-        args.table, {"rows_per_step": 16, "microbatches": 8, **MODEL})
-    results.write(args.json, f"bench.claims {args.table}", rows, **facts)
-    return 0
+    facts = FACTS.get(args.table, {"rows_per_step": 16, "microbatches": 8, **MODEL})
+    return Outcome(rows, facts, variant=args.table)
+
+
+main = Program(
+    "claims", __doc__, make_table, together=lambda args: args.table in MEASURED,
+    add=lambda parser: parser.add_argument("table", choices=(*COMPUTED, *MEASURED)))
 
 
 if __name__ == "__main__":

@@ -233,5 +233,5 @@ def memory_forms(prediction, config) -> str:
 
 COMMAND = Command(
     run, arguments=Arguments, fields=(OF_A_STEP | {"save_async"}) - {  # its copy of the state
-        "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale",
-        "loss_scale_interval"})
+        "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "all_reduce",
+        "loss_scale", "loss_scale_interval"})

@@ -17,7 +17,8 @@ from mpipar.comm.grid import Grid, runs
 from mpipar.comm.group import Comm, Comms
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import HostTransport, Options
+from mpipar.comm.request import Options
+from mpipar.comm.transport import HostTransport
 from mpipar.errors import HangError
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
