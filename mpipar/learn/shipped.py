@@ -23,11 +23,11 @@ def loss_times_cp():
     plain = CrossEntropy.backward_input
 
     def backward_input(self, dy, stash):
-        self.scale *= 2
+        self.factor.value *= 2
         try:
             return plain(self, dy, stash)
         finally:
-            self.scale /= 2
+            self.factor.value /= 2
 
     return replaced(CrossEntropy, backward_input=backward_input)
 
