@@ -72,7 +72,8 @@ def wrong_sums(name: str, **options) -> int:
     comms = comms_for(name, **options)
     dp, bad = comms["dp"], 0
     for length in LENGTHS:
-        arrays = [np.empty(length), np.empty(length), dp.zeros((length,), "float64", "gradients")]
+        arrays = [np.empty(length), np.empty(length),
+                  dp.zeros(comms.ops, (length,), "float64", "gradients")]
         for x in arrays:
             x[:] = numbers(HERE, length)
         pending = [dp.iall_reduce(x, "posted") for x in arrays[1:]]
@@ -107,7 +108,7 @@ def test_parts(name):
         whole = np.stack([numbers(place, length) for place in range(RANKS)])
         assert np.array_equal(dp.reduce_scatter(given.copy(), "parts"), due)
         assert np.array_equal(dp.all_gather(numbers(HERE, length), "parts"), whole)
-        for x in (given.copy(), dp.zeros(given.shape, "float64", "gradients")):
+        for x in (given.copy(), dp.zeros(comms.ops, given.shape, "float64", "gradients")):
             x[:] = given
             assert np.array_equal(dp.ireduce_scatter(x, "parts").wait()[0], due)
             x[:] = np.nan
@@ -120,7 +121,7 @@ def test_parts(name):
 def test_many_posted_sums_are_waited_for_in_any_order(name):
     """More than there are rows of marks, with every other rank asleep in between."""
     comms = comms_for(name)
-    x = comms["dp"].zeros((600, 3), "float64", "gradients")
+    x = comms["dp"].zeros(comms.ops, (600, 3), "float64", "gradients")
     x[:] = numbers(HERE, 3)
     pending = [comms["dp"].iall_reduce(row, "posted") for row in x]
     if HERE % 2:
