@@ -23,7 +23,7 @@ from mpipar.comm.request import Array, Options, Request
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TILE = 1 << 19  # bytes of an array in a room
+TILE = 1 << 20  # bytes of an array in a room
 SMALL = 1 << 15  # bytes of an array that more than two ranks sum whole: that takes one meeting
 ROOMS = 3  # in one is written, in one added, from one read
 POSTED = 256  # operations that may be under way at once
