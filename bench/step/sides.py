@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from bench.program import add_counts
 from bench.step.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
@@ -46,17 +47,10 @@ def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
     parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
     parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
-    for flag, default, text in (
-        ("--layers", 6, "transformer blocks"),
-        ("--d-model", 384, "model width"),
-        ("--heads", 6, "attention heads"),
-        ("--seq-len", 256, "tokens per row"),
-        ("--batch-size", 4, "rows per step"),
-        ("--vocab-size", 256, "tokens in the vocabulary"),
-        ("--repeats", 20, "timed steps"),
-    ):
-        parser.add_argument(flag, type=flags.count, default=default,
-                            help=f"{text} ({default})")
+    add_counts(parser, layers=(6, "transformer blocks"), d_model=(384, "model width"),
+               heads=(6, "attention heads"), seq_len=(256, "tokens per row"),
+               batch_size=(4, "rows per step"), vocab_size=(256, "tokens in the vocabulary"),
+               repeats=(20, "timed steps"))
 
 
 def configure(args, layout: dict, num_ranks: int):

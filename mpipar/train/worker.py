@@ -87,12 +87,11 @@ class Worker:
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         with self.recorder.at("opt"):
-            opt_start = perf_counter_ns()
+            opt_start = self.ops.instant()
             if not overflow:
                 self.gradsync.clip(norm, self.config.train.clip)
                 self.optimizer.step(lr, step - self.loss_scale.skipped)
-            self.ops.synchronize()
-            self.recorder.span("opt", opt_start)
+            self.recorder.span("opt", opt_start, end=self.ops.instant())
         seconds = (perf_counter_ns() - start) * 1e-9
         shown = scale if self.loss_scale.dynamic else None
         return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
@@ -112,10 +111,10 @@ class Worker:
         self.gradsync.zero()
         for stage in self.stages.values():
             stage.set_loss_scale(self.loss_scale.value / self.num_tokens)
-        start = perf_counter_ns()
+        start = self.ops.instant()
         with self.recorder.at("sync"):
             self.losses = self.engine.run(self.program, get_batch)
-            self.recorder.span("pipeline", start)
+            self.recorder.span("pipeline", start, end=self.ops.instant())
             self.gradsync.finish()
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
@@ -132,6 +131,7 @@ class Worker:
         """
         parts = self.gradsync.square_sums()
         numbers = iter(self.ops.numbers([*self.losses.values(), *(part for part, _ in parts)]))
+        self.recorder.settle(self.ops.nanoseconds)
         self.losses = {mb: next(numbers) for mb in self.losses}
         # tp ranks know the same loss: one of them reports it.
         loss = seen(sum(self.losses.values()), self.comms["tp"].index == 0)
@@ -177,6 +177,11 @@ class Worker:
         """
         for flat in self.flats:
             flat.initialize(self.config.run.seed, spread)
+
+    def settle(self) -> None:
+        """Wait for the device, and record what it has done since the last step's loss."""
+        self.ops.synchronize()
+        self.recorder.settle(self.ops.nanoseconds)
 
     def close(self) -> None:
         """Free the groups when nothing more will be sent. Comm: every rank must call it."""
