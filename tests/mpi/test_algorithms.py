@@ -36,7 +36,10 @@ RANKS, HERE = WORLD.size, WORLD.rank
 NAMES = [name for name in SUMS if name != "auto"]
 # One element, fewer than ranks, odd ones, and more than a small array and a tile of the window.
 LENGTHS = (1, 2, 7, 1001, SMALL // 8 + 1, TILE // 8 * 2 + 3)
-everyone = pytest.mark.parametrize("name", NAMES)
+# Four ranks share two cores in most places: there the slow sessions run the rest.
+QUICK = {2: NAMES, 4: ["doubling", "window"]}.get(RANKS, [])
+everyone = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES])
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,8 @@ def test_sums_of_any_length(name, sync_sends):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["levels", "window", "auto"])
+@pytest.mark.parametrize("name", [
+    "levels", "window", pytest.param("auto", marks=pytest.mark.slow)])
 def test_sums_over_two_hosts(name, two_hosts):
     assert wrong_sums(name, check=True) == 0
 
