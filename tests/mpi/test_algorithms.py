@@ -176,12 +176,12 @@ def no_fence(marks, row, mark):
 
 def added_twice(window, sum_, parts):
     for ahead in (1, *range(1, window.size)):
-        add(sum_, parts[(window.index + ahead) % window.size])
+        add(sum_, parts[(window.index + ahead) % window.size], sum_)
 
 
 def hop_too_many(ring, pieces, tag, plain=Ring.scattered):
     yield from plain(ring, pieces, tag)
-    add(pieces[ring.index], pieces[ring.index])
+    add(pieces[ring.index], pieces[ring.index], pieces[ring.index])
 
 
 def too_early(levels, x, name):
