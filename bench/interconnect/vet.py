@@ -10,8 +10,9 @@ A pair is compared with the median pair on the same kind of link. A rank is as s
 partner says, so that one slow rank does not spoil the others. It is a suspect if it takes --limit
 times the median of all, and is further from it than five times the usual distance (MAD). A pair is
 one if it is as slow and neither of its ranks is. Where ranks share cores, a message takes as long
-as its receiver waits for one, so that computing alone is compared. The last line names hosts for --exclude of sbatch
-and srun. Exit codes: 0 none is suspected, 1 some are, 2 there are too few to compare.
+as its receiver waits for one, so that computing alone is compared. The last line names hosts for
+--exclude of sbatch and srun. Exit codes: 0 none is suspected, 1 some are, 2 there are too few to
+compare.
 """
 
 from __future__ import annotations
